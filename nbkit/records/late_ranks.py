@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 _OWN = ("data", "compute", "optimizer", "other")
-_STILL = 10  # of the newest steps, in one of which a rank has to be late to be so still
 _SHARE = 0.5  # of what the others wait, that a cause must explain
 
 
@@ -52,9 +51,9 @@ class Bar:
 class Late:
     """The rank the others wait for. seconds: by how much, per step. cause: the part of its step that is longer.
 
-    beside: the other ranks at the same slow link, where the cause is "exposed". took: seconds of that part on it, and
-    twins_took on its twins, the ranks that do the same work. steps, of: it is late in so many of so many newest steps;
-    0 where one picture says it.
+    beside: the other ranks at the same slow link, where the cause is "exposed". took: seconds of that part on it;
+    twins_took on its twins, the ranks that do the same work, 0 where there are none; others_took on the ranks that do
+    other work, or on all others where its twins are as late. They are as long as the bars they come from.
     """
 
     rank: int
@@ -64,8 +63,24 @@ class Late:
     took: float = field(default=0.0, compare=False)
     twins: tuple[int, ...] = field(default=(), compare=False)
     twins_took: float = field(default=0.0, compare=False)
-    steps: int = field(default=0, compare=False)
-    of: int = field(default=0, compare=False)
+    others_took: float = field(default=0.0, compare=False)
+
+    @property
+    def alone(self) -> bool:
+        """Whether its twins are not as late, so that its share of the work is not what makes it so."""
+        return bool(self.twins) and self.took - self.twins_took >= self.seconds / 2
+
+    @property
+    def longer(self) -> float:
+        """Seconds that the part takes more than on its twins, or elsewhere where these are as late.
+
+        The difference of both as they are shown, of three digits: who subtracts them finds it.
+        """
+        return _shown(self.took) - _shown(self.twins_took if self.alone else self.others_took)
+
+
+def _shown(seconds: float) -> float:
+    return float(f"{seconds:.3g}")
 
 
 def late_rank(of: Sequence[Bar], *, at_least: float = 0.05) -> Late | None:
@@ -81,39 +96,25 @@ def late_rank(of: Sequence[Bar], *, at_least: float = 0.05) -> Late | None:
     if overall is not None and (not found or overall.cause == "exposed"):
         found.append(overall)
     late = max(found, key=lambda late: late.seconds, default=None)
-    return _beside_twins(late, of) if late is not None else None
+    return _beside_others(late, of) if late is not None else None
 
 
-def prevailing(newest: Sequence[Late | None]) -> Late | None:
-    """The rank that is late in most of these steps, the oldest first, and still in some of the last; None: no rank is.
-
-    Medians of a few steps name now this rank and now that one where others use the machine.
-    """
-    ranks = [late.rank for late in newest if late is not None]
-    rank = max(set(ranks), key=ranks.count, default=None)
-    still = [late.rank for late in newest[-_STILL:] if late is not None]
-    if len(newest) < _STILL or rank is None or 2 * ranks.count(rank) <= len(newest) or rank not in still:
-        return None
-    those = [late for late in newest if late is not None and late.rank == rank]
-    causes = [late.cause for late in those]
-    cause = max(set(causes), key=causes.count)
-    alike = [late for late in those if late.cause == cause]
-    seconds, took, twins_took = (
-        median(getattr(late, name) for late in alike) for name in ("seconds", "took", "twins_took")
-    )
-    return replace(alike[-1], seconds=seconds, took=took, twins_took=twins_took, steps=len(those), of=len(newest))
-
-
-def _beside_twins(late: Late, of: Sequence[Bar]) -> Late:
+def _beside_others(late: Late, of: Sequence[Bar]) -> Late:
     by_rank = {bar.rank: bar for bar in of}
     here = by_rank[late.rank]
     twins = [by_rank[rank] for rank in here.peers if rank in by_rank and rank not in (late.rank, *late.beside)]
-    took = [getattr(bar, late.cause) for bar in twins]
+    others = [bar for bar in of if bar.rank not in (late.rank, *late.beside)]
+    rest = [bar for bar in others if bar not in twins] or others
+
+    def usual(bars: Sequence[Bar]) -> float:
+        return median(getattr(bar, late.cause) for bar in bars) if bars else 0.0
+
     return replace(
         late,
         took=getattr(here, late.cause),
         twins=tuple(bar.rank for bar in twins),
-        twins_took=median(took) if took else 0.0,
+        twins_took=usual(twins),
+        others_took=usual(rest),
     )
 
 

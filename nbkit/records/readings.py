@@ -24,6 +24,7 @@ Members = Mapping[str, Sequence[int]]  # label of a group -> global ranks in it
 class Row:
     """One operation on one axis, per step, summed over groups and ranks. calls: of one rank, on average.
 
+    bytes: of the tensors that ranks hand to it. sent: what they send for it, of collectives what they would in a ring.
     seconds: mean duration of a call, peers that came late included; None when none was timed. algbw and busbw: bytes/s
     as nccl-tests define them (busbw: what each link carries). overlap: the share of that time in which this rank did
     something else; None where nothing was timed. blocked: seconds for which the ranks stood still for it.
@@ -38,6 +39,7 @@ class Row:
     busbw: float | None
     overlap: float | None
     blocked: float = 0.0
+    sent: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list
                 bus / seconds if timed and seconds > 0 else None,
                 overlap,
                 sum(row.blocked for row in rows),
+                sum(sent_by(row, members) for row in rows),
             )
         )
     for other in near:
@@ -152,6 +155,14 @@ def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list
         known = {(row.op, row.axis): {name: getattr(row, name) for name in _TIMES} for row in table(other, members)}
         made = [replace(row, **known.get((row.op, row.axis), {})) if row.seconds is None else row for row in made]
     return sorted(made, key=lambda row: -row.bytes)
+
+
+def sent_by(row: Traffic, members: Members) -> float:
+    """Bytes that a rank sends for it: a message as it is, a collective as in a ring, an all-to-all to each peer."""
+    if not _collective(row):
+        return row.bytes
+    n = len(members.get(row.group, ()))
+    return row.bytes * _whole(row.op, n) * _bus_factor(row.op, n) if n > 1 else 0.0
 
 
 def traffic_matrix(steps: Steps, members: Members, world_size: int) -> TrafficMatrix:
@@ -166,7 +177,7 @@ def traffic_matrix(steps: Steps, members: Members, world_size: int) -> TrafficMa
             if row.op == "send" and row.peer is not None and row.peer >= 0:
                 sent[rank][row.peer] += row.bytes
             elif _collective(row):
-                _model(row, rank, members.get(row.group, ()), modelled)
+                _model(row, rank, members, modelled)
     return TrafficMatrix(tuple(map(tuple, sent)), tuple(map(tuple, modelled)))
 
 
@@ -201,16 +212,14 @@ def _bus_factor(op: str, n: int) -> float:
     return (n - 1) / n if op in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter") else 1.0
 
 
-def _model(row: Traffic, rank: int, members: Sequence[int], into: list[list[float]]) -> None:
+def _model(row: Traffic, rank: int, members: Members, into: list[list[float]]) -> None:
     """What this rank hands to its right neighbour in a ring; in an all-to-all, to everyone."""
-    n = len(members)
-    if n < 2 or rank not in members:
+    those, sent = members.get(row.group, ()), sent_by(row, members)
+    if len(those) < 2 or rank not in those:
         return
     if row.op == "all_to_all":
-        for other in members:
+        for other in those:
             if other != rank:
-                into[rank][other] += row.bytes / n
+                into[rank][other] += sent / (len(those) - 1)
         return
-    right = members[(members.index(rank) + 1) % n]
-    ring = row.op in ("all_reduce", "all_gather", "reduce_scatter")
-    into[rank][right] += row.bytes * (_whole(row.op, n) * _bus_factor(row.op, n) if ring else 1.0)
+    into[rank][those[(those.index(rank) + 1) % len(those)]] += sent

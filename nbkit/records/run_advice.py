@@ -13,15 +13,15 @@ _NAMED = 3  # ranks; more are counted
 _SHARED = ("exposed", "data", "optimizer", "other")
 
 
-def largest_loss(of: Sequence[Bar], *, slow: Link | None = None, late: Late | None = None) -> Link | Late | str:
+def largest_loss(of: Sequence[Bar], *, slow: Link | None = None) -> Link | Late | str:
     """A slow link (see links.slow_link), a late rank, or the part of the step that takes the most beside compute;
-    "compute" where none takes much. late: the rank that is late in more steps than these; None: these tell.
+    "compute" where none takes much.
 
     A rank is not named for a little that it is late where every rank loses more to one and the same part.
     """
     if not of:
         return "compute"
-    late = late or late_rank(of)
+    late = late_rank(of)
     if slow is not None and (late is None or slow.seconds > late.seconds):
         return slow
     shared = max(min(getattr(bar, part) for bar in of) for part in _SHARED)
@@ -37,17 +37,17 @@ def reading(
     rows: Sequence[Row] = (),
     *,
     slow: Link | None = None,
-    late: Late | None = None,
     alike: bool = True,
 ) -> str:
     """One sentence on where the step goes, and what one could try. "" without bars.
 
-    slow: see links.slow_link. late: see largest_loss. alike: ranks of one stage have equal shares of the work.
+    slow: see links.slow_link. alike: ranks of one stage have equal shares of the work. What it says of a late rank are
+    lengths of parts in these bars, and their difference.
     """
     whole = sum(bar.seconds for bar in of)
     if whole <= 0:
         return ""
-    step, loss = whole / len(of), largest_loss(of, slow=slow, late=late)
+    step, loss = whole / len(of), largest_loss(of, slow=slow)
     if isinstance(loss, Link):
         return (
             f"Messages from rank {loss.source} to rank {loss.target} hold the pipeline up for "
@@ -56,13 +56,8 @@ def reading(
     if isinstance(loss, Late):
         ranks = (loss.rank, *loss.beside)
         who = f"ranks {', '.join(map(str, sorted(ranks)))}" if loss.beside else f"rank {loss.rank}"
-        others = "the others wait" if len(of) > 2 else "the other rank waits"
-        wait = f"{others} {loss.seconds * 1e3:.0f} ms"
-        if loss.of:  # medians of these steps, which the bars need not be
-            wait = f"In {loss.steps} of the newest {loss.of} steps {wait}"
-        else:
-            wait = f"{wait[0].upper()}{wait[1:]} of each step ({loss.seconds / step:.0%})"
-        return f"{wait} for {who}, {_why(loss) if alike else _plain(loss)}"
+        others = "The others wait" if len(of) > 2 else "The other rank waits"
+        return f"{others} for {who}, {_why(loss, step) if alike else _plain(loss, step)}"
     share = sum(getattr(bar, loss) for bar in of) / whole
     if loss == "compute":
         return f"{share:.0%} of the step is compute."
@@ -75,23 +70,40 @@ def reading(
     return f"{share:.0%} of the step is {what}: {advice}"
 
 
-def _plain(late: Late) -> str:
-    return f"{_LONGER[late.cause]}: {_CAUSES[late.cause]}"
+def _plain(late: Late, step: float) -> str:
+    return f"{_LONGER[late.cause]} ({_beside_others(late, step)}): {_CAUSES[late.cause]}"
 
 
-def _why(late: Late) -> str:
+def _why(late: Late, step: float) -> str:
     """What makes its compute long is told by the ranks that have the same share of the work."""
     if late.cause != "compute" or not late.twins:
-        return _plain(late)
+        return _plain(late, step)
     several = len(late.twins) > 1
     twins = f"rank{'s' * several} {', '.join(map(str, late.twins))}" if len(late.twins) <= _NAMED else ""
     twins = twins or f"its {len(late.twins)} equals"
-    if late.took - late.twins_took >= late.seconds / 2:
+    if late.alone:
         return (
-            f"which computes {late.took * 1e3:.0f} ms where {twins}, with the same share, compute{'s' * (not several)} "
-            f"{late.twins_took * 1e3:.0f} ms: look at what else runs on its machine, and at its clocks"
+            f"which computes {_spoken(late.took)} where {twins}, with the same share, compute{'s' * (not several)} "
+            f"{_spoken(late.twins_took)} ({_more(late, step)}): look at what else runs on its machine, and at its "
+            "clocks"
         )
-    return f"whose compute takes longer, as on {twins} with the same share: the share is large, try balance=True"
+    return (
+        f"whose compute takes longer, as on {twins} with the same share ({_beside_others(late, step)}): "
+        "the share is large, try balance=True"
+    )
+
+
+def _beside_others(late: Late, step: float) -> str:
+    return f"{_spoken(late.took)}, elsewhere {_spoken(late.took - late.longer)}: {_more(late, step)}"
+
+
+def _more(late: Late, step: float) -> str:
+    return f"{_spoken(late.longer)} more, {late.longer / step:.0%} of the step"
+
+
+def _spoken(seconds: float) -> str:
+    """With the digits that bars have at their ends."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 _SPOKEN = {

@@ -61,7 +61,7 @@ def layout() -> dict[str, Any]:
             "share of the pipeline's bubble, and of measuring": ["Multiline", [f"^{BUBBLE}$", f"^{MEASURING}$"]],
         },
         "Communication": {
-            "bytes of a step": ["Multiline", ["^communication/.*/bytes$"]],
+            "bytes that a rank hands over in a step": ["Multiline", ["^communication/.*/bytes$"]],
             "seconds of a call": ["Multiline", ["^communication/.*/call_seconds$"]],
             "bus bandwidth, bytes/s": ["Multiline", ["^communication/.*/busbw$"]],
         },

@@ -106,6 +106,10 @@ def test_modelled_traffic_runs_in_rings_and_messages_are_exact() -> None:
     assert found.sent[0] == (0, 0, 0, 64) and sum(map(sum, found.sent)) == 64
     assert found.modelled[0] == pytest.approx((0, 150 + 10, 10, 10))
     assert found.modelled[3] == pytest.approx((150 + 10, 10, 10, 0))
+    # The table of operations says the same.
+    sums = {one.op: one.sent for one in table(steps, ALL)}
+    assert sum(sums[op] for op in ("all_reduce", "all_to_all")) == pytest.approx(sum(map(sum, found.modelled)))
+    assert sums["send"] == 64
     # The cluster has been resized since, and the picture is of the step before.
     assert traffic_matrix(steps, ALL, 2) == found
 
@@ -129,7 +133,8 @@ def test_the_sentence_names_the_largest_loss_and_what_to_try() -> None:
     assert "rank 0, whose optimizer takes longer" in reading(slow)
     slow[0] = Bar(0, 1.0, other=0.5, compute=0.5)
     assert reading(slow).endswith(
-        "for rank 0, which spends more time outside of the measured parts: look at what only this rank does"
+        "for rank 0, which spends more time outside of the measured parts (500 ms, elsewhere 0 ms: 500 ms more, 50% of "
+        "the step): look at what only this rank does"
     )
     assert reading([Bar(0, 1.0, compute=0.7, bubble=0.3)]).startswith("30% of the step is pipeline bubble: try more")
 
@@ -152,8 +157,11 @@ def test_the_late_one_of_64_ranks_is_named() -> None:
 
     assert late_rank(found) == Late(17, pytest.approx(0.4), "data")
     waits, _, cause = reading(found).partition(", whose ")
-    assert waits == "The others wait 400 ms of each step (40%) for rank 17"
-    assert cause == "waiting for data takes longer: look at its loader"
+    assert waits == "The others wait for rank 17"
+    assert (
+        cause
+        == "waiting for data takes longer (400 ms, elsewhere 0 ms: 400 ms more, 40% of the step): look at its loader"
+    )
 
 
 def test_groups_give_their_members() -> None:

@@ -21,9 +21,10 @@ from nbkit.records.records import Detail, EventRecord, Group, Header, HealthReco
 _STEPS = 64
 _DETAILS = 4
 _MEMORIES = 64
-LATE_OVER = 50
-_USUAL_OF = 5  # steps whose medians say who is late: one alone may be late by chance
-_MEDIAN_OF = 20  # steps
+_LATE_OVER = 50
+_MEDIAN_OF = 20  # steps of which views tell medians, as they do of tokens per second
+_STANDS = 5  # steps for which what is told stands
+_LATE_BY = 5  # steps whose medians say who is late: one alone may be late by chance
 _PATIENCE = 8  # a step is complete when all ranks have recorded it, or when there are this many newer ones
 _SAMPLES = 240
 _LOOK_FOR_RANKS_S = 2.0
@@ -34,7 +35,7 @@ class Run:
 
     curve: loss and tokens of every step, and the events, from the file of the lowest rank. steps, details, memory,
     health: the newest records of all ranks. newest_only: for pictures of the newest step; of many new steps only the
-    last few are parsed on the other ranks, and `timeline` stays empty.
+    last few are parsed on the other ranks, and `timeline` and `late` stay empty.
     """
 
     def __init__(self, folder: Path, *, newest_only: bool = False) -> None:
@@ -48,7 +49,7 @@ class Run:
         self.memory: dict[int, deque[MemoryRecord]] = {}
         self.health: dict[int, HealthRecord] = {}  # of each rank the newest
         self.timeline = Timeline()
-        self.late: deque[Late | None] = deque(maxlen=LATE_OVER + _USUAL_OF)
+        self.late: deque[Late | None] = deque(maxlen=_LATE_OVER)
         self._late_under = ""
         self._told: tuple[str, tuple[int, ...], int] | None = None
         self._newest_late: Late | None = None
@@ -140,31 +141,26 @@ class Run:
             return None
         return next((one for one in reversed(those) if one.step <= step), those[0])
 
-    def near(self, step: int) -> list[dict[int, StepRecord]]:
-        """The few steps up to `step` whose medians are told of it, the oldest first, as far as they are in memory.
+    def near(self, step: int, of: int = _MEDIAN_OF) -> list[dict[int, StepRecord]]:
+        """The `of` steps up to `step` whose medians are told of it, the oldest first, as far as they are in memory.
 
-        They are of its strategy, and the same for every step up to the next multiple of their number: what is said of
+        They are of its strategy and ranks, and the same for every step up to the next multiple of five: what is said of
         them stands for so long, and is the same in views that are drawn at different times.
         """
         if step not in self.steps:
             return []
-        ends = step - step % _USUAL_OF
-        for numbers in (range(ends - _USUAL_OF + 1, ends + 1), range(ends + 1, step + 1)):
+        here, ends = self.steps[step], step - step % _STANDS
+        for numbers in (range(ends - of + 1, ends + 1), range(ends + 1, step + 1)):
             those = [self.steps[one] for one in numbers if one in self.steps]
-            if alike := [one for one in those if strategy_of(one) == strategy_of(self.steps[step])]:
+            if alike := [one for one in those if strategy_of(one) == strategy_of(here) and one.keys() >= here.keys()]:
                 return alike
         return []
-
-    def late_near(self, step: int) -> list[Late | None]:
-        """Who was late in the newest steps up to those of `near`, so that it stands for as long as these."""
-        until = len(self.late) - (self.newest - step + step % _USUAL_OF)
-        return list(self.late)[: max(until, 0)][-LATE_OVER:]
 
     def _read(self, rank: int) -> bool:
         """Take the new records of a rank; whether there are any."""
         few = self._newest_only and rank != self.first
         path, cursor = self.files[rank], self._cursors[rank]
-        records, self._cursors[rank] = read_since(path, cursor, steps=_PATIENCE if few else None)
+        records, self._cursors[rank] = read_since(path, cursor, steps=_MEDIAN_OF + _STANDS if few else None)
         self._take_all(rank, records)
         return bool(records)
 
@@ -174,7 +170,7 @@ class Run:
             for record in records:
                 self.curve.take(record)
             if self._newest_only:
-                old = sum(isinstance(record, StepRecord) for record in records) - _PATIENCE
+                old = sum(isinstance(record, StepRecord) for record in records) - _MEDIAN_OF - _STANDS
                 _drop_oldest(self.steps, _STEPS)
         for record in records:
             if isinstance(record, StepRecord) and old > 0:
@@ -269,14 +265,14 @@ class Run:
             if not complete:
                 break
             self.newest = step
-            self._note_late(step)
             if not self._newest_only:
+                self._note_late(step)
                 self.timeline.add(point_of(here, bars(here, self.members)))
         _drop_oldest(self.steps, _STEPS)
 
     def _note_late(self, step: int) -> None:
         """Who is late in it. What was so under the strategy before is forgotten: other ranks do other work now."""
-        strategy, few = strategy_of(self.steps[step]), self.near(step)
+        strategy, few = strategy_of(self.steps[step]), self.near(step, _LATE_BY)
         if strategy != self._late_under:
             self.late.clear()
             self._late_under = strategy

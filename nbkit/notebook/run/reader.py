@@ -35,10 +35,11 @@ def read_run(path: str | os.PathLike[str]) -> RunReader:
       NaN where it was not recorded. events: dicts with "step", "time" (seconds since the run began), "kind" and
       what belongs to that kind.
     - `picture(step)`: one step on all ranks; no rows in "ranks" if nobody recorded it. By default the newest, of which
-      "ranks" and the sentence "reading" tell the medians of a few steps: "of" says which. "ranks": rows of
+      "ranks" and the sentence "reading" tell the medians of at most 20 steps: "of" says which. "ranks": rows of
       [rank, seconds, then seconds of compute, exposed communication, waiting for peers, pipeline bubble, data,
-      optimizer, other]. "table": a dict for each operation and axis, with "bytes" of all ranks together and
-      "seconds". "memory": a dict for each rank, in bytes. "numbers": loss, lr, tokens of the step.
+      optimizer, other]. "table": a dict for each operation and axis, with "bytes" that all ranks together hand to it,
+      "sent", what they send for it, of collectives as in a ring, and "seconds". "memory": a dict for each rank, in
+      bytes. "numbers": loss, lr, tokens of the step.
     - `state()`: name, world size, and whether it is running.
 
     Each call first reads what has been written since the last one.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from statistics import fmean, median
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from nbkit.notebook.run import step_timeline
-from nbkit.notebook.run.follower import LATE_OVER, Run, strategy_of
+from nbkit.notebook.run.follower import Run, strategy_of
 from nbkit.notebook.run.host_health import health
 from nbkit.notebook.run.run_timeline import PARTS, short
 from nbkit.planner import forecast
-from nbkit.records.late_ranks import Bar, Late, late_rank, prevailing
+from nbkit.records.late_ranks import Bar, Late, late_rank
 from nbkit.records.pipeline_links import Link, links, slow_link
 from nbkit.records.readings import Row, bars, table, traffic_matrix, usual_bars
 from nbkit.records.records import LISTEN_EVERY, StepRecord
@@ -21,8 +21,8 @@ from nbkit.records.run_advice import reading
 def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> dict[str, Any]:
     """The picture of a step as plain values. Empty but for "step" when no rank has a record of it.
 
-    usual: bars and sentence are of a few steps up to it, the median of each part: of single steps both would change
-    with each. replica: which of the pipelines is drawn, where there are several.
+    usual: bars and sentence are of the newest 20 steps up to it, the median of each part: of single steps both would
+    change with each. replica: which of the pipelines is drawn, where there are several.
     """
     steps = run.picture_of(step)
     if not steps:
@@ -36,8 +36,6 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
     few = run.near(step) if usual else []
     shown = usual_bars(few, run.members) or of
     numbers = [one[min(one)].step for one in few] or [first.step - first.span + 1, first.step]
-    # A few steps name now this rank and now that one.
-    often = prevailing(run.late_near(step)) if few else None
     slow = _slow_link(run, step, rows, of)
     foretold = forecast.read(run.folder)
     predicted = forecast.in_force(foretold, step)
@@ -50,10 +48,10 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
         "hosts": [run.headers[rank].host if rank in run.headers else "" for rank in range(run.world_size)],
         "seconds": short(fmean(bar.seconds for bar in shown)),
         "ranks": [[bar.rank, short(bar.seconds), *(short(getattr(bar, part)) for part in PARTS)] for bar in shown],
-        "of": _words(numbers[0], numbers[-1], "medians" if few else "means"),
+        "of": _words(numbers, "medians" if few else "means"),
         "missing": sorted(set(range(run.world_size)) - set(steps)),
-        "reading": reading(shown, rows, slow=slow, late=often, alike="speeds=" not in strategy),
-        "late": _late(often or late_rank(shown)),
+        "reading": reading(shown, rows, slow=slow, alike="speeds=" not in strategy),
+        "late": _late(late_rank(shown)),
         "table": [_row(row, predicted) for row in rows],
         "formula": predicted is not None and bool(predicted.traffic),
         "traffic": _traffic(run, steps, predicted),
@@ -65,27 +63,27 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
     }
 
 
-def _words(first: int, last: int, kind: str) -> str:
-    return f"Step {last:,}" if first == last else f"Steps {first:,} to {last:,}, {kind}"
+def _words(numbers: Sequence[int], kind: str) -> str:
+    first, last = numbers[0], numbers[-1]
+    some = f" of {len(numbers)}" if kind == "medians" and len(numbers) <= last - first else ""
+    return f"Step {last:,}" if first == last else f"Steps {first:,} to {last:,}, {kind}{some}"
 
 
 def lateness(run: Run) -> dict[str, Any]:
-    """Ranks that the others waited for in the newest steps: rank, number of steps, seconds, cause; the most first."""
+    """Ranks that the others waited for in the newest steps: rank, number of steps, cause; the most first."""
     found: dict[int, list[Any]] = {}
-    newest = list(run.late)[-LATE_OVER:]
-    for late in newest:
+    for late in run.late:
         if late is not None:
             found.setdefault(late.rank, []).append(late)
     rows = [
         {
             "rank": rank,
             "steps": len(those),
-            "seconds": short(median(late.seconds for late in those)),
             "cause": those[-1].cause,
         }
         for rank, those in sorted(found.items(), key=lambda item: -len(item[1]))
     ]
-    return {"of": len(newest), "rows": rows[:8]}
+    return {"of": len(run.late), "rows": rows[:8]}
 
 
 def _slow_link(run: Run, step: int, rows: list[Row], of: list[Bar]) -> Link | None:
@@ -101,7 +99,8 @@ def _slow_link(run: Run, step: int, rows: list[Row], of: list[Bar]) -> Link | No
 
 
 def _late(late: Late | None) -> dict[str, Any] | None:
-    return None if late is None else {"rank": late.rank, "seconds": short(late.seconds), "cause": late.cause}
+    """seconds: how much longer its part of the bar is than on the ranks it is compared with."""
+    return None if late is None else {"rank": late.rank, "seconds": short(late.longer), "cause": late.cause}
 
 
 def _row(row: Row, predicted: forecast.Forecast | None) -> dict[str, Any]:
@@ -111,6 +110,9 @@ def _row(row: Row, predicted: forecast.Forecast | None) -> dict[str, Any]:
     terms = predicted.traffic if predicted is not None else ()
     same = [round(term.bytes) for term in terms if (term.op, term.axis) == (op, row.axis)]
     values["bytes"], values["formula_bytes"] = round(row.bytes), same[0] if same else None
+    # Both are of the same groups, so that a ring hands on as much of each.
+    values["sent"] = round(row.sent)
+    values["formula_sent"] = round(row.sent * same[0] / row.bytes) if same and row.sent else None
     return values
 
 

@@ -94,9 +94,9 @@ def test_every_view_has_one_rate_and_one_sentence_though_it_is_drawn_a_few_steps
     run.close()
 
 
-def test_what_is_told_of_a_step_is_told_of_the_same_five_until_the_next_five(tmp_path: Path) -> None:
+def test_what_is_told_of_a_step_is_told_of_the_same_ones_until_five_more_are_made(tmp_path: Path) -> None:
     run = fake_run(tmp_path, 2, "ddp")
-    for _ in range(17):
+    for _ in range(32):
         run.step()
     run.switch("dp=2 zero=3")
     for _ in range(6):
@@ -104,10 +104,10 @@ def test_what_is_told_of_a_step_is_told_of_the_same_five_until_the_next_five(tmp
     run.close()
     read = Run(tmp_path)
     read.refresh()
-    steps = {step: [one[0].step for one in read.near(step)] for step in (3, 5, 9, 10, 14, 18, 22, 23)}
+    steps = {step: [one[0].step for one in read.near(step)] for step in (3, 5, 9, 25, 29, 33, 37, 38)}
     assert steps[3] == [1, 2, 3] and steps[5] == steps[9] == [1, 2, 3, 4, 5]
-    assert steps[10] == steps[14] == [6, 7, 8, 9, 10]
-    assert steps[18] == [18] and steps[22] == steps[23] == [18, 19, 20]  # none of another strategy
+    assert steps[25] == steps[29] == list(range(6, 26))
+    assert steps[33] == [33] and steps[37] == steps[38] == [33, 34, 35]  # none of another strategy
 
 
 def test_a_reader_gets_only_what_is_new() -> None:
@@ -235,7 +235,7 @@ def test_the_text_says_the_same(run: Any) -> None:
     text = plain(lines_of(RunReader(run.folder).snapshot(), 100))
     assert "dp=4   4 ranks, ended: done" in text and "step 20" in text
     assert "rank 2" in text and "◀ late" in text and "waiting for peers" in text
-    assert re.search(r"dp +measured 16.78 MB +by formula 16.78 MB", text) and "Memory, counted in step 2" in text
+    assert re.search(r"dp +measured 25.17 MB +by formula 25.17 MB", text) and "Memory, counted in step 2" in text
     assert max(len(line) for line in text.splitlines()) <= 130
 
 

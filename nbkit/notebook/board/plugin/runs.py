@@ -12,7 +12,7 @@ from typing import Any
 from nbkit.notebook.run.follower import Run, strategy_of
 from nbkit.notebook.run.run_timeline import PARTS, point_of, short
 from nbkit.records.events import RunStopped
-from nbkit.records.readings import bars, members_of, usual_bars
+from nbkit.records.readings import bars, members_of, table, usual_bars
 from nbkit.records.record_file import changed, overview_of, rank_files, read_head
 from nbkit.records.record_lookup import groups_of
 from nbkit.records.records import EventRecord, Group, Header, StepRecord, from_line
@@ -122,7 +122,7 @@ def _summary(files: dict[int, Path]) -> dict[str, Any]:
         "rate": short(median(rates)) if rates else None,
         "loss": points[-1][-2],
         "strategy": newest,
-        "bytes": sum(row.bytes for record in complete[-1].values() for row in record.traffic if row.op != "recv"),
+        "sent": round(sum(row.sent for row in table(complete[-1], members) if row.op not in ("recv", "batch"))),
     }
 
 

@@ -162,10 +162,10 @@ def _axes(step: dict[str, Any]) -> list[Line]:
         if row["op"] in ("batch", "recv"):
             continue
         own = axes.setdefault(row["axis"], [0.0, None])
-        own[0] = (own[0] or 0.0) + row["bytes"]
-        if row["formula_bytes"] is not None:
-            own[1] = (own[1] or 0.0) + row["formula_bytes"]
-    lines: list[Line] = [(Piece("Bytes of a step, all ranks", "strong"),)] if axes else []
+        own[0] = (own[0] or 0.0) + row["sent"]
+        if row["formula_sent"] is not None:
+            own[1] = (own[1] or 0.0) + row["formula_sent"]
+    lines: list[Line] = [(Piece("Sent in a step by all ranks, collectives as in rings", "strong"),)] if axes else []
     for axis, (measured, formula) in sorted(axes.items(), key=lambda item: -(item[1][0] or 0)):
         said = f"   by formula {_bytes(formula)}" if formula is not None else ""
         lines.append((Piece(f"{axis:<9}measured {_bytes(measured or 0)}"), Piece(said, "faint")))

@@ -155,7 +155,7 @@ export function view(el, story, ask) {
       drawMoments(pictures.moments, step.moments);
     } else {
       $("what").textContent = "Who sends to whom";
-      $("whatnote").textContent = `and bytes per axis, one step (${axisNote(step.table || [])})`;
+      $("whatnote").textContent = `and bytes per axis, one step, all ranks (${axisNote(step.table || [])})`;
       $("whatlegend").innerHTML = swatches({ a: shade(1, "blue"), b: shade(1, "orange") }, { a: "messages: exact", b: "collectives: modelled as rings" }) + (new Set(step.hosts).size > 1 ? `<span>lines: borders of nodes${betweenNodes(step.traffic?.nodes)}</span>` : "");
       $("pair").classList.toggle("tall", (step.traffic?.world || 0) > 16);
       if (step.traffic) drawTraffic(pictures.grid, step.traffic, step.hosts);

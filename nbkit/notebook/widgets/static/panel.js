@@ -18,7 +18,7 @@ const TITLES = {
 };
 // What a column is of stands below its name: two columns of bytes are not the same bytes.
 const OF = {
-  "memory": "at rest,\nfullest rank", "peak": "in a step,\nfullest rank", "step": "≈ foretold", "sends": "in a step,\nbusiest rank",
+  "memory": "at rest,\nfullest rank", "peak": "by formula,\nfullest rank", "step": "≈ foretold", "sends": "in a step,\nbusiest rank,\nno backups",
   "moves": "over\nall ranks", "pause": "foretold", "pays back": "after",
 };
 const COLUMNS = [["memory", "memory"], ["peak", "peak"], ["step", "step"], ["sends", "sends"], ["moves", "moved"], ["pause", "pause"], ["pays back", "payback"]];

@@ -52,7 +52,7 @@ export function drawRanks(picture, ranks, late, unfold) {
       row.ranks.length > 1 ? `mean of ${row.ranks.length} ranks: ${seconds(row.values[0])}` : `rank ${row.ranks[0]}: ${seconds(row.values[0])}`,
       ...PARTS.map((part, p) => [part, row.values[1 + p]]).filter(([, value]) => value > 0)
         .map(([part, value]) => `  ${SPOKEN[part]}: ${seconds(value)} (${percent(value / row.values[0])})`),
-      slow ? `the others wait ${seconds(late.seconds)} for it (${late.cause})` : "",
+      slow ? `late: its ${SPOKEN[late.cause]} takes ${seconds(late.seconds)} longer than elsewhere` : "",
       unfold ? "click: all ranks" : "",
     ].filter(Boolean).join("\n");
     picture.spot(0, y - 2, width, height, text, unfold);
@@ -63,10 +63,10 @@ export function drawRanks(picture, ranks, late, unfold) {
 export function drawAxes(picture, table) {
   const axes = new Map();
   for (const row of table) {
-    if (row.op === "batch" || row.op === "recv" || !row.bytes) continue;
+    if (row.op === "batch" || row.op === "recv" || !row.sent) continue;
     const own = axes.get(row.axis) || { bytes: 0, formula: null, rows: [] };
-    own.bytes += row.bytes;
-    if (row.formula_bytes !== null) own.formula = (own.formula || 0) + row.formula_bytes;
+    own.bytes += row.sent;
+    if (row.formula_sent !== null) own.formula = (own.formula || 0) + row.formula_sent;
     own.rows.push(row);
     axes.set(row.axis, own);
   }
@@ -88,9 +88,9 @@ export function drawAxes(picture, table) {
       picture.line(x(own.formula), y - 4, x(own.formula), y + 24, ink(), { width: 2 });
     }
     const text = () => [
-      `${axis}: ${bytes(own.bytes)} a step, handed over by all ranks (measured)`,
+      `${axis}: ${bytes(own.bytes)} a step, sent by all ranks (measured; collectives as in rings)`,
       own.formula === null ? "no formula is known for this" : `${bytes(own.formula)} by formula`,
-      ...own.rows.map((row) => `  ${row.op.replaceAll("_", " ")}: ${bytes(row.bytes)} in ${+row.calls.toPrecision(3)} calls of a rank`
+      ...own.rows.map((row) => `  ${row.op.replaceAll("_", " ")}: ${bytes(row.sent)} in ${+row.calls.toPrecision(3)} calls of a rank`
         + (row.seconds ? `, ${seconds(row.seconds)} each` : "") + (row.busbw ? `, bus ${bytes(row.busbw)}/s` : "")),
     ].join("\n");
     picture.spot(0, y - 4, width, height, text);

@@ -155,7 +155,7 @@ export function drawBars(picture, ranks, late) {
     const text = () => [
       `rank ${rank}: ${seconds(total)}`,
       ...PARTS.map((part, p) => `  ${SPOKEN[part]}: ${seconds(values[2 + p])} (${percent(values[2 + p] / total)})`),
-      slow ? `the others wait ${seconds(late.seconds)} for it (${late.cause})` : "",
+      slow ? `late: its ${SPOKEN[late.cause]} takes ${seconds(late.seconds)} longer than elsewhere` : "",
     ].filter(Boolean).join("\n");
     picture.spot(0, y, width, row, text);
   });

@@ -216,7 +216,7 @@ function show() {
   if (document.activeElement !== $("step")) $("step").value = step.asked ?? step.step;
   $("step").max = state.newest;
   $("at").textContent = step.of || `Step ${step.step}`;
-  $("late").textContent = step.late ? `The others wait ${seconds(step.late.seconds)} for rank ${step.late.rank}: ${SPOKEN[step.late.cause] || step.late.cause}` : "";
+  $("late").textContent = step.late ? `Rank ${step.late.rank} is late: its ${SPOKEN[step.late.cause]} takes ${seconds(step.late.seconds)} longer` : "";
   const lost = step.lost ? ` · ${step.lost} calls were lost from the record` : "";
   const missing = step.missing?.length ? ` · nothing of rank ${step.missing.join(", ")}` : "";
   const share = step.seconds ? ` (${percent(step.own / step.seconds)} of the step)` : "";

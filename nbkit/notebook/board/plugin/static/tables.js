@@ -30,23 +30,23 @@ const perSecond = (value) => (value === null ? "–" : `${bytes(value)}/s`);
 export function drawTable(step) {
   const sums = step.table || [];
   const waits = sums.filter((row) => row.op === "batch");
-  rows($("table"), ["operation", "axis", "calls of a rank", "bytes measured", "bytes by formula", "time of a call", "algbw", "busbw", "overlapped"],
+  rows($("table"), ["operation", "axis", "calls of a rank", "sent, measured", "sent by formula", "time of a call", "algbw", "busbw", "overlapped"],
     sums.filter((row) => row.op !== "batch").map((row) => [
-      row.op.replaceAll("_", " "), row.axis, number(row.calls), bytes(row.bytes),
-      row.formula_bytes === null ? "–" : `${bytes(row.formula_bytes)}${row.bytes ? ` (${percent(row.formula_bytes / row.bytes)})` : ""}`,
+      row.op.replaceAll("_", " "), row.axis, number(row.calls), bytes(row.sent),
+      row.formula_sent === null ? "–" : `${bytes(row.formula_sent)} (${percent(row.formula_sent / row.sent)})`,
       seconds(row.seconds), perSecond(row.algbw), perSecond(row.busbw), percent(row.overlap)]));
   $("tablenote").textContent = [
     sums.length ? "" : "This step sent nothing.",
     step.formula ? "" : "No formula is known for this run.",
     waits.length ? `Messages issued together are waited for together: ${seconds(waits[0].seconds)} each time.` : "",
-    "– was not timed or is not known. Times contain the waiting for peers that came late.",
+    "Sent: by all ranks; collectives as in rings, as in the picture of who sends to whom. – was not timed or is not known. Times contain the waiting for peers that came late.",
   ].filter(Boolean).join(" ");
 }
 
 export function drawLateness({ of, rows: those }) {
   $("latenote").textContent = of ? `in the newest ${of} steps, by medians of five` : "";
-  rows($("lateness"), ["rank", "late in", "by", "what takes it longer"], those.map((one) => [
-    `${one.rank}`, `${one.steps} of ${of} steps`, `${seconds(one.seconds)} a step`, SPOKEN[one.cause] || one.cause]));
+  rows($("lateness"), ["rank", "late in", "what takes it longer"], those.map((one) => [
+    `${one.rank}`, `${one.steps} of ${of} steps`, SPOKEN[one.cause] || one.cause]));
   if (!those.length) $("lateness").textContent = "Nobody: no rank makes the others wait 5 % of a step.";
 }
 
@@ -64,7 +64,7 @@ export function drawRuns(runs, chosen, choose) {
     const host = document.createElement("div");
     host.className = "bar";
     bars.push([host, run]);
-    return [link, run.strategy, run.ranks, run.step, run.loss === null ? "–" : number(run.loss), number(run.rate), seconds(run.seconds), bytes(run.bytes), host];
+    return [link, run.strategy, run.ranks, run.step, run.loss === null ? "–" : number(run.loss), number(run.rate), seconds(run.seconds), bytes(run.sent), host];
   }));
   for (const [host, run] of bars) if (run.parts.length === PARTS.length) drawRun(new Picture(host, "step breakdown"), run, top);
   for (const line of table.rows) line.classList.toggle("chosen", line.cells[0]?.textContent === chosen);
