@@ -53,6 +53,7 @@ class Requests:
             "control": self.control,
             "result": self.controls.result,
             "strategies": self.controls.strategies,
+            "option": self.controls.option,
             "recorded": recorded,
             "follow": self.follow,
             "complete": self.complete,

@@ -160,6 +160,14 @@ class Controls:
         answer |= {"step": step, "strategy": strategy, "progress": step_boundary.progress(), "stamp": stamp}
         return {**answer, "table": table if stamp != known else None}
 
+    def option(self, strategy: str) -> dict[str, Any]:
+        """{"row"}: what the table of `strategies` would say of this one, which need not be in it; None: no Trainer."""
+        owner = step_boundary.training() or newest()
+        if owner is None:
+            return {"row": None}
+        with giving_way():
+            return {"row": strategy_table.option(getattr(owner, "job", owner), strategy)}
+
     def _make_table(self, job: Any, stamp: str, timed: bool, found: int) -> None:
         began = time.time()
         try:

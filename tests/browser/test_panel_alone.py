@@ -147,6 +147,34 @@ def test_a_typed_line_is_checked_before_it_can_be_applied(page: Any) -> None:
     assert page.locator("input").input_value() == "dp=4"
 
 
+def test_a_typed_strategy_without_a_row_is_previewed_like_those_that_have_one(page: Any) -> None:
+    typed = "pp schedule=zbv"
+    page.locator("input").fill(typed)
+    strategy = "pp=4 schedule=zbv microbatches=8"
+    told = {"text": typed, "ok": True, "strategy": strategy, "why": ""}
+    likeness = page.evaluate("model.state.job.rows.find(row => row.strategy.startsWith('pp=4'))")
+    row = {**likeness, "strategy": strategy, "label": "pp zbv", "peak": "7.77 MB", "arithmetic": "global 16"}
+    rows, say = page.locator("tbody tr").count(), "told => window.model.heard['msg:custom']({ checked: told })"
+    page.evaluate(say, told)
+    assert page.locator("tbody tr").count() == rows and page.locator(".ghost").count() == 0
+    page.evaluate(say, {**told, "row": row})
+
+    first = page.locator("tbody tr").first
+    assert first.get_attribute("data-strategy") == strategy and first.get_attribute("aria-selected") == "true"
+    assert "7.77 MB" in first.inner_text() and page.locator(".ghost").count() > 0
+    assert "global 16" in page.locator(".sum").inner_text()
+    page.evaluate("model.set('job', { ...model.state.job, unsure: 'news' })")
+    assert sent(page)[-1] == {"do": "check", "strategy": typed}  # its figures may be old
+    page.evaluate(say, {**told, "row": {**row, "peak": "8.88 MB"}})
+    assert "8.88 MB" in page.locator("tbody tr").first.inner_text()
+    first.click()
+    assert page.locator("tbody tr").count() == rows + 1
+    page.get_by_role("button", name="Apply").click()
+    assert sent(page)[-1] == {"do": "switch", "strategy": strategy}
+    page.locator("input").press("Escape")
+    assert page.locator("tbody tr").count() == rows
+
+
 def test_the_strategy_in_force_and_those_that_do_not_fit_cannot_be_applied(page: Any) -> None:
     assert page.get_by_role("button", name="Apply").is_disabled()
     page.locator("tr.no").first.click(force=True)  # a reader of the page is told that it is disabled

@@ -102,15 +102,16 @@ class Training:
 
         "table" is the estimate for every strategy, {} while it is being computed.
         """
-        connection = self._connection
-        first = min(set(range(connection.entry.n)) - set(connection.deaths), default=0)
-        answers = connection.client.ask([first], "strategies", ANSWER_SECONDS, known=self._stamp)
-        if first not in answers:
+        answer = self._ask_one("strategies", known=self._stamp)
+        if not answer:
             return {}
-        answer = answers[first]
         if answer["table"] is not None or not answer["job"]:
             self._table, self._stamp = answer["table"] or {}, answer["stamp"]
         return {**answer, "table": self._table}
+
+    def option(self, strategy: str) -> dict[str, Any]:
+        """The row that the table of `look` would have for a strategy; {} where there is none, or no answer yet."""
+        return self._ask_one("option", strategy=strategy).get("row") or {}
 
     def look_well(self, patience: float = TABLE_SECONDS) -> dict[str, Any]:
         """The table of the strategy in force, {} if it takes longer than `patience` seconds."""
@@ -136,6 +137,12 @@ class Training:
         if do in ("switch", "undo"):
             self.switched.append(result)
         return result
+
+    def _ask_one(self, what: str, **values: Any) -> dict[str, Any]:
+        """The answer of the first rank that lives; {}: none came."""
+        connection = self._connection
+        first = min(set(range(connection.entry.n)) - set(connection.deaths), default=0)
+        return dict(connection.client.ask([first], what, ANSWER_SECONDS, **values).get(first, {}))
 
     def _check(self) -> None:
         self._connection.check_open()

@@ -10,7 +10,7 @@ from tables import answer_of, table_of
 from nbkit.errors import NbkitError, NotFinite, StrategyError
 from nbkit.notebook.cluster.control_result import ControlResult
 from nbkit.notebook.widgets.panel.state import Asked, Finished, Heard, Looked, Lost, State, reduce
-from nbkit.notebook.widgets.panel.view import axis_of, checked, job_view, pulse_view, text_of
+from nbkit.notebook.widgets.panel.view import axis_of, checked, in_table, job_view, previewed, pulse_view, text_of
 
 
 def state_of(*news: Any) -> State:
@@ -157,6 +157,21 @@ def test_a_typed_line_is_read_as_everywhere_else() -> None:
     assert not checked(state, "cp=4")["ok"]
     assert "no effect" in checked(state, "ddp schedule=1f1b")["why"]
     assert not checked(state, "")["ok"]
+
+
+def test_a_typed_strategy_without_a_row_has_the_figures_that_ranks_foretell_of_it() -> None:
+    state = state_of(Looked(answer_of(table_of())))
+    verdict = checked(state, "pp schedule=zbv")
+    like = next(row for row in state.table["options"] if row["strategy"].startswith("pp=4"))
+    option = {**like, "strategy": verdict["strategy"], "step_bytes": 7_000_000}
+
+    assert verdict["ok"] and not in_table(state, verdict["strategy"]) and in_table(state, like["strategy"])
+    row = previewed(state, verdict, option)["row"]
+    shown = next(one for one in job_view(state)["rows"] if one["strategy"] == like["strategy"])
+    assert row == {**shown, "strategy": verdict["strategy"], "sends": "7 MB", "recommended": False}
+    assert previewed(state, verdict, {}) == verdict
+    refused = previewed(state, verdict, {**option, "ok": False, "untried": False, "why": "no two blocks", "memory": {}})
+    assert not refused["ok"] and refused["why"] == refused["row"]["why"] == "no two blocks"
 
 
 def test_a_strategy_that_was_not_tried_yet_does_not_fit_and_can_be_chosen() -> None:

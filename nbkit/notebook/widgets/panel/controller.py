@@ -88,6 +88,14 @@ class PanelController:
             for result in new[-1:]:
                 self._news(Heard(result))
 
+    def option(self, strategy: str) -> dict[str, Any]:
+        """What the ranks foretell of a strategy that is in no row of the table; {} where they do not say."""
+        cluster = self._cluster()
+        try:
+            return cluster.training.option(strategy) if cluster is not None else {}
+        except (NbkitError, OSError):
+            return {}  # `look` says what is wrong with them
+
     def ask(self, do: str, **args: Any) -> None:
         """Do something to the training, e.g. ask("switch", strategy="zero3"); all panels show the result."""
         with self._lock:

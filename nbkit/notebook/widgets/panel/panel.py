@@ -11,7 +11,7 @@ from nbkit.notebook.cluster.cluster import Cluster, current
 from nbkit.notebook.widgets.messages_during_cells import hear_always, here, lost_words, note_words
 from nbkit.notebook.widgets.panel.controller import PanelController, controller_of
 from nbkit.notebook.widgets.panel.state import State
-from nbkit.notebook.widgets.panel.view import checked, job_view, pulse_view, text_of
+from nbkit.notebook.widgets.panel.view import checked, in_table, job_view, previewed, pulse_view, text_of
 from nbkit.notebook.widgets.widget_output import display_until_stopped, with_widget
 
 STATIC = Path(__file__).parents[1] / "static"
@@ -82,12 +82,19 @@ def _widget(controller: PanelController) -> Any:
             if job != widget.job:
                 widget.job = job
 
+    def preview(verdict: dict[str, Any]) -> None:
+        option = controller.option(verdict["strategy"])  # ranks may take a second to answer
+        widget.send({"checked": previewed(controller.state, verdict, option)})
+
     def heard(_: Any, message: dict[str, Any], buffers: Any) -> None:
         if "press" in message:
             widget.send({"heard": message["press"]})  # the page says so when this does not come
         do, text = str(message.get("do", "")), str(message.get("strategy", ""))
         if do == "check":
-            widget.send({"checked": checked(controller.state, text)})
+            verdict = checked(controller.state, text)
+            widget.send({"checked": verdict})
+            if verdict["strategy"] and not in_table(controller.state, verdict["strategy"]):
+                threading.Thread(target=preview, args=(verdict,), name="nbkit-preview", daemon=True).start()
         elif do == "switch":
             controller.ask("switch", strategy=text)
         elif do == "try":

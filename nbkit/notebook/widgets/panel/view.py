@@ -71,14 +71,10 @@ def job_view(state: State) -> dict[str, Any]:
     table = state.table
     if not table:
         return {}
-    most = max((row["memory"]["during"] for row in table["options"] if row["ok"]), default=0)
     limit = table["limit_bytes"]
-    # A limit that nothing comes near would make all bars alike.
-    scale = limit if limit is not None and limit <= _NEAR * most else most
     options = _fresh(table, state.pace)
-    now = next((row for row in options if row["strategy"] == table["strategy"]), None)
     best, rivals = recommended(options, limit)
-    rows = [_row(row, scale, table, best, now) for row in options]
+    rows = [_row(row, table, options, best) for row in options]
     rows.sort(key=lambda row: (not row["recommended"], not row["current"]))
     return {
         "cluster": state.cluster,
@@ -123,6 +119,23 @@ def checked(state: State, text: str) -> dict[str, Any]:
     if known is not None and not known["ok"]:
         return {"text": text, "ok": known.get("untried", False), "strategy": str(strategy), "why": known["why"]}
     return {"text": text, "ok": True, "strategy": str(strategy), "why": "; ".join(strategy.without_effect)}
+
+
+def previewed(state: State, verdict: Mapping[str, Any], option: Mapping[str, Any]) -> dict[str, Any]:
+    """A verdict of `checked` with "row", as those of `job_view`: the table leaves out schedules that are seldom chosen,
+    and levers. option: what the ranks say of its strategy; {}: nothing.
+    """
+    table = state.table
+    if not option or not table:
+        return dict(verdict)
+    row = _row(option, table, _fresh(table, state.pace), "")
+    refused = not option["ok"] and not option["untried"]
+    return {**verdict, "row": row, "ok": verdict["ok"] and not refused, "why": verdict["why"] or row["why"]}
+
+
+def in_table(state: State, strategy: str) -> bool:
+    """Whether it has a row there."""
+    return any(row["strategy"] == strategy for row in state.table.get("options", ()))
 
 
 def text_of(state: State) -> str:
@@ -190,10 +203,15 @@ def _unsure(options: Sequence[Mapping[str, Any]], rivals: Sequence[str]) -> str:
 
 
 def _row(
-    row: Mapping[str, Any], scale: float, table: Mapping[str, Any], best: str, now: Mapping[str, Any] | None
+    row: Mapping[str, Any], table: Mapping[str, Any], options: Sequence[Mapping[str, Any]], best: str
 ) -> dict[str, Any]:
+    """options: all rows of the table, with the pace of the one in force."""
     memory = row["memory"] or {"now": 0, "during": 0, "after": 0}
     current, limit = row["strategy"] == table["strategy"], table["limit_bytes"]
+    most = max((one["memory"]["during"] for one in options if one["ok"]), default=0)
+    # A limit that nothing comes near would make all bars alike.
+    scale = limit if limit is not None and limit <= _NEAR * most else most
+    now = next((one for one in options if one["strategy"] == table["strategy"]), None)
     peak = row["peak_bytes"]
     during = "" if current else f", {size(memory['during'])} while it switches"
     return {

@@ -18,7 +18,7 @@ const TITLES = {
 };
 // What a column is of stands below its name: two columns of bytes are not the same bytes.
 const OF = {
-  "memory": "at rest,\nfullest rank", "peak": "by formula,\nfullest rank", "step": "≈ foretold", "sends": "in a step,\nbusiest rank,\nno backups",
+  "memory": "at rest,\nfullest rank", "peak": "by formula,\nfullest rank", "step": "≈ foretold", "sends": "in a step,\nno backups,\nbusiest rank",
   "moves": "over\nall ranks", "pause": "foretold", "pays back": "after",
 };
 const COLUMNS = [["memory", "memory"], ["peak", "peak"], ["step", "step"], ["sends", "sends"], ["moves", "moved"], ["pause", "pause"], ["pays back", "payback"]];
@@ -110,7 +110,7 @@ function render({ model, el }) {
   const pulse = () => model.get("pulse");
   const rowOf = (text) => (job().rows ?? []).find((row) => row.strategy === text);
   const open = (row) => row.ok || row.untried; // what was not tried yet is tried when it is chosen
-  const candidate = () => (draft === null ? undefined : rowOf(draft) ?? rowOf(verdict?.strategy));
+  const candidate = () => (draft === null ? undefined : rowOf(draft) ?? rowOf(verdict?.strategy) ?? verdict?.row);
 
   function press(action) {
     if (action === "pause" && pulse().phase === "held") action = "resume";
@@ -129,8 +129,12 @@ function render({ model, el }) {
 
   function look(text) {
     draft = text.trim() === job().strategy ? null : text;
-    verdict = null;
-    if (draft !== null && !rowOf(draft)) model.send({ do: "check", strategy: draft });
+    if (draft === null || draft !== verdict?.row?.strategy) {
+      const previewed = Boolean(verdict?.row);
+      verdict = null;
+      if (draft !== null && !rowOf(draft)) model.send({ do: "check", strategy: draft });
+      if (previewed) drawRows();
+    }
     drawChoice();
   }
 
@@ -193,8 +197,10 @@ function render({ model, el }) {
     name.textContent = job().cluster ?? "";
     if (!known) return;
     if (draft === null || draft === job().strategy || verdict?.strategy === job().strategy) {
-      draft = null;
+      draft = verdict = null;
       if (input.value !== job().strategy) input.value = job().strategy;
+    } else if (verdict?.row) {
+      model.send({ do: "check", strategy: verdict.text }); // its figures are of the strategy before, or of older steps
     }
     drawRows();
     drawChoice();
@@ -321,7 +327,7 @@ function render({ model, el }) {
     const top = rows.scrollTop;
     const before = new Map([...list.children].map((line) => [line.dataset.strategy, line]));
     let next = list.firstElementChild;
-    for (const row of job().rows) {
+    for (const row of verdict?.row && !rowOf(verdict.strategy) ? [verdict.row, ...job().rows] : job().rows) {
       const figures = JSON.stringify([row, job().unforetold_pause]);
       let line = before.get(row.strategy);
       before.delete(row.strategy);
@@ -425,8 +431,10 @@ function render({ model, el }) {
       root.dataset.unheard = unheard.size;
       drawNote(unheard.size > 0 && note.textContent === UNHEARD);
     }
-    if (message.checked?.text === draft) {
-      verdict = message.checked;
+    if (draft !== null && message.checked?.text === (verdict?.row?.strategy === draft ? verdict.text : draft)) {
+      const row = verdict?.strategy === message.checked.strategy ? verdict.row : undefined;
+      verdict = { row, ...message.checked }; // the first word on it comes without
+      if (verdict.row) drawRows();
       drawChoice();
     }
   };

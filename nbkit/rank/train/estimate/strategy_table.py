@@ -58,7 +58,8 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     link = job.builder.link
     schedules = ("1f1b", "interleaved", "zb", "zbv") if every else ("1f1b",)
     options = []
-    for strategy in Strategy.every(job.world_size, schedules=schedules):
+    offered = list(Strategy.every(job.world_size, schedules=schedules))
+    for strategy in offered if str(now) in map(str, offered) else [now, *offered]:
         began = time.perf_counter()
         options.append(_option(job, seen, strategy, holds, left))
         time.sleep(_REST * (time.perf_counter() - began))
@@ -81,6 +82,13 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
         "previous": job.previous,
         "last": asdict(job.switches[-1]) if job.switches else None,
     }
+
+
+def option(job: Job, text: str) -> dict[str, Any]:
+    """The row that `table` would have for any strategy of these ranks. Raises StrategyError where `text` is none."""
+    new, seen = job.parsed(text), job.cost_model()
+    left = free_memory.left(job.device, ranks=_on_this_node(job))
+    return _option(job, seen, new, [rest.total for rest in seen.census.at_rest(job.strategy)], left)
 
 
 def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from nbkit.planner.link_speed import Way
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
-from nbkit.rank.train.estimate.strategy_table import measure_peaks, table
+from nbkit.rank.train.estimate.strategy_table import look_at_all, measure_peaks, option, table
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 
@@ -101,3 +101,25 @@ def test_peaks_of_every_strategy_are_measured_beside_a_training_under_cp_and_cha
     assert with_them[0] == without[0]
     assert set(without[1].values()) == {None}
     assert with_them[1] == with_them[2] and with_them[1]["cp=2"] is not None
+
+
+def typed(world: Any) -> dict[str, Any]:
+    trainer = trainer_of("pp=2 schedule=gpipe microbatches=4")
+    list(measure_peaks(trainer.job))
+    look_at_all(trainer.job)
+    rows = {row["strategy"]: row for row in table(trainer.job)["options"]}
+    here = str(trainer.strategy)
+    again = {strategy: option(trainer.job, strategy) for strategy in rows}
+    other, none = (option(trainer.job, text) for text in ("ddp compress=bf16", "pp=2 schedule=zbv"))
+    return {"here": here, "rows": rows, "again": again, "other": other, "none": none}
+
+
+def test_any_strategy_has_the_row_that_the_table_would_have_for_it_and_the_one_in_force_is_in_the_table() -> None:
+    said = run_ranks(typed, 2, timeout=120)[0]
+
+    assert said["again"] == said["rows"] and next(iter(said["rows"])) == said["here"]
+    other = said["other"]
+    assert other["ok"] and other["strategy"] == "dp=2 compress=bf16" and "dp=2" in said["rows"]
+    assert 0 < other["step_bytes"] < said["rows"]["dp=2"]["step_bytes"]
+    assert other["moved_bytes"] > 0 and other["memory"]["after"] > 0 and other["peak_bytes"] > 0
+    assert not said["none"]["ok"] and "4 stages, 2 blocks" in said["none"]["why"]
