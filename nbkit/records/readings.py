@@ -92,8 +92,10 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
 def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
     """The median of each part over several steps, of each rank: one step that was broken by chance changes nothing.
 
-    Medians of parts do not add up to the median of the whole: all are stretched alike, so that they do.
+    Each is as long as the step by the clock, by which tokens per second are counted too: what a rank does between two
+    steps is in "other". Medians of parts do not add up to that of the step: they are stretched alike until they do.
     """
+    clock = median(_clock(one) for one in steps) if steps and all(map(_clock, steps)) else None
     every: dict[int, list[Bar]] = {}
     for one in steps:
         for bar in bars(one, members):
@@ -101,19 +103,28 @@ def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
     names = [name for name in Bar.__dataclass_fields__ if name not in ("rank", "peers")]
     return [
         _adding_up(
-            Bar(rank, peers=those[-1].peers, **{name: median(getattr(bar, name) for bar in those) for name in names})
+            Bar(rank, peers=those[-1].peers, **{name: median(getattr(bar, name) for bar in those) for name in names}),
+            clock,
         )
         for rank, those in sorted(every.items())
     ]
 
 
-def _adding_up(bar: Bar) -> Bar:
-    """With parts that add up to its seconds."""
+def _clock(of: Steps) -> float:
+    """Seconds from the step before to this one; 0 where they were not recorded."""
+    seconds = of[min(of)].numbers.get("seconds")
+    return float(seconds) if isinstance(seconds, (int, float)) else 0.0
+
+
+def _adding_up(bar: Bar, clock: float | None) -> Bar:
+    """With parts that add up to its seconds, and these to `clock`."""
     parts = {name: getattr(bar, name) for name in Bar.__dataclass_fields__ if name not in ("rank", "seconds", "peers")}
-    whole = sum(parts.values())
+    whole, seconds = sum(parts.values()), bar.seconds if clock is None else clock
     if whole <= 0:
         return bar
-    return replace(bar, **{name: value * bar.seconds / whole for name, value in parts.items()})
+    measured = min(bar.seconds, seconds)
+    parts = {name: value * measured / whole for name, value in parts.items()}
+    return replace(bar, seconds=seconds, **{**parts, "other": parts["other"] + seconds - measured})
 
 
 def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list[Row]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nbkit.records.late_ranks import Bar, Late, late_rank
@@ -116,6 +118,21 @@ def test_the_parts_of_a_median_bar_add_up_to_its_seconds() -> None:
         whole = bar.own + bar.idle + bar.exposed
         assert whole == pytest.approx(bar.seconds), bar
     assert usual_bars(every, members)[0].seconds > 5 * DELAY
+
+
+def test_a_usual_bar_is_as_long_as_the_step_by_the_clock() -> None:
+    steps, members = job("dp=4")
+    seconds = steps[0].seconds
+
+    def by_clock(clock: float) -> list[Bar]:
+        timed = {rank: replace(record, numbers={"seconds": clock}) for rank, record in steps.items()}
+        return usual_bars([timed, timed], members)
+
+    longer, shorter = by_clock(seconds + DELAY), by_clock(seconds / 2)
+    for bar, plain, half in zip(longer, usual_bars([steps], members), shorter, strict=True):
+        assert (bar.seconds, bar.other) == (pytest.approx(seconds + DELAY), pytest.approx(plain.other + DELAY))
+        assert bar.compute == plain.compute == pytest.approx(2 * half.compute)
+        assert half.own + half.idle + half.exposed == pytest.approx(half.seconds) == pytest.approx(seconds / 2)
 
 
 def test_what_is_said_of_a_late_rank_are_lengths_of_bars_and_their_difference() -> None:

@@ -110,15 +110,11 @@ def _summary(files: dict[int, Path]) -> dict[str, Any]:
     points = [point_of(those, bars(those, members)) for those in complete]
     rates = [point[-3] for point in points if point[-3] is not None]
     count = max(len(of), 1)
-    parts = {part: sum(getattr(bar, part) for bar in of) / count for part in PARTS}
-    # A step takes as long as the clock says, by which its tokens are counted: what ranks do between two is in no bar.
-    clock = median(float(those[min(those)].numbers.get("seconds") or points[-1][2]) for those in complete)
-    whole = sum(parts.values())
-    parts = {part: value * min(1.0, clock / whole) for part, value in parts.items()} if whole else parts
-    parts["other"] += max(0.0, clock - whole)
+    parts = [sum(getattr(bar, part) for bar in of) / count for part in PARTS]
+    seconds = sum(bar.seconds for bar in of) / count if of else median(point[2] for point in points)
     return made | {
-        "seconds": short(clock),
-        "parts": [short(value) for value in parts.values()] if of else [],
+        "seconds": short(seconds),
+        "parts": [short(value) for value in parts] if of else [],
         "rate": short(median(rates)) if rates else None,
         "loss": points[-1][-2],
         "strategy": newest,
