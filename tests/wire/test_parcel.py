@@ -8,6 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from nbkit.notebook.cluster import registry
 from nbkit.wire import parcel
 
 SENDER = """
@@ -17,7 +20,10 @@ print(parcel.write(parcel.pack([1] * 1000)), parcel.write(parcel.pack(2), token 
 """
 
 
-def test_values_of_a_process_that_died_are_removed_and_those_of_one_that_lives_are_kept() -> None:
+def test_values_of_a_process_that_died_are_removed_and_those_of_one_that_lives_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBKIT_HOME", str(tmp_path))
     parcel.remove_left()
     paths = subprocess.run([sys.executable, "-c", SENDER], capture_output=True, text=True, check=True).stdout.split()
     left = [Path(paths[0]), Path(paths[1]).parent]
@@ -26,7 +32,9 @@ def test_values_of_a_process_that_died_are_removed_and_those_of_one_that_lives_a
         assert parcel.remove_left() == 0  # too young: somebody of another container may still read it
         for path in (*left, own):
             os.utime(path, (time.time() - 2 * parcel.LEFT_AFTER,) * 2)
-        assert parcel.remove_left() == len(left)
+        assert registry.clean() == [
+            f"values on their way to or from ranks, of notebooks that died: {len(left)} removed"
+        ]
         assert not any(path.exists() for path in left)
         assert parcel.read(str(own)) == 3
     finally:

@@ -21,20 +21,23 @@ def point_of(steps: Mapping[int, StepRecord], bars: Sequence[Bar]) -> Point:
     first = steps[min(steps)]
     seconds = sum(one.seconds for one in steps.values()) / len(steps)
     parts = [short(sum(getattr(bar, part) for bar in bars) / len(bars)) if bars else 0.0 for part in PARTS]
-    numbers = first.numbers
-    tokens = numbers.get("tokens")
-    wall = numbers.get("seconds") or seconds
-    rate = short(tokens / wall) if isinstance(tokens, (int, float)) and wall else None
+    numbers, rate = first.numbers, rate_of(first)
     loss = numbers.get("loss")
     return [
         first.step,
         first.span,
         short(seconds),
         *parts,
-        rate,
+        short(rate),
         short(loss) if isinstance(loss, (int, float)) else None,
         str(numbers.get("strategy", "")),
     ]
+
+
+def rate_of(step: StepRecord) -> float | None:
+    """Tokens per second of a step, by the clock; None where they were not recorded."""
+    tokens, wall = step.numbers.get("tokens"), step.numbers.get("seconds") or step.seconds
+    return tokens / wall if isinstance(tokens, (int, float)) and isinstance(wall, (int, float)) and wall else None
 
 
 class Timeline:

@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 from nbkit.notebook.run.follower import Run, strategy_of
-from nbkit.notebook.run.run_timeline import PARTS, point_of, short
+from nbkit.notebook.run.run_timeline import PARTS, point_of, rate_of, short
 from nbkit.records.events import RunStopped
-from nbkit.records.readings import bars, members_of, table, usual_bars
+from nbkit.records.readings import Members, bars, members_of, sent_by, usual_bars
 from nbkit.records.record_file import changed, overview_of, rank_files, read_head
 from nbkit.records.record_lookup import groups_of
 from nbkit.records.records import EventRecord, Group, Header, StepRecord, from_line
@@ -50,8 +50,8 @@ class Runs:
     def summaries(self) -> list[dict[str, Any]]:
         """One line for each run, those that train first, then the newest: its last steps, whether it trains now.
 
-        seconds, by the clock, parts and rate are medians of the newest steps under the strategy in force, loss is the
-        newest.
+        seconds, by the clock, parts, rate and sent are medians of the newest steps under the strategy in force, loss is
+        the newest.
         """
         self._look()
         found = []
@@ -108,7 +108,7 @@ def _summary(files: dict[int, Path]) -> dict[str, Any]:
     members = members_of(_groups(files, complete[-1]))
     of = usual_bars(complete, members)
     points = [point_of(those, bars(those, members)) for those in complete]
-    rates = [point[-3] for point in points if point[-3] is not None]
+    rates = [rate for those in complete if (rate := rate_of(those[min(those)])) is not None]
     count = max(len(of), 1)
     parts = [sum(getattr(bar, part) for bar in of) / count for part in PARTS]
     seconds = sum(bar.seconds for bar in of) / count if of else median(point[2] for point in points)
@@ -118,8 +118,14 @@ def _summary(files: dict[int, Path]) -> dict[str, Any]:
         "rate": short(median(rates)) if rates else None,
         "loss": points[-1][-2],
         "strategy": newest,
-        "sent": round(sum(row.sent for row in table(complete[-1], members) if row.op not in ("recv", "batch"))),
+        "sent": round(median(_sent(those, members) for those in complete)),
     }
+
+
+def _sent(step: Mapping[int, StepRecord], members: Members) -> float:
+    """Bytes of all ranks."""
+    rows = (row for record in step.values() for row in record.traffic)
+    return sum(sent_by(row, members) for row in rows if row.op not in ("recv", "batch"))
 
 
 def _groups(files: dict[int, Path], step: Mapping[int, StepRecord]) -> list[Group]:

@@ -7,6 +7,7 @@ states, and is known of a chain of transformer blocks (an attention and an MLP e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -52,7 +53,12 @@ class CostModel:
         self.trained = self._trained()
         self.blocks = _blocks(self.skeleton, self.options.chain)
         self.census = Census(builder.shard_layouts, self.kinds, self.trained, list(self.blocks.values()))
-        self.peaks: PeakBytes = PeakBytes(builder, self.census, before=before.peaks if before is not None else None)
+        # With the optimizer's state that its first step will make, which is what memory has to have room for.
+        foreseen = _foreseen(builder, self.kinds)
+        self.later = self.census
+        if foreseen is not self.kinds:
+            self.later = Census(builder.shard_layouts, foreseen, self.trained, list(self.blocks.values()))
+        self.peaks: PeakBytes = PeakBytes(builder, self.later, before=before.peaks if before is not None else None)
         self._partial: dict[int, tuple[frozenset[str], bool]] = {}
         self._terms: dict[Strategy, list[list[Traffic]]] = {}
 
@@ -285,6 +291,15 @@ def _as_issued(
         ends_here = (stages[0] == at["pp"]) + (stages[-1] == at["pp"])
         found.append(Traffic("tp", "all_gather", tp, micros * ends_here, hidden * ends_here, "ends of the blocks"))
     return found
+
+
+def _foreseen(builder: Builder, kinds: Kinds) -> Kinds:
+    """`kinds`, before the first step with what the optimizer will keep."""
+    if any(len(one) > 1 for one in kinds.values()):
+        return kinds
+    with suppress(Exception):  # what an optimizer that cannot be tried keeps is known after its first step
+        return builder.template.kinds(builder.skeleton)
+    return kinds
 
 
 def _blocks(skeleton: nn.Module, chain: Chain | None) -> dict[str, dict[str, int]]:

@@ -39,7 +39,7 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     every: all schedules of a pipeline, not 1f1b alone. "nodes": of each rank, the number of its node. "limit_bytes":
     what the fullest rank can hold, None where nothing says. "held": distinct rows of fractions by block, and the row
     of each rank. Under "options": moved_bytes is exact. memory: bytes of the fullest rank at rest now, while the switch
-    is made, and at rest afterwards. step_bytes: what the busiest rank sends in a step, by the formulas;
+    is made, and at rest afterwards, after a step. step_bytes: what the busiest rank sends in a step, by the formulas;
     between_bytes: what all ranks send to other nodes. step_s is
     measured, where the strategy has run in this job: the median of step_steps steps, between step_low_s and step_high_s
     (None: too few to say); predicted_step_s, of all others than the one in force, is what
@@ -154,7 +154,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         if proof.refusal is not None:
             return {**found, "why": _told(proof.refusal)}
         found["proof"] = f"not all was compared: {proof.unproven}" if proof.unproven else _PROVEN
-    after = [rest.total for rest in seen.census.at_rest(strategy)]
+    after = [rest.total for rest in seen.later.at_rest(strategy)]
     peak = _peak(holds, after, flow.received, left) if strategy != job.strategy else max(holds)
     found.update(
         ok=True,

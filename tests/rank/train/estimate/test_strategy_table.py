@@ -25,12 +25,12 @@ CONFIG = GPTConfig(vocab=64, block=16, layers=2, heads=2, width=128)
 OPERATIONS = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send")
 
 
-def trainer_of(strategy: str) -> Trainer:
+def trainer_of(strategy: str, optimizer: Any = torch.optim.SGD) -> Trainer:
     ids = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(0))
     return Trainer(
         model=lambda: GPT(CONFIG),
         loss=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+        optimizer=lambda model: optimizer(model.parameters(), lr=1e-3),
         data=[(row[:-1], row[1:]) for row in ids],
         batch_size=8,
         strategy=strategy,
@@ -123,3 +123,18 @@ def test_any_strategy_has_the_row_that_the_table_would_have_for_it_and_the_one_i
     assert 0 < other["step_bytes"] < said["rows"]["dp=2"]["step_bytes"]
     assert other["moved_bytes"] > 0 and other["memory"]["after"] > 0 and other["peak_bytes"] > 0
     assert not said["none"]["ok"] and "4 stages, 2 blocks" in said["none"]["why"]
+
+
+def before_and_after_a_step(world: Any) -> list[dict[str, int]]:
+    trainer, found = trainer_of("ddp", torch.optim.AdamW), []
+    for steps in (0, 1):
+        trainer.fit(steps) if steps else None
+        found.append({row["strategy"]: row["memory"].get("after", 0) for row in table(trainer.job)["options"]})
+    return found
+
+
+def test_before_the_first_step_memory_has_the_optimizer_s_state_that_it_will_make() -> None:
+    before, after = run_ranks(before_and_after_a_step, 2, timeout=120)[0]
+
+    assert before["dp=2 zero=1"] < 0.8 * before["dp=2"]
+    assert before["dp=2"] == pytest.approx(after["dp=2"], rel=1e-2)
