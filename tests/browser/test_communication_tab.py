@@ -134,7 +134,7 @@ def test_it_shows_bars_cells_and_rows_and_says_what_they_mean(page: Any, tab: An
     assert "thermal slowdown" in tab.inner_text("#health .slowed") and "of 1980 MHz" in tab.inner_text("#health")
     assert tab.inner_text("#live") == "4 ranks · running"
     row = tab.inner_text("#table tr:nth-child(2)")
-    assert row.split("\t")[:5] == ["all reduce", "dp", "1", "16.8 MB", "16.8 MB (100 %)"]
+    assert row.split("\t")[:5] == ["all reduce", "dp", "1", "25.2 MB", "25.2 MB (100 %)"]
     assert "for rank 2" in tab.inner_text("#reading")
     assert "rank 2" in tab.inner_text("#late")
     assert "2" in tab.inner_text("#lateness td")
