@@ -136,7 +136,7 @@ def test_it_shows_bars_cells_and_rows_and_says_what_they_mean(page: Any, tab: An
     row = tab.inner_text("#table tr:nth-child(2)")
     assert row.split("\t")[:5] == ["all reduce", "dp", "1", "25.2 MB", "25.2 MB (100 %)"]
     assert "for rank 2" in tab.inner_text("#reading")
-    assert "rank 2" in tab.inner_text("#late")
+    assert "Rank 2 is late" in tab.inner_text("#late")
     assert "2" in tab.inner_text("#lateness td")
     assert "modelled" in tab.inner_text("main")
     assert "compute" in hover(page, tab, "bars", 0.3, 0.1)
