@@ -1,10 +1,11 @@
-"""Which of several strategies to choose by their seconds alone."""
+"""Which of several strategies to choose: by their seconds, and where these do not tell, by what a switch costs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 ALIKE = 1.02
 """Seconds this close count as equal: the simpler strategy is recommended."""
@@ -18,24 +19,48 @@ def fastest(seconds: Mapping[T, float]) -> T | None:
     return next((one for one, took in seconds.items() if took <= ALIKE * least), None)
 
 
-def recommended(rows: Sequence[Mapping[str, Any]], limit: float | None) -> tuple[str, tuple[str, ...]]:
-    """The fastest of those that fit, the simplest of those as fast, and the ones that may be faster for all one knows.
+@dataclass(frozen=True)
+class Choice:
+    """strategy: to choose, "" where none fits. why: what it has before the others. rivals: those that may be faster."""
 
-    Where there are such, or seconds are known of fewer than two, nothing is recommended: "". rows: of a table of
-    strategies. limit: bytes that the fullest rank can hold; None: not known.
+    strategy: str = ""
+    why: Literal["fastest", "in force", "least memory", ""] = ""
+    rivals: tuple[str, ...] = ()
+
+
+def recommended(rows: Sequence[Mapping[str, Any]], limit: float | None, now: str) -> Choice:
+    """The one strategy to choose of those that fit.
+
+    The fastest, and the simplest of those as fast. Where others may be faster for all one knows, or seconds are known
+    of fewer than two: of these the one in force, as nothing tells that a switch would gain; else the one that holds
+    least. rows: of a table of strategies, simple ones first. limit: bytes that the fullest rank can hold; None: not
+    known. now: the strategy in force.
     """
-    known, bounds = {}, {}
-    for row in rows:
-        seconds = row["step_s"] if row["step_s"] is not None else row["predicted_step_s"]
-        size = row["peak_bytes"] or row["memory"].get("after", 0)
-        if row["ok"] and seconds is not None and (limit is None or size <= limit):
-            known[row["strategy"]], bounds[row["strategy"]] = seconds, bounds_of(row)
-    chosen = fastest(known) if len(known) > 1 else None
-    if chosen is None:
-        return "", ()
-    high = bounds[chosen][1]
-    rivals = tuple(one for one, (low, _) in bounds.items() if one != chosen and ALIKE * low < high)
-    return ("", (chosen, *rivals)) if rivals else (chosen, ())
+    sizes = {row["strategy"]: row["peak_bytes"] or row["memory"].get("after", 0) for row in rows if row["ok"]}
+    fits = {row["strategy"]: row for row in rows if row["ok"] and (limit is None or sizes[row["strategy"]] <= limit)}
+    known = {name: seconds for name, row in fits.items() if (seconds := _seconds(row)) is not None}
+    first = fastest(known) if len(known) > 1 else None
+    if first is None:
+        return _by_state(list(fits), sizes, now)
+    high = bounds_of(fits[first])[1]
+    rivals = [name for name in known if name != first and ALIKE * bounds_of(fits[name])[0] < high]
+    if not rivals:
+        return Choice(first, "fastest")
+    tied = [name for name in known if name == first or name in rivals]
+    chosen = _by_state(tied, sizes, now)
+    return replace(chosen, rivals=tuple(name for name in tied if name != chosen.strategy))
+
+
+def _by_state(names: Sequence[str], sizes: Mapping[str, float], now: str) -> Choice:
+    """Of strategies between which no seconds decide."""
+    if now in names:
+        return Choice(now, "in force")
+    return Choice(min(names, key=lambda name: sizes[name]), "least memory") if names else Choice()
+
+
+def _seconds(row: Mapping[str, Any]) -> float | None:
+    found: float | None = row["step_s"] if row["step_s"] is not None else row["predicted_step_s"]
+    return found
 
 
 def bounds_of(row: Mapping[str, Any]) -> tuple[float, float]:

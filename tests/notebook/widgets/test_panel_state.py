@@ -287,21 +287,41 @@ def test_a_pace_that_changes_little_draws_no_new_table() -> None:
     assert job_view(reduce(first, Looked(paced(0.06, 0.059, 0.061, step=119)))) == job_view(first)
 
 
-def test_within_the_margin_of_the_steps_nothing_pays_back_and_nothing_is_recommended() -> None:
+def test_within_the_margin_of_the_steps_nothing_pays_back_and_what_runs_now_is_recommended() -> None:
     state = state_of(Looked(paced(0.04, 0.015, 0.055)))
     assert rows_of(state)["tp=4"]["payback"] == "within noise"
     assert rows_of(state)["tp=4"]["margin"] == "29–31 ms of 20 steps"
-    assert not any(row["recommended"] for row in rows_of(state).values())
-    assert "any of ddp, pp may be the fastest" in text_of(state)
-    few = rows_of(state_of(Looked(paced(0.04))))
-    assert few["dp=4"]["margin"] == "of 20 steps" and few["tp=4"]["payback"] == "within noise"
+    first = job_view(state)["rows"][0]
+    assert (first["strategy"], first["recommended"]) == ("dp=4", True)
+    assert "recommended: dp=4, within noise of pp: it runs now, and no switch is known to gain" in text_of(state)
+    few = state_of(Looked(paced(0.04)))
+    assert rows_of(few)["dp=4"]["margin"] == "of 20 steps" and rows_of(few)["tp=4"]["payback"] == "within noise"
+    assert job_view(few)["recommended"] == "dp=4"
 
 
-def test_where_nothing_is_recommended_the_row_in_force_comes_first() -> None:
+def test_of_strategies_within_noise_that_all_ask_for_a_switch_the_one_that_holds_least_is_recommended() -> None:
+    table = table_of("zero3")
+    for row in table["options"]:
+        if row["strategy"] in ("dp=4", "tp=4"):
+            row.update(step_s=0.03, step_low_s=0.02, step_high_s=0.04, predicted_step_s=None)
+        row["predicted_step_s"] = None
+    state = state_of(Looked(answer_of(table)))
+    assert job_view(state)["recommended"] == "tp=4"  # 3 MB at the peak, ddp 12; zero3, in force, is slower than both
+    assert job_view(state)["because"] == "within noise of ddp: of these it holds least"
+    table["limit_bytes"] = 2_000_000
+    assert job_view(state_of(Looked(answer_of(table))))["recommended"] == ""
+
+
+def test_where_no_second_is_known_the_row_in_force_is_recommended_while_it_fits() -> None:
     table = table_of("tp")
     for row in table["options"]:
         row.update(step_s=None, predicted_step_s=None)
-    assert job_view(state_of(Looked(answer_of(table))))["rows"][0]["strategy"] == "tp=4"
+    first = job_view(state_of(Looked(answer_of(table))))["rows"][0]
+    assert (first["strategy"], first["recommended"]) == ("tp=4", True)
+    of_tp = next(row for row in table["options"] if row["strategy"] == "tp=4")
+    of_tp["peak_bytes"] = 17_000_000
+    said = job_view(state_of(Looked(answer_of(table))))
+    assert said["recommended"] == "dp=4 zero=1" and said["because"].startswith("it holds least")
 
 
 def test_why_no_second_is_foretold_is_said_once() -> None:

@@ -12,7 +12,7 @@ from nbkit.notebook.cluster.control_result import proof, seconds, size
 from nbkit.notebook.cluster.status import text_table
 from nbkit.notebook.widgets.dashboard.text_view import figure
 from nbkit.notebook.widgets.panel.state import State
-from nbkit.planner.choose.fastest import bounds_of, recommended
+from nbkit.planner.choose.fastest import Choice, bounds_of, recommended
 from nbkit.planner.choose.table import in_words
 from nbkit.planner.link_speed import ranks_of_node
 from nbkit.strategy import Strategy
@@ -26,6 +26,14 @@ _PHASES = {
 }
 _NEAR = 4.0
 _NAMED = 4  # strategies; more are counted
+_REASONS = {
+    ("fastest", False): "the fastest that fits of the {known} whose step is known",
+    ("in force", True): "it runs now, and no switch is known to gain",
+    ("in force", False): "it runs now, and of too few others a step is known",
+    ("least memory", True): "of these it holds least",
+    ("least memory", False): "it holds least, and of too few a step is known",
+}
+"""By a Choice's `why`, and whether it has rivals."""
 _HELD_WORDS = {
     "dp": "a copy on every rank",
     "zero": "a part on each rank (zero)",
@@ -73,15 +81,15 @@ def job_view(state: State) -> dict[str, Any]:
         return {}
     limit = table["limit_bytes"]
     options = _fresh(table, state.pace)
-    best, rivals = recommended(options, limit)
-    rows = [_row(row, table, options, best) for row in options]
+    choice = recommended(options, limit, table["strategy"])
+    rows = [_row(row, table, options, choice.strategy) for row in options]
     rows.sort(key=lambda row: (not row["recommended"], not row["current"]))
     return {
         "cluster": state.cluster,
         "strategy": table["strategy"],
         "previous": table["previous"] or "",
-        "recommended": best,
-        "unsure": _unsure(options, rivals),
+        "recommended": choice.strategy,
+        "because": _because(options, choice),
         "unforetold": table["unforetold"],
         "unforetold_pause": table["unforetold_pause"],
         "levers": _levers(table["levers"]),
@@ -152,10 +160,9 @@ def text_of(state: State) -> str:
     lines += [f"  {row['strategy']}: {row['why']}" for row in refused]
     room = [f"limit of a rank {job['limit']}"] * bool(job["limit"]) + [f"link {job['link']}"] * bool(job["link"])
     lines += [f"  {', '.join(room)}; seconds of a step with ≈ are predicted, the others measured"] if room else []
-    lines += [f"  {job['unsure']}"] if job["unsure"] else []
     lines += [f"  not predicted: {job['unforetold']}"] if job["unforetold"] else []
     if job["recommended"]:
-        lines.append(f"  recommended: {job['recommended']}, the fastest that fits by what is measured and predicted")
+        lines.append(f"  recommended: {job['recommended']}, {job['because']}")
     lines += [f"  {job['levers']}"] if job["levers"] else []
     for result in state.results[:1]:
         lines += ["", repr(result)]
@@ -193,13 +200,13 @@ def _fresh(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[st
     return [{**row, **measured} if row["strategy"] == table["strategy"] else row for row in table["options"]]
 
 
-def _unsure(options: Sequence[Mapping[str, Any]], rivals: Sequence[str]) -> str:
-    """Why nothing is recommended, where the margins are too wide; "" elsewhere."""
-    if not rivals:
-        return ""
-    names = [row["label"] for row in options if row["strategy"] in rivals]
+def _because(options: Sequence[Mapping[str, Any]], choice: Choice) -> str:
+    """Why it is recommended, and what it could not be told from."""
+    names = [row["label"] for row in options if row["strategy"] in choice.rivals]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"nothing is recommended: by what is measured, any of {', '.join(names[:_NAMED])}{more} may be the fastest"
+    noise = f"within noise of {', '.join(names[:_NAMED])}{more}: " if names else ""
+    known = sum(row["ok"] and (row["step_s"] is not None or row["predicted_step_s"] is not None) for row in options)
+    return noise + _REASONS.get((choice.why, bool(names)), "").format(known=known)
 
 
 def _row(

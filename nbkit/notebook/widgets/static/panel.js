@@ -328,7 +328,7 @@ function render({ model, el }) {
     const before = new Map([...list.children].map((line) => [line.dataset.strategy, line]));
     let next = list.firstElementChild;
     for (const row of verdict?.row && !rowOf(verdict.strategy) ? [verdict.row, ...job().rows] : job().rows) {
-      const figures = JSON.stringify([row, job().unforetold_pause]);
+      const figures = JSON.stringify([row, job().unforetold_pause, row.recommended && job().because]);
       let line = before.get(row.strategy);
       before.delete(row.strategy);
       if (line && drawn.get(line) !== figures) {
@@ -348,12 +348,13 @@ function render({ model, el }) {
     if (focused && document.activeElement?.dataset.strategy !== focused) list.querySelector(`[data-strategy="${CSS.escape(focused)}"]`)?.focus();
   }
 
-  // How many rows there are, of which some are out of sight, and on how many of them a recommendation rests.
+  // How many rows there are, of which some are out of sight, and what is recommended.
   function wordsOn(all) {
     const known = all.filter((row) => row.ok && row.step !== "unknown").length;
     const why = job().unforetold ? `not foretold (${job().unforetold}), ` : "";
     const asked = known < all.filter((row) => row.ok).length ? `?: ${why}not measured yet, Try 10 steps measures it` : "";
-    const sure = all.some((row) => row.recommended) ? `recommended: the fastest of the ${known} whose step is known` : job().unsure;
+    const first = all.find((row) => row.recommended);
+    const sure = first && `recommended: ${first.label}, ${job().because}`;
     return [`${all.length} strategies: choose a row, then Apply`, asked, sure].filter(Boolean).join(" · ");
   }
 
@@ -368,7 +369,7 @@ function render({ model, el }) {
     if (row.label !== row.strategy) first.append(make("small", "", row.strategy));
     if (row.recommended) {
       const mark = make("span", "recommended", "recommended");
-      mark.title = "the fastest of those that fit, by what is measured and predicted; of those within 2 % the simplest";
+      mark.title = job().because;
       first.append(mark);
     }
     element.append(first);

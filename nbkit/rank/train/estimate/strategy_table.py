@@ -47,8 +47,8 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     Each is None where nothing is known. "untried":
     the model was not run to see whether it fits, so that it is not "ok", and may be chosen: see `look_at_all`. "proof":
     what is known of one that is.
-    "recommended": the strategy to choose, "" where nothing tells, or where others may be faster for all that was
-    measured. "unforetold": why no second of a step is predicted, and "unforetold_pause" of a pause; "" where they are.
+    "recommended": the strategy to choose, "" where none fits. "unforetold": why no second of a step is predicted, and
+    "unforetold_pause" of a pause; "" where they are.
     "levers": where plain data parallelism waits for its link, its "strategy", "step_s" as predicted, and "each", what
     levers would leave of that; {} elsewhere.
     """
@@ -75,7 +75,7 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
         "blocks": [{"name": name, "parameters": sum(sizes.values())} for name, sizes in seen.blocks.items()],
         "held": _fractions(seen, now),
         "options": options,
-        "recommended": recommended(options, holds[0] + left if left is not None else None)[0],
+        "recommended": recommended(options, holds[0] + left if left is not None else None, str(now)).strategy,
         "unforetold": unforetold(job),
         "unforetold_pause": unforetold_pause(job),
         "levers": _levers(job, seen),
