@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from nbkit.errors import UsageError
 from nbkit.notebook.call_in_fork import in_a_fork
+from nbkit.notebook.progress_line import ProgressLine
 from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.choose.load import Subject
 from nbkit.planner.choose.ranked_strategies import Plan, Words
@@ -46,7 +47,7 @@ def plan(
     the arithmetic. Raises UsageError for what cannot be planned, and what the model raises.
     """
     asked = _Asked(model, batch, Hardware.parse(on), precision, example, loss, optimizer, inputs)
-    return asked.apart(lambda: search(asked.subject(), batch, asked.on))
+    return asked.answered(lambda subject: search(subject, batch, asked.on))
 
 
 def explain(model: Any, first: str, second: str, *, batch: int, on: str, **settings: Any) -> Words:
@@ -55,7 +56,7 @@ def explain(model: Any, first: str, second: str, *, batch: int, on: str, **setti
     settings: the others of `plan`.
     """
     asked = _Asked(model, batch, Hardware.parse(on), **settings)
-    return asked.apart(lambda: _explained(asked.subject(), first, second, batch, asked.on))
+    return asked.answered(lambda subject: _explained(subject, first, second, batch, asked.on))
 
 
 def planned(
@@ -122,14 +123,16 @@ class _Asked:
                 hint="nbkit.plan(model, example=batch, loss=loss_fn, batch=64, on='8 H100')",
             )
 
-    def apart(self, make: Callable[[], T]) -> T:
-        """What `make` gives, which looks at the model; in a fork where torch would be imported for it alone."""
-        return make() if isinstance(self.model, GPTConfig) or "torch" in sys.modules else in_a_fork(make)
-
-    def subject(self) -> Subject:
-        """The model as formulas, or as it is measured now."""
+    def answered(self, make: Callable[[Subject], T]) -> T:
+        """What `make` makes of the model; in a fork where torch would be imported for it alone."""
         if isinstance(self.model, GPTConfig):
-            return GPTPieces(self.model, element=PRECISIONS[self.precision])
+            return make(GPTPieces(self.model, element=PRECISIONS[self.precision]))
+        with ProgressLine("nbkit.plan", "imports torch") as line:
+            if "torch" in sys.modules:
+                return make(self._measured(line.say))
+            return in_a_fork(lambda say: make(self._measured(say)), heard=line.say)
+
+    def _measured(self, say: Callable[[str], None]) -> Subject:
         # By name: this wing imports neither torch nor what does, except for a user who has a model.
         found: Subject = importlib.import_module(_IN_THE_RANK_WING).describe(
             self.model,
@@ -139,6 +142,7 @@ class _Asked:
             inputs=self.inputs,
             precision=self.precision,
             degrees=divisors(self.on.node)[1:],
+            say=say,
         )
         return found
 

@@ -82,7 +82,8 @@ class Known:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self.of = lru_cache(maxsize=None)(lambda tp, cp: (subject.pieces(tp, cp), subject.weights(tp, cp)))
+        self.pieces = lru_cache(maxsize=None)(subject.pieces)
+        self.weights = lru_cache(maxsize=None)(subject.weights)
         self._kept: dict[tuple[int, ...], Line] = {}
         self._found: dict[tuple[int, ...], dict[int, tuple[tuple[int, int], ...]]] = {}
         self._fullest: dict[tuple[int, ...], tuple[int, int, int]] = {}
@@ -105,7 +106,7 @@ class Known:
 
     def _ranges(self, strategy: Strategy) -> dict[int, tuple[tuple[int, int], ...]]:
         if strategy.pp == 1:
-            return {0: ((0, len(self.of(strategy.tp, strategy.cp)[0])),)}
+            return {0: ((0, len(self.costs)),)}
         homes, cut = ranks_of_stages(strategy), self._cut(strategy)
         every = [
             tuple((cut[i], cut[i + 1]) for i, rank in enumerate(homes) if rank == place) for place in range(strategy.pp)
@@ -122,7 +123,7 @@ class Known:
         """What a forward of the first place keeps, less what it hands on."""
         key = strategy.tp, strategy.pp, strategy.cp, len(ranks_of_stages(strategy))
         if key not in self._kept:
-            pieces = self.of(strategy.tp, strategy.cp)[0]
+            pieces = self.pieces(strategy.tp, strategy.cp)
             own = [pieces[i] for start, stop in self.stages(strategy)[:1] for i in range(start, stop)]
             handed = own[-1].carried
             fixed, row = (sum(getattr(one.kept, name) for one in own) for name in ("fixed", "row"))
@@ -153,7 +154,7 @@ class Known:
         """Of the whole model, without a pipeline; parameters of a block as one."""
         key = strategy.tp, strategy.cp
         if key not in self._units:
-            weights = self.of(*key)[1]
+            weights = self.weights(*key)
             self._units[key] = tuple(
                 Unit(
                     cost / sum(self.costs),
@@ -169,7 +170,7 @@ class Known:
         """Bytes that it holds, that zero 3 gathers, and of these, in blocks."""
         key = strategy.tp, strategy.pp, strategy.cp, len(ranks_of_stages(strategy))
         if key not in self._fullest:
-            places, weights = self.ranges(strategy).values(), self.of(strategy.tp, strategy.cp)[1]
+            places, weights = self.ranges(strategy).values(), self.weights(strategy.tp, strategy.cp)
             fullest = max(places, key=lambda own: self._size(strategy, own))
             own = [weights[i] for start, stop in fullest for i in range(start, stop)]
             self._fullest[key] = (
@@ -183,7 +184,7 @@ class Known:
         """Bytes of the parameters of these blocks."""
         key = strategy.tp, strategy.cp
         if key not in self._before:
-            self._before[key] = [0, *accumulate(weights.total for weights in self.of(*key)[1])]
+            self._before[key] = [0, *accumulate(weights.total for weights in self.weights(*key))]
         return sum(self._before[key][stop] - self._before[key][start] for start, stop in own)
 
 

@@ -139,7 +139,7 @@ def _least(known: Known, candidate: Candidate, rest: Rest) -> Peak:
 
 def _peak(known: Known, candidate: Candidate, rest: Rest) -> Peak:
     strategy = candidate.strategy
-    pieces, weights = known.of(strategy.tp, strategy.cp)
+    pieces, weights = known.pieces(strategy.tp, strategy.cp), known.weights(strategy.tp, strategy.cp)
     return max(
         (
             peak(strategy, place, pieces, weights, own, rest, rows=candidate.rows, micros=candidate.micros)

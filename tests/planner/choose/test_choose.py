@@ -145,7 +145,7 @@ class Uneven(GPTPieces):
 
 def test_what_a_pipeline_holds_is_looked_at_where_most_of_its_blocks_and_parameters_are() -> None:
     strategy, known = Strategy.parse("pp=4 microbatches=4", 4), Known(Uneven(SMALL))
-    block, ends = known.of(1, 1)[1][1].total, known.of(1, 1)[1]
+    block, ends = known.weights(1, 1)[1].total, known.weights(1, 1)
     assert known.stages(strategy) == ((0, 2),)  # of blocks that cost 3: the last place has six of those that cost 1
     assert known.ranges(strategy)[3] == ((6, 12),)
     assert known.held(strategy) == 5 * block + ends[-1].total > ends[0].total + block

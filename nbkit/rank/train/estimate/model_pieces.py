@@ -63,11 +63,12 @@ def describe(
     inputs: Sequence[str] | None = None,
     precision: str | None = None,
     degrees: Sequence[int] = (),
+    say: Callable[[str], None] = lambda _: None,
 ) -> ModelPieces:
     """Look at `model`, which is afterwards as before. example: a batch, of which two rows are run.
 
-    optimizer: AdamW where none is given. degrees: along tp that are proven. Raises UsageError for a model that is too
-    large to run here, and what the model raises.
+    optimizer: AdamW where none is given. degrees: along tp that are proven. say: is told what is being done. Raises
+    UsageError for a model that is too large to run here, and what the model raises.
     """
     check_inputs(inputs)
     module = model if isinstance(model, nn.Module) else model()
@@ -79,6 +80,7 @@ def describe(
             hint="a GPTConfig of its sizes, or strategy='auto' of a Trainer on the ranks that are to train it",
         )
     example = take(example, 0, min(_ROWS, rows_of(example)), rows=rows_of(example))
+    say("runs two rows of the model")
     look = first_runs(module, example, inputs=inputs, loss=loss, parts=max(degrees, default=1))
     few = example if look.short is None else look.short
 
@@ -98,13 +100,14 @@ def describe(
     options = Options(experts=experts_in(module), draws=look.draws)
     for wanted in ([f"tp={size}" for size in degrees] + ["gathers", "chain"], ["positionwise"]):
         if wanted != ["positionwise"] or (options.hidden is not None and options.hidden[0] >= 2 * LEAST_POSITIONS):
+            say(f"proves how it can be split: {', '.join(wanted)}")
             options = replace(options, **find_facts(module, runs, options, wanted))
     options = replace(options, looked=None)  # no job looks later for what is lacking, such as seconds of the blocks
     skeleton = skeleton_of(module)
     made = Template(optimizer or (lambda m: torch.optim.AdamW(m.parameters())), module=module, skeleton=skeleton)
     config = TrainConfig(loss, inputs=inputs, precision=precision, example=example)
     layouts = ShardLayouts(skeleton, options)
-    return ModelPieces(Described(skeleton, options, config, made, layouts, torch.device("cpu")))
+    return ModelPieces(Described(skeleton, options, config, made, layouts, torch.device("cpu")), say)
 
 
 @dataclass(frozen=True)
@@ -117,14 +120,18 @@ class Average:
 
 
 class ModelPieces:
-    """Of one model. recompute: of its blocks. See planner.choose.load.Subject."""
+    """Of one model. See planner.choose.load.Subject.
 
-    def __init__(self, of: Described, *, recompute: bool = False) -> None:
-        self._of = of
+    plain: the same without recomputation, where this is with it: but for what is kept, both are alike, and are measured
+    once. say: is told what is being done.
+    """
+
+    def __init__(self, of: Described, say: Callable[[str], None], *, plain: ModelPieces | None = None) -> None:
+        self._of, self._say, self._plain = of, say, plain or self
         kinds = of.template.kinds(of.skeleton)
         trained = {name for name, p in of.skeleton.named_parameters() if p.requires_grad}
         self._kinds = kinds
-        self._peaks = PeakBytes(of, Census(of.shard_layouts, kinds, trained), recompute=recompute)
+        self._peaks = PeakBytes(of, Census(of.shard_layouts, kinds, trained), recompute=plain is not None)
 
     @property
     def name(self) -> str:
@@ -153,7 +160,11 @@ class ModelPieces:
 
     def recomputing(self, recompute: bool) -> ModelPieces:
         """The same, with its blocks recomputed or not."""
-        return ModelPieces(self._of, recompute=recompute)
+        return self._plain._again if recompute else self._plain
+
+    @cached_property
+    def _again(self) -> ModelPieces:
+        return ModelPieces(self._of, self._say, plain=self)
 
     def pieces(self, tp: int, cp: int) -> tuple[Piece, ...]:
         """One for each block, on a rank of these axes."""
@@ -161,20 +172,20 @@ class ModelPieces:
 
     def weights(self, tp: int, cp: int) -> list[Weights]:
         """Of each piece, whole along dp, with what zero 3 gathers less of it."""
-        traced, axes = self._traced(tp, cp), Strategy(dp=2, tp=tp, cp=cp, zero=3, shard=2)
+        traced, axes = self._plain._traced(tp, cp), Strategy(dp=2, tp=tp, cp=cp, zero=3, shard=2)
         return self._peaks.weights(axes, [(0, len(traced.pieces))], traced.partial)
 
     def flops(self, tp: int, cp: int) -> float:
         """As counted on what the axes leave of the model."""
-        return self._traced(tp, cp).flops
+        return self._plain._traced(tp, cp).flops
 
     def touched(self, tp: int, cp: int) -> float:
         """Of the whole model, divided: as cut, what stands for its collectives would be counted too."""
-        return self._traced(1, 1).touched / (tp * cp)
+        return self._plain._traced(1, 1).touched / (tp * cp)
 
     def costs(self) -> tuple[float, ...]:
         """Multiplications of each piece, as counted: the head is the last one's. Equal where nothing multiplies."""
-        found = self._traced(1, 1).costs
+        found = self._plain._traced(1, 1).costs
         return found if any(found) else (1.0,) * len(found)
 
     def facts(self, batch: int) -> Facts:
@@ -202,6 +213,9 @@ class ModelPieces:
         return list(self._of.skeleton.named_parameters())
 
     def _traced(self, tp: int, cp: int) -> Traced:
+        if not self._peaks.knows(tp, cp):
+            again = ", recomputed" * (self is not self._plain)
+            self._say(f"measures it on tensors without memory: tp={tp} cp={cp}{again}")
         traced = self._peaks.traced(tp, cp)
         if traced is None:
             raise UsageError(

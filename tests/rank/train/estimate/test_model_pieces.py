@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +15,17 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.errors import UsageError
-from nbkit.notebook.planning import planned
+from nbkit.notebook import progress_line
+from nbkit.notebook.planning import explain, planned
+from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.choose.load import Known
+from nbkit.planner.choose.search import search
 from nbkit.planner.peak.gpt_pieces import GPTPieces
 from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.parallel.options import Options
 from nbkit.rank.train.estimate import model_pieces
+from nbkit.rank.train.estimate.model_trace import trace as trace_model
+from nbkit.rank.train.estimate.model_trace.trace import Traced
 from nbkit.strategy import Strategy
 
 CONFIG = GPTConfig(vocab=256, block=64, layers=4, heads=4, width=128)
@@ -43,6 +52,52 @@ def test_a_module_is_planned_as_its_formulas_are() -> None:
             assert sizes[0] == pytest.approx(sizes[1], rel=0.005), (said.strategy, part)
         assert found.peak.total == pytest.approx(said.peak.total, rel=0.08), said.strategy
         assert found.sent == pytest.approx(said.sent, rel=0.005), said.strategy
+
+
+def test_a_model_is_measured_once_for_each_way_to_cut_it_and_recomputed_only_where_it_does_not_fit_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[tuple[int, bool]] = []
+    trace = trace_model.trace
+
+    def counted(skeleton: nn.Module, options: Options, *args: Any, tp: int, **kwargs: Any) -> Traced:
+        measured.append((tp, options.recompute))
+        return trace(skeleton, options, *args, tp=tp, **kwargs)
+
+    monkeypatch.setattr("nbkit.rank.train.estimate.peak_bytes.trace", counted)
+    explain(GPT(CONFIG), "dp=2", "tp=2", example=BATCH, loss=loss, batch=8, on="2 A100")
+    assert measured == [(1, False), (2, False)]
+    measured.clear()
+    look = model_pieces.describe(GPT(CONFIG), BATCH, loss=loss, degrees=[2])
+    room = search(look, 512, Hardware.parse("2 A100"))
+    least = min(row.peak.total for row in room.rows)
+    tight = search(look, 512, Hardware.parse("2 A100"), memory=0.6 * least)
+    assert sorted(measured) == [(1, False), (1, True), (2, False), (2, True)]
+    assert any(row.recompute for row in tight.rows)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_takes_long_says_on_one_line_what_it_does_and_takes_the_line_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(progress_line, "_AFTER", 0.0)
+    monkeypatch.setattr(progress_line, "_EVERY", 0.001)
+    with progress_line.ProgressLine("plan", "counts") as line:
+        while "counts (0 s)" not in screen.getvalue():
+            time.sleep(0.001)
+        line.say("adds")
+        while "adds (0 s)" not in screen.getvalue():
+            time.sleep(0.001)
+    first, *_, last, left = screen.getvalue().split("\r")[1:]
+    assert (first, last.strip(), left) == ("plan: counts (0 s)", "", "") and len(last) == len("plan: adds (0 s)")
+    monkeypatch.setattr(progress_line, "_AFTER", 60.0)
+    with progress_line.ProgressLine("plan", "ends at once"):
+        pass
+    assert "at once" not in screen.getvalue()
 
 
 def test_multiplications_are_counted_on_what_each_axis_leaves() -> None:
@@ -114,8 +169,12 @@ def example():
 def loss(output, target):
     return sys.modules["torch"].nn.functional.cross_entropy(output, target)
 
+from nbkit.notebook.progress_line import ProgressLine
+said = []
+ProgressLine.say = lambda line, what: said.append(what)
 broken = False
 made = nbkit.plan(build, example=example, loss=loss, batch=8, on="2 A100")
+assert "runs two rows of the model" in said and said[-1].startswith("measures it"), said
 assert made.model == "Sequential of 58 parameters" and made.rows and "torch" not in sys.modules
 broken = True
 try:
