@@ -30,16 +30,16 @@ class Worker:
         self._heldout = TextDataset(block=block, limit=2_000_000, split="heldout")
 
     @contextmanager
-    def _trainer(self, strategy: str) -> Iterator[Trainer]:
-        made = trainer(self._config, strategy, batch=self._batch, data=self._data)
+    def _trainer(self, strategy: str, *, seed: int = 0) -> Iterator[Trainer]:
+        made = trainer(self._config, strategy, batch=self._batch, data=self._data, seed=seed)
         yield made
         made.job.sharded_model.data.close()
         del made
         gc.collect()
 
-    def loss(self, *, strategy: str, steps: int) -> float:
-        """Of held-out text after `steps` steps."""
-        with self._trainer(strategy) as made:
+    def loss(self, *, strategy: str, steps: int, seed: int = 0) -> float:
+        """Of held-out text after `steps` steps. seed: of the weights and of the order of the rows."""
+        with self._trainer(strategy, seed=seed) as made:
             made.fit(steps)
             return made.evaluate([self._heldout[i] for i in range(0, len(self._heldout), 8)], batch_size=64)
 

@@ -48,9 +48,10 @@ class Way:
 class Link:
     """The links of a world of `ranks`. ways: by operation (all_to_all, all_reduce, all_gather, reduce_scatter, send).
 
-    near, far: an all-to-all within the nodes alone, and between them alone; far is None on one node. copy: bytes per
-    second that every rank copies at once, into memory that it has just got. node_of: of each rank, the number of its
-    node. crowded: some ranks share what they compute and send with, so that none is as fast as it would be alone.
+    near, far: an all-to-all within the nodes alone, and a message of every rank to the one in its place on the next
+    node; None on one node. copy: bytes per second that every rank copies at once, into memory that it has just got.
+    node_of: of each rank, the number of its node. crowded: some ranks share what they compute and send with, so that
+    none is as fast as it would be alone.
     """
 
     ranks: int
@@ -71,18 +72,19 @@ class Link:
     def way(self, term: Traffic, *, spans_nodes: bool = False, apart: bool = False) -> Way:
         """Of an operation of `term`. spans_nodes: its group has ranks of several nodes; apart: and one on each."""
         way, one = self.ways.get(term.op, self.ways["all_to_all"]), self.ways["send"]
-        latency, gap = way.latency, way.gap
+        latency, gap, speed = way.latency, way.gap, way.speed
         if term.op != "send" and one.latency < latency and self.ranks > 2:
             # In a ring it grows with the ranks, through a switch it does not: between one message and all ranks' own.
             share = (term.ranks - 2) / (self.ranks - 2)
             latency = one.latency + share * (latency - one.latency)
             gap = None if gap is None else min(gap, latency)
-        speed = way.speed
         if self.far is not None and self.near is not None:
-            own = self.far if spans_nodes else self.near
-            speed *= own.speed / min(self.far.speed, self.near.speed)
+            if not spans_nodes:
+                # All that was measured over the ranks of several nodes went between nodes too, but this.
+                closer = min(self.near.latency / self.far.latency, 1.0) if self.far.latency else 1.0
+                return Way(closer * latency, self.near.speed, None if gap is None else closer * gap)
             # In a ring over all ranks one of each node sends to others; here all do, as when `far` was measured.
-            speed = min(speed, own.speed) if apart else speed
+            speed = min(speed, self.far.speed) if apart else speed
         return Way(latency, speed, gap)
 
     def __str__(self) -> str:

@@ -3,14 +3,14 @@
 Not when the cluster starts, which is to be ready at once and may never train; a job is made by all ranks together,
 under torchrun too, and waits for slower things. Some tens of milliseconds: operations of hardly any bytes and of some
 megabytes over the group of all ranks, so that everybody sends at the same time, as in a step. Ways within and between
-nodes are told apart by an all-to-all that goes only there.
+nodes are told apart by what goes only there.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,9 @@ from nbkit.wire.processes import node_name
 
 _SMALL, _LARGE, _LARGE_ON_DEVICES = 4 << 10, 2 << 20, 32 << 20
 """Bytes that a rank hands over, of each of the others' parts together."""
-_TIMES, _UNDER_WAY = 3, 4
+_TIMES, _TIMES_SMALL, _UNDER_WAY = 3, 9, 4
+"""How often operations are timed. What steps send is often many small ones, each of which is waited for: the median of
+three was up to twice the usual latency where ranks share cores, and a step foretold with it a third too long."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -74,11 +76,21 @@ def _measured(device: torch.device, node_of: tuple[int, ...], crowded: bool) -> 
         same = [float(node == node_of[rank]) for node in node_of]
         share = (sum(same) - 1) / ranks
         near = _way(lambda size: _all_to_all(size, same, device), large, _most(share, device), device)
-        share = 1 - sum(same) / ranks
-        far = _way(
-            lambda size: _all_to_all(size, [1 - one for one in same], device), large, _most(share, device), device
-        )
+        to, of = ([float(one) for one in ends] for ends in _neighbours(node_of, rank))
+        far = _way(lambda size: _all_to_all(size // 2, to, device, of), large, 1 / 2, device)
     return Link(ranks, ways, near, far, _copying(large, device), node_of, crowded)
+
+
+def _neighbours(node_of: Sequence[int], rank: int) -> tuple[list[bool], list[bool]]:
+    """To whom `rank` sends, and from whom it gets: each rank sends to the one in its place on the next node, as groups
+    with a rank on each node do. An all-to-all between nodes has messages that cross, which take longer."""
+    places = [[other for other, at in enumerate(node_of) if at == node] for node in sorted(set(node_of))]
+    after: dict[int, int] = {}
+    for here, there in zip(places, [*places[1:], places[0]], strict=True):
+        after |= {one: there[i % len(there)] for i, one in enumerate(here)}
+    return [after[rank] == other for other in range(len(node_of))], [
+        after[other] == rank for other in range(len(node_of))
+    ]
 
 
 _Act = Callable[..., Any]
@@ -90,7 +102,7 @@ def _way(make: Callable[[int], _Act], large: int, sent: float, device: torch.dev
     # Parts of whole numbers of four bytes, also over three ranks.
     unit = 4 * dist.get_world_size()
     small, whole = (make(max(size // unit, 1) * unit) for size in (_SMALL, large))
-    times = _timed(small, device), _timed(whole, device), _timed(lambda: _at_once(small), device)
+    times = _timed(small, device, _TIMES_SMALL), _timed(whole, device), _timed(lambda: _at_once(small), device)
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     short, long, several = slowest.tolist()
@@ -105,16 +117,16 @@ def _at_once(act: _Act) -> None:
         work.wait()
 
 
-def _timed(act: Callable[[], object], device: torch.device) -> float:
+def _timed(act: Callable[[], object], device: torch.device, times: int = _TIMES) -> float:
     """Seconds of `act`, the median of a few, after one that meets whom it has not met."""
     seconds = []
-    for _ in range(1 + _TIMES):
+    for _ in range(1 + times):
         _wait(device)
         began = time.perf_counter()
         act()
         _wait(device)
         seconds.append(time.perf_counter() - began)
-    return sorted(seconds[1:])[_TIMES // 2]
+    return sorted(seconds[1:])[times // 2]
 
 
 def _wait(device: torch.device) -> None:

@@ -42,6 +42,16 @@ def test_it_is_measured_once_and_equal_on_all_ranks() -> None:
     assert all(one["forgotten"] > 20 for one in said)
 
 
+def test_between_nodes_a_rank_sends_to_the_one_in_its_place_on_the_next_node() -> None:
+    def ends(*node_of: int) -> list[tuple[list[int], list[int]]]:
+        both = (link_probe._neighbours(node_of, rank) for rank in range(len(node_of)))
+        return [([i for i, to in enumerate(out) if to], [i for i, of in enumerate(into) if of]) for out, into in both]
+
+    assert ends(0, 0, 1, 1) == [([2], [2]), ([3], [3]), ([0], [0]), ([1], [1])]
+    assert ends(0, 1, 2) == [([1], [2]), ([2], [0]), ([0], [1])]
+    assert ends(0, 0, 1) == [([2], [2]), ([2], []), ([0], [0, 1])]
+
+
 def test_a_world_of_one_has_no_link() -> None:
     assert run_ranks(measured, 1, 0)[0]["link"] is None
 
@@ -59,10 +69,13 @@ def test_seconds_are_latency_and_bytes() -> None:
         return link.way(all_reduce, **how).seconds(all_reduce.calls, all_reduce.wire)
 
     assert took(made()) == pytest.approx(2e-3 + 1.5)
-    nodes = made(near=Way(1e-3, 1e9), far=Way(1e-3, 1e8), node_of=(0, 0, 1, 1))
+    # What goes over all ranks is as fast and as late as between nodes, where neighbours share the link of their node.
+    nodes = made(near=Way(1e-4, 1e10), far=Way(1e-3, 5e8), node_of=(0, 0, 1, 1))
     assert took(nodes, spans_nodes=True) == pytest.approx(2e-3 + 1.5)
-    assert took(nodes) == pytest.approx(2e-3 + 0.15)  # the world's speed is that between nodes
-    assert took(nodes, spans_nodes=True, apart=True) == pytest.approx(2e-3 + 15)  # which neighbours share
+    assert took(nodes, spans_nodes=True, apart=True) == pytest.approx(2e-3 + 3)
+    assert took(nodes) == pytest.approx(2e-4 + 0.15)
+    slow = made(near=Way(2e-3, 1e10), far=Way(1e-3, 5e8), node_of=(0, 0, 1, 1))
+    assert took(slow) == pytest.approx(2e-3 + 0.15)  # within a node no operation takes longer than between nodes
     assert made().moving([10**9, 0], [0, 5 * 10**8], [10**10, 0]) == pytest.approx(1e-3 + 1 + 0.2 + 1)
     assert made().moving([0], [0], [0]) == 0
 
