@@ -18,14 +18,17 @@ from nbkit.planner.choose.search import search
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.peak.gpt_pieces import GPTPieces
 from nbkit.strategy import divisors
+from nbkit.unfit_calls import says_what_it_takes
 
 PRECISIONS = {None: 4, "bf16": 2, "fp16": 2}
 """Bytes of what is computed."""
+_EXAMPLE = 'nbkit.plan(nbkit.GPTConfig(width=768, layers=12, heads=12), batch=64, on="8 H100")'
 _IN_THE_RANK_WING = "nbkit.rank.train.estimate.model_pieces"
 
 T = TypeVar("T")
 
 
+@says_what_it_takes(hint=_EXAMPLE)
 def plan(
     model: Any,
     *,
@@ -114,7 +117,7 @@ class _Asked:
             raise UsageError(
                 "A plan is made of a GPTConfig, a module, or a callable that builds one.",
                 numbers=f"this is a {type(self.model).__name__}",
-                hint='nbkit.plan(nbkit.GPTConfig(width=768, layers=12, heads=12), batch=64, on="8 H100")',
+                hint=_EXAMPLE,
             )
         if lacks := [name for name in ("example", "loss") if getattr(self, name) is None]:
             raise UsageError(

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import NbkitError
+from nbkit.figures import figure
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.run.reader import RunReader
-from nbkit.notebook.widgets.dashboard.text_view import failure, figure, steps_of
+from nbkit.notebook.widgets.dashboard.text_view import failure, steps_of
 
 AFTER_SECONDS = 1.5  # most cells are over by then
 _EVERY_SECONDS, _SHARE = 1.0, 0.005  # of a core at most

@@ -8,6 +8,11 @@ from nbkit.errors import TrainingError
 from nbkit.strategy import Strategy
 
 
+def steps_of_epoch(samples: int, batch_size: int, *, drop_last: bool) -> int:
+    """Global batches in one pass over so many samples."""
+    return samples // batch_size if drop_last else -(-samples // batch_size)
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """total rows = micro rows per rank and forward x accum forwards x dp ranks.

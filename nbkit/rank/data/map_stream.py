@@ -16,6 +16,7 @@ import torch
 from nbkit.errors import TrainingError
 from nbkit.rank.data.balanced.balanced_order import BalancedOrder
 from nbkit.rank.data.batch import Parts, Shard, numbers_of, parts_by_speed
+from nbkit.rank.data.batch_size import steps_of_epoch
 from nbkit.rank.data.data_rng import Compared, content
 from nbkit.rank.data.stream import Stream, checked, fetched, shorter
 from nbkit.rank.data.workers import Draws, ReadAhead, Reader, ToRead
@@ -52,8 +53,7 @@ class MapStream(Stream):
 
     def after(self, step: int) -> dict[str, int]:
         """Where `step` batches end, from the first sample on."""
-        each = self.length // self.batch_size if self.drop_last else -(-self.length // self.batch_size)
-        epoch, left = divmod(step, each)
+        epoch, left = divmod(step, steps_of_epoch(self.length, self.batch_size, drop_last=self.drop_last))
         offset = 0
         for _ in range(left):
             offset += self._rows(self.length - offset)

@@ -80,7 +80,7 @@ def warn_of_collate(data: Any, collate: Collate) -> None:
     with suppress(Exception), undrawn():
         remark = _collate_remark([data[0], data[1]], collate) if len(data) > 1 else ""
     if remark:
-        warnings.warn(remark, stacklevel=3)
+        warnings.warn(remark, stacklevel=4)
 
 
 def _collate_remark(samples: Sequence[Any], collate: Collate) -> str:

@@ -12,8 +12,30 @@ from torch import nn
 
 from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.data.batch import numbers_of
+from nbkit.rank.data.batch_size import steps_of_epoch
+from nbkit.rank.data.stream import is_map_style
 from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.step_stats import StepNumbers
+from nbkit.unfit_calls import says_what_it_takes
+
+_OPTIMIZER = "optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)"
+
+
+def _fit(trainer: Any, *_: Any, **__: Any) -> str:
+    loop = trainer.loop
+    if not is_map_style(loop.data):
+        return "trainer.fit(500)"
+    each = steps_of_epoch(len(loop.data), loop.batch_size, drop_last=loop.drop_last)
+    return f"trainer.fit({2 * each})   is two epochs of these data, of {each} steps each"
+
+
+trainer_call = says_what_it_takes(
+    hint=f"nbkit.Trainer(model=model, loss=loss, {_OPTIMIZER}, data=data, batch_size=64), then trainer.fit(500)"
+)
+prepare_call = says_what_it_takes(hint=f"nbkit.prepare(model, {_OPTIMIZER}, loss=loss)")
+fit_call = says_what_it_takes(hint=_fit)
+batches_call = says_what_it_takes(hint="for batch in job.batches(loader):")
+"""Calls of a user's that do not fit the function are answered with one that does."""
 
 
 def check_counts(**counts: int | None) -> None:

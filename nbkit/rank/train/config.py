@@ -229,7 +229,7 @@ def warn_without_effect(
     ]
     for applies, message in without:
         if applies:
-            warnings.warn(message, stacklevel=3)
+            warnings.warn(message, stacklevel=4)
 
 
 def example_of(data: Any, collate: Callable[[list[Any]], Any], given: Any = None) -> Any:

@@ -44,6 +44,7 @@ from nbkit.rank.world import world
 from nbkit.records.events import RunStarted, RunStopped, Switched
 
 
+@argument_checks.prepare_call
 def prepare(
     model: Model,
     optimizer: Optimizer,
@@ -169,6 +170,7 @@ class Job(Switchable):
             self.ledger.settle()
         return self.ledger.records
 
+    @argument_checks.batches_call
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The loader's batches, with a step boundary after each.
 

@@ -6,6 +6,7 @@ import sys
 import time
 
 from nbkit.durations import text_of
+from nbkit.figures import figure
 from nbkit.rank.train.control import step_boundary
 from nbkit.records.events import Event, RunStarted, RunStopped, StepDone, Switched
 
@@ -49,12 +50,7 @@ def progress_line() -> str:
     if "loss" in now:
         parts.append(f"loss {now['loss']:.3f}")
     if now.get("tokens_per_s"):
-        parts.append(f"{_short(now['tokens_per_s'])} tokens/s")
+        parts.append(f"{figure(now['tokens_per_s'])} tokens/s")
     if now.get("eta_s") is not None:
         parts.append(f"{text_of(now['eta_s'])} to go")
     return " · ".join(parts)
-
-
-def _short(value: float) -> str:
-    """As the views of a run have it."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

@@ -25,7 +25,7 @@ from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.train import runs_dir
-from nbkit.rank.train.argument_checks import check_clip_norm, check_counts, check_places
+from nbkit.rank.train.argument_checks import check_clip_norm, check_counts, check_places, fit_call, trainer_call
 from nbkit.rank.train.builder import Model, Optimizer
 from nbkit.rank.train.checkpoint.autosave import Autosave
 from nbkit.rank.train.checkpoint.retention import Asked
@@ -89,6 +89,7 @@ class Trainer:
 
     _stream: Stream
 
+    @trainer_call
     def __init__(
         self,
         *,
@@ -266,6 +267,7 @@ class Trainer:
         self._rate.set(float(value))
         self.job.ledger.emit(LrChanged(self.step, old=old, new=float(value)))
 
+    @fit_call
     def fit(self, steps: int | None = None, *, until: int | None = None, resume: str | None = None) -> Records:
         """Train for `steps` more steps, or until step `until` is finished; returns the records of these steps.
 
@@ -283,7 +285,7 @@ class Trainer:
         span = joined or span_of(self, steps, until)
         if span.goal == self.step and joined is None:
             return Records()
-        with seat(self, sys._getframe(1), wanted=self.loop.on_failure != "stop") as replaceable:
+        with seat(self, sys._getframe(2), wanted=self.loop.on_failure != "stop") as replaceable:
             while True:
                 try:
                     make = self._make_step, self._rebalancing, self._say

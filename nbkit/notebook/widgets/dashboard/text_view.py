@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nbkit.figures import figure
 from nbkit.notebook.cluster.control_result import seconds
 from nbkit.notebook.run.run_timeline import PARTS
 
@@ -208,13 +209,6 @@ def _number(name: str, value: float | None, *, behind: bool = False) -> str:
     if value is None or not math.isfinite(value):
         return ""
     return f"{figure(value)} {name}" if behind else f"{name} {figure(value)}"
-
-
-def figure(value: float) -> str:
-    """A number for people; "" for what is none."""
-    if not math.isfinite(value):
-        return ""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _bytes(value: float) -> str:

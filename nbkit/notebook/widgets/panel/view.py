@@ -8,9 +8,9 @@ from typing import Any
 
 from nbkit.durations import text_of as text_of_seconds
 from nbkit.errors import StrategyError
+from nbkit.figures import figure
 from nbkit.notebook.cluster.control_result import proof, seconds, size
 from nbkit.notebook.cluster.status import text_table
-from nbkit.notebook.widgets.dashboard.text_view import figure
 from nbkit.notebook.widgets.panel.state import State
 from nbkit.planner.choose.fastest import Choice, bounds_of, recommended
 from nbkit.planner.choose.table import in_words

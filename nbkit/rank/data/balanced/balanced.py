@@ -17,6 +17,7 @@ from nbkit.rank.data.balanced.by_seconds import BySeconds
 from nbkit.rank.data.balanced.difficulty import Difficulty
 from nbkit.rank.data.balanced.packing import Packed
 from nbkit.rank.data.data_rng import alike
+from nbkit.unfit_calls import says_what_it_takes
 
 Cost = Callable[[Any], float] | Sequence[float]
 LEARNED: dict[str, Callable[[Sequence[float]], Difficulty]] = {"seconds": BySeconds, "loss": ByLoss}
@@ -40,6 +41,7 @@ class Balanced(Dataset[Any]):
     read by index.
     """
 
+    @says_what_it_takes(hint="nbkit.Balanced(data, cost=lambda sample: len(sample))")
     def __init__(
         self, data: Any, cost: Cost | str | None = None, group: Group | None = None, pack: int | None = None
     ) -> None:
