@@ -22,6 +22,17 @@ _NOW_CALLED = {
     "'wait'": "%train wait",
 }
 
+EXAMPLES = {
+    "%%rank": "%%rank 0",
+    "%cluster attach": "%cluster list   has the names, as in   %cluster attach NAME",
+    "%cluster resize": "%cluster resize 4",
+    "%compare": "%compare zero3 tp",
+    "%nbkit plan": "%nbkit plan config --batch 512 --on '8 H100'",
+    "%pull": "%pull history",
+    "%push": "%push config",
+}
+"""Of magics that need arguments, a line that has them: a usage, with brackets and braces, is nothing to type."""
+
 
 class HelpShown(Exception):
     """-h was given and has been answered."""
@@ -31,9 +42,10 @@ class MagicParser(argparse.ArgumentParser):
     """Raises UsageError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        usage = self.format_usage().strip().removeprefix("usage: ")
         renamed = (new for old, new in _NOW_CALLED.items() if old in message.split("(")[0].split())
-        raise UsageError(f"{self.prog}: {message}", hint=next(renamed, usage))
+        fits = next(renamed, None) or EXAMPLES.get(self.prog, f"{self.prog} -h")
+        usage = " ".join(self.format_usage().removeprefix("usage: ").split())
+        raise UsageError(f"{self.prog}: {message}", numbers=usage if self.prog in EXAMPLES else "", hint=fits)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         raise HelpShown
@@ -45,7 +57,16 @@ def parse(parser: argparse.ArgumentParser, line: str) -> argparse.Namespace:
         words = shlex.split(line, comments=True)
     except ValueError as error:
         raise UsageError(f"{parser.prog}: {error}", numbers=line) from None
-    return parser.parse_args(words)
+    options, left = parser.parse_known_args(words)
+    if left:
+        _of_verb(parser, words).error(f"unrecognized arguments: {' '.join(left)}")
+    return options
+
+
+def _of_verb(parser: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
+    """Who knows what may follow the verb, where there is one."""
+    verbs = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return next((verb.choices[word] for verb in verbs for word in words if word in verb.choices), parser)
 
 
 def _duration(text: str) -> float:

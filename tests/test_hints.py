@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import inspect
+import io
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -17,8 +19,9 @@ from pathlib import Path
 import pytest
 
 import nbkit
-from magics.arguments import PARSERS
+from magics.arguments import EXAMPLES, PARSERS, HelpShown, MagicParser, parse
 from nbkit.commands import prepare_parser, subcommands
+from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.planner.stage_partition import partition
@@ -143,6 +146,54 @@ def test_every_hint_can_be_typed() -> None:
 )
 def test_what_cannot_be_typed_is_found(hint: str, what: str) -> None:
     assert list(missing(hint)) == [what]
+
+
+def magics(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A magic, or each of its verbs."""
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    yield parser
+    for verb in (verb for action in below for verb in action.choices.values()):
+        yield from magics(verb)
+
+
+@pytest.mark.parametrize("magic", PARSERS)
+def test_a_magic_that_is_not_understood_says_a_line_that_is(magic: str) -> None:
+    for parser in magics(PARSERS[magic]()):
+        assert isinstance(parser, MagicParser)
+        with pytest.raises(UsageError) as refused:
+            parse(parser, "--no-such-option")
+        typed, _, _ = refused.value.hint.partition("   ")
+        assert typed.startswith(parser.prog.split()[0]) and not set(typed) & set("{}[]"), typed
+        assert ("[-h]" in refused.value.numbers) == (parser.prog in EXAMPLES)
+        with contextlib.suppress(HelpShown), contextlib.redirect_stdout(io.StringIO()):
+            parse(PARSERS[magic](), typed.removeprefix(magic))
+
+
+@pytest.mark.parametrize(
+    ("magic", "typed", "hint"),
+    [
+        ("%nbkit", "plan cfg --batch 64 --on 8 H100", "%nbkit plan config --batch 512 --on '8 H100'"),
+        ("%cluster", "start --ranks 4", "%cluster start -h"),
+        ("%cluster", "--ranks 4", "%cluster -h"),
+        ("%strategy", "--pause", "%train pause"),
+    ],
+)
+def test_what_does_not_belong_to_a_verb_is_answered_for_that_verb(magic: str, typed: str, hint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse(PARSERS[magic](), typed)
+
+    assert refused.value.hint == hint
+
+
+def test_every_example_is_of_a_magic_that_needs_arguments() -> None:
+    needs = set()
+    for parser in (parser for make in PARSERS.values() for parser in magics(make())):
+        try:
+            parse(parser, "")
+        except UsageError:
+            needs |= {parser.prog} - {"%cluster", "%train", "%nbkit"}  # whose help lists the verbs
+
+    assert needs == set(EXAMPLES)
 
 
 def test_hints_are_read_from_where_they_are_put_together() -> None:
