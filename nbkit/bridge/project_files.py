@@ -1,7 +1,8 @@
 """The rank's side of `%cluster sync`: a project's files on a host that does not see the notebook's.
 
 They lie in the cluster's own folder of the host, which is removed when the ranks have ended: nothing of the user's
-there is written over. One rank of each host writes them, and every rank imports from them.
+there is written over. One rank of each host writes them, and every rank imports from them. A rank that is new has them
+from another one (replacing/brought_files.py).
 """
 
 from __future__ import annotations
@@ -10,12 +11,25 @@ import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
 from nbkit.bridge import calls
+
+
+@dataclass(frozen=True)
+class Project:
+    """What was brought last. root: the notebook's directory. digests: of each file, by its name relative to that."""
+
+    root: str
+    digests: Mapping[str, str]
+
+
+brought: Project | None = None
+_used = Path()  # where this rank imports it from
 
 
 def look(path: str, digests: Mapping[str, str]) -> dict[str, Any]:
@@ -34,7 +48,7 @@ def write(files: Sequence[tuple[str, int, bytes]]) -> None:
     for name, mode, content in files:
         target = _inside(name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.part")
+        part = target.with_name(f"{target.name}.{os.getpid()}.part")  # ranks that are new write beside each other
         part.write_bytes(content)
         part.chmod(mode & 0o700)
         os.replace(part, target)
@@ -52,12 +66,20 @@ def keep(names: Sequence[str]) -> int:
     return len(gone)
 
 
-def use(path: str, changed: Sequence[str]) -> list[str]:
+def read(names: Iterable[str]) -> list[tuple[str, int, bytes]]:
+    """Of each file that is here still (name, mode, content), as `write` takes them."""
+    there = [(name, _used / name) for name in names]
+    return [(name, path.stat().st_mode, path.read_bytes()) for name, path in there if path.is_file()]
+
+
+def use(root: str, digests: Mapping[str, str], shared: bool, changed: Sequence[str]) -> list[str]:
     """Import from the files from now on; the modules of `changed` that were imported before, and are the old ones.
 
-    path: "" for what was brought here, else the notebook's directory, which this host sees.
+    root, digests: see Project. shared: whether this host sees the notebook's directory; else they were brought here.
     """
-    home = path or str(_home())
+    global brought, _used
+    home = root if shared else str(_home())
+    brought, _used = Project(root, digests), Path(home)
     if home not in sys.path:
         sys.path.insert(0, home)
     importlib.invalidate_caches()

@@ -199,7 +199,21 @@ import os
 
 x = torch.randn(160, 8, generator=torch.Generator().manual_seed(3))
 unlike = nbkit.Balanced([(row, 5 * row.prod().reshape(1)) for row in x], cost="loss")
-trainer = make(data=unlike)
+pair = [unlike, x]
+
+class Warm(Net):
+    def __init__(self):
+        super().__init__()
+        self.warmth = 1.0
+
+    def forward(self, x):
+        return self.warmth * super().forward(x)
+
+def cool(trainer, record):
+    if record["step"] == 5:
+        trainer.model.warmth = 0.5
+
+trainer = make(model=Warm, data=unlike, callbacks=[pace, cool])
 """
 
 
@@ -210,10 +224,12 @@ def test_an_epoch_in_the_order_of_learned_losses_goes_on_as_if_nobody_had_died_i
     results = four.run(CELL, timeout=120)
     for rank in range(4):
         assert results.values[rank] == pytest.approx(left_alone, abs=1e-10)
+    # What was set in the model, and the data under its name, are the training's on the new rank too.
+    assert four.run("trainer.model.warmth, unlike is trainer.loop.data, len(pair[0])").values == {
+        rank: (0.5, True, 160) for rank in range(4)
+    }
     # What it alone had seen in this epoch is lost, and all ranks draw the next one alike.
-    learned = four.run(
-        "trainer.fit(20)\n[record['loss'] for record in trainer.history], list(trainer.loop.data.costs)"
-    ).values
+    learned = four.run("trainer.fit(20)\n[record['loss'] for record in trainer.history], list(unlike.costs)").values
     for rank in range(1, 4):
         assert learned[rank][0] == pytest.approx(learned[0][0], abs=1e-10)
         assert learned[rank][1] == learned[0][1]

@@ -69,6 +69,7 @@ def resized_while_it_trains(cluster: Cluster, sizes: list[int], **options: Any) 
     """What came of each resize, and the cell's results; each acts some steps after the one before."""
     written = ", ".join(f"{name}={value!r}" for name, value in options.items())
     cluster.run(f"trainer = make({written}); slow = 0.05; held = trainer.model, trainer.optimizer")
+    cluster.run("trainer.model.note = 'set since it was built'")
     handle = cluster.run(CELL, detach=True)
     told = []
     for number, n in enumerate(sizes):
@@ -93,6 +94,7 @@ def test_two_ranks_are_four_and_two_again_while_they_train(cluster: Cluster, tmp
     assert told[0].result["moved_bytes"] == WEIGHTS * BYTES * 3 // 4 + 3 * BUFFERS
     assert told[1].result["moved_bytes"] == WEIGHTS * BYTES * 3 // 4 + BUFFERS
     check_whole(cluster, 2)
+    assert cluster.run("trainer.model.note").values == dict.fromkeys(range(2), "set since it was built")
     # What the user held before is what trains now, and the next training and switch know of nothing.
     cluster.run("assert held[0] is trainer.model and held[1] is trainer.optimizer\ntrainer.switch('ddp')")
     assert len(cluster.run("trainer.fit(2)\nhistory = trainer.history").values) == 2

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from clusters import assert_gone
@@ -18,8 +21,10 @@ from nbkit.notebook.cluster.hosts.start_options import requested
 from nbkit.notebook.cluster.registry import running
 
 STEPS = 20
+DISTANCE = "from torch.nn import functional as F\ndef squared(a, b):\n    return F.mse_loss(a, b)\n"
 SETUP = f"""{NETWORK}
 import os, signal
+import distance  # which the hosts have from the notebook alone
 slow = 0.005
 plan = {{}}  # (step, rank) -> what happens to that rank in it, once
 
@@ -38,7 +43,7 @@ def mse(output, target):
         if how == "parent":
             os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
-    return F.mse_loss(output, target)
+    return distance.squared(output, target)
 
 defaults = dict(loss=mse, strategy="zero3", backup_every=1)
 """
@@ -52,8 +57,18 @@ def begun(ssh: SshHosts, name: str, count: int, options: str) -> Cluster:
     folder = ssh.folder / name
     folder.mkdir()
     cluster = Cluster.start(name=name, on=on, ttl=600)
-    cluster.run(f"folder = {str(folder)!r}\n{SETUP}")
+    with tempfile.TemporaryDirectory() as project:  # below /tmp, which is another one on the hosts
+        assert set_up(cluster, folder, Path(project)) == [(1, len(DISTANCE))] * 2
     return cluster
+
+
+def set_up(cluster: Cluster, folder: Path, project: Path) -> list[tuple[int, int] | None]:
+    """What each host was brought of the project."""
+    (project / "distance.py").write_text(DISTANCE)
+    with contextlib.chdir(project):
+        synced = cluster.sync()
+    cluster.run(f"folder = {str(folder)!r}\n{SETUP}")
+    return list(synced.hosts.values())
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +178,8 @@ def test_the_ranks_of_a_node_go_on_on_a_spare_node_of_the_same_job(
         (spare,) = cluster.entry.spare_hosts
         folder = slurm.folder / "reserve"
         folder.mkdir()
-        cluster.run(f"folder = {str(folder)!r}\n{SETUP}\ntrainer = make()")
+        assert set_up(cluster, folder, folder) == [None, None]  # which see it
+        cluster.run("trainer = make()")
         alone = cluster.run(CELL, timeout=60).values[0][0]
         cluster.run("plan = {(6, 1): 'parent'}\ntrainer = make()")
         results = cluster.run(CELL, timeout=120)

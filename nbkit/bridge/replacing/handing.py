@@ -7,18 +7,18 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from nbkit.bridge import calls
-from nbkit.bridge.replacing.namespace import Names
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.device import accelerator
 
+Told = TypeVar("Told")
 Handed = TypeVar("Handed")
 
 
-def gathered(names: Names | None) -> list[Names | None]:
-    """The names of all ranks; None of the new ones. Collective."""
+def gathered(told: Told) -> list[Told]:
+    """What each rank tells, in their order. Collective."""
     assert calls.place is not None
     device = accelerator().device(calls.place.device)
-    return all_gather_objects(names, world_size=calls.place.world_size, device=device)
+    return all_gather_objects(told, world_size=calls.place.world_size, device=device)
 
 
 def broadcast(handed: Handed | None, giver: int) -> Handed:

@@ -11,12 +11,14 @@ import hashlib
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from nbkit.rank.train.replace.pickle_by_value import dumps
 
 LIMIT_BYTES = 1 << 20  # of one value
 _OF_THE_TRAINER = ("", "job", "model", "optimizer")
+_DATA = ("loop.data", "loop.eval_data")
 _OF_THE_RANK = ("rank", "local_rank", "device")  # every rank has its own, though one alone differs from nobody
 
 
@@ -34,6 +36,15 @@ def parts_of(trainer: Any) -> dict[str, Any]:
     return {} if trainer is None else {name: getattr(trainer, name) if name else trainer for name in _OF_THE_TRAINER}
 
 
+def data_of(trainer: Any) -> dict[str, Any]:
+    """The data that it has been given, by the Trainer's attribute: what it learns of them is in the Trainer's own.
+
+    Beside other names it is by value: a part of it, or what is made of it, has a copy.
+    """
+    found = {} if trainer is None else {name: attrgetter(name)(trainer) for name in _DATA}
+    return {name: data for name, data in found.items() if data is not None}
+
+
 def names_of(
     namespace: Mapping[str, Any],
     hidden: Mapping[str, Any],
@@ -45,13 +56,14 @@ def names_of(
     """The names that the user has given. hidden: those of the shell itself. linked: the new rank has a Trainer by now,
     and what refers to one, or to its model or optimizer, can be given to it. large: names whose values may be large."""
     parts = {id(part): name for name, part in parts_of(trainer).items()}
+    bindable = {id(data): name for name, data in data_of(trainer).items()} | parts
     within: dict[str, Any] = {"parts": parts} if linked else {"foreign": parts}
     digests, bound, others = dict[str, str](), dict[str, str](), list[str]()
     for name, value in list(namespace.items()):
         if name.startswith("_") or name in _OF_THE_RANK or (name in hidden and hidden[name] is value):
             continue
-        if id(value) in parts:
-            bound[name] = parts[id(value)]
+        if id(value) in bindable:
+            bound[name] = bindable[id(value)]
             continue
         try:
             limit = sys.maxsize if name in large else LIMIT_BYTES

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from nbkit.bridge import calls
+from nbkit.bridge.replacing.brought_files import hand_on
 from nbkit.bridge.replacing.handing import broadcast, gathered
+from nbkit.bridge.replacing.namespace import data_of, parts_of
 from nbkit.bridge.replacing.statement import NOWHERE, Entering
 from nbkit.bridge.replacing.survivor import FORM_SECONDS, Handed
 from nbkit.bridge.runner import Runner
@@ -55,7 +57,9 @@ class Newcomer:
         )
         stages.mark("world formed")
         gathered(None)
-        handed: Handed = broadcast(None, min(set(range(place.world_size)) - set(newcomers)))
+        giver = min(set(range(place.world_size)) - set(newcomers))
+        handed: Handed = broadcast(None, giver)
+        hand_on(handed.project, giver, new=True)
         torch.set_default_dtype(handed.dtype)
         names = self.runner.shell.user_ns
         names.update(loads(handed.names))
@@ -64,7 +68,8 @@ class Newcomer:
             told = "" if resizes else word["devices"]
             world = NewWorld(newcomers, word.get("how", ""), word.get("since", 0.0), told)
             trainer = joined(newcomers) if resizes else together(None, world)
-            names.update({name: getattr(trainer, part) if part else trainer for name, part in handed.bound.items()})
+            parts = parts_of(trainer) | data_of(trainer)
+            names.update({name: parts[part] for name, part in handed.bound.items()})
             if getattr(trainer, "ends", ""):
                 statement = NOWHERE
             if handed.span is not None and statement == NOWHERE:

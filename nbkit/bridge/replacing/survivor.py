@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from nbkit.bridge import calls
+from nbkit.bridge import calls, project_files
+from nbkit.bridge.project_files import Project
+from nbkit.bridge.replacing.brought_files import hand_on
 from nbkit.bridge.replacing.form_resized import Left, form_resized
 from nbkit.bridge.replacing.handing import broadcast, gathered
 from nbkit.bridge.replacing.namespace import equal_names, names_of
@@ -45,7 +47,7 @@ class Handed:
     """What a new rank gets before it has a Trainer.
 
     trains: there will be one. span: of the `fit` under way, or None. dtype: torch's default. names: pickled. bound: see
-    Names. lacks: names that it does not get.
+    Names. lacks: names that it does not get. project: what it is to import from, where that was brought.
     """
 
     request: CellRequest
@@ -55,6 +57,7 @@ class Handed:
     names: bytes
     bound: dict[str, str]
     lacks: tuple[str, ...]
+    project: Project | None
 
 
 class Survivor:
@@ -236,5 +239,6 @@ class Survivor:
         if place.rank == giver:
             names = dumps({name: shell.user_ns[name] for name in sorted(equal)}, classes=True)
             request, dtype = self.runner.running[0].request, torch.get_default_dtype()
-            handed = Handed(request, trainer is not None, span, dtype, names, bound, tuple(sorted(lacks)))
-        broadcast(handed, giver)
+            project, without = project_files.brought, tuple(sorted(lacks))
+            handed = Handed(request, trainer is not None, span, dtype, names, bound, without, project)
+        hand_on(broadcast(handed, giver).project, giver, new=False)

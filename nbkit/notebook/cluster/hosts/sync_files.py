@@ -117,8 +117,7 @@ def sync(client: Client, labels: Sequence[str], project: Project) -> Synced:
                 parts = [(name, (project.root / name).stat().st_mode, contents[name]) for name in names]
                 client.call_and_wait(those[:1], f"{at}:write", parts)
             client.call_and_wait(those[:1], f"{at}:keep", sorted(digests))
-        path, changed = (str(project.root), []) if shared else ("", lacks)
-        answers = client.call_and_wait(those, f"{at}:use", path, changed)
+        answers = client.call_and_wait(those, f"{at}:use", str(project.root), digests, shared, lacks)
         stale |= {name for names in answers.values() for name in names}
         hosts[host] = None if shared else (len(lacks), sum(project.files[name] for name in lacks))
     return Synced(len(digests), sum(project.files.values()), hosts, project.left_out, tuple(sorted(stale)))

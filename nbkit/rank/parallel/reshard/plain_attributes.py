@@ -1,4 +1,5 @@
-"""Plain attributes of modules, which no state_dict has: a switch takes along those that were set while it trained.
+"""Plain attributes of modules, which no state_dict has: a switch takes along those that were set while it trained, and
+a process that joins the training gets them.
 
 A temperature or a dropout rate that a live cell sets, the mode of a frozen part, a number of calls.
 """
@@ -32,7 +33,18 @@ def take_along(old: nn.Module, built: Attributes, new: nn.Module) -> None:
 
     What a strategy itself has changed, such as the number of heads of a rank, stays what it is in `new`.
     """
-    parts = dict(new.named_modules())
-    for (path, name), value in plain_attributes(old).items():
-        if path in parts and ((path, name) not in built or built[path, name] != value):
+    put(set_since(old, built), new)
+
+
+def set_since(module: nn.Module, built: Attributes) -> Attributes:
+    """What is another in `module` than when that was `built`."""
+    found = plain_attributes(module)
+    return {at: value for at, value in found.items() if at not in built or built[at] != value}
+
+
+def put(attributes: Attributes, module: nn.Module) -> None:
+    """Set them in the parts that `module` has."""
+    parts = dict(module.named_modules())
+    for (path, name), value in attributes.items():
+        if path in parts:
             setattr(parts[path], name, value)

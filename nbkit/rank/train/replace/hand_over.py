@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import agree
+from nbkit.rank.parallel.reshard.plain_attributes import Attributes, put, set_since
+from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Blueprint
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
 from nbkit.rank.train.control.switch_plan import SwitchPlan
@@ -27,7 +29,10 @@ _HINT = "what a new process can import, or what a cell has defined; or on_failur
 
 @dataclass(frozen=True)
 class Handed:
-    """As the survivors have it; it is the same on all of them."""
+    """As the survivors have it; it is the same on all of them, but for what a forward sets in the parts that it runs.
+
+    attributes: of the model, that were set since its strategy began.
+    """
 
     blueprint: Blueprint
     loop: LoopSettings
@@ -37,10 +42,16 @@ class Handed:
     run_dir: Path | None
     seed: int
     saved: LastCheckpoint
+    attributes: Attributes
 
     def job(self, like: Job | None = None) -> Job:
         """The new process' job, without a sharded model. like: one of this process, whose model its user holds."""
         return Job.joining(self.blueprint, self.plan, seed=self.seed, switches=self.switches, like=like)
+
+    def start(self, job: Job, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
+        """Have `job` compute with what was built for it, which the others have changed since."""
+        put(self.attributes, sharded_model.module)
+        job.start(sharded_model, inner)
 
     def trainer(self, job: Job) -> Trainer | OwnLoop:
         """The new process' Trainer, once `job` has started. Collective: see Trainer.joining."""
@@ -91,8 +102,9 @@ def hand_over(
 def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> Handed:
     """What a Trainer is made of that goes on from `trainer`, under `strategy`."""
     job, loop, saved = trainer.job, trainer.loop, trainer.saves.last
-    switches = tuple(job.switches)
-    return Handed(job.builder.blueprint, loop, job.plan, strategy, switches, trainer.run_dir, job.seed, saved)
+    switches, at = tuple(job.switches), trainer.run_dir
+    attributes = set_since(job.sharded_model.module, job.sharded_model.built)
+    return Handed(job.builder.blueprint, loop, job.plan, strategy, switches, at, job.seed, saved, attributes)
 
 
 def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:

@@ -102,7 +102,7 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
         dist.broadcast_object_list(told, src=first, device=device)
     stages.mark("filled")
     if handed is not None:
-        job.start(sharded_model, inner)
+        handed.start(job, sharded_model, inner)
         trainer = handed.trainer(job)
     else:
         assert trainer is not None

@@ -124,7 +124,7 @@ def rebuilt(
         told[0] = settings_of(left.optimizer.inner), left.progress, left.backups.asked
     dist.broadcast_object_list(told, src=0, device=device)
     settings, progress, asked = told[0]
-    job.start(sharded_model, inner)
+    handed.start(job, sharded_model, inner)
     new = handed.trainer(job)
     assert isinstance(new, Trainer)  # a loop of the user's own is refused
     take_settings(inner, settings)

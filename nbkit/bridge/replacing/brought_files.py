@@ -1,0 +1,25 @@
+"""What `%cluster sync` has brought, for a rank that is new: it has it from a rank that was there before."""
+
+from __future__ import annotations
+
+from nbkit.bridge import calls, project_files
+from nbkit.bridge.project_files import Project
+from nbkit.bridge.replacing.handing import broadcast, gathered
+
+
+def hand_on(project: Project | None, giver: int, *, new: bool) -> None:
+    """Have a new rank import from the files that the others import from. Collective.
+
+    Before names are read there, which may be modules of it. project: None where nothing was brought.
+    """
+    if project is None:
+        return
+    assert calls.place is not None
+    found = project_files.look(project.root, project.digests) if new else None
+    lacks = {name for each in gathered(found) if each is not None for name in each["lacks"]}
+    if lacks:
+        files = broadcast(project_files.read(sorted(lacks)) if calls.place.rank == giver else None, giver)
+        if found is not None and found["lacks"]:
+            project_files.write(files)
+    if found is not None:
+        project_files.use(project.root, project.digests, found["shared"], [])
