@@ -52,7 +52,7 @@ class CoordinatorLauncher(LocalProcessLauncher):  # type: ignore[misc]
     """ipyparallel's launcher for the one process that has agents started on the hosts."""
 
     def find_args(self) -> list[str]:
-        module = "nbkit.notebook.cluster.hosts.coordinator"
+        module = "nbkit.notebook.cluster.hosts.coordinator.coordinator"
         return [sys.executable, "-m", module, str(Path(self.profile_dir).parent)]
 
 

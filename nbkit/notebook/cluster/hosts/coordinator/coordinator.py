@@ -1,6 +1,6 @@
 """The coordinator of a cluster on several hosts: a process beside the controller, on the notebook's host.
 
-    python -m nbkit.notebook.cluster.hosts.coordinator FOLDER
+    python -m nbkit.notebook.cluster.hosts.coordinator.coordinator FOLDER
 
 It has the launcher start an agent on each host, and each agent keeps a signed line to it. It lets the ranks be forked
 when all hosts fit together; it passes on what the parents of the ranks tell of cells that failed and ranks that died,
@@ -26,8 +26,8 @@ from typing import Any
 
 from nbkit.errors import ClusterError, NbkitError
 from nbkit.notebook.cluster.hosts import progress
+from nbkit.notebook.cluster.hosts.coordinator.places import Host, Places
 from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
-from nbkit.notebook.cluster.hosts.places import Host, Places
 from nbkit.notebook.cluster.hosts.progress import Progress, Seen
 from nbkit.notebook.cluster.hosts.start_request import Starter, loaded
 from nbkit.notebook.cluster.hosts.versions import check_versions, notes_on
