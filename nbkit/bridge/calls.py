@@ -10,7 +10,7 @@ from typing import Any
 
 from nbkit.bridge.runner import Runner
 from nbkit.errors import ClusterError
-from nbkit.rank.world import reach_probe, world
+from nbkit.rank.world import world
 from nbkit.rank.world.rank_place import Place
 from nbkit.rank.world.source_filter import admit_only
 from nbkit.wire.cells import CellRecord, CellRequest
@@ -44,23 +44,6 @@ def open_store() -> tuple[str, int]:
     if hosts and not admit_only(_listener, hosts):
         print("The store of the world is open to other hosts too: no filter on sockets here.", file=sys.__stderr__)
     return address, int(_listener.getsockname()[1])
-
-
-def open_probe() -> tuple[str, int]:
-    """Where other hosts may try whether they can connect to this one, until `close_probe`: address and port."""
-    return address, reach_probe.open_probe(address)
-
-
-def unanswered(ranks: list[int], places: list[tuple[str, int]]) -> dict[int, str]:
-    """Which of `places` this host cannot connect to, and why. ranks: those that listen there, this one among them."""
-    assert place is not None
-    tried = reach_probe.hosts_to_try(ranks.index(place.rank), len(ranks))
-    failed = reach_probe.unanswered([places[number] for number in tried])
-    return {tried[number]: why for number, why in failed.items()}
-
-
-def close_probe() -> None:
-    reach_probe.close_probe()
 
 
 def take_listener() -> socket.socket | None:

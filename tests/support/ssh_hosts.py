@@ -142,9 +142,9 @@ class SshHosts:
         """Take a host's cable out ("down") or put it in ("up")."""
         _run("ip", "link", "set", f"{self.tag}v{number}", state)
 
-    def block(self, state: str) -> None:
-        """Have the hosts reach this machine, and not each other ("on"), or each other too ("off")."""
-        for number in (1, 2):
+    def block(self, state: str, numbers: tuple[int, int] = (1, 2)) -> None:
+        """Have two of the hosts reach this machine, and not each other ("on"), or each other too ("off")."""
+        for number in numbers:
             _run("ip", "link", "set", f"{self.tag}v{number}", "type", "bridge_slave", "isolated", state)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from nbkit.errors import ClusterError, NbkitError, UsageError
 from nbkit.notebook.cluster.hosts.network import addresses_here, interface_of
+from nbkit.notebook.cluster.hosts.reach_probe import Probe, unanswered
 from nbkit.notebook.cluster.hosts.versions import versions_here
 from nbkit.notebook.cluster.launch.device_pinning import Pinning, pins_on
 from nbkit.notebook.cluster.launch.platform_check import check_platform, starts_by_forking
@@ -53,10 +54,7 @@ def main() -> None:
         sys.exit(str(error))
     address = link.sock.getsockname()[0]
     link.send(event="joined", index=index, host=host, driver=machine.survey.driver, ahead=ahead, **_facts(pinning))
-    answer = link.receive()
-    if not answer or answer[0]["event"] != "go":
-        sys.exit(f"{answer[0]['why'] if answer else 'the start was given up'}")
-    folder = _folder(payload, index, pinning, address, link, answer[0])
+    folder = _folder(payload, index, pinning, address, link, _awaited(link, address))
     _environment(payload, address)
     _become_parent(folder, link)
 
@@ -91,6 +89,24 @@ def _connect(host: str, payload: dict[str, Any]) -> tuple[SignedLink, float]:
     sock.settimeout(None)
     nonce, _, clock = sock.makefile("r", buffering=1).readline().strip().partition(" ")
     return SignedLink(sock, key_of(payload["secret"], nonce), opened=True), time.time() - float(clock or "nan")
+
+
+def _awaited(link: SignedLink, address: str) -> dict[str, Any]:
+    """The word to go, once all hosts are there and fit together: they try to connect to each other first."""
+    probe = Probe(address)
+    try:
+        while True:
+            for word in link.receive() or [{"event": "ended", "why": "the start was given up"}]:
+                if word["event"] == "go":
+                    return word
+                if word["event"] == "listen":
+                    link.send(event="listens", address=address, port=probe.port)
+                elif word["event"] == "reach":
+                    link.send(event="reached", unanswered=unanswered(word["places"]))
+                else:
+                    sys.exit(word["why"])
+    finally:
+        probe.close()
 
 
 def _facts(pinning: Pinning) -> dict[str, Any]:

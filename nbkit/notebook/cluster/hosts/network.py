@@ -10,6 +10,8 @@ import psutil
 
 from nbkit.errors import ClusterError
 
+_BACKLOG = 1024
+
 
 def address_towards(hosts: Sequence[str]) -> str:
     """The address of this machine at which all of `hosts` (names or addresses) can reach it.
@@ -52,3 +54,9 @@ def addresses_here() -> list[str]:
     families = (socket.AF_INET, socket.AF_INET6)
     found = (one for each in psutil.net_if_addrs().values() for one in each if one.family in families)
     return sorted({one.address.partition("%")[0] for one in found})
+
+
+def listen_at(address: str) -> socket.socket:
+    """A socket that listens at `address`, on a free port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)

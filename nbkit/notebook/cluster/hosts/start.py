@@ -25,7 +25,6 @@ from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
 from nbkit.notebook.cluster.hosts.progress import LiveLine, Progress
-from nbkit.notebook.cluster.hosts.reachability import check_reach
 from nbkit.notebook.cluster.hosts.start_request import Request, saved
 from nbkit.notebook.cluster.launch.launch import (
     START_SECONDS,
@@ -92,7 +91,6 @@ def reach_on_hosts(entry: Entry) -> tuple[Entry, Client, tuple[str, ...]]:
         entry = replace(entry, backend=forked.backend, labels=forked.labels, reasons=forked.reasons)
         entry = replace(entry, spares=forked.spares, spare_hosts=forked.spare_hosts)
         entry = with_ranks(entry, client, lambda: entry.parent.is_alive() and not any(deaths_in(entry.folder)))
-        check_reach(entry.labels, client)
         _form_world(entry, client)
         registry.save(entry)
         return entry, client, forked.notes

@@ -3,10 +3,10 @@
     python -m nbkit.notebook.cluster.hosts.coordinator.coordinator FOLDER
 
 It has the launcher start an agent on each host, and each agent keeps a signed line to it. It lets the ranks be forked
-when all hosts fit together; it passes on what the parents of the ranks tell of cells that failed and ranks that died,
-so that all hosts release their ranks without the notebook, and the first host's parent can have any rank replaced; it
-has trainings saved before a launcher takes the hosts away, at a time limit or for another job; and it ends the cluster
-when it is stopped, when the controller is gone, or when nobody has used it for its time to live.
+when all hosts fit together (gathering.py); it passes on what the parents of the ranks tell of cells that failed and
+ranks that died, so that all hosts release their ranks without the notebook, and the first host's parent can have any
+rank replaced; it has trainings saved before a launcher takes the hosts away, at a time limit or for another job; and it
+ends the cluster when it is stopped, when the controller is gone, or when nobody has used it for its time to live.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import secrets
 import selectors
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -26,11 +25,12 @@ from typing import Any
 
 from nbkit.errors import ClusterError, NbkitError
 from nbkit.notebook.cluster.hosts import progress
+from nbkit.notebook.cluster.hosts.coordinator.gathering import Fit, Gathering
 from nbkit.notebook.cluster.hosts.coordinator.places import Host, Places
 from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
+from nbkit.notebook.cluster.hosts.network import listen_at
 from nbkit.notebook.cluster.hosts.progress import Progress, Seen
 from nbkit.notebook.cluster.hosts.start_request import Starter, loaded
-from nbkit.notebook.cluster.hosts.versions import check_versions, notes_on
 from nbkit.wire import cluster_end
 from nbkit.wire.cells import ranks_named
 from nbkit.wire.cluster_end import ClusterEnd
@@ -40,10 +40,8 @@ from nbkit.wire.processes import Process, followers
 TICK_SECONDS = 0.1
 LOOK_SECONDS = 0.5  # at the queue, while the job waits in it
 SELDOM_SECONDS = 20.0  # afterwards: lines say more, and sooner
-ANSWER_SECONDS = 90.0  # from the first sign of the hosts until all have answered
 RANKS_SECONDS = 180.0  # for the ranks to start
 END_SECONDS = 4.0  # for the agents to end their ranks, before the launcher ends the agents
-_BACKLOG = 1024
 
 
 class Coordinator:
@@ -52,19 +50,17 @@ class Coordinator:
     def __init__(self, folder: Path, plan: dict[str, Any], starter: Starter) -> None:
         self.folder, self.plan, self.starter = folder, plan, starter
         self.secret = secrets.token_hex(32)
-        family = socket.AF_INET6 if ":" in starter.address else socket.AF_INET
-        self.listener = socket.create_server((starter.address, 0), family=family, backlog=_BACKLOG)
+        self.listener = listen_at(starter.address)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ, None)
         self.places = Places(starter.counts, starter.spare_hosts)
         self.hosts = self.places.hosts  # index -> host, of those that have joined
-        self.refused: list[str] = []  # agents, and why
+        self.gathering = Gathering(starter, self.places, self.listener.getsockname()[1])
         self.dead: set[int] = set()
         self.state = Progress("waiting", "the controller starts")
         self.going = False
         self.ending = ""  # why
         self.seen = time.monotonic()
-        self.first_sign = 0.0
         self.looked, self.look = 0.0, Seen("pending", "")
         self.told = ""  # why trainings are to end
         self.taken_away = False  # the hosts: their ranks end too
@@ -146,7 +142,12 @@ class Coordinator:
     def _heard(self, host: Host, message: dict[str, Any]) -> None:
         event = message["event"]
         if event == "joined":
-            self._joined(host, message)
+            why = self.gathering.join(host, message)
+            if why and self.going:
+                self._show(replace(self.state, notes=(*self.state.notes, f"{why}: it was refused")))
+        elif event in ("listens", "reached"):
+            if (fit := self.gathering.hear(host, message)) is not None:
+                self._begin(fit)
         elif event == "refused":
             raise ClusterError(
                 f"{message['host']}: {message['what']}", numbers=message["numbers"], hint=message["hint"]
@@ -177,47 +178,13 @@ class Coordinator:
         else:  # failed; interrupt and end go to whoever has that rank
             self._pass_on(message, host)
 
-    def _joined(self, host: Host, facts: dict[str, Any]) -> None:
-        """An agent is ready. Of two that have one number, the first has it."""
-        index, total = facts["index"], len(self.starter.counts)
-        self.first_sign = self.first_sign or time.monotonic()
-        if (first := self.hosts.get(index)) is not None:
-            why = f"an agent on {facts['host']} came as host {index} of {total}, which {first.name} is already"
-            print(f"{time.strftime('%H:%M:%S')} coordinator: {why}: refused", flush=True)
-            host.link.send(event="refused", why=why)
-            self.refused.append(why)
-            if self.going:
-                self._show(replace(self.state, notes=(*self.state.notes, f"{why}: it was refused")))
-            return
-        host.facts = facts
-        self.hosts[index] = host
-        if len(self.hosts) == total:
-            self._go()
-
-    def _go(self) -> None:
-        """All hosts are there: let them fork their ranks, if they fit together."""
-        facts = self.places.settle()
-        check_versions({one["host"]: one["versions"] for one in facts})
-        differ = notes_on({one["host"]: one["driver"] for one in facts}, {one["host"]: one["ahead"] for one in facts})
-        devices = {one["host"]: one["device"] for one in facts}
-        if len(set(devices.values())) > 1:
-            raise ClusterError(
-                "Some hosts have GPUs for the ranks, and some have not.",
-                numbers=", ".join(f"{host}: {device}" for host, device in devices.items()),
-                hint="--cpu   or   hosts that are alike",
-            )
-        backend = "nccl" if all(one["backend"] == "nccl" for one in facts) else "gloo"
+    def _begin(self, fit: Fit) -> None:
+        """All hosts are there, and fit together: let them fork their ranks."""
         # The time in the queue is nobody's absence, nor is that in which ranks start: then their parents say "seen".
         self.going, self.seen = True, time.monotonic() + RANKS_SECONDS
-        addresses = sorted({address for one in facts for address in one["addresses"]})
         for host in self.hosts.values():
-            host.link.send(event="go", backend=backend, device=facts[0]["device"], addresses=addresses)
-        notes = (
-            *(f"{one['host']}: {note}" for one in facts for note in one["notes"]),
-            *differ,
-            *(f"{why}: it was refused" for why in self.refused),
-        )
-        self._show(self.places.shown(Progress("forked", notes=notes, backend=backend)))
+            host.link.send(event="go", backend=fit.backend, device=fit.device, addresses=fit.addresses)
+        self._show(self.places.shown(Progress("forked", notes=fit.notes, backend=fit.backend)))
 
     def _pass_on(self, message: dict[str, Any], source: Host | None) -> None:
         for host in self.hosts.values():
@@ -255,12 +222,7 @@ class Coordinator:
         index = host.facts["index"]
         self.hosts.pop(index, None)
         if not self.going:
-            gone = "does not answer any more" if host.link.broke else "has lost its agent"
-            raise ClusterError(
-                f"The host {host.name} {gone}: the cluster was starting.",
-                numbers=self.starter.log() or f"it had joined as host {index}, with {self.starter.counts[index]} ranks",
-                hint="%cluster start   again",
-            )
+            raise self.gathering.lost(host)
         if index >= len(self.places.counts):  # it was in reserve
             self._show(self.places.shown(self.state))
             return
@@ -360,38 +322,9 @@ class Coordinator:
             self.end(f"no notebook and no cell for {self.plan['ttl']:.0f} s")
         seen = self._look()
         if not self.going and not self.ending:
-            self._wait(seen)
+            self._show(self.gathering.progress(seen))
         elif self.going:
             self._save_in_time()
-
-    def _wait(self, seen: Seen) -> None:
-        if seen.error:
-            raise seen.error
-        if seen.state == "over":
-            raise ClusterError(
-                f"{seen.words[:1].upper()}{seen.words[1:]} before the cluster was ready.",
-                numbers=self.starter.log() or "its output is not here, or empty",
-                hint="%cluster start   again",
-            )
-        if seen.state == "running":
-            self.first_sign = self.first_sign or time.monotonic()
-        here = [host.name for host in self.hosts.values()]
-        total = len(self.starter.counts)
-        words = seen.words if seen.state == "pending" else f"{seen.words}; {len(here)} of {total} hosts have answered"
-        self._show(Progress("waiting" if seen.state == "pending" else "starting", words))
-        if self.first_sign and time.monotonic() - self.first_sign > ANSWER_SECONDS:
-            raise self._unanswered(here, total)
-
-    def _unanswered(self, here: list[str], total: int) -> ClusterError:
-        what = f"{total - len(here)} of {total} hosts did not answer within {ANSWER_SECONDS:.0f} s."
-        if self.refused:  # the launcher has given two of them the same number
-            return ClusterError(what, numbers="; ".join(self.refused), hint="%cluster start --hosts node1:4,node2:4")
-        return ClusterError(
-            what,
-            numbers=f"answered: {', '.join(here) or 'none'}; they have to reach {self.starter.address}, port "
-            f"{self.listener.getsockname()[1]} and above\n{self.starter.log()}".strip(),
-            hint="a firewall between the hosts has to let their connections pass",
-        )
 
     def _show(self, state: Progress) -> None:
         if state != self.state:

@@ -1,0 +1,28 @@
+"""Whom a host tries to connect to before ranks are forked, and what it finds."""
+
+import socket
+
+import pytest
+
+from nbkit.notebook.cluster.hosts.coordinator.reachability import hosts_to_try
+from nbkit.notebook.cluster.hosts.reach_probe import Probe, unanswered
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 17, 256])
+def test_every_host_is_tried_and_of_many_each_tries_few(n: int) -> None:
+    tried = [hosts_to_try(own, n) for own in range(n)]
+
+    assert all(own not in others and set(others) <= set(range(n)) for own, others in enumerate(tried))
+    assert {other for others in tried for other in others} == (set(range(n)) if n > 1 else set())
+    assert all(len(others) == n - 1 if n <= 5 else len(others) <= 2 * n.bit_length() for others in tried)
+
+
+def test_what_does_not_listen_is_told_with_what_the_system_says() -> None:
+    probe = Probe("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+
+    assert unanswered([(0, "127.0.0.1", probe.port)]) == []
+    assert unanswered([(0, "127.0.0.1", probe.port), (4, "127.0.0.1", port)]) == [(4, "Connection refused")]
+    probe.close()
+    assert unanswered([(0, "127.0.0.1", probe.port)]) == [(0, "Connection refused")]
