@@ -6,7 +6,7 @@ They are compared, and try to connect to each other, before any rank is forked.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nbkit.errors import ClusterError
@@ -69,7 +69,11 @@ class Gathering:
         if message["event"] == "listens":
             self._reachability.listens(host, message)
             return None
-        return self._fit if self._reachability.reached(host, message) else None
+        if not self._reachability.reached(host, message):
+            return None
+        assert self._fit is not None
+        refused = (f"{why}: it was refused" for why in self._refused)
+        return replace(self._fit, notes=(*self._fit.notes, *refused))
 
     def progress(self, seen: Seen) -> Progress:
         """How far it is. seen: by the launcher. Raises ClusterError when nothing is left to wait for."""
@@ -110,11 +114,7 @@ class Gathering:
                 numbers=", ".join(f"{host}: {device}" for host, device in devices.items()),
                 hint="--cpu   or   hosts that are alike",
             )
-        notes = (
-            *(f"{one['host']}: {note}" for one in facts for note in one["notes"]),
-            *differ,
-            *(f"{why}: it was refused" for why in self._refused),
-        )
+        notes = (*(f"{one['host']}: {note}" for one in facts for note in one["notes"]), *differ)
         return Fit(
             backend="nccl" if all(one["backend"] == "nccl" for one in facts) else "gloo",
             device=facts[0]["device"],
