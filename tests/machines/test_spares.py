@@ -62,6 +62,11 @@ def begun(ssh: SshHosts, name: str, count: int, options: str) -> Cluster:
     return cluster
 
 
+def processes(ssh: SshHosts) -> set[str]:
+    """Of all three hosts."""
+    return {each for name in (*ssh.names, ssh.spare) for each in ssh.processes(name)}
+
+
 def set_up(cluster: Cluster, folder: Path, project: Path) -> list[tuple[int, int] | None]:
     """What each host was brought of the project."""
     (project / "distance.py").write_text(DISTANCE)
@@ -77,7 +82,7 @@ def two(ssh: SshHosts) -> Iterator[Cluster]:
     cluster = begun(ssh, "spared", 1, "--spares 1")
     yield cluster
     cluster.stop()
-    assert_gone(lambda: [each for name in (*ssh.names, ssh.spare) for each in ssh.processes(name)])
+    assert_gone(lambda: sorted(processes(ssh)))
 
 
 @pytest.mark.long
@@ -118,7 +123,7 @@ def test_a_host_without_a_device_for_its_spares_is_named(ssh: SshHosts) -> None:
 
 
 def test_a_spare_host_that_another_one_cannot_reach_is_named_before_a_rank_starts(ssh: SshHosts) -> None:
-    before = {each for name in (*ssh.names, ssh.spare) for each in ssh.processes(name)}
+    before = processes(ssh)
     ssh.block("on", (2, 3))
     try:
         on = requested(options_of("start --hosts node1:1,node2:1,node3:1 --cpu --spare-hosts 1"))
@@ -130,7 +135,7 @@ def test_a_spare_host_that_another_one_cannot_reach_is_named_before_a_rank_start
     assert error.what == "The host node2 cannot connect to node3."
     assert f"from node2 ({ssh.net}.2) to node3 ({ssh.net}.3, port " in error.numbers
     assert f"; from node3 ({ssh.net}.3) to node2 ({ssh.net}.2, port " in error.numbers and "node1" not in error.numbers
-    assert_gone(lambda: [each for name in (*ssh.names, ssh.spare) for each in ssh.processes(name) if each not in before])
+    assert_gone(lambda: sorted(processes(ssh) - before))
 
 
 def check_lost_host(cluster: Cluster, ssh: SshHosts, how: str, strategy: str, said: Callable[[], str]) -> None:
