@@ -256,17 +256,21 @@ def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counte
     return found
 
 
-def check_steps(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> Iterator[str]:
-    """A line for each strategy: in a step the host waits for nothing, and copies the batch once, from pinned memory."""
-    for strategy in strategies:
+def check_steps(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4, together: bool = False) -> Iterator[str]:
+    """A line for each strategy: in a step the host waits for nothing, and copies the batch once, from pinned memory.
+
+    together: in one set of processes, where a strategy that ends it takes the others along.
+    """
+    for some in [strategies] if together else [[strategy] for strategy in strategies]:
         try:
-            every = run_ranks(steady, ranks, ranks, [strategy], join=False, timeout=100)
+            every = run_ranks(steady, ranks, ranks, some, join=False, timeout=100 * len(some))
         except RankFailed as error:
-            yield f"a steady step under {strategy}: failed: {str(error)[-1500:]}"
+            yield from (f"a steady step under {strategy}: failed: {str(error)[-1500:]}" for strategy in some)
             continue
-        counts = [one[strategy] for one in every]
-        right = all(found == {"pinned copy": _COPIED} for found in counts)
-        yield f"a steady step under {strategy}: {'equal' if right else f'wrong: {[dict(one) for one in counts]}'}"
+        for strategy in some:
+            counts = [one[strategy] for one in every]
+            right = all(found == {"pinned copy": _COPIED} for found in counts)
+            yield f"a steady step under {strategy}: {'equal' if right else f'wrong: {[dict(one) for one in counts]}'}"
 
 
 def check_deaths(

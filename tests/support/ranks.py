@@ -87,6 +87,27 @@ def next_generation(world: Any, timeout_s: float = 20.0) -> None:
     world.reform(generation, listen=listen, address=address, port=port, timeout_s=timeout_s)
 
 
+def know_links(n: int) -> None:
+    """In a rank of n. Measuring them takes each longer than all else of a small job; tests/rank/comm/test_link_probe.py
+    measures."""
+    from nbkit.planner.link_speed import Link, Way
+    from nbkit.rank.comm import link_probe
+
+    ways = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), Way(3e-4, 5e8))
+    link_probe._known = Link(n, ways, None, None, 2e9, (0,) * n, True)
+
+
+def leave_out(without: dict[str, Any]) -> None:
+    """In a rank: see `left_out`."""
+    from nbkit.rank.data import first_batches
+    from nbkit.rank.train import builder
+
+    for name, answer in without.items():
+        for module in (builder, first_batches):
+            if hasattr(module, name):
+                setattr(module, name, lambda *_, _answer=answer, **__: _answer)
+
+
 def _forking() -> Any:
     """The context whose ranks are forked from a process that has imported `rank_preload`."""
     context = multiprocessing.get_context("forkserver")
@@ -142,10 +163,6 @@ def _be_rank(
 ) -> None:
     import torch
 
-    from nbkit.planner.link_speed import Link, Way
-    from nbkit.rank.comm import link_probe
-    from nbkit.rank.data import first_batches
-    from nbkit.rank.train import builder
     from nbkit.rank.world.world import Place, World
 
     os.setpgid(0, 0)
@@ -154,13 +171,8 @@ def _be_rank(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     listeners[:] = bound
-    # Measuring it takes each rank longer than all else of a small job; tests/rank/comm/test_link_probe.py measures.
-    ways = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), Way(3e-4, 5e8))
-    link_probe._known = Link(n, ways, None, None, 2e9, (0,) * n, True)
-    for name, answer in without.items():
-        for module in (builder, first_batches):
-            if hasattr(module, name):
-                setattr(module, name, lambda *_, _answer=answer, **__: _answer)
+    know_links(n)
+    leave_out(without)
     try:
         if join:
             address, port = bound[0].getsockname()

@@ -71,7 +71,7 @@ def run_replaced(
         def fork(rank: int, generation: int, replaced: Sequence[int]) -> tuple[Any, Connection, Connection]:
             reader, writer = context.Pipe(duplex=False)
             listen, tell = context.Pipe(duplex=False)
-            how = (fn, rank, n, bound, writer, until, listen, generation, replaced, place, late_s, args)
+            how = (fn, rank, n, bound, writer, until, listen, generation, replaced, place, late_s, args, ranks.left_out)
             process = context.Process(target=_sit, args=how, daemon=False)
             process.start()
             writer.close()
@@ -137,6 +137,7 @@ def _sit(
     place_of: Callable[[int, int], Any] | None,
     late_s: float,
     args: Any,
+    without: dict[str, Any],
 ) -> None:
     import torch
 
@@ -146,6 +147,8 @@ def _sit(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     ranks.listeners[:] = bound
+    ranks.know_links(n)
+    ranks.leave_out(without)
     told: queue.SimpleQueue[tuple[int, Sequence[int]]] = queue.SimpleQueue()
     threading.Thread(target=_hear, args=(listen, told, late_s), daemon=True).start()
     try:

@@ -21,9 +21,10 @@ pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
 PROMPTS = [torch.arange(3) + 1, torch.arange(5) + 2, torch.arange(3) + 4, torch.tensor([7])]
 TOKENS = 6
+# By the number of ranks.
 STRATEGIES = {
-    hf_gpt2: ("pp=2 tp=2",),
-    hf_llama: ("zero3", "cp=4", "dp=2 pp=2 schedule=interleaved microbatches=4"),
+    2: {hf_gpt2: ("tp",), hf_llama: ("zero3", "cp=2", "pp=2 schedule=interleaved microbatches=4")},
+    4: {hf_gpt2: ("pp=2 tp=2",), hf_llama: ("zero3", "cp=4", "dp=2 pp=2 schedule=interleaved microbatches=4")},
 }
 
 
@@ -43,7 +44,7 @@ def of_hugging_face(world: Any) -> dict[str, Any]:
     ids, target = next_tokens(16, torch.Generator().manual_seed(4))
     data = [({"input_ids": x}, y) for x, y in zip(ids, target, strict=True)]
     found: dict[str, Any] = {}
-    for make, strategies in STRATEGIES.items():
+    for make, strategies in STRATEGIES[world.place.world_size].items():
         plain: Any = build(make).eval()
         how = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         found[make.__name__] = [plain.generate(p[None], **how)[0].tolist() for p in PROMPTS]
@@ -65,9 +66,10 @@ def of_hugging_face(world: Any) -> dict[str, Any]:
     return found
 
 
-def test_hugging_face_models_generate_what_they_do_by_themselves() -> None:
-    for of_rank in (every := run_ranks(of_hugging_face, 4, timeout=240)):
-        for make, strategies in STRATEGIES.items():
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_hugging_face_models_generate_what_they_do_by_themselves(ranks: int) -> None:
+    for of_rank in (every := run_ranks(of_hugging_face, ranks, timeout=240)):
+        for make, strategies in STRATEGIES[ranks].items():
             first = every[0][make.__name__, strategies[0]]
             assert len({tuple(text[len(prompt) :]) for text, prompt in zip(first[0], PROMPTS, strict=True)}) > 1
             for strategy in strategies:

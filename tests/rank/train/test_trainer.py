@@ -124,9 +124,9 @@ def test_the_line_counts_the_steps_of_all_trainings_and_so_does_its_goal(tmp_pat
 def evaluated(world: Any) -> list[float]:
     found = []
     for loss in (mean_loss, weighted_loss):
+        trainer = quiet(loss=loss, microbatch_size=1)
+        before = flat(trainer.model)
         for num in (21, 2, 8):
-            trainer = quiet(loss=loss, microbatch_size=1)
-            before = flat(trainer.model)
             found += [trainer.evaluate(points(num)), trainer.evaluate(iter(points(num)), batch_size=5)]
             assert torch.equal(before, flat(trainer.model)) and trainer.model.training
     dicts = [{"input": x, "label": y} for x, y in points(21)]

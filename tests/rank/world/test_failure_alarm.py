@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -84,21 +84,21 @@ def test_a_world_of_one_has_nobody_to_tell() -> None:
     assert run_ranks(alone, 1) == [[["me"], False, False, None]]
 
 
-SERVER = """
-import sys, time
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(600)
-"""
+def serve(port: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    time.sleep(600)
 
 
 def unreachable(world: Any) -> bool:
     """The store that the ranks tell each other through has ended with the rank that held it."""
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        own = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
-        server.kill()
+    forking = multiprocessing.get_context("fork")
+    port, told = forking.Pipe(duplex=False)
+    server = forking.Process(target=serve, args=(told,))
+    server.start()
+    own = dist.TCPStore("127.0.0.1", port.recv(), is_master=False, wait_for_workers=False)
+    server.kill()
+    server.join()
     whole, world._store = world._store, own
     alarm = Alarm("a")
     alarm.begin()

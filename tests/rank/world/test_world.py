@@ -182,7 +182,7 @@ def never_broken(world: World, kind: str) -> list[float]:
     return steps(model, torch.optim.AdamW(model.parameters(), lr=0.01), world.place.rank, range(6))
 
 
-@pytest.mark.parametrize(("kind", "n"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "n"), [("ddp", 2), ("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.long)])
 def test_models_train_on_after_a_break_in_mid_backward(kind: str, n: int) -> None:
     broken = run_ranks(broken_in_backward, n, kind, generations=2)
 
@@ -339,7 +339,7 @@ world.leave()
 """
 
 
-@pytest.mark.parametrize("n", [0, 2])
+@pytest.mark.parametrize("n", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_script_joins_from_the_environment(tmp_path: Path, n: int) -> None:
     """0: plain python, no RANK. 2: under torchrun, where a second init with the same keys would hang."""
     script = tmp_path / "script.py"
@@ -353,6 +353,25 @@ def test_a_script_joins_from_the_environment(tmp_path: Path, n: int) -> None:
     size = n or 1
     expected = [f"sum {size} rank {rank} of {size} DelegatingGroup" for rank in range(size)]
     assert sorted(done.stdout.splitlines()) == expected
+
+
+def beside_an_agent(rank: int, port: int) -> Any:
+    """In the environment that torchrun makes, whose agent holds the store."""
+    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ |= {key: str(value) for key, value in place.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    world = World.join_from_env()
+    assert world is current() and world.alive()
+    dist.init_process_group("gloo")
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    return total(), world.place.rank, isinstance(dist.group.WORLD, delegating_group.DelegatingGroup)
+
+
+def test_ranks_join_beside_the_store_of_an_agent_and_a_second_init_with_the_same_keys_does_not_hang() -> None:
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    assert run_ranks(beside_an_agent, 2, agent.port, join=False) == [(2.0, 0, True), (2.0, 1, True)]
 
 
 @pytest.mark.parametrize(

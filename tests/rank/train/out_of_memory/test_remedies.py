@@ -19,7 +19,7 @@ from nbkit.rank.train.job import Job
 from nbkit.rank.train.out_of_memory.remedies import Remedies, alternatives, described, remedies
 from nbkit.strategy import Strategy
 
-pytestmark = pytest.mark.usefixtures("known_to_be_right")
+pytestmark = pytest.mark.usefixtures("rows_are_known")
 
 CONFIG = GPTConfig(vocab=64, block=16, layers=4, heads=2, width=64)
 OPERATIONS = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send")

@@ -27,7 +27,7 @@ from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import OutOfMemory
 
-pytestmark = pytest.mark.usefixtures("known_to_be_right")
+pytestmark = pytest.mark.usefixtures("rows_are_known")
 
 STEPS, ROWS = 3, 16
 CONFIG = GPTConfig(vocab=32, block=16, layers=2, heads=2, width=16, dropout=0.1)

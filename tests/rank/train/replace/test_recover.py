@@ -29,6 +29,8 @@ from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("rows_are_known")
+
 STEPS, KILLED_IN = 6, 3
 
 
@@ -195,7 +197,7 @@ def half_sent(seat: Seat) -> dict[Case, dict[str, Any]]:
 
 def test_no_rank_leaves_a_step_before_all_have_the_backup_that_it_began_with() -> None:
     """The ranks that live have been through forward and backward, and all go back to the backup before."""
-    for told in run_replaced(half_sent, 4, deaths=1, timeout=60):
+    for told in run_replaced(half_sent, 2, deaths=1, timeout=60):
         assert told[HALF_SENT]["stood"] == KILLED_IN - 1
 
 

@@ -11,7 +11,6 @@ import weakref
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from jobs import asked_for, mean_loss, points, quiet
 from ranks import next_generation, run_ranks
@@ -20,8 +19,6 @@ from torch import Tensor, nn
 from nbkit.bridge.training_requests import Control, Controls
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.data.batch import shard_of
-from nbkit.rank.loss.counted_targets import Counted
-from nbkit.rank.loss.loss_check import Examined
 from nbkit.rank.train import builder
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import newest
@@ -32,14 +29,10 @@ from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world import watchdog, world
 from nbkit.records.events import Event, Failed, Switched
 
+pytestmark = pytest.mark.usefixtures("rows_are_known")
+
 STEPS = 12
 ZERO3, TP, PP = "dp=2 zero=3", "tp=2", "pp=2 schedule=1f1b microbatches=2"
-
-
-@pytest.fixture(autouse=True)
-def _rows_are_known(known_to_be_right: None) -> None:
-    """The looks at the rows of a model that draws take longer than its training. It is what they find."""
-    ranks.left_out["examine"] = Examined(counted=Counted("loss", 1.0))
 
 
 class Plan:

@@ -18,7 +18,7 @@ from nbkit.rank.train.trainer import Trainer
 from tests.rank.train.switch.test_switch import losses, trainer
 from tests.rank.train.switch.test_switch_full import STEPS, full, never_switched, once, planted, runs_out, weights_of
 
-pytestmark = pytest.mark.usefixtures("known_to_be_right")
+pytestmark = pytest.mark.usefixtures("rows_are_known")
 
 
 @pytest.fixture(scope="module")

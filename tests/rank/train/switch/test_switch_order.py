@@ -16,25 +16,27 @@ from nbkit.rank.train.estimate import strategy_table
 from nbkit.strategy import Strategy
 from tests.rank.train.switch.test_switch import losses, trainer
 
-THROUGH = ("dp=2 tp=2", "tp", "tp=2 pp=2 microbatches=4", "dp=2 tp=2 zero=3", "hsdp")
-pytestmark = pytest.mark.usefixtures("known_to_be_right")
+PIPED = "tp=2 pp=2 microbatches=4"
+THROUGH = ["dp=2 tp=2", "tp", PIPED]
+ALSO_THROUGH = ["dp=2 tp=2", "tp", PIPED, "dp=2 tp=2 zero=3", "hsdp"]
+pytestmark = pytest.mark.usefixtures("rows_are_known")
 
 SLOWEST = {"dp=2 tp=2", "tp=2 pp=2 schedule=1f1b microbatches=4", "dp=2 tp=2 zero=3"}
 EACH = 1
 RUNS = "runs"
 
 
-def never_switched(world: Any) -> tuple[list[float], list[int]]:
+def never_switched(world: Any, steps: int) -> tuple[list[float], list[int]]:
     job = trainer()
-    job.fit(EACH * (len(THROUGH) + 2))
+    job.fit(steps)
     return losses(job), job.generate(torch.tensor([1, 2, 3]), 4).tolist()
 
 
-def through_tp(world: Any) -> dict[str, Any]:
+def through_tp(world: Any, through: list[str]) -> dict[str, Any]:
     job = trainer(strategy="tp", log_dir=RUNS)
     job.fit(EACH)
     said = []
-    for text in THROUGH:
+    for text in through:
         new = Strategy.parse(text, 4)
         job.job.builder.learn([new])
         foretold, _ = strategy_table.moved_bytes(job.job, new)
@@ -67,18 +69,22 @@ def through_tp(world: Any) -> dict[str, Any]:
     }
 
 
-def test_the_order_that_moves_fewer_bytes_trains_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("through", [THROUGH, pytest.param(ALSO_THROUGH, marks=pytest.mark.long)])
+def test_the_order_that_moves_fewer_bytes_trains_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through: list[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    expected, generated = run_ranks(never_switched, 1)[0]
-    found = run_ranks(through_tp, 4, timeout=150)
+    expected, generated = run_ranks(never_switched, 1, EACH * (len(through) + 2))[0]
+    found = run_ranks(through_tp, 4, through, timeout=150)
+    composed = [str(Strategy.parse(text, 4)) for text in through]
 
     for rank in found:
         said = rank["said"]
         assert rank["losses"] == found[0]["losses"]
         assert max(abs(a - b) for a, b in zip(rank["losses"], expected, strict=True)) <= 1e-10
         assert rank["generated"] == generated
-        assert rank["back"] == ("dp=2 tp=2 zero=3", True)
-        assert {each["strategy"] for each in said if each["slowest"]} == SLOWEST
+        assert rank["back"] == (composed[-2], True)
+        assert {each["strategy"] for each in said if each["slowest"]} == SLOWEST & set(composed)
         assert all(each["identical"] and each["bytes"][0] == each["bytes"][1] for each in said)
         assert all(each["stays"] == (0, 0) for each in said)
         assert all(each["sends"][0] == each["sends"][1] != [] for each in said)
@@ -88,7 +94,7 @@ def test_the_order_that_moves_fewer_bytes_trains_alike(tmp_path: Path, monkeypat
 
     run = Run(tmp_path / found[0]["run"])
     run.refresh()
-    strategy, step = "tp=2 pp=2 schedule=1f1b microbatches=4", EACH * 4
+    strategy, step = str(Strategy.parse(PIPED, 4)), EACH * (through.index(PIPED) + 2)
     drawn = [step_timeline.of_step(run, step, strategy, replica=replica) for replica in (0, 1)]
     assert [each and (each["kind"], each["ranks"]) for each in drawn] == [("pipeline", [0, 1]), ("pipeline", [2, 3])]
     assert [{op[1] for op in row} for row in drawn[0]["measured"]] == [{0}, {1}]  # type: ignore[index]
