@@ -1,6 +1,7 @@
 """The fast part of `make gpu-check`: on a pretended GPU a training is as on one process, after switches and errors too.
 
-Left to it are the other strategies, schedules, pairs of strategies and features, four ranks, llama and convolutions.
+Left to it are the other strategies, schedules, pairs of strategies and features, deaths that are heard of at once, four
+ranks, llama and convolutions.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from nbkit.rank.models.generate import Sampling
 from nbkit.rank.models.key_value_cache import KeyValueCache, cache_argument
 from nbkit.rank.train.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("known_to_be_right")
+pytestmark = pytest.mark.usefixtures("rows_are_known")
 
 PROMPTS = [torch.arange(3) + 1, torch.arange(5) + 2, torch.arange(3) + 4, torch.tensor([7])]
 TOKENS = 6

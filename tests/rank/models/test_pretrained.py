@@ -20,6 +20,8 @@ from nbkit.errors import TrainingError
 from nbkit.rank.models import pretrained
 from nbkit.rank.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("rows_are_known")
+
 CASES = [("llama", "zero3"), ("llama", "pp microbatches=2"), ("gpt2", "tp")]
 ALSO = [("llama", "ddp"), ("gpt2", "pp microbatches=2")]
 
@@ -91,7 +93,6 @@ def trained(world: Any, folder: Path, cases: list[tuple[str, str]]) -> list[dict
     return found
 
 
-@pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("cases", [CASES, pytest.param(ALSO, marks=pytest.mark.long)])
 def test_each_rank_reads_its_boxes_and_trains_as_the_model_loaded_whole(
     tmp_path: Path, cases: list[tuple[str, str]]

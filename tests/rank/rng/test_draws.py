@@ -261,6 +261,7 @@ def trained(world: Any, cells: dict[tuple[str, str], dict[str, Any]]) -> dict[tu
     return found
 
 
+@pytest.mark.usefixtures("known_to_be_right")
 @pytest.mark.parametrize("cells", [STRATEGIES, pytest.param(ALSO, marks=pytest.mark.long)])
 def test_every_strategy_draws_what_one_rank_draws(cells: dict[tuple[str, str], dict[str, Any]]) -> None:
     models = {"noisy" if model == "streamed" else model for model, _ in cells}

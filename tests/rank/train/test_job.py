@@ -126,6 +126,7 @@ def clipped_by_torch(world: Any, strategies: list[str], clip: Any, of_optimizer:
     return found
 
 
+@pytest.mark.usefixtures("rows_are_known")
 def test_clipping_the_norm_by_torch_equals_one_process_or_is_refused() -> None:
     clip = torch.nn.utils.clip_grad_norm_
     (alone,) = run_ranks(clipped_by_torch, 1, ["ddp"], clip)
@@ -138,6 +139,7 @@ def test_clipping_the_norm_by_torch_equals_one_process_or_is_refused() -> None:
         assert "a part of the gradients" in said, said
 
 
+@pytest.mark.usefixtures("rows_are_known")
 def test_clipping_values_by_torch_equals_one_process_or_is_refused() -> None:
     clip = torch.nn.utils.clip_grad_value_
     (alone,) = run_ranks(clipped_by_torch, 1, ["ddp"], clip)

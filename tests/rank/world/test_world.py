@@ -339,7 +339,8 @@ world.leave()
 """
 
 
-@pytest.mark.parametrize("n", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long  # as below, where ranks are forked; exported scripts join under torchrun
+@pytest.mark.parametrize("n", [0, 2])
 def test_a_script_joins_from_the_environment(tmp_path: Path, n: int) -> None:
     """0: plain python, no RANK. 2: under torchrun, where a second init with the same keys would hang."""
     script = tmp_path / "script.py"
@@ -355,23 +356,28 @@ def test_a_script_joins_from_the_environment(tmp_path: Path, n: int) -> None:
     assert sorted(done.stdout.splitlines()) == expected
 
 
-def beside_an_agent(rank: int, port: int) -> Any:
-    """In the environment that torchrun makes, whose agent holds the store."""
-    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ |= {key: str(value) for key, value in place.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+def joins_from_the_environment(rank: int, size: int, port: int) -> Any:
+    """As torchrun makes it, whose agent holds the store; size 0: as of plain python."""
+    if size:
+        own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+        os.environ |= {key: str(value) for key, value in own.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     world = World.join_from_env()
-    assert world is current() and world.alive()
+    assert World.join_from_env() is world is current() and world.alive()
     dist.init_process_group("gloo")
     dist.destroy_process_group()
     dist.init_process_group("gloo")
-    return total(), world.place.rank, isinstance(dist.group.WORLD, delegating_group.DelegatingGroup)
+    place = world.place
+    return total(), place.rank, place.world_size, type(dist.group.WORLD).__name__
 
 
-def test_ranks_join_beside_the_store_of_an_agent_and_a_second_init_with_the_same_keys_does_not_hang() -> None:
+def test_a_rank_joins_from_its_environment_beside_the_store_of_an_agent_or_alone() -> None:
+    """Beside that store a second init with the same keys would hang."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    assert run_ranks(beside_an_agent, 2, agent.port, join=False) == [(2.0, 0, True), (2.0, 1, True)]
+    together = run_ranks(joins_from_the_environment, 2, 2, agent.port, join=False)
+    assert together == [(2.0, rank, 2, "DelegatingGroup") for rank in range(2)]
+    assert run_ranks(joins_from_the_environment, 1, 0, 0, join=False) == [(1.0, 0, 1, "DelegatingGroup")]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 from nbkit.errors import TrainingError
 from nbkit.rank.train.control import step_boundary
 
-pytestmark = pytest.mark.usefixtures("known_to_be_right")
+pytestmark = pytest.mark.usefixtures("rows_are_known")
 
 STEPS = 5
 

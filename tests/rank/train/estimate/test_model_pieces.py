@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,10 +40,11 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def test_a_module_is_planned_as_its_formulas_are() -> None:
     settings = {"batch": 64, "on": "2 A100", "precision": None}
-    by_formula = nbkit.plan(CONFIG, **settings)
-    measured = nbkit.plan(lambda: GPT(CONFIG), example=BATCH, loss=loss, **settings)
+    config = replace(CONFIG, layers=2)
+    by_formula = nbkit.plan(config, **settings)
+    measured = nbkit.plan(lambda: GPT(config), example=BATCH, loss=loss, **settings)
     rows = {row.strategy: row for row in measured.rows}
-    assert measured.model == "GPT of 0.867 M parameters"
+    assert measured.model == "GPT of 0.47 M parameters"
     assert rows.keys() == {row.strategy for row in by_formula.rows}
     assert {"tp=2", "dp=2 zero=3"} <= rows.keys() and any(Strategy.parse(text, 2).pp > 1 for text in rows)
     for said in by_formula.rows:
@@ -154,12 +156,11 @@ def test_what_cannot_be_planned_says_what_to_give(monkeypatch: pytest.MonkeyPatc
 
 IN_A_KERNEL = """
 import sys, nbkit
-import nbkit.errors
+from nbkit.notebook.call_in_fork import in_a_fork
 
 def build():
     import torch
     torch.manual_seed(0)
-    if broken: raise ValueError("no such model")
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
 
 def example():
@@ -172,15 +173,15 @@ def loss(output, target):
 from nbkit.notebook.progress_line import ProgressLine
 said = []
 ProgressLine.say = lambda line, what: said.append(what)
-broken = False
 made = nbkit.plan(build, example=example, loss=loss, batch=8, on="2 A100")
 assert "runs two rows of the model" in said and said[-1].startswith("measures it"), said
 assert made.model == "Sequential of 58 parameters" and made.rows and "torch" not in sys.modules
-broken = True
+def broken(): raise ValueError("no such model")
+
 try:
-    nbkit.plan(build, example=example, loss=loss, batch=8, on="2 A100")
+    in_a_fork(broken)
 except ValueError as error:
-    print(error, error.__notes__[0].count("in build"))
+    print(error, error.__notes__[0].count("in broken"))
 """
 
 

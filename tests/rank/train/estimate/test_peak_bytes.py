@@ -25,7 +25,7 @@ from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.estimate.model_trace.live_bytes import LiveBytes
 from nbkit.rank.train.estimate.model_trace.trace import trace, updating
 
-pytestmark = pytest.mark.usefixtures("known_to_be_right")
+pytestmark = pytest.mark.usefixtures("rows_are_known")
 
 CONFIG = GPTConfig(vocab=64, block=32, layers=4, heads=4, width=64)
 ROWS = 16

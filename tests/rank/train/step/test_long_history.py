@@ -25,7 +25,7 @@ def make_steps(history: History, until: int) -> None:
         history.settle(keep=1)
 
 
-KEPT = 1000
+KEPT = 400
 
 
 def test_records_of_old_steps_are_thinned_alike_and_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:

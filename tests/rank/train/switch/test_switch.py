@@ -92,7 +92,7 @@ def through_all(world: Any) -> dict[str, Any]:
         "strategies": [record["strategy"] for record in job.history],
         "said": said,
         "generated": job.generate(torch.tensor([1, 2, 3]), 4).tolist(),
-        "options": strategy_table.table(job.job)["options"],
+        "options": strategy_table.table(job.job)["options"] if world.place.rank == 0 else [],
     }
 
 

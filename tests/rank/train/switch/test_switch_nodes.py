@@ -48,7 +48,8 @@ def over_nodes(world: Any) -> dict[str, Any]:
         between = sum(size for (src, dst), size in pairs.items() if src // 2 != dst // 2)
         said.append((str(job.job.strategy), job.job.strategy.mesh.groups("dp"), done.identical, between))
         job.fit(EACH)
-    table = {row["strategy"]: row["between_bytes"] for row in strategy_table.table(job.job)["options"]}
+    options = strategy_table.table(job.job)["options"] if world.place.rank == 0 else []
+    table = {row["strategy"]: row["between_bytes"] for row in options}
     return {"losses": losses(job), "said": said, "run": str(job.job.run_dir), "table": table}
 
 

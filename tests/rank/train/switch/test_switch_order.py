@@ -41,7 +41,8 @@ def through_tp(world: Any, through: list[str]) -> dict[str, Any]:
         job.job.builder.learn([new])
         foretold, _ = strategy_table.moved_bytes(job.job, new)
         done = job.switch(text)
-        table = {row["strategy"]: row for row in strategy_table.table(job.job)["options"]}
+        options = strategy_table.table(job.job)["options"] if world.place.rank == 0 else []
+        table = {row["strategy"]: row["moved_bytes"] for row in options}
         seen = job.job.cost_model()
         again = job.switch(text)  # whatever the order: it is the strategy in force
         said.append(
@@ -52,7 +53,7 @@ def through_tp(world: Any, through: list[str]) -> dict[str, Any]:
                 "bytes": (foretold, done.moved_bytes),
                 "usual": seen.census.flow(Strategy.parse(done.old, 4), new).total,
                 "sends": [list(map(wire_bytes, seen.terms(order))) for order in (job.strategy, new)],
-                "stays": (table[str(job.strategy)]["moved_bytes"], again.moved_bytes),
+                "stays": (table[str(job.strategy)] if table else 0, again.moved_bytes),
             }
         )
         job.fit(EACH)
