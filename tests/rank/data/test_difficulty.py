@@ -23,7 +23,7 @@ from nbkit.rank.data.balanced.equal_shares import equal_shares, unevenness
 from nbkit.rank.data.open_stream import open_stream
 from nbkit.rank.models.gpt import GPT, GPTConfig
 
-pytestmark = pytest.mark.usefixtures("rows_are_known")
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
 CONFIG = GPTConfig(vocab=20, block=12, layers=2, heads=2, width=8)
 # Losses of a sample are with one rank, with the last stage, or with all in parts; what is resumed switches to ddp.
 STRATEGIES, ALSO = ("zero3", "pp", "cp=2"), ("ddp", "tp")

@@ -115,6 +115,7 @@ def test_any_strategy_and_any_number_of_ranks_goes_on_from_any_checkpoint(
 
     # As in the process of its own that the command starts.
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path), exported])
+    monkeypatch.delitem(sys.modules, "nbkit.rank.train.checkpoint.export_safetensors", raising=False)
     with pytest.raises(SystemExit, match="could not be exported"):
         runpy.run_module("nbkit.rank.train.checkpoint.export_safetensors", run_name="__main__")
 

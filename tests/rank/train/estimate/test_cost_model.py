@@ -15,7 +15,7 @@ from nbkit.rank.telemetry import collectives
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 
-pytestmark = pytest.mark.usefixtures("rows_are_known")
+pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
 # Each axis, alone or beside another.
 THROUGH = (
@@ -74,6 +74,7 @@ def through_all(world: Any) -> list[dict[str, Any]]:
     return said
 
 
+@pytest.mark.usefixtures("rows_are_known")
 def test_bytes_of_every_operation_and_axis_are_what_is_measured() -> None:
     said = run_ranks(through_all, 4, timeout=200)
 

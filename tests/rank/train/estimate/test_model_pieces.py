@@ -44,7 +44,7 @@ def test_a_module_is_planned_as_its_formulas_are() -> None:
     by_formula = nbkit.plan(config, **settings)
     measured = nbkit.plan(lambda: GPT(config), example=BATCH, loss=loss, **settings)
     rows = {row.strategy: row for row in measured.rows}
-    assert measured.model == "GPT of 0.47 M parameters"
+    assert measured.model == "GPT of 0.471 M parameters"
     assert rows.keys() == {row.strategy for row in by_formula.rows}
     assert {"tp=2", "dp=2 zero=3"} <= rows.keys() and any(Strategy.parse(text, 2).pp > 1 for text in rows)
     for said in by_formula.rows:
