@@ -48,12 +48,12 @@ def lora(model: nn.Module, targets: list[str]) -> nn.Module:
 
 def _llama() -> nn.Module:
     torch.manual_seed(0)
-    return lora(hf_llama(4), ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+    return lora(hf_llama(2), ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
 
 
 def _gpt2() -> nn.Module:
     torch.manual_seed(0)
-    return lora(hf_gpt2(4), ["c_attn", "c_proj"])
+    return lora(hf_gpt2(2), ["c_attn", "c_proj"])
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"frozen": frozen, "lora llama": _llama, "lora gpt2": _gpt2}

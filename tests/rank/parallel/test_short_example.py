@@ -98,6 +98,7 @@ def test_what_a_few_positions_do_not_prove_is_tried_on_all(short: tuple[Tensor, 
     )
 
 
+@pytest.mark.long  # a process of its own, which imports torch
 def test_no_proof_imports_the_compiler_of_torch() -> None:
     lines = """
 import sys, torch, nbkit

@@ -45,6 +45,7 @@ COMPOSED = {
     "pp=2 schedule=dualpipev": 2,
     "pp=2 tp=2": 4,
     "cp=2 tp=2": 4,
+    "dp=2 tp=2 pp=2": 8,
 }
 
 
@@ -152,7 +153,14 @@ def test_what_breaks_around_the_blocks_is_refused_by_name(
     assert words in refused.numbers, refused.numbers
 
 
-@pytest.mark.parametrize("text", ["dp=2", "dp=2 zero=2", "dp=4 zero=3 shard=2", "pp=2 tp=2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2 zero=2",
+        "pp=2 tp=2",
+        *(pytest.param(more, marks=pytest.mark.long) for more in ("dp=2", "dp=4 zero=3 shard=2")),
+    ],
+)
 def test_a_parameter_in_another_group_of_the_optimizer_is_refused(text: str, facts: Facts) -> None:
     astray = copy.copy(facts.template)
     (last, *first), rest = facts.template.groups
@@ -274,7 +282,9 @@ ONCE = {
 }
 
 
-@pytest.mark.parametrize("what", ONCE)
+@pytest.mark.parametrize(
+    "what", [what if "tied" in what else pytest.param(what, marks=pytest.mark.long) for what in ONCE]
+)
 def test_models_that_once_trained_wrong_make_the_step_of_one_process(what: str, facts: Facts) -> None:
     name, strategy = ONCE[what]
     specimen = SUBJECTS[name]

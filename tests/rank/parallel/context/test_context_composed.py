@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from models_zoo import ZOO, gpt
@@ -78,9 +79,9 @@ def stages(world: Any) -> dict[str, float]:
     return found
 
 
-def tensors(world: Any) -> dict[str, float]:
+def tensors(world: Any, cases: list[tuple[str, bool]]) -> dict[str, float]:
     axes, found = Axes.of(Mesh(cp=2, tp=2), world.place.rank), {}
-    for name, sequence in (("gpt", False), ("llama_tied", True), ("encoder", True)):
+    for name, sequence in cases:
         specimen = ZOO[name]
         value, target = specimen.batch(3, dtype=torch.float64)
         expected, model = truth(name, value, target), build(name)
@@ -100,12 +101,12 @@ def tensors(world: Any) -> dict[str, float]:
     return found
 
 
-def shards(world: Any) -> dict[int, float]:
+def shards(world: Any, zeros: tuple[int, ...]) -> dict[int, float]:
     """dp=2 cp=2, a micro-batch per row, blocks recomputed; the weights of the whole model put into each shard."""
     axes, specimen = Axes.of(Mesh(dp=2, cp=2), world.place.rank), ZOO["gpt"]
     ids, target = specimen.batch(3, dtype=torch.float64)
     expected, whole, found = truth("gpt", ids, target), build("gpt"), {}
-    for zero in (0, 3):
+    for zero in zeros:
         model = skeleton_of(whole)
         split = context_parallel(model, axes, specimen.blocks)
         recompute(model, specimen.blocks)
@@ -152,11 +153,15 @@ def test_stages_of_a_pipeline_pass_parts_of_the_positions() -> None:
         assert {name: wrong for name, wrong in found.items() if not wrong <= 1e-12} == {}
 
 
-def test_with_tensor_parallelism() -> None:
-    for found in run_ranks(tensors, 4, timeout=170):
+@pytest.mark.parametrize(
+    "cases", [[("gpt", False), ("llama_tied", True)], pytest.param([("encoder", True)], marks=pytest.mark.long)]
+)
+def test_with_tensor_parallelism(cases: list[tuple[str, bool]]) -> None:
+    for found in run_ranks(tensors, 4, cases, timeout=170):
         assert {name: wrong for name, wrong in found.items() if not wrong <= 1e-12} == {}
 
 
-def test_with_a_sharded_data_axis() -> None:
-    for found in run_ranks(shards, 4, timeout=170):
+@pytest.mark.parametrize("zeros", [(3,), pytest.param((0,), marks=pytest.mark.long)])
+def test_with_a_data_axis(zeros: tuple[int, ...]) -> None:
+    for found in run_ranks(shards, 4, zeros, timeout=170):
         assert {zero: wrong for zero, wrong in found.items() if not wrong <= 1e-12} == {}

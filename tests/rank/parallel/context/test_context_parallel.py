@@ -132,14 +132,27 @@ def every_model(world: Any, cases: list[Any]) -> dict[Any, float]:
 NAMES = ("gpt_tied", "llama", "llama_tied", "qwen2", "gpt2_padded", "encoder", "causal encoder", "modulated")
 
 
-def test_gradients_are_those_of_one_process() -> None:
-    cases = [(name, LENGTH, False) for name in NAMES]
-    # 15 positions are 8 + 7; dropout and recomputation on top.
-    cases += [(name, LENGTH - 1, False) for name in ("gpt", "llama_tied", "encoder", "causal encoder", "modulated")]
-    cases += [(name, LENGTH - 1, again) for name in ("gpt that drops", "encoder that drops") for again in (False, True)]
-    # 16 positions are 0 to 3 and 12 to 15, and 4 to 11; of 15 and 13, chunks and parts are not equally long.
-    cases += [(name, LENGTH, False, True) for name in NAMES] + [(name, 13, False, True) for name in NAMES]
-    cases += [(name, LENGTH - 1, True, True) for name in ("gpt", "gpt that drops", "encoder that drops")]
+# Each model once, in one of the ways: 15 positions are 8 + 7, dropout and recomputation on top; balanced, 16 positions
+# are 0 to 3 and 12 to 15, and 4 to 11; of 15 and 13, chunks and parts are not equally long.
+ON_TWO = [
+    *((name, LENGTH, False) for name in ("qwen2", "modulated")),
+    *((name, LENGTH - 1, False) for name in ("gpt", "causal encoder")),
+    *(("gpt that drops", LENGTH - 1, True), ("encoder that drops", LENGTH - 1, False)),
+    *((name, LENGTH, False, True) for name in ("gpt2_padded", "encoder")),
+    *((name, 13, False, True) for name in ("gpt_tied", "llama_tied", "modulated")),
+    ("encoder that drops", LENGTH - 1, True, True),
+]
+ALL_ON_TWO = [
+    *((name, LENGTH, False) for name in NAMES),
+    *((name, LENGTH - 1, False) for name in ("gpt", "llama_tied", "encoder", "causal encoder", "modulated")),
+    *((name, LENGTH - 1, again) for name in ("gpt that drops", "encoder that drops") for again in (False, True)),
+    *((name, length, False, True) for length in (LENGTH, 13) for name in NAMES),
+    *((name, LENGTH - 1, True, True) for name in ("gpt", "gpt that drops", "encoder that drops")),
+]
+
+
+@pytest.mark.parametrize("cases", [ON_TWO, pytest.param(ALL_ON_TWO, marks=pytest.mark.long)])
+def test_gradients_are_those_of_one_process(cases: list[Any]) -> None:
     for found in run_ranks(every_model, 2, cases, timeout=170):
         assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}
 
@@ -153,7 +166,8 @@ ALSO_ON_FOUR = [
 ]
 
 
-@pytest.mark.parametrize("cases", [ON_FOUR, pytest.param(ALSO_ON_FOUR, marks=pytest.mark.long)])
+@pytest.mark.long  # tests/parity has four ranks
+@pytest.mark.parametrize("cases", [ON_FOUR, ALSO_ON_FOUR])
 def test_on_four_ranks(cases: list[Any]) -> None:
     for found in run_ranks(every_model, 4, cases, timeout=170):
         assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}

@@ -267,7 +267,13 @@ REFUSED = {name: (mixing(mix), text) for name, (mix, text) in MIXED.items()} | B
 TRAINED = ("the mean", "a gradient's norm", "a table between blocks", "a penalty on the weights", "no attention")
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if name not in TRAINED[:2]])
+# Of calls that the trial sees by the same numbers some: what is left out of them is in `make long`.
+ALIKE = ("the mean, faintly", "the largest", "rolled", "flipped", "a token shift", "sorted", "softmax over positions",
+         "the mean of everything", "positions counted anew", "rolled between blocks")  # fmt: skip
+NAMED = [name for name in REFUSED if name not in TRAINED[:2]]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in ALIKE else n for n in NAMED])
 def test_what_mixes_positions_is_named(name: str) -> None:
     make, text = REFUSED[name]
     model, ids = built(make), torch.stack([row[0] for row in rows(2)])
@@ -277,8 +283,8 @@ def test_what_mixes_positions_is_named(name: str) -> None:
 
 
 # What is the same on each position, what needs the offset of a part, and what takes other positions after the blocks.
-SAMPLE = ["the mean after the blocks", "a scale before later blocks", "an encoder as long as a part",
-          "attention by hand in a module, its bias for all blocks", "weights of attention, by position"]  # fmt: skip
+SAMPLE = ["the mean after the blocks", "an encoder as long as a part",
+          "attention by hand in a module, its bias for all blocks"]  # fmt: skip
 REST = [name for name in EQUAL if name not in SAMPLE]
 
 

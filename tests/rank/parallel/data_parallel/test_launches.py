@@ -63,8 +63,8 @@ def _local(tensor: Any) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]
 
 
-def blocks(layers: int = 15) -> nn.Module:
-    """Ten blocks of so many layers: 300 parameters."""
+def blocks(layers: int = 10) -> nn.Module:
+    """Ten blocks of so many layers: 200 parameters."""
     return nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))) for _ in range(10)))
 
 

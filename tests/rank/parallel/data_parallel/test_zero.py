@@ -233,8 +233,10 @@ CASES = {
         ("checkpointed", "sgd", 3, None, 2, {"ahead": 2}),
         ("odd", "foreach", 0, None, 2, {"nodes": (0, 0, 1, 1)}),
     ],
+    8: [("odd", "foreach", 3, 2, 1, {"nodes": (0, 0, 0, 0, 1, 1, 1, 1)})],
+}
+ALSO = {
     8: [
-        ("odd", "foreach", 3, 2, 1, {"nodes": (0, 0, 0, 0, 1, 1, 1, 1)}),
         ("gpt", "sgd", 3, 2, 1, {"nodes": (0, 0, 0, 0, 1, 1, 1, 1)}),
         ("odd", "foreach", 1, 2, 1, {"nodes": (0, 0, 1, 1, 1, 1, 0, 0)}),
         ("odd", "sgd", 0, None, 1, {"nodes": (0, 0, 0, 0, 1, 1, 2, 2)}),
@@ -242,7 +244,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_gradients_and_three_steps_equal_one_process(size: int) -> None:
-    for found in run_ranks(suite, size, CASES[size], timeout=150):
+@pytest.mark.parametrize(
+    ("size", "cases"), [*CASES.items(), *(pytest.param(*more, marks=pytest.mark.long) for more in ALSO.items())]
+)
+def test_gradients_and_three_steps_equal_one_process(size: int, cases: list[Any]) -> None:
+    for found in run_ranks(suite, size, cases, timeout=150):
         assert found == {}

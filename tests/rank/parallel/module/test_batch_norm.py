@@ -80,7 +80,7 @@ def through_strategies(world: Any, strategies: list[str], recompute: bool) -> tu
     return [record["loss"] for record in trainer.history], trainer.full_state_dict()
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.long), True], ids=["", "recomputed"])
 def test_on_cpu_ranks_losses_weights_and_running_statistics_equal_one_process(recompute: bool) -> None:
     strategies = ["ddp", "zero1", "zero3", "zero2"]
     ((losses, state),) = run_ranks(through_strategies, 1, strategies, False)
@@ -128,8 +128,10 @@ def through_deep(world: Any, strategies: list[str]) -> list[float]:
     return [record["loss"] for record in trainer.history]
 
 
-def test_a_deep_model_is_proven_on_rows_enough_for_its_statistics() -> None:
-    strategies = ["ddp", "zero3", "tp", "pp=2 microbatches=1"]
+@pytest.mark.parametrize(
+    "strategies", [["zero3", "pp=2 microbatches=1"], pytest.param(["ddp", "tp"], marks=pytest.mark.long)]
+)
+def test_a_deep_model_is_proven_on_rows_enough_for_its_statistics(strategies: list[str]) -> None:
     (expected,) = run_ranks(through_deep, 1, strategies)
     for losses in run_ranks(through_deep, 2, strategies):
         torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)

@@ -32,7 +32,8 @@ def test_every_partition_of_every_model_equals_the_whole(name: str) -> None:
     whole = specimen.gradients(model, value, target)
     parts = {(lo, hi): staged(model, chain, [(lo, hi)]) for lo, hi in combinations(range(len(chain) + 1), 2)}
     for num in (1, 2, 3, 4):
-        for ranges in partitions(len(chain), num):
+        # Of a chain of many blocks a part of the hundreds.
+        for ranges in list(partitions(len(chain), num))[:: 1 if len(chain) < 6 else 5]:
             assert_equal(chained([(parts[r], 0) for r in ranges], specimen, value, target), whole)
             # Each parameter is on one stage, but for a weight that embedding and head share.
             held = sorted(name for r in ranges for name in parts[r].holds)

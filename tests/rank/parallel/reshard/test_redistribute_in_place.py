@@ -59,7 +59,7 @@ def planned(old: list[Holding], new: list[Holding]) -> Plan:
 
 
 def moves(world: Any) -> None:
-    for number, (before, after) in enumerate(pairs()[::3]):
+    for number, (before, after) in enumerate(pairs()[::5]):
         old, new = filled(before[world.place.rank]), empty(after[world.place.rank])
         plan = planned(before, after)
         exchange = InPlace(plan, world.place.rank, limit=4096)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from models_zoo import ZOO
 from ranks import run_ranks
@@ -61,16 +62,24 @@ def staged(
     return worst / scale, {tuple(t.shape) for received, _ in tape for t in received if t.requires_grad}
 
 
-def every(world: Any) -> list[tuple[float, set[tuple[int, ...]]]]:
-    interleaved, folded = [[(0, 1), (2, 3)], [(1, 2), (3, 4)]], [[(0, 1), (3, 4)], [(1, 2), (2, 3)]]
-    runs = [("gpt_tied", interleaved), ("gpt2_padded", folded), ("llama", interleaved), ("encoder", folded)]
-    odd = [("gpt2_padded", interleaved, 13), ("gpt_tied", folded, 1)]
-    return [staged(world, name, sides) for name, sides in runs] + [staged(world, *run) for run in odd]
+INTERLEAVED, FOLDED = [[(0, 1), (2, 3)], [(1, 2), (3, 4)]], [[(0, 1), (3, 4)], [(1, 2), (2, 3)]]
+RUNS = [
+    ("gpt_tied", INTERLEAVED, 16),
+    ("encoder", FOLDED, 16),
+    ("gpt2_padded", INTERLEAVED, 13),
+    ("gpt_tied", FOLDED, 1),
+]
+ALSO = [("gpt2_padded", FOLDED, 16), ("llama", INTERLEAVED, 16)]
 
 
-def test_stages() -> None:
-    for rank, found in enumerate(run_ranks(every, 2, timeout=150)):
+def every(world: Any, runs: list[Any]) -> list[tuple[float, set[tuple[int, ...]]]]:
+    return [staged(world, *run) for run in runs]
+
+
+@pytest.mark.parametrize("runs", [RUNS, pytest.param(ALSO, marks=pytest.mark.long)])
+def test_stages(runs: list[Any]) -> None:
+    for rank, found in enumerate(run_ranks(every, 2, runs, timeout=150)):
         assert all(worst <= 1e-12 for worst, _ in found)
         # What does not divide, and a single position, which goes whole.
-        lengths = [8, 8, 8, 8, [7, 6][rank], 1]
-        assert [shapes for _, shapes in found] == [{(3, length, 32)} for length in lengths]
+        lengths = {16: 8, 13: [7, 6][rank], 1: 1}
+        assert [shapes for _, shapes in found] == [{(3, lengths[length], 32)} for _, _, length in runs]

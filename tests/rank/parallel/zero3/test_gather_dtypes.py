@@ -140,7 +140,10 @@ def both_ways(world: Any, cases: list[Case]) -> dict[Case, tuple[dict[str, Any],
 
 @pytest.mark.parametrize(
     "num_ranks, cases",
-    [(2, [("zero3", False), ("zero3", True)]), (4, [("dp=2 pp=2 zero=3 microbatches=2 schedule=zb", False)])],
+    [
+        (2, [("zero3", False), ("zero3", True)]),
+        pytest.param(4, [("dp=2 pp=2 zero=3 microbatches=2 schedule=zb", False)], marks=pytest.mark.long),
+    ],
 )
 def test_no_bit_changes_and_half_the_bytes_are_gathered(
     num_ranks: int, cases: list[Case], known_to_be_right: None

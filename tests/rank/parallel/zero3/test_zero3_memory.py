@@ -107,7 +107,7 @@ def every_zero(world: Any) -> list[dict[str, Any]]:
     return [measured(world, zero) for zero in range(4)]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)])
 def by_zero(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]:
     return request.param, run_ranks(every_zero, request.param)[0]
 
