@@ -36,23 +36,26 @@ def _with(subject: str, strategy: str, *extras: str, dtype: str = "float64") -> 
     return Cell(subject, strategy, dtype, 2, frozenset(extras))
 
 
-SMALL = [*(Cell("gpt", strategy, steps=2) for strategy in ("hsdp", "cp=4", "zero=3 dp=2 tp=2"))]
+SMALL = [
+    *(Cell("gpt", strategy, steps=2) for strategy in ("hsdp", "cp=4", "zero=3 dp=2 tp=2")),
+    Cell("gpt", "dp=2 tp=2", "float32", 3, frozenset({"bf16"})),
+]
 
 SCHEDULES = [
     Cell("gpt", "pp schedule=dualpipev", steps=2),
     _with("encoder", "zero3", "dropout", "clip", "ragged"),
-    _with("gpt_tied", "pp schedule=interleaved", "dropout", "clip"),
+    _with("gpt_tied", "pp schedule=interleaved", "dropout", "clip", "recompute"),
     _with("gpt_tied", "tp", "dropout", "mask", "accumulate", dtype="float32"),
 ]
 
-HF = [
+DEAR = [
     _with("gpt2", "dp=2 pp=2 schedule=zbv", "dropout", "mask", "ragged"),
     _with("llama_tied", "tp=2 pp=2", "mask", "clip", "recompute"),
-    Cell("gpt", "dp=2 tp=2", "float32", 3, frozenset({"bf16"})),
+    Cell("gpt", "dp=2 tp=2 pp=2", steps=2),
 ]
 
 
-def test_the_families_on_four_ranks() -> None:
+def test_the_families_and_bfloat16_on_four_ranks() -> None:
     assert _off(SMALL, 4) == []
 
 
@@ -60,12 +63,12 @@ def test_schedules_and_what_comes_besides() -> None:
     assert _off(SCHEDULES, 2) == []
 
 
-def test_unmodified_models_and_bfloat16() -> None:
-    assert _off(HF, 4) == []
-
-
-def test_three_axes_on_eight_ranks() -> None:
-    assert _off([Cell("gpt", "dp=2 tp=2 pp=2", steps=2)], 8) == []
+# In tests/rank/parallel: unmodified models in jobs, test_fine_tuning.py; a step on eight ranks, test_whole_step.py.
+@pytest.mark.long
+def test_unmodified_models_and_three_axes() -> None:
+    *hf, three_axes = DEAR
+    assert _off(hf, 4) == []
+    assert _off([three_axes], 8) == []
 
 
 def test_a_loop_around_prepare_trains_the_same() -> None:
@@ -107,6 +110,8 @@ def test_a_cell_that_does_not_end_is_ended() -> None:
     assert isinstance(ended, str) and "the process ended without an answer" in ended
 
 
+# In one process: tests/rank/parallel/pipeline/test_stages.py.
+@pytest.mark.long
 def test_ten_convolutions_in_five_stages_of_two() -> None:
     cell = Cell("ten_convs", "pp=5 microbatches=8", steps=2)
     ((_, ranks),) = in_lanes([cell], lanes=1)
