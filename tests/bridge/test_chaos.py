@@ -22,6 +22,8 @@ def bench(nbkit_home: Path) -> Iterator[Bench]:
     bench.end()  # raises where something is left
 
 
+# tests/bridge/test_hang_timeout.py has one that is stopped and replaced, and one that `why` is asked about.
+@pytest.mark.long
 def test_a_rank_that_hangs_is_named_and_replaced_when_it_is_killed(bench: Bench, tmp_path: Path) -> None:
     run = Run(1, "hung", "zero2", "", 1, 12, 0.0, "update", tmp_path / "saved")
     assert FAULTS["hung"](bench, run) == "equal"

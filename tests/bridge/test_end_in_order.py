@@ -72,10 +72,12 @@ codes
     assert two.run(code).values == {0: {-signal.SIGTERM}, 1: {-signal.SIGTERM}}
 
 
-# What ranks do without a controller is in tests/notebook/cluster/test_launch.py too.
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.long) if "controller" in way else way for way in WAYS]
-)
+# What ranks do without a controller is in tests/notebook/cluster/test_launch.py too, a parent that gets SIGTERM in
+# test_parent.py.
+LONG = ("the parent gets SIGTERM", "the controller is killed")
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.long) if way in LONG else way for way in WAYS])
 def test_a_training_ends_at_a_boundary_with_a_checkpoint(way: str, nbkit_home: Path, tmp_path: Path) -> None:
     whom, number, why = WAYS[way]
     folder = tmp_path / "saved"

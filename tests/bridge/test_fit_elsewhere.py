@@ -24,26 +24,26 @@ def mse(output, target):
 defaults = dict(loss=mse, backup_every=1)
 
 def inside(trainer):
-    trainer.fit(10)
-    return trainer.fit(10)
+    trainer.fit(5)
+    return trainer.fit(5)
 """
-LOOP = "for epoch in range(2):\n    trainer.fit(10)"
+LOOP = "for epoch in range(2):\n    trainer.fit(5)"
 CURVE = "[record['loss'] for record in trainer.history]"
 
 
 @pytest.fixture(scope="module")
-def four(nbkit_home: Path) -> Iterator[Cluster]:
+def two(nbkit_home: Path) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # ipykernel does not watch stdout where it sees this
-        cluster = Cluster.start(4, cpu=True, name="elsewhere", ttl=600)
+        cluster = Cluster.start(2, cpu=True, name="elsewhere", ttl=600)
     cluster.run(SETUP)
     yield cluster
     cluster.stop()
 
 
 @pytest.fixture(scope="module")
-def undisturbed(four: Cluster) -> list[float]:
-    losses: list[float] = four.run(f"trainer = make()\ntrainer.fit(20)\n{CURVE}", timeout=60).values[0]
+def undisturbed(two: Cluster) -> list[float]:
+    losses: list[float] = two.run(f"trainer = make()\ntrainer.fit(10)\n{CURVE}", timeout=60).values[0]
     return losses
 
 
@@ -51,29 +51,29 @@ def undisturbed(four: Cluster) -> list[float]:
     ("cell", "strategy"), [(LOOP, "zero3"), pytest.param("inside(trainer)", "ddp", marks=pytest.mark.long)]
 )
 def test_the_training_is_saved_where_it_stands_and_says_where_fit_must_stand(
-    four: Cluster, undisturbed: list[float], tmp_path: Path, cell: str, strategy: str
+    two: Cluster, undisturbed: list[float], tmp_path: Path, cell: str, strategy: str
 ) -> None:
     saved = str(tmp_path / "saved")
-    four.run(f"trainer = make(strategy={strategy!r}, save_path={saved!r})\nif rank == 2: os.environ['DIES2'] = '13'")
+    two.run(f"trainer = make(strategy={strategy!r}, save_path={saved!r})\nif rank == 1: os.environ['DIES1'] = '8'")
     with pytest.raises(CellError, match="A rank died in fit where a new one cannot go on with the cell") as caught:
-        four.run(cell, timeout=120)
+        two.run(cell, timeout=120)
     said = caught.value.traceback
-    assert "rank 2 died (it exited with code 3)" in said and f"saved to {saved}" in said
-    assert "trainer.fit(until=20)   as a statement of its own" in said
+    assert "rank 1 died (it exited with code 3)" in said and f"saved to {saved}" in said
+    assert "trainer.fit(until=10)   as a statement of its own" in said
     # All ranks are there, with the Trainer: what the hint says is typed as it is.
-    again = four.run(f"trainer.fit(until=20)\n{CURVE}", timeout=60)
-    for rank in range(4):
+    again = two.run(f"trainer.fit(until=10)\n{CURVE}", timeout=60)
+    for rank in range(2):
         assert again.values[rank] == pytest.approx(undisturbed, abs=1e-10)
     # And the checkpoint goes on by itself.
-    loaded = f"trainer = make()\ntrainer.load({saved!r})\ntrainer.fit(until=20)\n{CURVE}"
-    assert four.run(loaded, timeout=60).values[3] == pytest.approx(undisturbed, abs=1e-10)
+    loaded = f"trainer = make()\ntrainer.load({saved!r})\ntrainer.fit(until=10)\n{CURVE}"
+    assert two.run(loaded, timeout=60).values[1] == pytest.approx(undisturbed, abs=1e-10)
 
 
-def test_a_death_that_is_not_replaced_names_the_newest_checkpoint(four: Cluster, tmp_path: Path) -> None:
+def test_a_death_that_is_not_replaced_names_the_newest_checkpoint(two: Cluster, tmp_path: Path) -> None:
     """The last test: it ends the cluster."""
     saved = str(tmp_path / "saved")
     stop = f"on_failure='stop', save_path={saved!r}, save_every=5"
-    four.run(f"trainer = make({stop})\nif rank == 2: os.environ['DIES2'] = '13'")
-    with pytest.raises(RankDied, match="Rank 2 died") as caught:
-        four.run(LOOP, timeout=120)
-    assert f"trainer.load({saved!r})   of step 10" in caught.value.hint
+    two.run(f"trainer = make({stop})\nif rank == 1: os.environ['DIES1'] = '8'")
+    with pytest.raises(RankDied, match="Rank 1 died") as caught:
+        two.run(LOOP, timeout=120)
+    assert f"trainer.load({saved!r})   of step 5" in caught.value.hint

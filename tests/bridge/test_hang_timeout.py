@@ -105,7 +105,7 @@ def test_where_all_ranks_wait_nobody_is_ended(three: Cluster, how: str) -> None:
     three.run(f"at.update(step=4, how={how}); trainer = make()")
     handle = three.run(CELL, detach=True)
     while step_of(three) < 4 or (how != "breakpoint" and not three.why().verdict.stuck):
-        time.sleep(0.2)
+        time.sleep(1.0)  # to ask takes more than to wait
     time.sleep(1.5 * TIMEOUT)
     assert pids(three) == before and all(process.is_alive() for process in three.entry.ranks)
     handle.stop()

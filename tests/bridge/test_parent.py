@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from forked_parents import parent_of
+from ranks import run_ranks
 
+from nbkit.bridge.parent import parent as parents
 from nbkit.bridge.parent.child_processes import has_ended
+from nbkit.wire.link import Link
 from nbkit.wire.processes import Process
 
 
@@ -42,43 +48,41 @@ def test_a_parent_whose_notebook_is_gone_before_the_controller_is_up_gives_up(fo
     spec = json.loads((folder / "spec.json").read_text())
     spec["launcher"]["started"] += 1  # a notebook that has ended since
     (folder / "spec.json").write_text(json.dumps(spec))
-    parent = subprocess.Popen([sys.executable, "-m", "nbkit.bridge.parent.parent", str(folder)])
+    parent = parent_of(folder)
+    parent.start()
     try:
-        assert parent.wait(timeout=60) == 0
+        parent.join(timeout=60)
+        assert parent.exitcode == 0
         assert controller.wait(timeout=10) != 0
     finally:
         parent.kill()
-        parent.wait()
+        parent.join()
         controller.kill()
         controller.wait()
 
 
-def test_a_parent_that_is_stopped_while_it_forks_forks_no_more(folder: Path) -> None:
-    script = """
-import os, signal, sys
-from pathlib import Path
-from nbkit.bridge.parent import parent as parents
-from nbkit.wire.link import Link
-import socket
+def stopped_while_it_forks(rank: int, folder: Path) -> list[int]:
+    """The ranks that a parent has started that is told to end as it forks the second one."""
+    started = []
 
-started = []
-def start_rank(self, rank):
-    started.append(rank)
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        signal.pause()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGTERM)  # the child that is forked now is not in the list yet
-    mine, theirs = socket.socketpair()
-    self.children[rank] = parents.Child(rank, pid, Link(mine))
-parents.Parent.start_rank = start_rank
-parents.Parent(Path(sys.argv[1])).run()
-print(started)
-"""
-    command = [sys.executable, "-c", script, str(folder)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1] == "[0, 1]"
+    def start_rank(self: parents.Parent, rank: int) -> None:
+        started.append(rank)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            signal.pause()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # the child that is forked now is not in the list yet
+        mine, _theirs = socket.socketpair()
+        self.children[rank] = parents.Child(rank, pid, Link(mine))
+
+    parents.Parent.start_rank = start_rank  # type: ignore[method-assign,assignment]  # a forked process of its own
+    parents.Parent(folder).run()
+    return started
+
+
+def test_a_parent_that_is_stopped_while_it_forks_forks_no_more(folder: Path) -> None:
+    assert run_ranks(stopped_while_it_forks, 1, folder, join=False) == [[0, 1]]
 
 
 def test_a_child_is_seen_to_have_ended_before_its_pid_is_given_away() -> None:

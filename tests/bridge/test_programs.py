@@ -9,11 +9,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import runpy
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
 from nbkit import Cluster
 
@@ -30,13 +34,36 @@ def under_torchrun(program: Path, losses: Path) -> list[float]:
     return list(ast.literal_eval(losses.read_text()))
 
 
-@pytest.mark.parametrize("name", ["nanogpt", *(pytest.param(name, marks=pytest.mark.long) for name in REST)])
-def test_losses_in_a_cell_are_those_under_torchrun(two: Cluster, name: str, tmp_path: Path) -> None:
+def by_hand(rank: int, program: Path, losses: Path, port: int) -> None:
+    """What torchrun makes of a process of two, in one that has imported torch."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    sys.argv = [str(program), "--losses", str(losses)]
+    runpy.run_path(str(program), run_name="__main__")
+
+
+def as_under_torchrun(program: Path, losses: Path) -> list[float]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    run_ranks(by_hand, 2, program, losses, port, join=False)
+    return list(ast.literal_eval(losses.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [
+        ("nanogpt", as_under_torchrun),
+        *(pytest.param(name, under_torchrun, marks=pytest.mark.long) for name in ("nanogpt", *REST)),
+    ],
+)
+def test_losses_in_a_cell_are_those_under_torchrun(
+    two: Cluster, name: str, alone: Callable[[Path, Path], list[float]], tmp_path: Path
+) -> None:
     for library in TAKES.get(name, ()):
         if importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
     program, losses = PROGRAMS / f"{name}.py", tmp_path / "losses"
-    expected = under_torchrun(program, tmp_path / "expected")
+    expected = alone(program, tmp_path / "expected")
     assert len(expected) >= 4 and len(set(expected)) > 2
 
     two.run(f"%run {program} --losses {losses}")

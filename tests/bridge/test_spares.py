@@ -14,7 +14,7 @@ from training_cell import NETWORK
 from nbkit import Cluster
 from nbkit.notebook.cluster.registry import running
 
-STEPS = 24
+STEPS = 12
 SETUP = f"""{NETWORK}
 import os, signal
 slow = 0.005
@@ -38,7 +38,7 @@ def prepared():
     return nbkit.prepare(Net, optimizer, loss=mse, strategy="zero3", example=example, log_dir=None, backup_every=1)
 """
 LOOP = """
-for batch in trainer.batches(torch.utils.data.DataLoader(rows() * 2, batch_size=8, shuffle=True)):
+for batch in trainer.batches(torch.utils.data.DataLoader(rows(), batch_size=8, shuffle=True)):
     trainer.backward(batch)
     trainer.optimizer.step(); trainer.optimizer.zero_grad()
 [record["loss"] for record in trainer.history]
@@ -75,7 +75,7 @@ def test_a_rank_that_dies_twice_on_its_device_goes_on_on_the_spare_one(
     reserve = {int(new.removeprefix("core "))}
     assert {*two.run("sorted(os.sched_getaffinity(0))").values[1]}.isdisjoint(reserve)
 
-    cores = check_curve(two, {4: "kill", 9: "kill", 14: "kill", 19: "kill"})
+    cores = check_curve(two, {2: "kill", 4: "kill", 6: "kill", 8: "kill"})
 
     assert {*cores[1]} == reserve and reserve.isdisjoint(cores[0])
     said = [line for line in capsys.readouterr().err.splitlines() if "was replaced" in line]
@@ -112,8 +112,8 @@ def test_a_rank_whose_device_fails_is_on_the_spare_one_at_once_and_a_resize_leav
     assert f"Rank 1 is on the spare {new} now, since {old} failed; no spare is left." in said
 
     alone = two.run(f"plan, trainer = {{}}, None\ntrainer = prepared()\n{LOOP}", timeout=60).values[0]
-    two.run("trainer = None\ntrainer = prepared()\nplan = {6: 'device'}")
+    two.run("trainer = None\ntrainer = prepared()\nplan = {3: 'device'}")
     results = two.run(LOOP, timeout=120)
     for rank in range(2):
-        assert results.values[rank] == pytest.approx(alone, abs=1e-10) and len(alone) == 16
+        assert results.values[rank] == pytest.approx(alone, abs=1e-10) and len(alone) == 8
     assert f"Rank 1 stays on {new}, though {new} failed: no spare is left." in capsys.readouterr().err

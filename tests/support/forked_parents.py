@@ -1,7 +1,8 @@
 """The parent of a cluster's ranks, forked from the process that ranks of tests are forked from: it has torch in memory.
 
-To import it takes each start of a cluster some seconds of a core. All else is as at a user's: its own session,
-environment, folder and log. tests/notebook/cluster/test_launch.py starts clusters as a user does; of the kernels,
+To import it takes each start of a cluster some seconds of a core. Its ranks know their links, which all would measure
+at the first job and at the first one after each death. All else is as at a user's: its own session, environment, folder
+and log. tests/notebook/cluster/test_launch.py starts clusters as a user does; of the kernels,
 those of README, of the pages and of the lessons do.
 """
 
@@ -122,6 +123,13 @@ def _fork(*how: Any) -> int:
     return int(process.pid)
 
 
+def parent_of(folder: Path) -> Any:
+    """The process of a parent of the cluster of which `folder` tells, not started yet."""
+    args = [sys.executable, "-m", "nbkit.bridge.parent.parent", str(folder)]
+    how = (args, dict(os.environ), os.getcwd(), str(folder / "parent.log"))
+    return ranks._forking().Process(target=_be_parent, args=how, daemon=False)
+
+
 def _be_parent(args: list[str], environment: dict[str, str], work_dir: str, output: str) -> None:
     os.setsid()
     os.chdir(work_dir)
@@ -136,7 +144,9 @@ def _be_parent(args: list[str], environment: dict[str, str], work_dir: str, outp
     sys.path.insert(0, work_dir)
 
     from nbkit.bridge.parent.parent import main
+    from nbkit.rank.comm import link_probe
 
+    link_probe._measured = lambda _, node_of, __: ranks.link_of(len(node_of))
     main()
     sys.stdout.flush()
     os._exit(0)

@@ -3,6 +3,12 @@
 import gc
 import importlib
 
+import executing
+from IPython.core.ultratb import VerboseTB
+
+from nbkit.errors import NbkitError
+from nbkit.rank.train.trainer import Trainer
+
 for _name in (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -26,6 +32,15 @@ for _name in (
     "nbkit.rank.world.watchdog",
 ):
     importlib.import_module(_name)
+
+# The first traceback that IPython formats in a process takes it most of a second: imports, and the sources on its way.
+for _name in ("trainer", "training", "job", "builder", "control.make_steps", "step.step"):
+    _file = importlib.import_module(f"nbkit.rank.train.{_name}").__file__
+    executing.Source.for_filename(_file).asttext()
+try:
+    Trainer()  # type: ignore[call-arg]
+except NbkitError as _error:
+    VerboseTB(theme_name="linux").structured_traceback(type(_error), _error, _error.__traceback__)
 
 # A collection in a rank then passes over all this, which also stays in memory that the ranks share.
 gc.collect()

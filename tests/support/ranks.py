@@ -32,6 +32,16 @@ left_out: dict[str, Any] = {}
 See the fixture `known_to_be_right`."""
 
 
+def link_of(n: int) -> Any:
+    """What so many ranks of a test know of their links: to measure them takes each longer than all else of a small job.
+
+    tests/rank/comm/test_link_probe.py measures."""
+    from nbkit.planner.link_speed import Link, Way
+
+    ways = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), Way(3e-4, 5e8))
+    return Link(n, ways, None, None, 2e9, (0,) * n, True)
+
+
 class RankFailed(AssertionError):
     """A rank raised or died; the message holds its traceback."""
 
@@ -88,13 +98,10 @@ def next_generation(world: Any, timeout_s: float = 20.0) -> None:
 
 
 def know_links(n: int) -> None:
-    """In a rank of n. Measuring them takes each longer than all else of a small job; tests/rank/comm/test_link_probe.py
-    measures."""
-    from nbkit.planner.link_speed import Link, Way
+    """In a rank of n."""
     from nbkit.rank.comm import link_probe
 
-    ways = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), Way(3e-4, 5e8))
-    link_probe._known = Link(n, ways, None, None, 2e9, (0,) * n, True)
+    link_probe._known = link_of(n)
 
 
 def leave_out(without: dict[str, Any]) -> None:
