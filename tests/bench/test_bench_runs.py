@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -28,9 +30,10 @@ def test_a_benchmark_runs_end_to_end_and_writes_the_table(tmp_path: Path) -> Non
     assert "| what | nbkit | peer | ratio [95 %] | A/A | bar | met |" in table
 
 
+@pytest.mark.long
 def test_the_control_plane_is_measured_on_engines_without_torch(tmp_path: Path) -> None:
     out = tmp_path / "results"
-    command = [sys.executable, "-m", "bench", "control_plane", "--ranks", "4", "--rounds", "2", "--out", str(out)]
+    command = [sys.executable, "-m", "bench", "control_plane", "--ranks", "16", "--rounds", "3", "--out", str(out)]
 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
 

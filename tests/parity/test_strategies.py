@@ -36,10 +36,7 @@ def _with(subject: str, strategy: str, *extras: str, dtype: str = "float64") -> 
     return Cell(subject, strategy, dtype, 2, frozenset(extras))
 
 
-SMALL = [
-    *(Cell("gpt", strategy, steps=2) for strategy in ("hsdp", "cp=4", "zero=3 dp=2 tp=2")),
-    Cell("gpt", "dp=2 tp=2", "float32", 3, frozenset({"bf16"})),
-]
+SMALL = [*(Cell("gpt", strategy, steps=2) for strategy in ("hsdp", "cp=4", "zero=3 dp=2 tp=2"))]
 
 SCHEDULES = [
     Cell("gpt", "pp schedule=dualpipev", steps=2),
@@ -51,11 +48,12 @@ SCHEDULES = [
 DEAR = [
     _with("gpt2", "dp=2 pp=2 schedule=zbv", "dropout", "mask", "ragged"),
     _with("llama_tied", "tp=2 pp=2", "mask", "clip", "recompute"),
+    Cell("gpt", "dp=2 tp=2", "float32", 3, frozenset({"bf16"})),
     Cell("gpt", "dp=2 tp=2 pp=2", steps=2),
 ]
 
 
-def test_the_families_and_bfloat16_on_four_ranks() -> None:
+def test_the_families_on_four_ranks() -> None:
     assert _off(SMALL, 4) == []
 
 
@@ -64,10 +62,11 @@ def test_schedules_and_what_comes_besides() -> None:
 
 
 # In tests/rank/parallel: unmodified models in jobs, test_fine_tuning.py; a step on eight ranks, test_whole_step.py.
+# Half precision beside one process: tests/rank/train/step/test_precision.py.
 @pytest.mark.long
-def test_unmodified_models_and_three_axes() -> None:
-    *hf, three_axes = DEAR
-    assert _off(hf, 4) == []
+def test_unmodified_models_bfloat16_and_three_axes() -> None:
+    *on_four, three_axes = DEAR
+    assert _off(on_four, 4) == []
     assert _off([three_axes], 8) == []
 
 
