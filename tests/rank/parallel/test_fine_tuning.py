@@ -18,10 +18,9 @@ ROWS, STEPS = 8, 2
 # Every axis with parameters that are frozen whole, and with adapters.
 CASES = [
     ("frozen", ("dp=2 pp=2 schedule=zbv", "cp=2 tp=2")),
-    ("lora llama", ("zero=3 dp=2 tp=2",)),
     ("lora gpt2", ("tp=2 pp=2",)),
 ]
-REST = [("frozen", ("zero1",)), ("lora llama", ("pp",))]
+REST = [("frozen", ("zero1",)), ("lora llama", ("zero=3 dp=2 tp=2", "pp"))]
 
 
 def frozen() -> nn.Module:

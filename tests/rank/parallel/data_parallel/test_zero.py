@@ -224,11 +224,9 @@ CASES = {
         ("checkpointed", "foreach", 3, None, 3, {}),
     ],
     4: [
-        *(("odd", "foreach", zero, None, 2, {}) for zero in (1, 3)),
         *(("odd", "sgd", zero, 2, 2, {}) for zero in (0, 2)),
         ("gpt", "fused", 3, 2, 9, {}),
         ("odd", "fused", 2, None, 2, {"tp": 2}),
-        ("odd", "fused", 3, 1, 9, {}),
         ("odd", "foreach", 3, 2, 1, {"keep": True}),
         ("checkpointed", "sgd", 3, None, 2, {"ahead": 2}),
         ("odd", "foreach", 0, None, 2, {"nodes": (0, 0, 1, 1)}),
@@ -236,6 +234,7 @@ CASES = {
     8: [("odd", "foreach", 3, 2, 1, {"nodes": (0, 0, 0, 0, 1, 1, 1, 1)})],
 }
 ALSO = {
+    4: [*(("odd", "foreach", zero, None, 2, {}) for zero in (1, 3)), ("odd", "fused", 3, 1, 9, {})],
     8: [
         ("gpt", "sgd", 3, 2, 1, {"nodes": (0, 0, 0, 0, 1, 1, 1, 1)}),
         ("odd", "foreach", 1, 2, 1, {"nodes": (0, 0, 1, 1, 1, 1, 0, 0)}),
