@@ -5,7 +5,6 @@ Both are needed: importing a submodule runs the package's `__init__`, which a li
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shutil
@@ -14,7 +13,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-from ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 JUPYTER = ("IPython", "ipykernel", "ipyparallel", "ipywidgets", "jupyter_client", "jupyter_core", "zmq", "traitlets")
@@ -94,17 +92,8 @@ def test_every_module_of_the_root_has_its_place_in_the_layers() -> None:
     assert there <= placed, f"not in pyproject.toml's layers: {', '.join(sorted(there - placed))}"
 
 
-def load(rank: int, names: list[str], forbidden: tuple[str, ...]) -> dict[str, list[str]]:
-    """What is loaded of `forbidden` in a rank, which never had Jupyter: by the name after whose import it is there."""
-    there = {}
-    for name in names:
-        importlib.import_module(name)
-        there[name] = [found for found in forbidden if found in sys.modules]
-    return {name: found for name, found in there.items() if found}
-
-
 def test_the_rank_wing_leaves_jupyter_unloaded() -> None:
-    assert run_ranks(load, 1, modules("nbkit/rank"), JUPYTER, join=False) == [{}]
+    assert first_to_load(modules("nbkit/rank"), JUPYTER) == ""
 
 
 def test_the_notebook_wing_leaves_torch_unloaded() -> None:
