@@ -13,7 +13,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-
 ROOT = Path(__file__).resolve().parents[1]
 JUPYTER = ("IPython", "ipykernel", "ipyparallel", "ipywidgets", "jupyter_client", "jupyter_core", "zmq", "traitlets")
 TORCH = ("torch", "nbkit.rank", "nbkit.bridge")
