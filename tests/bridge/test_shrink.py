@@ -114,6 +114,7 @@ def test_a_mesh_that_cannot_do_without_a_rank_goes_on_with_the_new_one_and_says_
     check_whole(four, 4)
 
 
+@pytest.mark.long
 def test_two_that_die_at_once_leave_two(four: Cluster, alone: list[float]) -> None:
     four.run("trainer = make()")
     results = run_killing(four, [0, 3])

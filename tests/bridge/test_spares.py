@@ -96,6 +96,7 @@ def test_a_rank_that_dies_twice_on_its_device_goes_on_on_the_spare_one(
     assert running("spared").spares == ()
 
 
+@pytest.mark.long
 def test_a_rank_whose_device_fails_is_on_the_spare_one_at_once_and_a_resize_leaves_that_alone(
     two: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

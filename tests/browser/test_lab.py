@@ -105,6 +105,7 @@ def test_a_detached_training_prints_in_its_own_cell_while_others_run(page: Any) 
         page.page.wait_for_timeout(100)
 
 
+@pytest.mark.long
 def test_the_board_is_alive_in_its_frame(page: Any) -> None:
     shown = page.run(NUMBER["board"])
     assert "ssh -L" in shown
@@ -116,6 +117,7 @@ def test_the_board_is_alive_in_its_frame(page: Any) -> None:
     page.page.wait_for_timeout(500)  # it draws
 
 
+@pytest.mark.long
 def test_after_a_reload_of_the_page_the_training_is_still_there(page: Any) -> None:
     page.reload()
 

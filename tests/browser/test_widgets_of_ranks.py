@@ -69,6 +69,7 @@ def pictures(page: Any, tmp_path: Path) -> Iterator[None]:
     page.picture(tmp_path / "after.png")
 
 
+@pytest.mark.long
 def test_a_widget_bar_of_every_rank_moves_while_the_cell_runs(page: Any, go: Path, tmp_path: Path) -> None:
     number = NUMBER["widget"]
     page.start(number)
@@ -83,6 +84,7 @@ def test_a_widget_bar_of_every_rank_moves_while_the_cell_runs(page: Any, go: Pat
     wait_for_bars(page, number, half=False)
 
 
+@pytest.mark.long
 def test_bars_that_may_choose_are_one_line_that_moves_and_stays(page: Any, go: Path, tmp_path: Path) -> None:
     number = NUMBER["auto"]
     page.start(number)
@@ -98,6 +100,7 @@ def test_bars_that_may_choose_are_one_line_that_moves_and_stays(page: Any, go: P
     assert "epoch: 100%" in left and "batch" not in left
 
 
+@pytest.mark.long
 def test_bars_of_rich_move_each_in_its_own_place(page: Any, go: Path, tmp_path: Path) -> None:
     number = NUMBER["rich"]
     page.start(number)
@@ -113,6 +116,7 @@ def test_bars_of_rich_move_each_in_its_own_place(page: Any, go: Path, tmp_path: 
     page.wait_for_output(number, "100%")
 
 
+@pytest.mark.long
 def test_a_click_reaches_the_rank_and_output_is_live_after_all_that(page: Any) -> None:
     page.run(NUMBER["button"])
     page.cell(NUMBER["button"]).locator("button.jupyter-button").click()

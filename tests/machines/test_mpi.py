@@ -39,6 +39,7 @@ def agents() -> list[psutil.Process]:
     return [process for process in found if "mpirun" in process.info["cmdline"][0]]
 
 
+@pytest.mark.long
 def test_one_death_ends_that_rank_alone_and_nothing_of_mpi_is_left_to_the_ranks(mpi: None) -> None:
     cluster = Cluster.start(name="mpi", on=MpiRequest((("localhost", 2),), cpu=True), ttl=60)
     try:

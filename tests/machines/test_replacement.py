@@ -60,10 +60,8 @@ def run_killing(cluster: Cluster, hosts: SshHosts, ranks: list[int]) -> tuple[di
     return results.values, "".join(results.output.values())
 
 
-REST = [pytest.param(strategy, ranks, marks=pytest.mark.long) for strategy, ranks in (("ddp", [0]), ("zero3", [0, 3]))]
-
-
-@pytest.mark.parametrize(("strategy", "ranks"), [("zero3", [3]), *REST], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero3", [3]), ("ddp", [0]), ("zero3", [0, 3])], ids=str)
 def test_a_rank_of_either_host_is_replaced_on_it_and_the_curve_goes_on(
     on_ssh: Cluster, ssh: SshHosts, undisturbed: list[float], strategy: str, ranks: list[int],
     capsys: pytest.CaptureFixture[str],

@@ -121,6 +121,7 @@ def test_a_host_that_dies_while_its_ranks_start(ssh: SshHosts) -> None:
     assert error.hint == "%cluster start   again"
 
 
+@pytest.mark.long
 def test_hosts_that_do_not_reach_each_other_are_named_before_they_wait_for_each_other(ssh: SshHosts) -> None:
     ssh.block("on")
     error = refused(ssh, *ssh.names, then=lambda: ssh.block("off"))

@@ -50,6 +50,7 @@ def test_half_of_a_surrogate_pair_is_shown_as_its_escape(kernel: Kernel, source:
     assert kernel.run("%%distributed\nkept").status == "ok"
 
 
+@pytest.mark.long
 def test_the_warning_is_where_stop_was_called_and_where_the_cell_is(kernel: Kernel) -> None:
     cell = kernel.send(f"%%distributed --detach --ranks 0,2\nif rank == 2: {C_CALL}")
     kernel.collect(cell)

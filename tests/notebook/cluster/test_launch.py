@@ -211,6 +211,7 @@ from nbkit.rank.train.runs_dir import MAX_BYTES
 """
 
 
+@pytest.mark.long
 def test_ranks_record_where_nbkit_toml_says_unless_log_dir_says_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def test_a_running_cell_ends_when_its_cluster_does(cluster: Cluster, how: str) -
         cluster.run("1")
 
 
+@pytest.mark.long
 def test_restart_after_everything_is_gone_gives_a_fresh_cluster(cluster: Cluster) -> None:
     registry.end(cluster.entry)
     cluster.restart()

@@ -344,6 +344,7 @@ def test_a_training_of_long_steps_stops_at_a_boundary_and_not_within_a_step(two:
     assert "has not ended" not in shown
 
 
+@pytest.mark.long
 def test_a_second_press_interrupts_a_training_of_long_steps_within_its_step(two: Cluster, shown: Shown) -> None:
     patience = "from nbkit.rank.train.control import step_boundary; step_boundary.LEAST_PATIENCE = "
     two.run(f"{patience}600")  # without the second press nobody is interrupted before the test times out

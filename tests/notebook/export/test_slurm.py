@@ -37,6 +37,7 @@ def notebook(folder: Path, *sources: str) -> None:
     (folder / "my lesson.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4}))
 
 
+@pytest.mark.long
 def test_the_file_of_a_script_starts_its_ranks_and_hands_arguments_on(slurm: Path) -> None:
     notebook(
         slurm, "%cluster start -n 2", "STEPS = 3\n%push STEPS", "%%rank 1\nprint('steps', STEPS, 'of', world_size)"
