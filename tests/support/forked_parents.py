@@ -1,14 +1,15 @@
-"""The parent of a cluster's ranks, forked from the process that ranks of tests are forked from: it has torch in memory.
+"""The parent of a cluster's ranks, and its controller, forked from the process that ranks of tests are forked from.
 
-To import it takes each start of a cluster some seconds of a core. Its ranks know their links, which all would measure
-at the first job and at the first one after each death. All else is as at a user's: its own session, environment, folder
-and log. tests/notebook/cluster/test_launch.py starts clusters as a user does; of the kernels,
-those of README, of the pages and of the lessons do.
+That has torch and ipyparallel in memory: to import them takes each start of a cluster seconds of a core. The ranks know
+their links, which all would measure at the first job and at the first one after each death. All else is as at a user's:
+their own session, environment, folder and log. tests/notebook/cluster/test_launch.py starts clusters as a user does; of
+the kernels, those of README and of the pages do.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socketserver
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 
 import pytest
 import ranks
+from ipyparallel.cluster.launcher import LocalControllerLauncher
 
 from nbkit.notebook.cluster.launch.launch import ParentLauncher
 
@@ -39,9 +41,9 @@ def start(launcher):
         launcher.pid = int(lines.readline())
 """
 _PROGRAM = """{ask}
-from nbkit.notebook.cluster.launch.launch import ParentLauncher
+from nbkit.notebook.cluster.launch.launch import LocalControllerLauncher, ParentLauncher
 
-ParentLauncher.start = start
+ParentLauncher.start = LocalControllerLauncher.start = start
 """
 # Run by each kernel as it starts. nbkit is imported by a cell all the same, as at a user's.
 _STARTUP = """
@@ -50,9 +52,9 @@ def prepare():
     {ask}
     def before_a_cell(*_):
         if "nbkit" in sys.modules:
-            from nbkit.notebook.cluster.launch.launch import ParentLauncher
+            from nbkit.notebook.cluster.launch.launch import LocalControllerLauncher, ParentLauncher
 
-            ParentLauncher.start = start
+            ParentLauncher.start = LocalControllerLauncher.start = start
             events.unregister("pre_run_cell", before_a_cell)
 
     events = get_ipython().events
@@ -64,14 +66,19 @@ del prepare
 
 
 @contextmanager
-def forked_parents(forked: bool = True) -> Iterator[None]:
-    """Clusters that this process starts meanwhile; with `forked=False` as if this were not there."""
+def forked_parents(forked: bool = True, *, controllers: bool = True) -> Iterator[None]:
+    """Clusters that this process starts meanwhile; with `forked=False` as if this were not there.
+
+    controllers: false where one is killed. What it leaves is known by its environment, and what is forked here shows
+    that of the process of the tests.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ParentLauncher, "start", _start if forked else _AS_EVER)
+        patch.setattr(LocalControllerLauncher, "start", _start if forked and controllers else _CONTROLLER_AS_EVER)
         yield
 
 
-_AS_EVER = ParentLauncher.start
+_AS_EVER, _CONTROLLER_AS_EVER = ParentLauncher.start, LocalControllerLauncher.start
 
 
 @contextmanager
@@ -107,17 +114,17 @@ def _served() -> Iterator[str]:
 
 class _Asked(socketserver.StreamRequestHandler):
     def handle(self) -> None:
-        """Fork one parent, and tell its pid."""
+        """Fork one process, and tell its pid."""
         self.wfile.write(b"%d\n" % _fork(*json.loads(self.rfile.readline())))
 
 
-def _start(launcher: ParentLauncher) -> None:
+def _start(launcher: ParentLauncher | LocalControllerLauncher) -> None:
     environment = {**os.environ, **launcher.get_env()}
     launcher.pid = _fork(launcher.args, environment, launcher.work_dir, launcher.output_file)
 
 
 def _fork(*how: Any) -> int:
-    process = ranks._forking().Process(target=_be_parent, args=how, daemon=False)
+    process = ranks._forking().Process(target=_be, args=how, daemon=False)
     process.start()
     processes._children.discard(process)  # type: ignore[attr-defined]  # nobody waits for it: clusters are ended by name
     return int(process.pid)
@@ -127,10 +134,10 @@ def parent_of(folder: Path) -> Any:
     """The process of a parent of the cluster of which `folder` tells, not started yet."""
     args = [sys.executable, "-m", "nbkit.bridge.parent.parent", str(folder)]
     how = (args, dict(os.environ), os.getcwd(), str(folder / "parent.log"))
-    return ranks._forking().Process(target=_be_parent, args=how, daemon=False)
+    return ranks._forking().Process(target=_be, args=how, daemon=False)
 
 
-def _be_parent(args: list[str], environment: dict[str, str], work_dir: str, output: str) -> None:
+def _be(args: list[str], environment: dict[str, str], work_dir: str, output: str) -> None:
     os.setsid()
     os.chdir(work_dir)
     os.environ.clear()
@@ -142,11 +149,15 @@ def _be_parent(args: list[str], environment: dict[str, str], work_dir: str, outp
     os.dup2(1, 2)
     sys.argv = args[2:]
     sys.path.insert(0, work_dir)
+    if sys.argv[0] == "ipyparallel.controller":
+        from ipyparallel.controller.app import main
 
-    from nbkit.bridge.parent.parent import main
-    from nbkit.rank.comm import link_probe
+        multiprocessing.set_start_method("fork", force=True)  # its own processes, as ever
+    else:
+        from nbkit.bridge.parent.parent import main
+        from nbkit.rank.comm import link_probe
 
-    link_probe._measured = lambda _, node_of, __: ranks.link_of(len(node_of))
+        link_probe._measured = lambda _, node_of, __: ranks.link_of(len(node_of))
     main()
     sys.stdout.flush()
     os._exit(0)

@@ -25,6 +25,7 @@ for _name in (
     "transformers.models.qwen2.modeling_qwen2",
     "peft",
     "pytest",
+    "ipyparallel.controller.app",
     "nbkit.bridge.training_requests",
     "nbkit.rank.models.pretrained",
     "nbkit.rank.parallel.check_model",

@@ -35,7 +35,7 @@ def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def forked() -> Iterator[None]:
     """For what is not about how the parent comes to be."""
-    with forked_parents():
+    with forked_parents(controllers=False):  # some are killed here
         yield
 
 

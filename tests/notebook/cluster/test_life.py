@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_parents import forked_parents
 
 from nbkit import Cluster
 from nbkit.errors import CellError, ClusterError, NbkitError
@@ -19,8 +20,9 @@ from nbkit.notebook.cluster.launch.launch import connect
 
 
 @pytest.fixture
-def cluster(nbkit_home: Path) -> Iterator[Cluster]:
-    cluster = Cluster.start(2, cpu=True, name="life")
+def cluster(nbkit_home: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with forked_parents(controllers="controller killed" not in request.node.name):
+        cluster = Cluster.start(2, cpu=True, name="life")
     yield cluster
     found = registry.find("life")
     cluster.connection.close()
