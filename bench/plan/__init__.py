@@ -1,1 +1,1 @@
-"""What the planner foretells, beside what is measured: `make plan-check`."""
+"""What the planner predicts, beside what is measured: `make plan-check`."""

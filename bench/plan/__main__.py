@@ -1,4 +1,4 @@
-"""What is foretold beside the measured.
+"""What is predicted beside the measured.
 
 python -m bench.plan [peak seconds published planning] [names of models]     without a name all of it
 python -m bench.plan nodes     seconds on two nodes of two ranks; by name alone

@@ -1,4 +1,4 @@
-"""Seconds of a step as foretold before it ever ran, and what the recommendation costs beside the best, all measured.
+"""Seconds of a step as predicted before it ever ran, and what the recommendation costs beside the best, all measured.
 
 A scenario is a model over a link on devices of some memory; a cell of it is a mesh. Blocks sleep instead of computing,
 so that ranks on shared cores take the seconds that they would have alone. A link has its rate by `tc tbf`
@@ -73,16 +73,16 @@ NODES = (Case(LARGE, 0.004, 25e6, node=2),)
 
 @dataclass(frozen=True)
 class Cell:
-    """Seconds of a step and bytes of the fullest rank at its peak. foretold: the same, None where nothing tells."""
+    """Seconds of a step and bytes of the fullest rank at its peak. predicted: the same, None where nothing tells."""
 
     seconds: float
     peak: int
-    foretold: tuple[float, int]
+    predicted: tuple[float, int]
 
     @property
     def error(self) -> float:
         """Of the seconds."""
-        return self.foretold[0] / self.seconds - 1
+        return self.predicted[0] / self.seconds - 1
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Scenario:
 
     @property
     def chosen(self) -> str | None:
-        """Of those that are foretold to fit, as the panel recommends; None where none is."""
-        return fastest({name: one.foretold[0] for name, one in self.cells.items() if one.foretold[1] <= self.memory})
+        """Of those that are predicted to fit, as the panel recommends; None where none is."""
+        return fastest({name: one.predicted[0] for name, one in self.cells.items() if one.predicted[1] <= self.memory})
 
     @property
     def fits(self) -> bool:
@@ -167,10 +167,10 @@ def _cells(ranks: Ranks, strategies: Sequence[str], at: _At) -> Iterator[tuple[s
             continue
         with at():
             took = max(ranks.ask("timed"))
-        cell = Cell(took, max(one["peak"] for one in said), said[0]["foretold"])
-        sizes = f"{cell.peak / 1e6:.2f} MB ({cell.foretold[1] / 1e6:.2f})"
+        cell = Cell(took, max(one["peak"] for one in said), said[0]["predicted"])
+        sizes = f"{cell.peak / 1e6:.2f} MB ({cell.predicted[1] / 1e6:.2f})"
         load = f"load {os.getloadavg()[0]:.0f}"
-        print(f"  {strategy:20} {took:.3f} s ({cell.foretold[0]:.3f}, {cell.error:+.1%})  {sizes}  {load}", flush=True)
+        print(f"  {strategy:20} {took:.3f} s ({cell.predicted[0]:.3f}, {cell.error:+.1%})  {sizes}  {load}", flush=True)
         yield strategy, cell
 
 
@@ -183,7 +183,7 @@ def bars(found: Sequence[Scenario]) -> tuple[bool, str]:
     mean, worst = sum(errors.values()) / len(errors), max(errors, key=lambda key: errors[key])
     good, misfits = sum(one.regret <= BAR for one in found), sum(not one.fits for one in found)
     text = (
-        f"{len(errors)} steps foretold: {mean:.1%} off on average (bar {MEAN:.0%}), {errors[worst]:.1%} at worst (bar "
+        f"{len(errors)} steps predicted: {mean:.1%} off on average (bar {MEAN:.0%}), {errors[worst]:.1%} at worst (bar "
         f"{WORST:.0%}: {worst[1]}, {worst[0]}); regret at most {BAR:.0%} in {good} of {len(found)} scenarios (bar "
         f"{SHARE:.0%}), {misfits} recommendations do not fit (bar 0)"
     )

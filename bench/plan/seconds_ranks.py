@@ -97,13 +97,13 @@ class Worker:
         return Arithmetic.of(self._batch, strategy, microbatch_size=None)
 
     def made(self, *, strategy: str) -> dict[str, Any]:
-        """peak: bytes of this rank. foretold: seconds of a step and those of the fullest, before any was made."""
+        """peak: bytes of this rank. predicted: seconds of a step and those of the fullest, before any was made."""
         job, link = self._job, self._job.builder.link
         assert self._peaks is not None and link is not None
         of = Strategy.parse(strategy, 4, node=ranks_of_node(link.node_of))
         try:
             asked = self._model.placed(of, now=job.strategy)
-            foretold = seconds_before_a_step(self._model, job.builder, asked, self._batch)
+            predicted = seconds_before_a_step(self._model, job.builder, asked, self._batch)
             largest_peak = largest(self._peaks.of(asked, self._batch)) if job.rank == 0 else None
             job.switch(str(asked))
         except NbkitError as error:
@@ -117,7 +117,10 @@ class Worker:
             with counted or nullcontext():
                 self._step(one)
         assert counted is not None
-        return {"peak": counted.peak, "foretold": (foretold, largest_peak.total if largest_peak is not None else None)}
+        return {
+            "peak": counted.peak,
+            "predicted": (predicted, largest_peak.total if largest_peak is not None else None),
+        }
 
     def timed(self) -> float:
         """Seconds of a step."""

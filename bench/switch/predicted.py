@@ -1,4 +1,4 @@
-"""What a table of strategies foretells of a switch and of the steps after it, beside what is measured then.
+"""What a table of strategies predicts of a switch and of the steps after it, beside what is measured then.
 
 The job goes through ordered pairs of strategies; before each switch it is asked what the switch will cost. Seconds of a
 step are asked of strategies that have not run: a fresh job for each.
@@ -37,11 +37,11 @@ def _switches(settings: Settings, size: dict[str, int]) -> list[Row]:
             said.append(ranks.ask("switch", strategy=new)[0])
     exact = sum(one["bytes"][0] == one["bytes"][1] for one in said)
     known = [one["seconds"] for one in said if one["seconds"][0] is not None]
-    foretold, measured = ([seconds[which] for seconds in known] for which in (0, 1))
-    errors = [abs(a / b - 1) for a, b in zip(foretold, measured, strict=True)]
+    predicted, measured = ([seconds[which] for seconds in known] for which in (0, 1))
+    errors = [abs(a / b - 1) for a, b in zip(predicted, measured, strict=True)]
     return [
         Row(
-            f"bytes of a switch, foretold / measured, {len(said)} pairs, {RANKS} ranks",
+            f"bytes of a switch, predicted / measured, {len(said)} pairs, {RANKS} ranks",
             f"{exact}/{len(said)} equal",
             "measured",
             "",
@@ -50,14 +50,14 @@ def _switches(settings: Settings, size: dict[str, int]) -> list[Row]:
             exact == len(said),
         ),
         Row(
-            f"pause of a switch, foretold beside measured, {len(said)} switches, {RANKS} ranks",
+            f"pause of a switch, predicted beside measured, {len(said)} switches, {RANKS} ranks",
             f"off by {median(errors):.0%} (median); {len(said) - len(known)} shown as unknown, the very first",
             "measured",
-            f"{median(a / b for a, b in zip(foretold, measured, strict=True)):.2f}",
+            f"{median(a / b for a, b in zip(predicted, measured, strict=True)):.2f}",
             "",
             f"≤ {BAR_PAUSE:.0%} (median)",
             median(errors) <= BAR_PAUSE,
-            {"foretold": foretold, "measured": measured},
+            {"predicted": predicted, "measured": measured},
         ),
     ]
 
@@ -67,9 +67,9 @@ def _steps(settings: Settings, size: dict[str, int]) -> Row:
     for name in ("zero1", "zero3", "tp", "pp"):
         with Ranks("switch.predicted_ranks", STEPS_ON, folder=settings.folder, **size) as ranks:
             found.append((name, *ranks.ask("steps", strategy=name, steps=STEPS)[0]))
-    known = [(name, foretold, measured) for name, foretold, measured in found if foretold is not None]
-    errors = [abs(foretold / measured - 1) for _, foretold, measured in known]
-    told = ", ".join(f"{name} {foretold * 1e3:.0f} for {measured * 1e3:.0f} ms" for name, foretold, measured in known)
+    known = [(name, predicted, measured) for name, predicted, measured in found if predicted is not None]
+    errors = [abs(predicted / measured - 1) for _, predicted, measured in known]
+    told = ", ".join(f"{name} {predicted * 1e3:.0f} for {measured * 1e3:.0f} ms" for name, predicted, measured in known)
     return Row(
         f"seconds of a step of a strategy that has not run, {STEPS_ON} ranks, from {FIRST}",
         (f"off by {median(errors):.0%} (median): {told}; " if known else "")

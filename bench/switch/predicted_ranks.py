@@ -1,4 +1,4 @@
-"""A rank whose job foretells what a switch will cost, makes it, and says both. Run by bench.rigs.forked."""
+"""A rank whose job predicts what a switch will cost, makes it, and says both. Run by bench.rigs.forked."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Worker:
         self.job.fit(2)
 
     def switch(self, strategy: str) -> dict[str, Any]:
-        """bytes, seconds: as foretold, and as measured on this rank. A step follows."""
+        """bytes, seconds: as predicted, and as measured on this rank. A step follows."""
         row = self._row(strategy)
         done = self.job.switch(strategy)
         self.job.fit(1)
         return {"bytes": (row["moved_bytes"], done.moved_bytes), "seconds": (row["switch_s"], done.pause_s)}
 
     def steps(self, strategy: str, steps: int) -> tuple[float | None, float | None]:
-        """Seconds of a step, foretold under ddp (None: unknown) and measured."""
+        """Seconds of a step, predicted under ddp (None: unknown) and measured."""
         self.job.fit(steps)
-        foretold = self._row(strategy)["predicted_step_s"]
+        predicted = self._row(strategy)["predicted_step_s"]
         self.job.switch(strategy)
         self.job.fit(steps)
-        return foretold, measured_step(self.job.job, self.job.job.strategy)
+        return predicted, measured_step(self.job.job, self.job.job.strategy)
 
     def _row(self, strategy: str) -> dict[str, Any]:
         """Of rank 0's table; the others let it have the machine."""

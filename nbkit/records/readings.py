@@ -12,7 +12,6 @@ from statistics import median
 from nbkit.records.late_ranks import Bar
 from nbkit.records.records import Group, StepRecord, Traffic
 
-_TIMES = ("seconds", "algbw", "busbw", "overlap")
 MESSAGES = ("send", "recv", "batch")
 _ALIKE = ("dp", "shard", "replicate", "cp", "tp")
 
@@ -163,9 +162,18 @@ def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list
     for other in near:
         if all(row.seconds is not None for row in made):
             break
-        known = {(row.op, row.axis): {name: getattr(row, name) for name in _TIMES} for row in table(other, members)}
-        made = [replace(row, **known.get((row.op, row.axis), {})) if row.seconds is None else row for row in made]
+        known = {(row.op, row.axis): row for row in table(other, members)}
+        made = [_timed_as(row, known.get((row.op, row.axis))) for row in made]
     return sorted(made, key=lambda row: -row.bytes)
+
+
+def _timed_as(row: Row, other: Row | None) -> Row:
+    """With the seconds of a call of the same kind in another step, whose calls may have had another size."""
+    if row.seconds is not None or other is None or other.seconds is None:
+        return row
+    larger = (row.bytes / row.calls) / (other.bytes / other.calls) if row.calls and other.bytes else 1.0
+    alg, bus = (None if rate is None else rate * larger for rate in (other.algbw, other.busbw))
+    return replace(row, seconds=other.seconds, algbw=alg, busbw=bus, overlap=other.overlap)
 
 
 def sent_by(row: Traffic, members: Members) -> float:

@@ -24,7 +24,7 @@ def test_published_steps_are_told_at_least_twice_as_well_as_by_one_constant_shar
 
 def test_a_recommendation_is_judged_by_what_was_measured_and_fits() -> None:
     case = seconds.CASES[0]
-    # Foretold to be the fastest, and to fit into what it does not: the second takes more than was told.
+    # Predicted to be the fastest, and to fit into what it does not: the second takes more than was told.
     cells = {
         "ddp": seconds.Cell(1.00, 100, (1.0, 100)),
         "zero1": seconds.Cell(0.95, 70, (0.9, 60)),
@@ -36,6 +36,6 @@ def test_a_recommendation_is_judged_by_what_was_measured_and_fits() -> None:
     assert (tight.chosen, tight.fits, tight.regret) == ("tp", True, 0.0)
     assert (none.chosen, none.fits, none.regret) == (None, True, 0.0)
     met, text = seconds.bars([wide, narrow, tight, none])
-    assert not met and text.startswith("3 steps foretold: 8.8% off on average") and "21.2% at worst" in text
+    assert not met and text.startswith("3 steps predicted: 8.8% off on average") and "21.2% at worst" in text
     assert "in 2 of 4 scenarios" in text and "1 recommendations do not fit" in text
-    assert seconds.bars([tight, none])[1].startswith("3 steps foretold")
+    assert seconds.bars([tight, none])[1].startswith("3 steps predicted")

@@ -297,8 +297,8 @@ def test_what_is_not_measured_yet_says_how_to_measure_it(page: Any) -> None:
     ]
 
 
-def test_margins_and_why_nothing_is_foretold_and_what_is_recommended_stand_in_the_table(window: Any) -> None:
-    crowded = {"unforetold": "the ranks share cores", "unforetold_pause": "the first switch shows it"}
+def test_margins_and_why_nothing_is_predicted_and_what_is_recommended_stand_in_the_table(window: Any) -> None:
+    crowded = {"unpredicted": "the ranks share cores", "unpredicted_pause": "the first switch shows it"}
     table = table_of(**crowded)
     for row in table["options"]:
         row["switch_s"] = None
@@ -309,7 +309,7 @@ def test_margins_and_why_nothing_is_foretold_and_what_is_recommended_stand_in_th
     now = page.locator("tr.now td")
     assert now.nth(3).inner_text().split("\n") == ["40 ms", "10–90 ms", "20 steps"]
     title = page.locator(".rows").evaluate("rows => rows.previousSibling.textContent")
-    assert "?: not foretold (the ranks share cores), not measured yet" in title
+    assert "?: not predicted (the ranks share cores), not measured yet" in title
     assert "recommended: ddp, within noise of pp: it runs now, and no switch is known to gain" in title
     mark = page.locator("tbody tr").first.locator(".recommended")
     assert mark.count() == 1 and mark.get_attribute("title").startswith("within noise of")

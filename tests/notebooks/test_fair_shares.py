@@ -69,7 +69,7 @@ THIRD = {
     "fits": r"108 GB; you said 108 GB: right",
     "why": r"recommended: dp=8 zero=2",
     "network": r"found: [\d.]+ times; no guess",
-    "waits": r"4 micro-batches: 1\.25 times ddp foretold",
+    "waits": r"4 micro-batches: 1\.25 times ddp predicted",
 }
 FOURTH = {
     "new": r"24 losses; this rank is new",

@@ -63,6 +63,10 @@ def test_what_a_step_did_not_time_takes_as_long_as_in_the_one_before_that_did() 
     assert found["all_reduce"] == replace(timed, blocked=untimed.blocked)
     assert found["all_gather"] == next(one for one in table(now, ALL) if one.op == "all_gather")
 
+    half = {0: StepRecord(7, traffic=(row("all_reduce", 50, 0.0, timed=0),))}
+    (found_half,) = table(half, ALL, near=before)
+    assert (found_half.seconds, found_half.busbw) == (timed.seconds, pytest.approx((timed.busbw or 0) / 2))
+
 
 def test_a_mean_over_steps_of_which_some_were_timed_says_of_a_call_what_those_say() -> None:
     timed = StepRecord(5, traffic=(row("all_gather", 100, 0.1, blocked=0.025),))

@@ -81,7 +81,7 @@ class ControlResult:
         if not self.ok or self.do not in ("switch", "undo"):
             return []
         pause = self.predicted.get("switch_s")
-        unknown = f"nothing ({why})" if (why := self.predicted.get("why")) else seconds(None)
+        unknown = f"not yet ({why})" if (why := self.predicted.get("why")) else seconds(None)
         return [
             ("bytes moved", size(self.predicted.get("moved_bytes")), size(self.result["moved_bytes"])),
             ("pause", seconds(pause) if pause is not None else unknown, seconds(self.result["pause_s"])),

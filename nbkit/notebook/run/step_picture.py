@@ -37,8 +37,8 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
     shown = usual_bars(few, run.members) or of
     numbers = [one[min(one)].step for one in few] or [first.step - first.span + 1, first.step]
     slow = _slow_link(run, step, rows, of)
-    foretold = forecast.read(run.folder)
-    predicted = forecast.in_force(foretold, step)
+    forecasts = forecast.read(run.folder)
+    predicted = forecast.in_force(forecasts, step)
     return {
         "step": first.step,
         "asked": step,
@@ -55,7 +55,7 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
         "table": [_row(row, predicted) for row in rows],
         "formula": predicted is not None and bool(predicted.traffic),
         "traffic": _traffic(run, steps, predicted),
-        "memory": _memory(run, step, foretold),
+        "memory": _memory(run, step, forecasts),
         "health": health(run),
         "moments": step_timeline.of_step(run, step, strategy, replica=replica, usual=usual),
         "own": short(fmean(record.own_seconds for record in steps.values())),
@@ -135,15 +135,15 @@ def _cells(of: tuple[tuple[float, ...], ...]) -> list[list[int]]:
     return [[i, j, round(size)] for i, row in enumerate(of) for j, size in enumerate(row) if size]
 
 
-def _memory(run: Run, step: int, foretold: list[forecast.Forecast]) -> list[dict[str, Any]]:
-    """Memory is counted now and then: what is foretold of it is of the strategy under which it was."""
+def _memory(run: Run, step: int, forecasts: list[forecast.Forecast]) -> list[dict[str, Any]]:
+    """Memory is counted now and then: what is predicted of it is of the strategy under which it was."""
     made = []
     for rank in sorted(run.memory):
         record = run.memory_of(rank, step)
         if record is None:
             continue
         header = run.headers.get(rank)
-        predicted = forecast.in_force(foretold, record.step)
+        predicted = forecast.in_force(forecasts, record.step)
         formula = predicted.memory[rank] if predicted is not None and rank < len(predicted.memory) else None
         made.append(
             {

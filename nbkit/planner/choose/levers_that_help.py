@@ -14,10 +14,8 @@ _EXACT = tuple(Levers(bucket=size << 20) for size in (1, 4, 100))
 _ROUGH = Levers(compress="bf16"), Levers(compress="int8"), Levers(sync_every=8)
 
 
-def levers_that_help(
-    strategy: Strategy, plain: float, foretell: Callable[[Strategy], float | None]
-) -> dict[str, float]:
-    """lever -> seconds of a step with it, foretold: of sizes of buckets the best, which changes no sum, then those
+def levers_that_help(strategy: Strategy, plain: float, predict: Callable[[Strategy], float | None]) -> dict[str, float]:
+    """lever -> seconds of a step with it, predicted: of sizes of buckets the best, which changes no sum, then those
     after which a training is not that of one process.
 
     plain: of `strategy` without any; nothing where it holds no whole gradients on all ranks.
@@ -26,7 +24,7 @@ def levers_that_help(
         return {}
     found = {}
     for lever in (*_EXACT, *_ROUGH):
-        took = foretell(replace(strategy, levers=lever))
+        took = predict(replace(strategy, levers=lever))
         if took is not None and took <= _WORTH * plain:
             found[lever] = took
     exact = sorted((found.pop(lever), str(lever)) for lever in _EXACT if lever in found)[:1]

@@ -177,11 +177,11 @@ def _relieved(
 ) -> dict[str, float]:
     """What a step would take with levers of the data axis."""
 
-    def foretell(strategy: Strategy) -> float:
+    def predict(strategy: Strategy) -> float:
         terms = tuple(data_terms(known, strategy, candidate.micros, on.node))
         return seconds(replace(load, terms=terms), strategy, on, rates).total
 
-    return levers_that_help(candidate.strategy, parts.total, foretell)
+    return levers_that_help(candidate.strategy, parts.total, predict)
 
 
 def _limit(parts: Parts, load: Load, strategy: Strategy, on: Hardware) -> str:

@@ -48,7 +48,7 @@ class Sends:
     passes: int = 1
 
 
-def foretold(
+def predicted(
     seen: Seen,
     now: Sends,
     strategy: Strategy,

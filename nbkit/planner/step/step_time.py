@@ -1,4 +1,4 @@
-"""The seconds of a step: the one sum of all who foretell any, whatever they know a rank's work and its links from.
+"""The seconds of a step: the one sum of all who predict any, whatever they know a rank's work and its links from.
 
 compute     what the slowest rank computes, forward, backward and what is computed again
 exposed     what it waits for: what tp and cp send, messages of a pipeline, and of the data axis what nothing hides,

@@ -26,7 +26,7 @@ _SMALL, _LARGE, _LARGE_ON_DEVICES = 4 << 10, 2 << 20, 32 << 20
 """Bytes that a rank hands over, of each of the others' parts together."""
 _TIMES, _TIMES_SMALL, _UNDER_WAY = 3, 9, 4
 """How often operations are timed. What steps send is often many small ones, each of which is waited for: the median of
-three was up to twice the usual latency where ranks share cores, and a step foretold with it a third too long."""
+three was up to twice the usual latency where ranks share cores, and a step predicted with it a third too long."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

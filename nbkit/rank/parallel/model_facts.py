@@ -49,7 +49,7 @@ class Runs:
 
 
 def facts_for(strategy: Strategy) -> frozenset[str]:
-    """Names of the facts that `strategy` is built by and that its cost is foretold by; none where ranks part rows
+    """Names of the facts that `strategy` is built by and that its cost is predicted by; none where ranks part rows
     alone."""
     found: set[str] = set()
     if strategy.tp > 1:

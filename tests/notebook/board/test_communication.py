@@ -194,7 +194,7 @@ def test_steps_that_a_rank_has_no_record_of_are_in_no_median(tmp_path: Path) -> 
     assert shown["of"] == "Steps 31 to 50, medians of 18"
 
 
-def test_memory_stands_beside_what_was_foretold_of_the_strategy_under_which_it_was_counted(tmp_path: Path) -> None:
+def test_memory_stands_beside_what_was_predicted_of_the_strategy_under_which_it_was_counted(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", 4, "dp=4")
     for number in range(6):
         if number == 4:

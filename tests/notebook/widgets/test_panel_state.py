@@ -82,7 +82,7 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     assert told["proof"] == "state identical, bit for bit"
     assert "predicted unknown" in repr(verdict_of())
     first = verdict_of(predicted={"moved_bytes": 1, "switch_s": None, "why": "the first switch shows it"})
-    assert "predicted nothing (the first switch shows it) measured 250 ms" in repr(first)
+    assert "predicted not yet (the first switch shows it) measured 250 ms" in repr(first)
 
 
 def test_a_refusal_is_told_and_raised() -> None:
@@ -114,7 +114,7 @@ def test_the_rows_are_the_strategies_those_that_fit_first() -> None:
     assert by_name["tp=4"]["payback"] == "50 steps"
     assert by_name["dp=4 zero=1"]["step"] == "unknown"
     assert by_name["pp=4 schedule=1f1b microbatches=8"]["step"] == "≈ 20 ms"
-    steps = [(by_name[name]["step"], by_name[name]["foretold"]) for name in ("tp=4", "dp=4 zero=3")]
+    steps = [(by_name[name]["step"], by_name[name]["predicted"]) for name in ("tp=4", "dp=4 zero=3")]
     assert steps == [("30 ms", "≈ 31 ms"), ("50 ms", "")]
     assert by_name["pp=4 schedule=1f1b microbatches=8"]["payback"] == "25 steps"
 
@@ -159,7 +159,7 @@ def test_a_typed_line_is_read_as_everywhere_else() -> None:
     assert not checked(state, "")["ok"]
 
 
-def test_a_typed_strategy_without_a_row_has_the_figures_that_ranks_foretell_of_it() -> None:
+def test_a_typed_strategy_without_a_row_has_the_figures_that_ranks_predict_of_it() -> None:
     state = state_of(Looked(answer_of(table_of())))
     verdict = checked(state, "pp schedule=zbv")
     like = next(row for row in state.table["options"] if row["strategy"].startswith("pp=4"))
@@ -324,6 +324,6 @@ def test_where_no_second_is_known_the_row_in_force_is_recommended_while_it_fits(
     assert said["recommended"] == "dp=4 zero=1" and said["because"].startswith("it holds least")
 
 
-def test_why_no_second_is_foretold_is_said_once() -> None:
-    table = table_of(unforetold="the ranks share cores")
+def test_why_no_second_is_predicted_is_said_once() -> None:
+    table = table_of(unpredicted="the ranks share cores")
     assert text_of(state_of(Looked(answer_of(table)))).count("not predicted: the ranks share cores") == 1

@@ -8,7 +8,7 @@ import pytest
 
 from nbkit.node_levels import BETWEEN, WITHIN
 from nbkit.planner.link_speed import Link, Way
-from nbkit.planner.step.measured_step import Seen, Sends, foretold
+from nbkit.planner.step.measured_step import Seen, Sends, predicted
 from nbkit.planner.step.overlap import Unit
 from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
@@ -22,7 +22,7 @@ COSTS = (1.0,) * 8
 
 
 def total(seen: Seen, now: Sends, strategy: Strategy, then: Sends, link: Link, costs: Sequence[float]) -> float:
-    return foretold(seen, now, strategy, then, link, costs).total
+    return predicted(seen, now, strategy, then, link, costs).total
 
 
 def test_the_present_strategy_takes_what_it_takes() -> None:

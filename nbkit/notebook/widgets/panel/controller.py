@@ -89,7 +89,7 @@ class PanelController:
                 self._news(Heard(result))
 
     def option(self, strategy: str) -> dict[str, Any]:
-        """What the ranks foretell of a strategy that is in no row of the table; {} where they do not say."""
+        """What the ranks predict of a strategy that is in no row of the table; {} where they do not say."""
         cluster = self._cluster()
         try:
             return cluster.training.option(strategy) if cluster is not None else {}

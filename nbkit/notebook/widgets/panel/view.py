@@ -90,8 +90,8 @@ def job_view(state: State) -> dict[str, Any]:
         "previous": table["previous"] or "",
         "recommended": choice.strategy,
         "because": _because(options, choice),
-        "unforetold": table["unforetold"],
-        "unforetold_pause": table["unforetold_pause"],
+        "unpredicted": table["unpredicted"],
+        "unpredicted_pause": table["unpredicted_pause"],
         "levers": _levers(table["levers"]),
         "arithmetic": table["arithmetic"],
         "ranks": table["ranks"],
@@ -160,7 +160,7 @@ def text_of(state: State) -> str:
     lines += [f"  {row['strategy']}: {row['why']}" for row in refused]
     room = [f"limit of a rank {job['limit']}"] * bool(job["limit"]) + [f"link {job['link']}"] * bool(job["link"])
     lines += [f"  {', '.join(room)}; seconds of a step with ≈ are predicted, the others measured"] if room else []
-    lines += [f"  not predicted: {job['unforetold']}"] if job["unforetold"] else []
+    lines += [f"  not predicted: {job['unpredicted']}"] if job["unpredicted"] else []
     if job["recommended"]:
         lines.append(f"  recommended: {job['recommended']}, {job['because']}")
     lines += [f"  {job['levers']}"] if job["levers"] else []
@@ -245,7 +245,7 @@ def _row(
         "moved": "" if current or not row["ok"] else size(row["moved_bytes"]),
         "pause": "" if current or not row["ok"] else seconds(row["switch_s"]),
         "step": _step(row) if row["ok"] else "",
-        "foretold": _foretold(row) if row["ok"] and row["step_s"] is not None else "",
+        "predicted": _predicted(row) if row["ok"] and row["step_s"] is not None else "",
         "margin": _margin(row) if row["ok"] else "",
         "payback": "" if current or now is None else _payback(row["switch_s"], row, now),
     }
@@ -253,10 +253,10 @@ def _row(
 
 def _step(row: Mapping[str, Any]) -> str:
     """Measured as it is, predicted with a sign that says so."""
-    return seconds(row["step_s"]) if row["step_s"] is not None else _foretold(row) or seconds(None)
+    return seconds(row["step_s"]) if row["step_s"] is not None else _predicted(row) or seconds(None)
 
 
-def _foretold(row: Mapping[str, Any]) -> str:
+def _predicted(row: Mapping[str, Any]) -> str:
     predicted = row["predicted_step_s"]
     return f"≈ {seconds(predicted)}" if predicted is not None else ""
 
@@ -325,7 +325,7 @@ def _eighth(fraction: float) -> int:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    columns = ("strategy", "memory", "peak", "step", "margin", "foretold", "sends", "moved", "pause", "payback")
+    columns = ("strategy", "memory", "peak", "step", "margin", "predicted", "sends", "moved", "pause", "payback")
     heads = (
         "strategy",
         "memory per rank",

@@ -18,8 +18,8 @@ const TITLES = {
 };
 // What a column is of stands below its name: two columns of bytes are not the same bytes.
 const OF = {
-  "memory": "at rest,\nfullest rank", "peak": "by formula,\nfullest rank", "step": "≈ foretold", "sends": "in a step,\nno backups,\nbusiest rank",
-  "moves": "over\nall ranks", "pause": "foretold", "pays back": "after",
+  "memory": "at rest,\nfullest rank", "peak": "by formula,\nfullest rank", "step": "≈ predicted", "sends": "in a step,\nno backups,\nbusiest rank",
+  "moves": "over\nall ranks", "pause": "predicted", "pays back": "after",
 };
 const COLUMNS = [["memory", "memory"], ["peak", "peak"], ["step", "step"], ["sends", "sends"], ["moves", "moved"], ["pause", "pause"], ["pays back", "payback"]];
 const LOOSE = { before: "before blocks", after: "after blocks" }; // what is in no block
@@ -169,7 +169,7 @@ function render({ model, el }) {
     shown = words;
     told.replaceChildren();
     if (!outcome) return;
-    told.append(make("span", outcome.ok ? "" : "bad", outcome.line));
+    told.append(make("span", outcome.ok ? "" : "bad", `last: ${outcome.line}`));
     if (!outcome.ok && outcome.hint) told.append(make("span", "fig", `→ ${outcome.hint}`));
     for (const [what, predicted, measured] of outcome.figures) {
       const figure = make("span", "fig", `${what}: predicted `);
@@ -194,7 +194,7 @@ function render({ model, el }) {
   function drawJob() {
     const known = Boolean(job().strategy);
     line.style.display = body.style.display = keys.style.display = known ? "" : "none";
-    name.textContent = job().cluster ?? "";
+    name.textContent = job().cluster ? `cluster ${job().cluster}` : "";
     if (!known) return;
     if (draft === null || draft === job().strategy || verdict?.strategy === job().strategy) {
       draft = verdict = null;
@@ -328,7 +328,7 @@ function render({ model, el }) {
     const before = new Map([...list.children].map((line) => [line.dataset.strategy, line]));
     let next = list.firstElementChild;
     for (const row of verdict?.row && !rowOf(verdict.strategy) ? [verdict.row, ...job().rows] : job().rows) {
-      const figures = JSON.stringify([row, job().unforetold_pause, row.recommended && job().because]);
+      const figures = JSON.stringify([row, job().unpredicted_pause, row.recommended && job().because]);
       let line = before.get(row.strategy);
       before.delete(row.strategy);
       if (line && drawn.get(line) !== figures) {
@@ -351,7 +351,7 @@ function render({ model, el }) {
   // How many rows there are, of which some are out of sight, and what is recommended.
   function wordsOn(all) {
     const known = all.filter((row) => row.ok && row.step !== "unknown").length;
-    const why = job().unforetold ? `not foretold (${job().unforetold}), ` : "";
+    const why = job().unpredicted ? `not predicted (${job().unpredicted}), ` : "";
     const asked = known < all.filter((row) => row.ok).length ? `?: ${why}not measured yet, Try 10 steps measures it` : "";
     const first = all.find((row) => row.recommended);
     const sure = first && `recommended: ${first.label}, ${job().because}`;
@@ -388,9 +388,9 @@ function render({ model, el }) {
       for (const [, name] of COLUMNS.slice(1)) {
         const known = row[name] !== "unknown";
         const cell = make("td", known ? "" : "dim", known ? row[name].replace("within ", "within\n") : "?");
-        if (!known) cell.title = { peak: UNTOLD, pause: job().unforetold_pause }[name] ?? UNKNOWN;
-        if (name === "step" && row.margin) cell.append(make("small", "foretold", row.margin.replace(/(^| )of /, (_, apart) => (apart ? "\n" : ""))));
-        if (name === "step" && row.foretold) cell.append(make("small", "foretold", row.foretold));
+        if (!known) cell.title = { peak: UNTOLD, pause: job().unpredicted_pause }[name] ?? UNKNOWN;
+        if (name === "step" && row.margin) cell.append(make("small", "predicted", row.margin.replace(/(^| )of /, (_, apart) => (apart ? "\n" : ""))));
+        if (name === "step" && row.predicted) cell.append(make("small", "predicted", row.predicted));
         element.append(cell);
       }
     } else {
@@ -407,7 +407,7 @@ function render({ model, el }) {
   // An option is read out as one text: each figure with the name of its column.
   function spoken(row) {
     const name = [row.label, row.label === row.strategy ? "" : row.strategy, row.recommended ? "recommended" : "", row.current ? "in force" : ""];
-    const figures = COLUMNS.map(([column, key]) => row[key] && `${column} ${row[key]}${key === "step" && row.foretold ? ` ${row.foretold}` : ""}${key === "step" && row.margin ? ` ${row.margin}` : ""}`);
+    const figures = COLUMNS.map(([column, key]) => row[key] && `${column} ${row[key]}${key === "step" && row.predicted ? ` ${row.predicted}` : ""}${key === "step" && row.margin ? ` ${row.margin}` : ""}`);
     return [...name, ...(row.ok ? figures : [row.why])].filter(Boolean).join(", ");
   }
 

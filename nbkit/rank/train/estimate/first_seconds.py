@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbkit.planner.step.measured_step import Seen, Sends, foretold
+from nbkit.planner.step.measured_step import Seen, Sends, predicted
 from nbkit.planner.step.overlap import FORWARD
 from nbkit.rank.data.batch import rows_of
 from nbkit.rank.train.builder import Builder
@@ -28,4 +28,4 @@ def seconds_before_a_step(
     if sends is None:
         return None
     alone = Seen(Strategy(), {"compute": compute})
-    return foretold(alone, Sends((), 0), strategy, sends, link, costs, recomputed=(False, again)).total
+    return predicted(alone, Sends((), 0), strategy, sends, link, costs, recomputed=(False, again)).total

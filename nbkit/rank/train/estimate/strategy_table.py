@@ -22,8 +22,8 @@ from nbkit.rank.train.estimate.time_model import (
     measured_pace,
     predicted_pause,
     predicted_step,
-    unforetold,
-    unforetold_pause,
+    unpredicted,
+    unpredicted_pause,
 )
 from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy
@@ -43,12 +43,12 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     between_bytes: what all ranks send to other nodes. step_s is
     measured, where the strategy has run in this job: the median of step_steps steps, between step_low_s and step_high_s
     (None: too few to say); predicted_step_s, of all others than the one in force, is what
-    the steps of that one foretell; switch_s is predicted too, and peak_bytes, of the fullest rank with activations.
+    the steps of that one predict; switch_s is predicted too, and peak_bytes, of the fullest rank with activations.
     Each is None where nothing is known. "untried":
     the model was not run to see whether it fits, so that it is not "ok", and may be chosen: see `look_at_all`. "proof":
     what is known of one that is.
-    "recommended": the strategy to choose, "" where none fits. "unforetold": why no second of a step is predicted, and
-    "unforetold_pause" of a pause; "" where they are.
+    "recommended": the strategy to choose, "" where none fits. "unpredicted": why no second of a step is predicted, and
+    "unpredicted_pause" of a pause; "" where they are.
     "levers": where plain data parallelism waits for its link, its "strategy", "step_s" as predicted, and "each", what
     levers would leave of that; {} elsewhere.
     """
@@ -76,8 +76,8 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
         "held": _fractions(seen, now),
         "options": options,
         "recommended": recommended(options, holds[0] + left if left is not None else None, str(now)).strategy,
-        "unforetold": unforetold(job),
-        "unforetold_pause": unforetold_pause(job),
+        "unpredicted": unpredicted(job),
+        "unpredicted_pause": unpredicted_pause(job),
         "levers": _levers(job, seen),
         "previous": job.previous,
         "last": asdict(job.switches[-1]) if job.switches else None,
@@ -115,7 +115,7 @@ def predicted_switch(job: Job, text: str) -> dict[str, Any]:
     return {
         "moved_bytes": flow.total,
         "switch_s": predicted_pause(job, seen.census, new, flow),
-        "why": unforetold_pause(job),
+        "why": unpredicted_pause(job),
     }
 
 

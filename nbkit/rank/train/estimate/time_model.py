@@ -8,7 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from nbkit.planner.reshard.placement import orders
-from nbkit.planner.step.measured_step import Seen, foretold
+from nbkit.planner.step.measured_step import Seen, predicted
 from nbkit.planner.step.overlap import FORWARD
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
@@ -61,7 +61,7 @@ def _flow(census: Census, switched: Switched, world_size: int) -> Flow | None:
 def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: bool | None = None) -> float | None:
     """Seconds of a step of a strategy that has not run; None where something that it takes is not known.
 
-    That is so on ranks whose cores are not theirs alone: there a rank's seconds hang on what others do meanwhile.
+    That is so on ranks whose cores are not theirs alone: there a rank's seconds depend on what others do meanwhile.
     seen: of the job, with the rows of a forward as they would be. recompute: of blocks; None: as it is now.
     """
     link, now, before = job.builder.link, job.strategy, job.builder.options.recompute
@@ -81,24 +81,24 @@ def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: 
     if not parts or then is None or here is None or (chain is None and max(strategy.pp, now.pp) > 1):
         return None
     costs = job.builder.options.costs or (1.0,) * (len(chain) if chain is not None else 1)
-    return foretold(Seen(now, parts), here, strategy, then, link, costs, recomputed=(before, again)).total
+    return predicted(Seen(now, parts), here, strategy, then, link, costs, recomputed=(before, again)).total
 
 
-def unforetold(job: Job) -> str:
-    """Why no second of any strategy is foretold, whatever is measured; "" where that is not so."""
+def unpredicted(job: Job) -> str:
+    """Why no second of any strategy is predicted, whatever is measured; "" where that is not so."""
     link = job.builder.link
     if job.config.compile:
         return "what a compiled model takes is known when it has run"
     if link is None and job.world_size > 1:
         return "the links between the ranks were not measured"
     if link is not None and link.crowded:
-        return "the ranks share cores or GPUs, so that the seconds of one hang on what the others do"
+        return "the ranks share cores or GPUs, so that the seconds of one depend on what the others do"
     if _parts(job) == {}:
         return "other programs compute on the cores of this rank"
     return ""
 
 
-def unforetold_pause(job: Job) -> str:
+def unpredicted_pause(job: Job) -> str:
     """Why `predicted_pause` is None, "" where it is not."""
     if job.builder.link is None:
         return "the links between the ranks were not measured"

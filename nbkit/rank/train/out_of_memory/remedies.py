@@ -27,7 +27,7 @@ from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy, divisors
 
 _LESS = 0.97
-"""Of what the setting in force is foretold to take, where that is less than there is: it did not fit all the same."""
+"""Of what the setting in force is predicted to take, where that is less than there is: it did not fit all the same."""
 
 _SMALL = 64 << 20
 """Bytes of parameters."""

@@ -69,8 +69,8 @@ def through_all(world: Any) -> list[dict[str, Any]]:
         job.switch(text)
         job.fit(1)
         now = job.job.strategy
-        foretold = job.job.cost_model().of_all_ranks(now)
-        said.append({"strategy": str(now), "sent": sent_in_a_step(job), "foretold": foretold})
+        predicted = job.job.cost_model().of_all_ranks(now)
+        said.append({"strategy": str(now), "sent": sent_in_a_step(job), "predicted": predicted})
     return said
 
 
@@ -79,21 +79,21 @@ def test_bytes_of_every_operation_and_axis_are_what_is_measured() -> None:
     said = run_ranks(through_all, 4, timeout=200)
 
     for place, text in enumerate(THROUGH):
-        foretold = {(term.op, term.axis): term for term in said[0][place]["foretold"]}
+        predicted = {(term.op, term.axis): term for term in said[0][place]["predicted"]}
         measured: dict[tuple[str, str], list[float]] = {}
         for rank in said:
             for key, (calls, size) in rank[place]["sent"].items():
                 into = measured.setdefault(key, [0.0, 0.0])
                 into[0] += calls / len(said)
                 into[1] += size
-        assert sorted(measured) == sorted(foretold), text
+        assert sorted(measured) == sorted(predicted), text
         for (op, axis), (calls, size) in measured.items():
             # Beside gradients and parameters travel a canary and counts, and the parts of 53 small tensors begin at
             # multiples of 16 bytes in each rank's row.
             rest = 4 * 4 * 16 * 53 if axis in ("dp", "shard", "replicate") else 0
-            assert 0 <= size - foretold[op, axis].bytes <= rest, (text, op, axis)
+            assert 0 <= size - predicted[op, axis].bytes <= rest, (text, op, axis)
             if axis in ("tp", "pp"):
-                assert calls == foretold[op, axis].calls, (text, op, axis)
+                assert calls == predicted[op, axis].calls, (text, op, axis)
 
 
 class TwoMaps(nn.Module):

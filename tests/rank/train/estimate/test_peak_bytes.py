@@ -1,4 +1,4 @@
-"""What a rank is foretold to hold at the peak of a step is what its live storages come to, counted as it trains.
+"""What a rank is predicted to hold at the peak of a step is what its live storages come to, counted as it trains.
 
 Here two ranks, one small GPT; `make plan-check` has four models, two sizes and twelve strategies on four ranks.
 """
@@ -57,7 +57,7 @@ def peaks(world: Any, strategies: tuple[str, ...], node: int, rows: int = ROWS) 
     return found
 
 
-def test_the_peak_with_activations_is_foretold_within_8_percent() -> None:
+def test_the_peak_with_activations_is_predicted_within_8_percent() -> None:
     check(run_ranks(peaks, 2, STRATEGIES, 2, timeout=240))
 
 

@@ -1,4 +1,4 @@
-"""What the table of a job foretells: what levers would save, and memory at the peak, measured beside a training."""
+"""What the table of a job predicts: what levers would save, and memory at the peak, measured beside a training."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_levers_are_in_the_table_and_what_is_predicted_of_a_strategy_that_has_ru
     each = slow["each"]
     assert {"compress=bf16", "compress=int8", "sync_every=8"} <= set(each)
     assert slow["step_s"] > each["compress=bf16"] > each["compress=int8"] > each["sync_every=8"]
-    measured, predicted = rows["dp=2 zero=1"]  # what has run is foretold all the same
+    measured, predicted = rows["dp=2 zero=1"]  # what has run is predicted all the same
     assert measured == 0.25 and predicted == pytest.approx(again["plain"], rel=0.1)
     assert rows["dp=2 zero=2"][0] is None and rows["dp=2 zero=2"][1] is not None
 

@@ -90,7 +90,7 @@ def test_what_is_offered_has_the_seconds_and_bytes_of_the_panel_and_the_shortest
     assert first["quick"][-1].endswith("recompute=True"), quick["rows"]
     assert first["slow"].index("recompute=True") < first["slow"].index("dp=2 zero=3"), slow["rows"]
     assert first["quick"].index("dp=2 zero=3") < first["quick"].index("recompute=True")
-    # Where ranks share cores nothing is foretold: the order is that of the kinds.
+    # Where ranks share cores nothing is predicted: the order is that of the kinds.
     assert {seconds for _, seconds, _ in unknown["rows"]} == {None}
     assert [changes for changes, _, _ in unknown["rows"]][1] == "recompute=True"
 

@@ -67,13 +67,13 @@ def test_a_training_whose_axes_cross_nodes_in_turn(tmp_path: Path, monkeypatch: 
 
     run = Run(tmp_path / found[0]["run"])
     run.refresh()
-    foretold = forecast.read(run.folder)
+    predicted = forecast.read(run.folder)
     for step in range(2, EACH * len(THROUGH) + 1):
         nodes = step_picture.picture(run, step)["traffic"]["nodes"]
         assert nodes["formula"] is not None and nodes["within"] > 0
         # Formulas leave out the sums of loss and norm over the world, counts, and padding.
         assert nodes["formula"] <= nodes["between"] < 1.1 * nodes["formula"] + 3000
-    assert len({round(one.between or 0) for one in foretold}) > 3
-    drawn = [step_timeline.of_step(run, 2, foretold[1].strategy, replica=replica) for replica in (0, 1)]
+    assert len({round(one.between or 0) for one in predicted}) > 3
+    drawn = [step_timeline.of_step(run, 2, predicted[1].strategy, replica=replica) for replica in (0, 1)]
     assert [each and each["ranks"] for each in drawn] == [[0, 1], [2, 3]]
-    assert found[0]["table"]["dp=4"] == pytest.approx(foretold[2].between)
+    assert found[0]["table"]["dp=4"] == pytest.approx(predicted[2].between)

@@ -39,7 +39,7 @@ def through_tp(world: Any, through: list[str]) -> dict[str, Any]:
     for text in through:
         new = Strategy.parse(text, 4)
         job.job.builder.learn([new])
-        foretold, _ = strategy_table.moved_bytes(job.job, new)
+        predicted, _ = strategy_table.moved_bytes(job.job, new)
         done = job.switch(text)
         options = strategy_table.table(job.job)["options"] if world.place.rank == 0 else []
         table = {row["strategy"]: row["moved_bytes"] for row in options}
@@ -50,7 +50,7 @@ def through_tp(world: Any, through: list[str]) -> dict[str, Any]:
                 "strategy": str(job.strategy),
                 "slowest": job.strategy.slowest == "tp",
                 "identical": done.identical,
-                "bytes": (foretold, done.moved_bytes),
+                "bytes": (predicted, done.moved_bytes),
                 "usual": seen.census.flow(Strategy.parse(done.old, 4), new).total,
                 "sends": [list(map(wire_bytes, seen.terms(order))) for order in (job.strategy, new)],
                 "stays": (table[str(job.strategy)] if table else 0, again.moved_bytes),

@@ -209,7 +209,7 @@ export function drawMemory(picture, rows) {
 export function memoryNote(rows, strategy) {
   if (!rows.length) return "not counted yet";
   const [{ step, source, strategy: under }] = rows;
-  const of = source === "cuda" ? "of the allocator" : "at the peak: of the process, above what it had before the job, on rank 0 with looks at the model";
+  const of = source === "cuda" ? "of the allocator" : "at the peak: what the process has more than before the job; on rank 0 also what it took to examine the model";
   return [`counted in step ${step}`, under && under !== strategy ? `under ${under}` : "", of].filter(Boolean).join("; ");
 }
 

@@ -32,7 +32,7 @@ export function drawTable(step) {
   const waits = sums.filter((row) => row.op === "batch");
   rows($("table"), ["operation", "axis", "calls of a rank", "sent, measured", "sent by formula", "time of a call", "algbw", "busbw", "overlapped"],
     sums.filter((row) => row.op !== "batch").map((row) => [
-      row.op.replaceAll("_", " "), row.axis, number(row.calls), bytes(row.sent),
+      row.op.replaceAll("_", " "), row.axis, number(row.calls), row.op === "recv" ? `${bytes(row.sent)} received` : bytes(row.sent),
       row.formula_sent === null ? "–" : `${bytes(row.formula_sent)} (${percent(row.formula_sent / row.sent)})`,
       seconds(row.seconds), perSecond(row.algbw), perSecond(row.busbw), percent(row.overlap)]));
   $("tablenote").textContent = [
