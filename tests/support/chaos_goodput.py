@@ -76,21 +76,20 @@ def goodput(
 
 def _compared(bench: Bench, strategy: str, seconds: float, every: float, seed: int, compute: float) -> None:
     known = set(bench.cluster.connection.replaced)
-    paced, _ = _trained(bench, strategy, compute, PACED_STEPS, [])
+    paced, _, _ = _trained(bench, strategy, compute, PACED_STEPS, [])
     steps = max(round(seconds / paced * PACED_STEPS), PACED_STEPS)
-    alone, losses = _trained(bench, strategy, compute, steps, [])
-    kills = drawn(seconds, every, bench.n, seed)
-    disturbed, found = _trained(bench, strategy, compute, steps, kills)
+    alone, losses, _ = _trained(bench, strategy, compute, steps, [])
+    disturbed, found, kills = _trained(bench, strategy, compute, steps, drawn(seconds, every, bench.n, seed))
     apart = max(abs(one - other) for each in found for one, other in zip(each, losses[0], strict=True))
     if apart > EQUAL:
         raise Wrong(f"losses differ by {apart:.2g}")
     said = [said for key, (_, said) in bench.cluster.connection.replaced.items() if key not in known]
-    if len(said) != len(kills):
-        raise Wrong(f"{len(kills)} kills, and {len(said)} replacements: {said}")
+    if len(said) != kills:
+        raise Wrong(f"{kills} kills, and {len(said)} replacements: {said}")
     for one in said:
         print(f"  {one}")
     print(
-        f"goodput, {strategy}: {steps} steps in {alone:.0f} s alone and in {disturbed:.0f} s with {len(kills)} kills, "
+        f"goodput, {strategy}: {steps} steps in {alone:.0f} s alone and in {disturbed:.0f} s with {kills} kills, "
         f"one every {every:.0f} s: {alone / disturbed:.1%} (bar {BAR:.0%}), a step {alone / steps:.3f} s, "
         f"losses equal to {apart:.1g}; load {os.getloadavg()[0]:.0f}",
         flush=True,
@@ -99,9 +98,9 @@ def _compared(bench: Bench, strategy: str, seconds: float, every: float, seed: i
 
 def _trained(
     bench: Bench, strategy: str, compute: float, steps: int, kills: list[Kill]
-) -> tuple[float, list[list[float]]]:
-    """(seconds of the training, losses by rank)."""
-    cluster, over = bench.cluster, threading.Event()
+) -> tuple[float, list[list[float]], int]:
+    """(seconds of the training, losses by rank, kills: those that came before it was over)."""
+    cluster, over, made = bench.cluster, threading.Event(), list[Kill]()
     cluster.run(f"asleep = 0.0\ntrainer = make({strategy!r}, model=computing, callbacks=[])", timeout=RUN_SECONDS)
     cluster.run(f"asleep = {compute}")
     began = time.monotonic()
@@ -111,6 +110,7 @@ def _trained(
             if over.wait(max(began + each.when - time.monotonic(), 0.0)):
                 return
             cluster.entry.ranks[each.rank].end(each.number)
+            made.append(each)
 
     handle: Any = cluster.run(f"trainer.fit({steps}); found = losses()", detach=True)
     killing = threading.Thread(target=kill, daemon=True)
@@ -124,4 +124,4 @@ def _trained(
     values: list[list[float]] = cluster.pull("found", None)
     if any(len(found) != steps for found in values):
         raise Wrong(f"steps of {steps}, by rank: {[len(found) for found in values]}")
-    return took, values
+    return took, values, len(made)
