@@ -45,6 +45,7 @@ def table_of(now: str = "ddp", ranks: int = 4, nodes: int = 1, **changed: Any) -
                 "step_low_s": {"dp=4": 0.039, "dp=4 zero=3": 0.049, "tp=4": 0.029}.get(str(one)),
                 "step_high_s": {"dp=4": 0.041, "dp=4 zero=3": 0.051, "tp=4": 0.031}.get(str(one)),
                 "step_steps": 20 * (str(one) in ("dp=4", "dp=4 zero=3", "tp=4")),
+                "step_ago": 0,
                 "predicted_step_s": {"pp=4 schedule=1f1b microbatches=8": 0.02, "tp=4": 0.031}.get(str(one)),
                 "switch_s": 0.5 if fits else None,
                 "arithmetic": f"global 16 = micro {16 // one.dp} x accum 1 x dp {one.dp}" if fits else "",

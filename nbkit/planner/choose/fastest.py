@@ -10,6 +10,11 @@ from typing import Any, Literal, TypeVar
 ALIKE = 1.02
 """Seconds this close count as equal: the simpler strategy is recommended."""
 
+AGED = 400  # steps
+WIDER = 0.1
+"""Seconds that were measured more than `AGED` steps ago may be by this part longer or shorter now: of old ones nothing
+tells how the ranks, their links and what else runs there have changed since."""
+
 T = TypeVar("T")
 
 
@@ -64,11 +69,12 @@ def _seconds(row: Mapping[str, Any]) -> float | None:
 
 
 def bounds_of(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Between what the seconds of its step lie: anything where too few steps were measured. A prediction has no
-    margin."""
+    """Between what the seconds of its step lie: anything where too few steps were measured, more where these were long
+    ago. A prediction has no margin."""
     if row["step_s"] is None:
         predicted: float = row["predicted_step_s"]
         return predicted, predicted
     if row["step_low_s"] is None or row["step_high_s"] is None:
         return 0.0, math.inf
-    return row["step_low_s"], row["step_high_s"]
+    wider = 1 + WIDER * (row["step_ago"] > AGED)
+    return row["step_low_s"] / wider, row["step_high_s"] * wider

@@ -299,6 +299,21 @@ def test_within_the_margin_of_the_steps_nothing_pays_back_and_what_runs_now_is_r
     assert job_view(few)["recommended"] == "dp=4"
 
 
+def test_seconds_that_were_measured_long_ago_are_said_to_be_and_decide_only_what_is_far_apart() -> None:
+    def row(ago: int, now: float) -> dict[str, Any]:
+        answer = paced(now, 0.999 * now, 1.001 * now)
+        for one in answer["table"]["options"]:
+            one["step_ago"] = ago * (one["strategy"] == "tp=4")
+        state = state_of(Looked(answer))
+        assert rows_of(state)["tp=4"]["margin"] in text_of(state)
+        return dict(rows_of(state)["tp=4"])
+
+    fresh, old, far = row(1, 0.033), row(1500, 0.033), row(1500, 0.04)
+    assert (fresh["step"], fresh["margin"]) == ("30 ms", "29–31 ms of 20 steps, 1 step ago")
+    assert (old["step"], old["margin"]) == ("30 ms", "26.4–34.1 ms of 20 steps, 1,500 steps ago")
+    assert [one["payback"] for one in (fresh, old, far)] == ["167 steps", "within noise", "50 steps"]
+
+
 def test_of_strategies_within_noise_that_all_ask_for_a_switch_the_one_that_holds_least_is_recommended() -> None:
     table = table_of("zero3")
     for row in table["options"]:

@@ -196,7 +196,7 @@ def _fresh(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[st
     if not pace or pace["strategy"] != table["strategy"]:
         return list(table["options"])
     measured = {"step_s": pace["seconds"], "step_low_s": pace["low"], "step_high_s": pace["high"]}
-    measured["step_steps"] = pace["steps"]
+    measured |= {"step_steps": pace["steps"], "step_ago": 0}
     return [{**row, **measured} if row["strategy"] == table["strategy"] else row for row in table["options"]]
 
 
@@ -275,12 +275,13 @@ def _levers(found: Mapping[str, Any]) -> str:
 
 
 def _margin(row: Mapping[str, Any]) -> str:
-    """Between what the median of the steps lies, and of how many; "" of what was not measured."""
+    """Between what the median of the steps lies, of how many, and how long ago; "" of what was not measured."""
     if row["step_s"] is None:
         return ""
-    count = f"of {row['step_steps']} step{'s' * (row['step_steps'] != 1)}"
-    low, high = row["step_low_s"], row["step_high_s"]
-    if low is None or high is None:
+    count, ago = f"of {_steps(row['step_steps'])}", row["step_ago"]
+    count += f", {_steps(ago)} ago" if ago else ""
+    low, high = bounds_of(row)
+    if math.isinf(high):
         return count
     return f"{low:.3g}–{high:.3g} s {count}" if high >= 1 else f"{low * 1e3:.3g}–{high * 1e3:.3g} ms {count}"
 
@@ -296,7 +297,11 @@ def _payback(pause: float | None, row: Mapping[str, Any], now: Mapping[str, Any]
     if step >= step_now:
         return "never"
     steps = math.ceil(pause / (step_now - step) - 1e-6)
-    return f"{max(steps, 1):,} step{'s' * (steps > 1)}"
+    return _steps(max(steps, 1))
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}"
 
 
 def _drawing(job: Mapping[str, Any]) -> list[str]:

@@ -42,7 +42,7 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     is made, and at rest afterwards, after a step. step_bytes: what the busiest rank sends in a step, by the formulas;
     between_bytes: what all ranks send to other nodes. step_s is
     measured, where the strategy has run in this job: the median of step_steps steps, between step_low_s and step_high_s
-    (None: too few to say); predicted_step_s, of all others than the one in force, is what
+    (None: too few to say), step_ago steps ago; predicted_step_s, of all others than the one in force, is what
     the steps of that one predict; switch_s is predicted too, and peak_bytes, of the fullest rank with activations.
     Each is None where nothing is known. "untried":
     the model was not run to see whether it fits, so that it is not "ok", and may be chosen: see `look_at_all`. "proof":
@@ -138,6 +138,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         "step_low_s": pace.low if pace is not None else None,
         "step_high_s": pace.high if pace is not None else None,
         "step_steps": pace.steps if pace is not None else 0,
+        "step_ago": pace.ago if pace is not None else 0,
         "predicted_step_s": None,
         "switch_s": None,
         "arithmetic": "",

@@ -12,7 +12,7 @@ from nbkit.planner.step.measured_step import Seen, predicted
 from nbkit.planner.step.overlap import FORWARD
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
-from nbkit.rank.train.estimate.pace import Pace, pace_of
+from nbkit.rank.train.estimate.pace import Pace
 from nbkit.rank.train.estimate.state_bytes import Census, Flow
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
@@ -21,16 +21,14 @@ if TYPE_CHECKING:
     from nbkit.rank.train.estimate.cost_model import CostModel
     from nbkit.rank.train.job import Job
 
-_STEPS = 20
 _SWITCHES = 12  # the newest that a prediction follows
 _OWN_CORES = 0.9  # of the seconds in which it computes, a rank on cores of its own has them
 _PARTS = ("compute", "exposed", "data", "optimizer", "other")
 
 
 def measured_pace(job: Job, strategy: Strategy) -> Pace | None:
-    """Of the last steps under `strategy`, without the first, which makes what later ones reuse; None of no others."""
-    seconds = [record["seconds"] for record in job.ledger.records[-400:] if record["strategy"] == str(strategy)][1:]
-    return pace_of(seconds[-_STEPS:])
+    """Of the newest steps under `strategy` in this training, however long ago they were; None where there are none."""
+    return job.ledger.paces.of(str(strategy))
 
 
 def predicted_pause(job: Job, census: Census, strategy: Strategy, flow: Flow) -> float | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nbkit.errors import Stopped, TrainingError
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.estimate.pace import pace_of
+from nbkit.rank.train.estimate.pace import Paces, pace_of
 from nbkit.rank.train.step.failure import failure_of
 from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.step_clock import Clock
@@ -52,6 +52,7 @@ class History:
 
     def __init__(self, *, world_size: int) -> None:
         self.records = Records()
+        self.paces = Paces()  # of strategies whose records may be thinned out by now
         self.pending: deque[Pending] = deque()
         self.clock = Clock()
         self.listeners: list[Callable[[Event], None]] = []
@@ -75,6 +76,7 @@ class History:
         """Stand at `step` with `records`. loaded: of a checkpoint; a run has as many steps left to make as it had."""
         self._first += (step - self.step) * loaded
         self.step, self.records[:] = step, records
+        self.paces = Paces(self.records)
         self.newest = None  # a rank that has just joined knows nothing of it
 
     @property
@@ -116,7 +118,7 @@ class History:
                 continue
             numbers = self.newest = self.check(pending)
             record = pending.record(numbers)
-            self.records.append(record)
+            self.add(record)
             if not self._silent:
                 if not record["step"] % _THINNED_EVERY:
                     self.records.thin()
@@ -133,6 +135,12 @@ class History:
                 step_boundary.end()
             finally:  # to save reads what another step said of the same end
                 self.ends = False
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take the record of the step after the last one."""
+        self.records.append(record)
+        if not self._silent:  # the steps of a trial are taken back
+            self.paces.add(record)
 
     def check(self, pending: Pending) -> StepNumbers:
         """The numbers of a step, and with them what the ranks agreed on: CPU ranks know before the step is over.

@@ -14,14 +14,17 @@ from torch.nn import functional as F
 from nbkit.planner.link_speed import Way
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
+from nbkit.rank.train.estimate.pace import Paces
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
 from nbkit.rank.train.estimate.strategy_table import look_at_all, measure_peaks, option, table
+from nbkit.rank.train.step.history import History
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 
 CONFIG = GPTConfig(vocab=64, block=16, layers=2, heads=2, width=128)
+MEASURED = ("step_s", "step_steps", "step_ago")
 OPERATIONS = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send")
 
 
@@ -55,13 +58,17 @@ def tables(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
     job.builder._know(recompute=True)
     job.forget_estimates()
     found.append({"plain": seconds_before_a_step(job.cost_model(), job.builder, Strategy(dp=2), 8)})
-    job.ledger.records += [{"strategy": "dp=2 zero=1", "seconds": 0.25}] * 3
+    for step in (1, 2, 3):
+        job.ledger.add({"step": step, "strategy": "dp=2 zero=1", "seconds": 0.25})
     found.append({row["strategy"]: (row["step_s"], row["predicted_step_s"]) for row in table(job)["options"]})
+    for step in range(4, 504):
+        job.ledger.add({"step": step, "strategy": "dp=2", "seconds": 0.5})
+    found.append({row["strategy"]: [row[key] for key in MEASURED] for row in table(job)["options"]})
     return found
 
 
 def test_levers_are_in_the_table_and_what_is_predicted_of_a_strategy_that_has_run() -> None:
-    slow, quick, again, rows = run_ranks(tables, 2, (1e6, 1e12), timeout=120)[0]
+    slow, quick, again, rows, later = run_ranks(tables, 2, (1e6, 1e12), timeout=120)[0]
     assert set(quick) == {"plain"}
     assert again["plain"] == pytest.approx(4 / 3 * quick["plain"], rel=1e-2)  # blocks are computed once more
     assert slow["strategy"] == "dp=2" and slow["step_s"] == pytest.approx(slow["plain"])
@@ -71,6 +78,35 @@ def test_levers_are_in_the_table_and_what_is_predicted_of_a_strategy_that_has_ru
     measured, predicted = rows["dp=2 zero=1"]  # what has run is predicted all the same
     assert measured == 0.25 and predicted == pytest.approx(again["plain"], rel=0.1)
     assert rows["dp=2 zero=2"][0] is None and rows["dp=2 zero=2"][1] is not None
+    # Five hundred steps under another one later it is measured still; the first step of each is left out.
+    assert later["dp=2 zero=1"] == [0.25, 2, 500] and later["dp=2"] == [0.5, 20, 0]
+    assert later["dp=2 zero=2"] == [None, 0, 0]
+
+
+def test_seconds_of_a_strategy_outlast_its_records_and_are_found_in_those_that_are_left() -> None:
+    ledger = History(world_size=1)
+    for step in range(1, 30_022):
+        ledger.add({"step": step, "strategy": "tp=2" if step <= 21 else "dp=2", "seconds": 0.2 + 1e-3 * (step % 2)})
+    with ledger.silent():
+        ledger.add({"step": 30_022, "strategy": "pp=2", "seconds": 9.0})
+        ledger.add({"step": 30_023, "strategy": "pp=2", "seconds": 9.0})
+    del ledger.records[-2:]
+    ledger.records.thin()
+
+    found = ledger.paces.of("tp=2")
+    assert found is not None and (found.low, found.high, found.steps, found.ago) == (0.2, 0.201, 20, 30_000)
+    assert ledger.paces.of("pp=2") is None  # a trial, which leaves nothing
+    left = [record["step"] for record in ledger.records if record["strategy"] == "tp=2"]
+    ledger.replace(30_021, list(ledger.records))  # as from a checkpoint
+    found = ledger.paces.of("tp=2")
+    assert left == [4, 8, 12, 16, 20] and found is not None and (found.steps, found.ago) == (4, 30_001)
+
+
+def test_of_very_many_strategies_those_that_were_left_last_are_remembered() -> None:
+    paces = Paces({"step": step, "strategy": f"bucket={step // 2}M", "seconds": 0.1} for step in range(400))
+
+    remembered = [number for number in range(200) if paces.of(f"bucket={number}M") is not None]
+    assert remembered == list(range(136, 200))
 
 
 def trained(world: Any, beside: bool) -> tuple[list[float], dict[str, int | None], dict[str, int]]:
