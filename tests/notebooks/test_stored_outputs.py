@@ -44,6 +44,17 @@ def test_the_outputs_name_nothing_of_a_machine_and_hold_no_codes(path: Path) -> 
     assert [text for text in texts if "\x1b" in text or "\r" in text] == []
 
 
+def test_the_switches_of_the_lesson_are_apart_and_begin_when_there_is_a_curve() -> None:
+    notebook = stored(next(path for path in LESSONS if path.stem == "02_switch_live"))
+    code = "\n".join("".join(cell["source"]) for cell in code_of(notebook))
+    steps = int(re.findall(r"^STEPS = (\d+)", code, re.MULTILINE)[0])
+    said = re.findall(r" → .* after step (\d+)$", "\n".join(texts_of(notebook)), re.MULTILINE)
+    switches = sorted(set(map(int, said)))
+
+    assert len(switches) == 5
+    assert switches[0] >= 20 and switches[-1] - switches[0] >= steps / 4
+
+
 def test_other_code_makes_outputs_stale_and_other_words_do_not() -> None:
     def changed(kind: str) -> dict[str, Any]:
         notebook = stored(LESSONS[0])
