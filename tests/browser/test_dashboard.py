@@ -157,6 +157,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reports")
     for name, world, strategy, steps in (("small", 4, "dp=4", 60), ("big", 64, "dp=16 pp=4 schedule=1f1b", 6)):
         run = fake.FakeRun(folder / name, world, strategy, late=2)
+        run.of_rows = name == "big"
         for number in range(steps):
             if number == 30:
                 run.now += int(4e8)
@@ -195,6 +196,9 @@ def test_a_saved_page_draws_everything(browser: Any, reports: Path, tmp_path: Pa
     page.goto(f"file://{reports / 'big.html'}")
     page.wait_for_selector(".nbkit-dashboard .ranks canvas[data-ranks='64']")
     assert data("ranks", "rows") == "3"
+    assert " rows/s" in page.inner_text(".figures") and page.inner_text("button[data-along='tokens']") == "rows"
+    page.mouse.move(*middle(page, ".curves canvas", 0.5, 0.3))
+    assert " rows/s" in page.inner_text(".tip") and " rows" in page.inner_text(".tip").splitlines()[-1]
     page.mouse.click(*middle(page, ".ranks canvas", 0.3, 0.2))
     page.wait_for_selector(".ranks canvas[data-rows='64']")
     page.screenshot(path=str(tmp_path / "big.png"), full_page=True)

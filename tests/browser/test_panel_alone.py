@@ -304,10 +304,13 @@ def test_margins_and_why_nothing_is_predicted_and_what_is_recommended_stand_in_t
         row["switch_s"] = None
         if row["strategy"] == "dp=4":
             row |= {"step_low_s": 0.01, "step_high_s": 0.09}
+        row["step_ago"] = 12 * (row["strategy"] == "tp=4")
     page = shown(window, table)
 
     now = page.locator("tr.now td")
     assert now.nth(3).inner_text().split("\n") == ["40 ms", "10–90 ms", "20 steps"]
+    earlier = page.locator("tr[data-strategy='tp=4'] td").nth(3).inner_text().split("\n")
+    assert earlier == ["30 ms", "29–31 ms", "20 steps", "12 steps ago", "≈ 31 ms"]
     title = page.locator(".rows").evaluate("rows => rows.previousSibling.textContent")
     assert "?: not predicted (the ranks share cores), not measured yet" in title
     assert "recommended: ddp, within noise of pp: it runs now, and no switch is known to gain" in title

@@ -44,6 +44,7 @@ class FakeRun:
     def __init__(self, folder: Path, world: int, strategy: str, *, late: int | None = None, node: int = 8) -> None:
         self.folder, self.world, self.late, self.number = folder, world, late, 0
         self.between = 0.0  # seconds from a step to the next
+        self.of_rows = False  # whether each sample is one token, as those of images are
         self.dead: set[int] = set()
         self.slow = False  # whether all of the next step takes four times as long
         self.random = random.Random(7)
@@ -93,6 +94,8 @@ class FakeRun:
                 "strategy": str(self.strategy),
                 "lr": 3e-4,
             }
+            if self.of_rows:
+                numbers["samples"] = numbers["tokens"]
             record = StepRecord(
                 self.number,
                 start_ns=self.now,

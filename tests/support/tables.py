@@ -81,7 +81,7 @@ def answer_of(table: dict[str, Any], **changed: Any) -> dict[str, Any]:
         "job": True,
         "step": table["step"],
         "strategy": table["strategy"],
-        "progress": {"step": 7, "goal": 100, "loss": 2.5, "tokens_per_s": 1234.0},
+        "progress": {"step": 7, "goal": 100, "loss": 2.5, "tokens_per_s": 1234.0, "unit": "tokens"},
         "stamp": "1",
         "table": table,
         **changed,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from nbkit.figures import unit_of
 from nbkit.records.records import EventRecord, Header, Record, StepRecord
 
 COLUMNS = ("step", "span", "time", "tokens", "loss", "rate", "strategy")
@@ -33,6 +34,7 @@ class Grown:
 class Curve:
     """Points in order of their steps; time in seconds since the run began, tokens since then too.
 
+    unit: what is counted as tokens, "tokens" or "rows".
     epoch: changes whenever points that were there have changed: then a reader begins anew.
     """
 
@@ -40,6 +42,7 @@ class Curve:
         self.points: list[Point] = []
         self.events: list[dict[str, Any]] = []
         self.strategies: list[str] = []
+        self.unit = unit_of({})
         self.epoch = 0
         self._at_most = at_most
         self._header: Header | None = None
@@ -68,6 +71,7 @@ class Curve:
         began = self._since_start(record.start_ns) if record.start_ns else (last[2] if last else 0.0)
         tokens = _number(record.numbers.get("tokens"), _UNKNOWN)
         known = tokens if tokens == tokens else 0.0
+        self.unit = unit_of(record.numbers) if tokens == tokens else self.unit
         self.points.append(
             (
                 float(record.step),

@@ -79,12 +79,14 @@ class RunReader:
             return self.step
 
     def state(self) -> dict[str, Any]:
-        """ "run" (its name), "folder", "world", "stands" ("running", "ended: WHY", "quiet"), "goal", "left", "rate".
+        """ "run" (its name), "folder", "world", "stands" ("running", "ended: WHY", "quiet"), "goal", "left", "rate",
+        "unit".
 
         quiet: nothing has been written for 15 s. goal: the step that it ends with, steps of earlier trainings in the
         same run counted as they are in the curve; 0 when it is not known. left: the time to that step in words, if the
         steps to come take as long as the newest 20 under this strategy did; "" where that cannot be told. rate: tokens
-        per second, the median of these steps; None where that cannot be told.
+        per second, the median of these steps; None where that cannot be told. unit: "tokens"; or "rows" where what
+        trains reads no sequences, and each row counts as one token.
         """
         with self.lock:
             last = next((e for e in reversed(self.curve.events) if e["kind"] in ("run_started", "run_stopped")), None)
@@ -106,6 +108,7 @@ class RunReader:
                 "goal": goal,
                 "left": _left(points, goal, rate) if stands == "running" else "",
                 "rate": rate,
+                "unit": self.curve.unit,
             }
 
     def snapshot(self, *, anew: bool = True) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def _words(snapshot: dict[str, Any], ended: bool) -> tuple[str, str, str]:
         steps,
         "" if ended else state.get("left", ""),
         f"loss {loss}" if loss else "",
-        f"{figure(tokens)} tokens/s{mean}" if tokens and figure(tokens) else "",
+        f"{figure(tokens)} {state['unit']}/s{mean}" if tokens and figure(tokens) else "",
     ]
     failed = [event for event in snapshot["events"] if event["kind"] == "failure" and event["step"] >= first[0] - 1]
     reading = snapshot["step"].get("reading", "")

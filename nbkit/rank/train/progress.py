@@ -50,7 +50,7 @@ def progress_line() -> str:
     if "loss" in now:
         parts.append(f"loss {now['loss']:.3f}")
     if now.get("tokens_per_s"):
-        parts.append(f"{figure(now['tokens_per_s'])} tokens/s")
+        parts.append(f"{figure(now['tokens_per_s'])} {now['unit']}/s")
     if now.get("eta_s") is not None:
         parts.append(f"{text_of(now['eta_s'])} to go")
     return " · ".join(parts)

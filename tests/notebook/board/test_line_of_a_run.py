@@ -26,8 +26,23 @@ def test_its_figures_are_of_the_same_steps_and_those_of_the_dashboard(tmp_path: 
 
     line = Runs(tmp_path).summaries()[0]
 
+    assert line["unit"] == "tokens"
     assert line["rate"] == nbkit.read_run(tmp_path / "one").snapshot()["state"]["rate"]
     assert line["seconds"] == pytest.approx(4096 * 4 / line["rate"], rel=0.001)
     assert sum(line["parts"]) == pytest.approx(line["seconds"], rel=0.01)
     # The groups of the strategy in force came with the switch: without them nobody knows who waited for whom.
     assert line["parts"][PARTS.index("waiting")] > 0
+
+
+def test_its_rate_is_of_rows_where_each_counts_as_one_token_also_when_steps_are_told_by_their_means(
+    tmp_path: Path,
+) -> None:
+    run = FakeRun(tmp_path / "one", 2, "ddp")
+    run.of_rows = True
+    for _ in range(40):
+        run.step()
+    run.close()
+
+    line = Runs(tmp_path).summaries()[0]
+
+    assert line["unit"] == "rows" and line["rate"] > 0

@@ -94,6 +94,24 @@ def test_every_view_has_one_rate_and_one_sentence_though_it_is_drawn_a_few_steps
     run.close()
 
 
+def test_a_rate_of_what_has_no_tokens_is_one_of_rows_in_every_view(tmp_path: Path) -> None:
+    run = fake_run(tmp_path, 2, "ddp")
+    run.of_rows = True
+    for _ in range(3):
+        run.step()
+    run.close()
+    shown = RunReader(tmp_path).snapshot()
+
+    assert shown["state"]["unit"] == "rows"
+    for view in (plain(lines_of(shown)), svg_of(shown), card_text(shown), card_text(shown, ended=True)):
+        assert " rows/s" in view and "tokens" not in view
+    assert "\nrows/s   " in plain(lines_of(shown))  # its curve, as wide as that of the loss
+    curve = curve_of(2)
+    curve.take(step(3, samples=10))
+    curve.take(StepRecord(4))
+    assert curve.unit == "rows"
+
+
 def test_what_is_told_of_a_step_is_told_of_the_same_ones_until_five_more_are_made(tmp_path: Path) -> None:
     run = fake_run(tmp_path, 2, "ddp")
     for _ in range(32):

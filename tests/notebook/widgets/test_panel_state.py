@@ -211,7 +211,7 @@ def test_a_pause_is_won_back_after_whole_steps() -> None:
 
 
 def test_steps_are_counted_from_the_first_training_on_and_so_is_the_goal() -> None:
-    def headline(finished: int, **progress: int) -> str:
+    def headline(finished: int, **progress: int | str) -> str:
         answer = answer_of(table_of())
         answer |= {"step": finished, "progress": answer["progress"] | progress}
         return str(pulse_view(state_of(Looked(answer)))["headline"])
@@ -221,6 +221,7 @@ def test_steps_are_counted_from_the_first_training_on_and_so_is_the_goal() -> No
     assert "training · step 1,307 of 1,400 · loss" in headline(1308, step=1307, goal=1400)
     assert "training · step 1,308 · loss" in headline(1308, step=1307, goal=0)  # a loop over job.batches
     assert headline(7, eta_s=540).endswith(" tokens/s · 9 min to go")
+    assert headline(7, unit="rows").endswith(" 1,234 rows/s")
 
 
 def test_a_mistyped_strategy_is_answered_with_the_one_that_was_meant() -> None:

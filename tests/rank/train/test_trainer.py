@@ -62,7 +62,7 @@ def test_a_run_shows_writes_and_records_what_happened(tmp_path: Path) -> None:
     assert second["printed"] == "" and second["run_dir"] == first["run_dir"]
     lines = first["printed"].splitlines()
     assert lines[0] == "global 8 = micro 4 x accum 1 x dp 2"
-    assert "step 3/3 · loss " in first["printed"] and "tokens/s" in first["printed"]
+    assert "step 3/3 · loss " in first["printed"] and " rows/s" in first["printed"]
     assert first["printed"].count("\r") >= 2 and first["printed"].endswith("\n")
     assert first["kinds"][0] == "run_started" and first["kinds"].count("step") == 5
     assert [k for k in first["kinds"] if k != "step"] == [

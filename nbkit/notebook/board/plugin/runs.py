@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from nbkit.figures import unit_of
 from nbkit.notebook.run.follower import Run, strategy_of
 from nbkit.notebook.run.run_timeline import PARTS, point_of, rate_of, short
 from nbkit.records.events import RunStopped
@@ -51,7 +52,7 @@ class Runs:
         """One line for each run, those that train first, then the newest: its last steps, whether it trains now.
 
         seconds, by the clock, parts, rate and sent are medians of the newest steps under the strategy in force, loss is
-        the newest.
+        the newest. unit: of the rate, "tokens" or "rows".
         """
         self._look()
         found = []
@@ -102,7 +103,7 @@ def _summary(files: dict[int, Path]) -> dict[str, Any]:
     complete = [those for _, those in sorted(steps.items()) if len(those) == len(files)]
     made: dict[str, Any] = {"ranks": len(files), "step": max(steps, default=0), "began": began}
     if not complete:
-        return made | {"seconds": None, "parts": [], "rate": None, "loss": None, "strategy": ""}
+        return made | {"seconds": None, "parts": [], "rate": None, "unit": unit_of({}), "loss": None, "strategy": ""}
     newest = strategy_of(complete[-1])
     complete = [those for those in complete if strategy_of(those) == newest]
     members = members_of(_groups(files, complete[-1]))
@@ -116,6 +117,7 @@ def _summary(files: dict[int, Path]) -> dict[str, Any]:
         "seconds": short(seconds),
         "parts": [short(value) for value in parts] if of else [],
         "rate": short(median(rates)) if rates else None,
+        "unit": unit_of(complete[-1][min(complete[-1])].numbers),
         "loss": points[-1][-2],
         "strategy": newest,
         "sent": round(median(_sent(those, members) for those in complete)),

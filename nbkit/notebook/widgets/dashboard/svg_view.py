@@ -44,7 +44,7 @@ def svg_of(snapshot: dict[str, Any]) -> str:
         steps_of(last[0], state),
         state.get("left", ""),
         f"loss {figure(last[4])}" if figure(last[4]) else "",
-        f"{figure(state['rate'])} tokens/s" if state.get("rate") else "",
+        f"{figure(state['rate'])} {state['unit']}/s" if state.get("rate") else "",
     ]
     drawn = [
         _text(16, 26, strategy, size=15, bold=True),

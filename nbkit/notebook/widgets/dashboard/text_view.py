@@ -52,7 +52,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
         steps_of(last[0], state),
         state.get("left", ""),
         _number("loss", last[4]),
-        _number("tokens/s", state.get("rate"), behind=True),
+        _number(f"{state['unit']}/s", state.get("rate"), behind=True),
     ]
     lines: list[Line] = [
         (
@@ -62,7 +62,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
         (Piece(" · ".join(word for word in head if word), "strong"),),
         *((Piece(line),) for line in textwrap.wrap(step.get("reading", ""), width)),
         (Piece("loss     ", "faint"), Piece(_spark([point[4] for point in points], width - 10), "compute")),
-        (Piece("tokens/s ", "faint"), Piece(_spark([point[5] for point in points], width - 10), "data")),
+        (Piece(f"{state['unit'] + '/s':<9}", "faint"), Piece(_spark([point[5] for point in points], width - 10), "data")),
     ]
     lines += _happened(snapshot["events"])
     if step.get("ranks"):

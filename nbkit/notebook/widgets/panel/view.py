@@ -183,7 +183,7 @@ def _headline(state: State) -> str:
     if "loss" in progress:
         parts.append(f"loss {progress['loss']:.3f}")
     if progress.get("tokens_per_s") and state.phase == "training":
-        parts.append(f"{figure(progress['tokens_per_s'])} tokens/s")
+        parts.append(f"{figure(progress['tokens_per_s'])} {progress['unit']}/s")
     if progress.get("eta_s") and state.phase == "training":
         parts.append(f"{text_of_seconds(progress['eta_s'])} to go")
     if progress.get("waits"):

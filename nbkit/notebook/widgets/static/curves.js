@@ -1,4 +1,4 @@
-// The loss of a run over its steps, its tokens or its time, and below it the tokens a second.
+// The loss of a run over its steps, its tokens or its time, and below it how many of these a second. Of what has no tokens, rows are counted.
 
 import { STRATEGIES, alarm, bytes, dark, faint, ink, number, rule, seconds } from "./paint.js";
 
@@ -16,8 +16,8 @@ export const RATE = 5;
 export const STRATEGY = 6;
 const AXES = { step: STEP, tokens: TOKENS, time: TIME };
 
-// points: rows of columns. along: what lies on x. smooth: steps over which the bold line is a mean, about.
-export function drawCurves(picture, { points, events, strategies, along, smooth }) {
+// points: rows of columns. unit: what is counted as tokens, "tokens" or "rows". along: what lies on x. smooth: steps over which the bold line is a mean, about.
+export function drawCurves(picture, { points, events, strategies, unit, along, smooth }) {
   const width = picture.begin(330);
   Object.assign(picture.canvas.dataset, { points: points.length, along, step: points.length ? points[points.length - 1][STEP] : 0 });
   if (!points.length) {
@@ -33,7 +33,7 @@ export function drawCurves(picture, { points, events, strategies, along, smooth 
   const gaps = switches.map((event) => gapOf(event, points, column, along));
   drawStrip(picture, points, strategies, column, x, gaps, 192);
   const loss = { y0: 26, y1: 186, column: LOSS, name: "loss", spoken: number, floor: false };
-  const rate = { y0: 232, y1: 296, column: RATE, name: "tokens/s", spoken: (value) => (value >= 1e5 ? brief(value) : number(value)), floor: true };
+  const rate = { y0: 232, y1: 296, column: RATE, name: `${unit}/s`, spoken: (value) => (value >= 1e5 ? brief(value) : number(value)), floor: true };
   for (const row of [loss, rate]) drawRow(picture, points, row, x, column, gaps, smooth);
   drawGaps(picture, switches, gaps, x, loss, rate);
   drawEvents(picture, events, points, column, x, loss, rate);
@@ -42,8 +42,8 @@ export function drawCurves(picture, { points, events, strategies, along, smooth 
     if (x(value) < width - RIGHT - 60) picture.words(words, x(value), 310, { align: "center" });
   }
   picture.words(end, width - RIGHT, 310, { align: "right", colour: ink() });
-  picture.words(along, 2, 310, { colour: ink(), bold: true });
-  drawSpots(picture, points, strategies, column, x, along);
+  picture.words(along === "tokens" ? unit : along, 2, 310, { colour: ink(), bold: true });
+  drawSpots(picture, points, strategies, unit, column, x, along);
 }
 
 // Where on x a switch lies: from when to when no step could be made.
@@ -248,7 +248,7 @@ function wordsOf(event) {
 }
 
 // Whatever lies under the pointer in between: the nearest point.
-function drawSpots(picture, points, strategies, column, x, along) {
+function drawSpots(picture, points, strategies, unit, column, x, along) {
   const text = (at) => {
     let [low, high] = [0, points.length - 1];
     while (low < high) {
@@ -260,8 +260,8 @@ function drawSpots(picture, points, strategies, column, x, along) {
       point[SPAN] > 1 ? `steps ${point[STEP] - point[SPAN] + 1} to ${point[STEP]}, mean` : `step ${point[STEP]}`,
       strategies[point[STRATEGY]] || "",
       Number.isFinite(point[LOSS]) ? `loss ${+point[LOSS].toPrecision(5)}` : "",
-      Number.isFinite(point[RATE]) ? `${number(point[RATE])} tokens/s` : "",
-      `after ${clock(point[TIME])}, ${brief(point[TOKENS])} tokens`,
+      Number.isFinite(point[RATE]) ? `${number(point[RATE])} ${unit}/s` : "",
+      `after ${clock(point[TIME])}, ${brief(point[TOKENS])} ${unit}`,
     ].filter(Boolean).join("\n");
   };
   const late = picture.late || [];

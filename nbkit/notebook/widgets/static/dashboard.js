@@ -21,7 +21,7 @@ const swatches = (colours, names) => Object.entries(colours).map(([key, colour])
 const LAYOUT = `
 <div class="top"><b class="run"></b><span class="chip strategy"></span><span class="chip stands"></span><span class="figures"></span></div>
 <p class="reading"></p>
-<section class="wide"><h3>Loss <small>raw faint, smoothed bold · below: tokens a second</small>
+<section class="wide"><h3>Loss <small>raw faint, smoothed bold · below: <span class="counted">tokens</span> a second</small>
   <span class="buttons along"><button data-along="step">step</button><button data-along="tokens">tokens</button><button data-along="time">time</button></span></h3>
   <div class="curves"></div></section>
 <section><h3><span class="at">The step</span>, one bar per rank <small>measured</small>
@@ -85,7 +85,7 @@ export function view(el, story, ask) {
   root.innerHTML = LAYOUT;
   el.append(root);
   const $ = (name) => root.querySelector(`.${name}`);
-  const labels = { curves: "loss and tokens a second", ranks: "step by rank", grid: "traffic from rank to rank", axes: "bytes by axis", moments: "pipeline, planned and measured", memory: "memory by rank" };
+  const labels = { curves: "loss and its pace", ranks: "step by rank", grid: "traffic from rank to rank", axes: "bytes by axis", moments: "pipeline, planned and measured", memory: "memory by rank" };
   const pictures = Object.fromEntries(Object.entries(labels).map(([name, label]) => [name, new Picture($(name), label)]));
   const chosen = { along: "step", pick: null, all: false };
   root.addEventListener("click", (event) => {
@@ -119,15 +119,18 @@ export function view(el, story, ask) {
     root.classList.toggle("narrow", root.clientWidth < NARROW); // of the pane, not of the window
     const { state, points, step } = story;
     const last = points[points.length - 1];
+    const unit = state?.unit || "tokens";
+    $("counted").textContent = unit;
+    $("along").querySelector("[data-along=tokens]").textContent = unit;
     $("run").textContent = state?.run || "";
     $("strategy").textContent = last ? story.strategies[last[STRATEGY]] || "" : step?.strategy || "";
     $("stands").textContent = state && state.run ? `${state.world} ranks · ${state.stands}` : "";
     $("stands").classList.toggle("on", state?.stands === "running");
     $("figures").textContent = last ? [`step ${number(last[STEP])}${state?.goal ? ` of ${number(state.goal)}` : ""}`, state?.left,
-      Number.isFinite(last[LOSS]) ? `loss ${number(last[LOSS])}` : "", state?.rate ? `${number(state.rate)} tokens/s` : ""].filter(Boolean).join(" · ") : "";
+      Number.isFinite(last[LOSS]) ? `loss ${number(last[LOSS])}` : "", state?.rate ? `${number(state.rate)} ${unit}/s` : ""].filter(Boolean).join(" · ") : "";
     $("reading").textContent = step?.reading || (last ? "" : "No finished step yet: this moves as soon as a Trainer, or a loop over nbkit.prepare, trains.");
     press("along", "along", chosen.along);
-    drawCurves(pictures.curves, { points, events: story.events, strategies: story.strategies, along: chosen.along, smooth: Math.max(5, (last ? last[STEP] - points[0][STEP] : 0) / 50) });
+    drawCurves(pictures.curves, { points, events: story.events, strategies: story.strategies, unit, along: chosen.along, smooth: Math.max(5, (last ? last[STEP] - points[0][STEP] : 0) / 50) });
     for (const section of root.querySelectorAll("section:not(:first-of-type)")) section.hidden = !step?.ranks?.length;
     if (step?.ranks?.length) drawStep(step);
     $("trace").hidden = !story.live || state?.stands !== "running";

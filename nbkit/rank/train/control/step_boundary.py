@@ -135,7 +135,7 @@ def training() -> Any:
 def progress() -> dict[str, Any]:
     """step, goal (0: not known), loss, tokens_per_s, step_s (the longest of late), eta_s of the newest training.
 
-    From any thread.
+    unit: what tokens_per_s counts, "tokens" or "rows". From any thread.
     """
     return dict(_progress)
 

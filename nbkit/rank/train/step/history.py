@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from nbkit.errors import Stopped, TrainingError
+from nbkit.figures import unit_of
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.estimate.pace import Paces, pace_of
@@ -225,6 +226,7 @@ class History:
             goal=self.goal,
             loss=record["loss"],
             tokens_per_s=speed,
+            unit=unit_of(record),
             step_s=self._longest,
             eta_s=left,
             pace={"strategy": record.get("strategy", ""), **asdict(pace)},

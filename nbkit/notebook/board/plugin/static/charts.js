@@ -13,8 +13,8 @@ function axis(picture, top, y0, y1, spoken) {
 }
 
 // points: as the server's timeline has them. chosen: the step that is shown below. other: {run, points} of a run that is
-// laid over it as a line of its seconds a step.
-export function drawTimeline(picture, points, events, { window: only, chosen, other, pick }) {
+// laid over it as a line of its seconds a step. unit: what the rate counts.
+export function drawTimeline(picture, points, events, { window: only, chosen, other, unit, pick }) {
   const shown = only ? points.slice(-only) : points;
   const width = picture.begin(230);
   picture.canvas.dataset.points = shown.length;
@@ -52,7 +52,7 @@ export function drawTimeline(picture, points, events, { window: only, chosen, ot
       `${seconds(point[2])} a step, mean over ranks`,
       ...PARTS.map((part, i) => [part, point[3 + i]]).filter(([, v]) => v > 0)
         .map(([part, v]) => `  ${SPOKEN[part]}: ${seconds(v)} (${percent(v / point[2])})`),
-      point[3 + PARTS.length] === null ? "" : `${number(point[3 + PARTS.length])} tokens/s`,
+      point[3 + PARTS.length] === null ? "" : `${number(point[3 + PARTS.length])} ${unit}/s`,
       point[4 + PARTS.length] === null ? "" : `loss ${point[4 + PARTS.length]}`,
     ].filter(Boolean).join("\n");
     picture.spot(x0, y0 - 4, Math.max(x1 - x0, 1), y1 - y0 + 8, text, () => pick(point[0]));

@@ -180,7 +180,7 @@ function draw() {
     ? "No run with records yet. They appear here by themselves as soon as a Trainer or nbkit.prepare trains into this log directory."
     : `${state.run} has no finished step yet.`;
   if (nothing) return;
-  drawTimeline(pictures.timeline, state.points, state.events, { window: state.only, chosen: state.step?.asked ?? 0, other: state.other, pick });
+  drawTimeline(pictures.timeline, state.points, state.events, { window: state.only, chosen: state.step?.asked ?? 0, other: state.other, unit: state.runs.find((run) => run.name === state.run)?.unit ?? "tokens", pick });
   drawRuns(state.runs, state.run, choose);
   drawLateness(state.lateness);
   const step = state.step;
