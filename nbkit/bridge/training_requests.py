@@ -136,7 +136,8 @@ class Controls:
         step, strategy = job.step, str(job.strategy)
         age = step.bit_length() + step // STAMP_STEPS
         pace, found = measured_pace(job, job.strategy), self._found
-        timed, seconds = pace is not None, pace.seconds if pace is not None else 0.0
+        # What was measured before the last switch tells the table nothing of how steps are now.
+        timed, seconds = pace is not None and not pace.ago, pace.seconds if pace is not None else 0.0
         if abs(seconds - self._seconds) > STAMP_CHANGE * self._seconds:
             self._seconds = seconds
         stamp = f"{id(job)}/{strategy}/{len(self.results)}/{age}/{timed}/{self._seconds}/{found}"
