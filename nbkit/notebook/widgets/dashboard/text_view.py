@@ -47,12 +47,12 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
     if not points:
         return [(Piece(f"{state['run'] or 'no run yet'}: no finished step", "faint"),)]
     last = points[-1]
-    strategy = snapshot["strategies"][int(last[6])]
+    strategy, pace = snapshot["strategies"][int(last[6])], f"{state['unit']}/s"
     head = [
         steps_of(last[0], state),
         state.get("left", ""),
         _number("loss", last[4]),
-        _number(f"{state['unit']}/s", state.get("rate"), behind=True),
+        _number(pace, state.get("rate"), behind=True),
     ]
     lines: list[Line] = [
         (
@@ -62,7 +62,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
         (Piece(" · ".join(word for word in head if word), "strong"),),
         *((Piece(line),) for line in textwrap.wrap(step.get("reading", ""), width)),
         (Piece("loss     ", "faint"), Piece(_spark([point[4] for point in points], width - 10), "compute")),
-        (Piece(f"{state['unit'] + '/s':<9}", "faint"), Piece(_spark([point[5] for point in points], width - 10), "data")),
+        (Piece(f"{pace:<9}", "faint"), Piece(_spark([point[5] for point in points], width - 10), "data")),
     ]
     lines += _happened(snapshot["events"])
     if step.get("ranks"):
