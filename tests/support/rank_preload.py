@@ -2,12 +2,18 @@
 
 import gc
 import importlib
+import os
 
 import executing
 from IPython.core.ultratb import VerboseTB
 
 from nbkit.errors import NbkitError
 from nbkit.rank.train.trainer import Trainer
+
+# The directory in which an engine is to work is where this is imported first: that of each engine itself.
+_getcwd, os.getcwd = os.getcwd, lambda: "."
+importlib.import_module("ipyparallel.apps.baseapp")
+os.getcwd = _getcwd
 
 for _name in (
     "torch.distributed.fsdp",
