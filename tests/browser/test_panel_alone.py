@@ -253,6 +253,35 @@ def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(browser: Any) -> 
     page.close()
 
 
+def test_a_kernel_of_which_nothing_comes_any_more_is_said_to_be_gone_and_takes_no_clicks(browser: Any) -> None:
+    page = shown(browser, table_of())  # in a window of its own, whose clock is stopped
+    page.clock.install()
+    root, row = page.locator(".nbkit-panel"), page.locator("tr[data-strategy='tp=4']")
+    beat = "model.heard['msg:custom']({ beat: true })"
+    for _ in range(3):  # as while a cell runs, or a training is paused, and there is no other news
+        page.evaluate(beat)
+        page.clock.fast_forward(3000)
+    assert root.get_attribute("data-phase") == "training" and page.locator("button:enabled").count() > 0
+    page.clock.fast_forward(4000)
+
+    assert root.get_attribute("data-phase") == "silent" and page.locator("button:enabled").count() == 0
+    note = page.locator(".note").inner_text()
+    assert "%cluster attach lesson" in note and "%strategy" in note
+    assert "nothing is heard from the kernel" in page.locator(".headline").inner_text()
+    row.click()
+    assert page.locator("input").is_disabled() and page.locator("input").input_value() == "dp=4"
+    assert sent(page) == []
+
+    page.evaluate(beat)
+    assert root.get_attribute("data-phase") == "training" and page.locator(".note").inner_text() == ""
+    row.click()
+    page.get_by_role("button", name="Apply").click()
+    assert sent(page) == [{"do": "switch", "strategy": "tp=4"}]
+    page.evaluate("model.heard['comm:close']()")
+    assert root.get_attribute("data-phase") == "silent" and page.locator("button:enabled").count() == 0
+    page.close()
+
+
 def test_64_ranks_of_8_nodes_fit_without_scrolling_sideways(window: Any) -> None:
     page = shown(window, table_of("dp=8 tp=2 pp=4", ranks=64, nodes=8))
 

@@ -74,6 +74,16 @@ def test_the_panel_is_a_widget_with_the_same_as_text_beside_it(kernel: Kernel) -
     assert "* dp=2 zero=3" in bundle["text/plain"]
 
 
+def test_the_pages_of_a_panel_hear_that_the_kernel_lives_while_a_cell_runs(kernel: Kernel) -> None:
+    kernel.run("%strategy")
+    kernel.others.clear()
+    busy = kernel.run("import time\ntime.sleep(2.5)")
+
+    came = [*busy.messages, *(message for those in kernel.others.values() for message in those)]
+    told = [content["data"].get("content") for _, kind, content in came if kind == "comm_msg"]
+    assert {"beat": True} in told
+
+
 def test_a_training_that_runs_is_steered_and_goes_on(kernel: Kernel) -> None:
     kernel.run("%%distributed --detach\nrecords = trainer.fit(1_000_000)")
     # The optimizer makes its state in the first step, and only then is there all that a switch has to move.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nbkit.notebook.widgets.widget_output import display_until_stopped, with_wid
 STATIC = Path(__file__).parents[1] / "static"
 TRY_STEPS = 10
 PATIENCE_SECONDS = 3.0  # for a panel that is complete from the start; it does not need to be
+BEAT_SECONDS = 2.0  # panel.js takes three that do not come for a kernel that is gone
 
 
 class StrategyPanel:
@@ -104,5 +106,13 @@ def _widget(controller: PanelController) -> Any:
 
     widget.on_msg(heard)
     controller.listen(show)
+    threading.Thread(target=_beat, args=(widget,), name="nbkit-beat", daemon=True).start()
     widget.observe(lambda change: controller.leave(show) if change["new"] is None else None, names="comm")
     return widget
+
+
+def _beat(widget: Any) -> None:
+    """Tell the pages that the kernel lives until the widget is closed: a training that is paused has no news for long."""
+    while widget.comm is not None:
+        widget.send({"beat": True})
+        time.sleep(BEAT_SECONDS)

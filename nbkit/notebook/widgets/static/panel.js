@@ -36,6 +36,10 @@ const UNHEARD =
   "The kernel has not heard this click: a cell keeps it. The click acts when the cell is over; " +
   "what trains with %%distributed --detach is steered at once.";
 
+// Python lets hear of itself every other second, whatever cells run; a page that loads, or was saved, is given longer.
+const SILENT_MS = 6000;
+const FIRST_MS = 30000;
+
 function make(tag, className, text) {
   const element = document.createElement(tag);
   if (className) element.className = className;
@@ -105,6 +109,8 @@ function render({ model, el }) {
   let verdict = null; // what Python says of a draft that is in no row
   let shown = ""; // the outcome that is on the page
   const unheard = new Set(); // presses of buttons in this page
+  let silent = false; // nothing comes from the kernel any more
+  let patience = setTimeout(fallSilent, FIRST_MS);
 
   const job = () => model.get("job");
   const pulse = () => model.get("pulse");
@@ -124,8 +130,28 @@ function render({ model, el }) {
   }
 
   function drawNote(waits = false) {
-    note.textContent = waits ? UNHEARD : model.get("note");
+    note.textContent = silent ? silence() : waits ? UNHEARD : model.get("note");
   }
+
+  function hear() {
+    clearTimeout(patience);
+    patience = setTimeout(fallSilent, SILENT_MS);
+    if (!silent) return;
+    silent = false;
+    drawNote(unheard.size > 0);
+    drawPulse();
+  }
+
+  function fallSilent() {
+    clearTimeout(patience);
+    silent = true;
+    drawNote();
+    drawPulse();
+  }
+
+  const silence = () =>
+    "The kernel says nothing any more: it was restarted, it has ended, or this page has lost it. What trains may go on; in a new cell: " +
+    `%load_ext nbkit, then %cluster ${job().cluster ? `attach ${job().cluster}` : "list"}, then %strategy.`;
 
   function look(text) {
     draft = text.trim() === job().strategy ? null : text;
@@ -146,6 +172,7 @@ function render({ model, el }) {
   });
 
   function choose(strategy) {
+    if (silent) return;
     input.value = strategy;
     look(strategy);
   }
@@ -154,10 +181,11 @@ function render({ model, el }) {
 
   function drawPulse() {
     const { phase, headline: words, asked, results: outcomes = [] } = pulse();
-    root.dataset.phase = phase ?? "looking";
+    root.dataset.phase = silent ? "silent" : phase ?? "looking";
+    input.disabled = silent;
     const waiting = phase === "idle" || phase === "training" ? "working out what each strategy would cost …" : "";
     const doing = asked || (job().strategy ? "" : waiting);
-    headline.textContent = doing ? `${words} — ${doing}` : words ?? "";
+    headline.textContent = silent ? "nothing is heard from the kernel" : doing ? `${words} — ${doing}` : words ?? "";
     buttons.pause.textContent = phase === "held" ? "Go on" : "Pause";
     drawTold(outcomes[0]);
     drawButtons();
@@ -180,7 +208,7 @@ function render({ model, el }) {
   }
 
   function drawButtons() {
-    const can = pulse().can ?? {};
+    const can = silent ? {} : pulse().can ?? {};
     const changes = draft !== null && (candidate() ? open(candidate()) : verdict?.ok ?? false);
     buttons.switch.disabled = !(can.apply && changes);
     buttons.try.disabled = !(can.try && changes);
@@ -439,13 +467,16 @@ function render({ model, el }) {
       drawChoice();
     }
   };
-  const listeners = [["change:job", drawJob], ["change:pulse", drawPulse], ["change:note", () => drawNote()], ["msg:custom", heard]];
+  const news = [["change:job", drawJob], ["change:pulse", drawPulse], ["change:note", () => drawNote()], ["msg:custom", heard]];
+  const listeners = news.map(([event, act]) => [event, (...what) => (hear(), act(...what))]);
+  for (const event of ["comm:close", "destroy"]) listeners.push([event, fallSilent]);
   for (const [event, act] of listeners) model.on(event, act);
   drawTable();
   drawNote();
   drawJob();
   drawPulse();
   return () => {
+    clearTimeout(patience);
     for (const [event, act] of listeners) model.off(event, act);
   };
 }
