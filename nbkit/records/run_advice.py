@@ -10,22 +10,25 @@ from nbkit.records.readings import MESSAGES, Row
 
 _AT_LEAST = 0.1  # of a step, for a part to be worth a word
 _NAMED = 3  # ranks; more are counted
-_SHARED = ("exposed", "data", "optimizer", "other")
+_SHARED = ("exposed", "bubble", "data", "optimizer", "other")
 
 
 def largest_loss(of: Sequence[Bar], *, slow: Link | None = None) -> Link | Late | str:
     """A slow link (see links.slow_link), a late rank, or the part of the step that takes the most beside compute;
     "compute" where none takes much.
 
-    A rank is not named for a little that it is late where every rank loses more to one and the same part.
+    Neither rank nor link is named for a little where every rank, were it not for them, would still lose more to one and
+    the same part: of a pipeline's bubble the rank that is late has what remains without its lateness.
     """
     if not of:
         return "compute"
     late = late_rank(of)
+    least = {part: min(getattr(bar, part) for bar in of) for part in _SHARED}
     if slow is not None and (late is None or slow.seconds > late.seconds):
-        return slow
-    shared = max(min(getattr(bar, part) for bar in of) for part in _SHARED)
-    if late is not None and late.seconds >= shared:
+        for_it = dict.fromkeys(("bubble", "exposed"), slow.seconds)  # where standing still for a link shows
+        if slow.seconds >= max(seconds - for_it.get(part, 0.0) for part, seconds in least.items()):
+            return slow
+    if late is not None and late.seconds >= max(least.values()):
         return late
     sums = {part: sum(getattr(bar, part) for bar in of) for part in _ADVICE}
     worst = max(sums, key=lambda part: sums[part])

@@ -9,6 +9,7 @@ import pytest
 from nbkit.rank.telemetry.record_writer import mean_of
 from nbkit.records import readings
 from nbkit.records.late_ranks import Bar, Late, late_rank
+from nbkit.records.pipeline_links import Link
 from nbkit.records.readings import bars, table, traffic_matrix, usual_bars
 from nbkit.records.records import Group, StepRecord, Traffic
 from nbkit.records.run_advice import largest_loss, reading
@@ -153,6 +154,20 @@ def test_a_little_late_is_not_what_costs_the_most_where_every_rank_loses_more_to
     # One rank alone that loses it is late for it.
     found[0], found[1] = Bar(0, 1.0, compute=0.9, waiting=0.1), Bar(1, 1.0, compute=0.5, data=0.5)
     assert largest_loss([found[0], found[1]]) == Late(1, pytest.approx(0.1), "data")
+
+
+def test_a_rank_that_is_a_little_late_or_a_link_hides_no_bubble_that_costs_more() -> None:
+    found = [Bar(0, 1.0, bubble=0.50, compute=0.50), *(Bar(rank, 1.0, bubble=0.56, compute=0.44) for rank in (1, 2, 3))]
+    assert late_rank(found) == Late(0, pytest.approx(0.06), "compute")
+    assert largest_loss(found) == "bubble"
+    assert "of the step is pipeline bubble: try more micro-batches" in reading(found)
+    link = Link(0, 1, 8, 800, 0.1)
+    assert largest_loss(found, slow=link) == "bubble"
+
+    # Where it costs more than the bubble that there is without it, the rank is named, and the link.
+    late = [Bar(0, 1.0, bubble=0.2, compute=0.8), *(Bar(rank, 1.0, bubble=0.5, compute=0.5) for rank in (1, 2, 3))]
+    assert largest_loss(late) == Late(0, pytest.approx(0.3), "compute")
+    assert largest_loss(found, slow=replace(link, seconds=0.3)) == replace(link, seconds=0.3)
 
 
 def test_the_late_one_of_64_ranks_is_named() -> None:
