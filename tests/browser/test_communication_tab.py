@@ -201,6 +201,22 @@ def test_another_run_is_laid_over_the_one_that_is_open(tab: Any, page: Any) -> N
     tab.wait_for_function("document.querySelector('#timeline canvas').dataset.other === '0'", timeout=10_000)
 
 
+def test_the_newest_steps_are_so_many_steps_however_long_the_run_is(tab: Any, training: Training) -> None:
+    long = fake_run()(training.fake.folder.parent / "long", 2, "ddp")
+    for _ in range(727):
+        long.step()
+    long.event("run_stopped", reason="done")
+    long.close()
+    tab.select_option("#run", "long", timeout=20_000)
+    tab.wait_for_function("document.querySelector('#step').value === '727'", timeout=15_000)
+    assert data(tab, "timeline", "first") == "1"
+    tab.click("#recent")
+    assert data(tab, "timeline", "first") == str(727 - 200 + 1)
+    tab.click("#whole")
+    tab.select_option("#run", "small")
+    tab.wait_for_function("document.querySelector('#bars canvas').dataset.rows === '4'", timeout=15_000)
+
+
 def test_light_and_dark_follow_tensorboard(tab: Any, page: Any) -> None:
     assert not tab.evaluate("document.body.classList.contains('dark')")
     page.evaluate("document.body.classList.add('dark-mode')")

@@ -11,6 +11,7 @@ from nbkit.records.records import StepRecord
 
 PARTS = ("compute", "exposed", "waiting", "bubble", "data", "optimizer", "other")
 POINTS = 480
+RECENT = 200  # steps that the page can show alone, and that stay what they are
 
 Point = list[Any]  # last step, span, seconds, each of PARTS, tokens/s or None, loss or None, strategy
 _MEANS = range(2, 5 + len(PARTS))
@@ -47,6 +48,7 @@ class Timeline:
         self.points: list[Point] = []
         self.epoch = 0
         self._at_most = points
+        self._recent = points * RECENT // POINTS
 
     def add(self, point: Point) -> None:
         """One more; a training that was taken back to an earlier step loses what came after it."""
@@ -63,10 +65,11 @@ class Timeline:
         return keep, self.points[keep:]
 
     def _fold(self) -> None:
-        """Neighbours become means, until half as many are left; each then stands for about as many steps."""
-        total = self.points[-1][0] - self.points[0][0] + self.points[0][1]
-        width = 2 * total / self._at_most
-        self.points = folded(self.points, max(width, 2), _mean)[-self._at_most :]
+        """Neighbours become means, but for the newest; each then stands for about as many steps."""
+        old, new = self.points[: -self._recent], self.points[-self._recent :]
+        total = old[-1][0] - old[0][0] + old[0][1]
+        width = 3 * total / (self._at_most - self._recent)
+        self.points = [*folded(old, max(width, 2), _mean), *new][-self._at_most :]
         self.epoch += 1
 
 

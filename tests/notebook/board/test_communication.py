@@ -302,6 +302,7 @@ def test_it_follows_a_run_in_bounded_memory(tmp_path: Path) -> None:
     points = run.timeline.points
     assert [b[0] - b[1] for b in points[1:]] == [a[0] for a in points[:-1]]  # no step is missing, none there twice
     assert sum(point[1] for point in points) == 1200
+    assert all(span == 1 for _, span, *_ in points[-200:])  # they can be shown alone
     assert len(epochs) < 8  # a reader is rarely sent everything
     # A step that is long out of memory comes from the files.
     shown = picture(run, 77)

@@ -13,9 +13,11 @@ function axis(picture, top, y0, y1, spoken) {
 }
 
 // points: as the server's timeline has them. chosen: the step that is shown below. other: {run, points} of a run that is
-// laid over it as a line of its seconds a step. unit: what the rate counts.
+// laid over it as a line of its seconds a step. window: only so many of the newest steps; 0: all. A point may be the mean
+// of several, of which some are older. unit: what the rate counts.
 export function drawTimeline(picture, points, events, { window: only, chosen, other, unit, pick }) {
-  const shown = only ? points.slice(-only) : points;
+  const oldest = only && points.length ? points[points.length - 1][0] - only : 0;
+  const shown = points.filter((p) => p[0] > oldest);
   const width = picture.begin(230);
   picture.canvas.dataset.points = shown.length;
   if (!shown.length) {
@@ -23,9 +25,10 @@ export function drawTimeline(picture, points, events, { window: only, chosen, ot
     return;
   }
   const [y0, y1] = [34, 196];
-  const first = shown[0][0] - shown[0][1];
+  const first = Math.max(shown[0][0] - shown[0][1], oldest); // steps before the first one that is shown
   const last = shown[shown.length - 1][0];
-  const x = (step) => LEFT + ((width - LEFT - 10) * (step - first)) / Math.max(last - first, 1);
+  picture.canvas.dataset.first = first + 1;
+  const x = (step) => LEFT + ((width - LEFT - 10) * Math.max(step - first, 0)) / Math.max(last - first, 1);
   // A first step of compilation must not flatten all the others.
   const beside = other.points.filter((p) => p[0] > first && p[0] - p[1] < last);
   picture.canvas.dataset.other = beside.length;
