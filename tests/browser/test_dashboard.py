@@ -203,6 +203,8 @@ def test_a_saved_page_draws_everything(browser: Any, reports: Path, tmp_path: Pa
     page.wait_for_selector(".ranks canvas[data-rows='64']")
     page.screenshot(path=str(tmp_path / "big.png"), full_page=True)
     assert page.evaluate("document.querySelector('.nbkit-dashboard').classList.contains('dark')") == (scheme == "dark")
+    page.emulate_media(color_scheme="light" if scheme == "dark" else "dark")
+    page.wait_for_selector(".nbkit-dashboard" + (":not(.dark)" if scheme == "dark" else ".dark"), timeout=5000)
     assert problems == []
     context.close()
 

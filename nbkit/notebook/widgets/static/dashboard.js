@@ -174,6 +174,8 @@ export function view(el, story, ask) {
   const redraw = () => draw();
   const theme = new MutationObserver(redraw);
   for (const node of [document.body, document.documentElement]) theme.observe(node, { attributes: true, attributeFilter: ["class", "data-jp-theme-light", "data-theme"] });
+  const system = window.matchMedia("(prefers-color-scheme: dark)"); // where the page has no theme of its own
+  system.addEventListener("change", redraw);
   const size = new ResizeObserver(redraw);
   size.observe(root);
   story.views.add(draw);
@@ -182,6 +184,7 @@ export function view(el, story, ask) {
   return () => {
     story.views.delete(draw);
     theme.disconnect();
+    system.removeEventListener("change", redraw);
     size.disconnect();
   };
 }
