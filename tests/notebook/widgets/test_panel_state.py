@@ -9,6 +9,7 @@ from tables import answer_of, table_of
 
 from nbkit.errors import NbkitError, NotFinite, StrategyError
 from nbkit.notebook.cluster.control_result import ControlResult
+from nbkit.notebook.widgets.panel.controller import _WORDS
 from nbkit.notebook.widgets.panel.state import Asked, Finished, Heard, Looked, Lost, State, reduce
 from nbkit.notebook.widgets.panel.view import axis_of, checked, in_table, job_view, previewed, pulse_view, text_of
 
@@ -54,6 +55,14 @@ def test_while_one_thing_is_done_only_stop_can_be_pressed() -> None:
     assert pulse_view(state_of(looked, Asked("…"), Finished(verdict_of())))["can"]["apply"]
     # Ranks that do not answer for a moment may be at it.
     assert not pulse_view(state_of(looked, Asked("…"), Lost("no answer"), looked))["can"]["apply"]
+
+
+def test_what_was_asked_for_promises_a_step_boundary_and_not_the_next_step() -> None:
+    told = {do: words.format(strategy="zero3", steps=10) for do, words in _WORDS.items()}
+
+    assert not any("next step" in words for words in told.values())
+    assert {do for do, words in told.items() if "at a step boundary" in words} == set(told) - {"resume"}
+    assert "zero3" in told["switch"] and "zero3 for 10 steps" in told["try"]
 
 
 def test_a_switch_from_elsewhere_is_shown_and_ends_nothing_that_a_panel_has_asked_for() -> None:

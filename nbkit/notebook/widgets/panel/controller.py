@@ -22,14 +22,15 @@ from nbkit.notebook.widgets.panel.state import Asked, Finished, Heard, Looked, L
 
 LOOK_SECONDS = 0.4
 _WORDS = {
-    "switch": "switching to {strategy} at the next step …",
-    "try": "trying {strategy} for {steps} steps …",
-    "undo": "going back …",
-    "pause": "pausing at the next step …",
+    "switch": "asked to switch to {strategy}; takes effect at a step boundary …",
+    "try": "asked to try {strategy} for {steps} steps; begins at a step boundary …",
+    "undo": "asked to go back; takes effect at a step boundary …",
+    "pause": "asked to pause; takes effect at a step boundary …",
     "resume": "going on …",
-    "save": "saving at the next step …",
-    "stop": "stopping at the next step …",
+    "save": "asked to save; takes effect at a step boundary …",
+    "stop": "asked to stop; takes effect at a step boundary …",
 }
+"""What is shown until a control has ended. Ranks agree on the boundary, and steps that are under way come before it."""
 _controllers: weakref.WeakKeyDictionary[Cluster, PanelController] = weakref.WeakKeyDictionary()
 
 

@@ -43,7 +43,7 @@ class Looked:
 
 @dataclass(frozen=True)
 class Asked:
-    """The user has asked for a control, in words: "switching to zero3"."""
+    """The user has asked for a control, in words: "asked to switch to zero3"."""
 
     words: str
 
