@@ -217,10 +217,21 @@ def test_the_newest_steps_are_so_many_steps_however_long_the_run_is(tab: Any, tr
     tab.wait_for_function("document.querySelector('#bars canvas').dataset.rows === '4'", timeout=15_000)
 
 
+LEGEND = "['exact', 'modelled'].map((id) => getComputedStyle(document.getElementById(id)).backgroundColor)"
+CELL = """(() => {
+  const pen = document.querySelector("#traffic canvas").getContext("2d");
+  return `rgb(${[...pen.getImageData(64 + 44 + 4, 22 + 4, 1, 1).data.slice(0, 3)].join(", ")})`;
+})()"""  # in the corner of the cell from 0 to 1, where nothing is written
+
+
 def test_light_and_dark_follow_tensorboard(tab: Any, page: Any) -> None:
     assert not tab.evaluate("document.body.classList.contains('dark')")
+    light = tab.evaluate(LEGEND)
+    assert tab.evaluate(CELL) in light
     page.evaluate("document.body.classList.add('dark-mode')")
     tab.wait_for_function("document.body.classList.contains('dark')", timeout=5000)
+    dark = tab.evaluate(LEGEND)
+    assert tab.evaluate(CELL) in dark and not set(light) & set(dark)
     page.evaluate("document.body.classList.remove('dark-mode')")
 
 

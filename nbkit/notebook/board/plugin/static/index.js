@@ -3,7 +3,7 @@
 import { drawBars, drawMemory, drawTimeline, memoryNote } from "./charts.js";
 import { drawMoments, drawTraffic } from "./grids.js";
 import { healthRows } from "./health.js";
-import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, percent, seconds } from "./paint.js";
+import { COLOURS, MEMORY, PASSES, Picture, SPOKEN, percent, seconds, shade } from "./paint.js";
 import { drawLateness, drawRuns, drawTable, fill } from "./tables.js";
 
 const EVERY_MS = 1000;
@@ -38,7 +38,7 @@ const LAYOUT = `
     <div class="legend"><span id="parts"></span><span id="laid" hidden><b class="stroke"></b><span id="laidname"></span></span></div><div id="timeline"></div></section>
   <section><h2><span id="at">Step</span>, one bar per rank <small>measured</small></h2><p class="note" id="late"></p><div id="bars"></div></section>
   <section><h2>Who sends to whom <small>bytes in this step</small></h2>
-    <div class="legend"><i style="background:#1a5496"></i>messages: exact <i style="background:#bf5b0a"></i>collectives: <b>modelled</b> as rings<span id="nodes"></span></div><div id="traffic"></div></section>
+    <div class="legend"><i id="exact"></i>messages: exact <i id="modelled"></i>collectives: <b>modelled</b> as rings<span id="nodes"></span></div><div id="traffic"></div></section>
   <section class="wide"><h2>Communication by operation and axis <small>one step, all ranks</small></h2><div class="scroll"><table id="table"></table></div><p class="note" id="tablenote"></p></section>
   <section class="wide"><h2 id="momentshead"></h2><div class="legend" id="momentslegend"></div><div id="moments"></div></section>
   <section><h2>Memory per rank <small id="memorynote"></small></h2><div class="legend" id="memorylegend"></div><div id="memory"></div><div id="health" hidden></div></section>
@@ -187,6 +187,8 @@ function draw() {
   if (!step?.ranks) return;
   drawBars(pictures.bars, step.ranks, step.late);
   if (step.traffic) drawTraffic(pictures.traffic, step.traffic, step.hosts);
+  $("exact").style.background = shade(1, "blue"); // as the theme has it
+  $("modelled").style.background = shade(1, "orange");
   $("nodes").textContent = new Set(step.hosts).size > 1 ? " · lines: borders of nodes" : "";
   drawTable(step);
   drawInside(step);
