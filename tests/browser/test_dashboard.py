@@ -247,6 +247,51 @@ def test_no_word_in_a_chart_is_cut_off(browser: Any, reports: Path, width: int) 
     page.close()
 
 
+SPILT = """() => {
+  const root = document.querySelector(".nbkit-dashboard");
+  const sections = [...root.children].filter((one) => !one.hidden && one.textContent);
+  const boxes = sections.map((one) => one.getBoundingClientRect());
+  const named = (one) => one.className || one.querySelector("h3").textContent;
+  const over = [];
+  boxes.forEach((a, i) => boxes.slice(i + 1).forEach((b, k) => {
+    const apart = a.right <= b.left + 0.5 || b.right <= a.left + 0.5 || a.bottom <= b.top + 0.5 || b.bottom <= a.top + 0.5;
+    if (!apart) over.push(`${named(sections[i])} over ${named(sections[i + 1 + k])}`);
+  }));
+  sections.forEach((section, i) => {
+    const walk = document.createTreeWalker(section, NodeFilter.SHOW_TEXT);
+    while (walk.nextNode()) {
+      const range = document.createRange();
+      range.selectNodeContents(walk.currentNode);
+      for (const box of range.getClientRects()) {
+        const inside = box.left >= boxes[i].left - 0.5 && box.right <= boxes[i].right + 0.5 && box.bottom <= boxes[i].bottom + 0.5;
+        if (!inside) over.push(walk.currentNode.textContent);
+      }
+    }
+  });
+  return over;
+}"""
+
+
+def test_in_a_narrow_pane_of_a_wide_window_nothing_overlaps_and_no_word_is_cut_off(
+    browser: Any, reports: Path, tmp_path: Path
+) -> None:
+    pane = (reports / "small.html").read_text().replace('<main id="run">', '<main id="run" style="width: 500px">')
+    (tmp_path / "narrow.html").write_text(pane)
+    page = browser.new_page(viewport={"width": 1300, "height": 1000})
+    page.add_init_script(WORDS)
+    page.goto(f"file://{tmp_path / 'narrow.html'}")
+    page.wait_for_selector(".nbkit-dashboard.narrow .memory canvas[data-rows='4']")
+    page.wait_for_timeout(200)
+
+    assert page.evaluate("document.querySelector('.nbkit-dashboard').clientWidth") == 500
+    assert page.evaluate(SPILT) == [] and page.evaluate("cut") == []
+    page.click("button[data-pick='traffic']")
+    page.wait_for_selector(".grid canvas[data-world='4']")
+    assert page.evaluate(SPILT) == [] and page.evaluate("cut") == []
+    page.screenshot(path=str(tmp_path / "narrow.png"), full_page=True)
+    page.close()
+
+
 def middle(page: Any, selector: str, x: float, y: float) -> tuple[float, float]:
     box = page.locator(selector).bounding_box()
     return box["x"] + x * box["width"], box["y"] + y * box["height"]
