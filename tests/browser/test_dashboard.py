@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.run_report import write_report
+from nbkit.notebook.widgets.training_card import card_html
 from nbkit.rank.telemetry.record_writer import OVERVIEW_LINES
 
 SOURCE = Path(__file__).resolve().parents[1] / "support" / "fake_run.py"
@@ -289,6 +291,19 @@ def test_in_a_narrow_pane_of_a_wide_window_nothing_overlaps_and_no_word_is_cut_o
     page.wait_for_selector(".grid canvas[data-world='4']")
     assert page.evaluate(SPILT) == [] and page.evaluate("cut") == []
     page.screenshot(path=str(tmp_path / "narrow.png"), full_page=True)
+    page.close()
+
+
+def test_a_card_that_stands_still_says_so(browser: Any, reports: Path) -> None:
+    seen = RunReader(reports / "small").snapshot()
+    page = browser.new_page()
+    page.set_content(card_html(seen))
+    words = page.locator("text=has not changed for a minute")
+    assert words.count() == 1 and not words.is_visible()
+    page.evaluate("document.getAnimations().forEach((one) => one.finish())")  # a minute
+    assert words.is_visible() and "%dashboard" in words.inner_text()
+    page.set_content(card_html(seen, ended=True))
+    assert words.count() == 0
     page.close()
 
 

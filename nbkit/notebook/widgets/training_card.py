@@ -25,6 +25,14 @@ from nbkit.notebook.widgets.dashboard.text_view import failure, steps_of
 AFTER_SECONDS = 1.5  # most cells are over by then
 _EVERY_SECONDS, _SHARE = 1.0, 0.005  # of a core at most
 _WIDTH, _HEIGHT, _POINTS = 260, 44, 130
+_STILL_SECONDS = 60
+# A page that was loaded anew gets no update of what was displayed before: the page itself has to know, without a script.
+_STILL = (
+    "<style>@keyframes nbkit-still { to { visibility: visible; max-height: 4em; } }</style>"
+    "<div style='visibility:hidden;max-height:0;overflow:hidden;color:var(--jp-ui-font-color2,gray);"
+    f"animation:nbkit-still 1ms {_STILL_SECONDS}s forwards'>This card has not changed for a minute. If the page was "
+    "loaded anew meanwhile, it will not change any more: %dashboard shows the training.</div>"
+)
 
 
 def follow(cluster: Cluster, execution: Execution) -> None:
@@ -144,7 +152,7 @@ def card_text(snapshot: dict[str, Any], *, ended: bool = False) -> str:
 
 
 def card_html(snapshot: dict[str, Any], *, ended: bool = False) -> str:
-    """The same, with the curve of the loss beside it."""
+    """The same, with the curve of the loss beside it; until it has ended, it says when it stands still."""
     head, figures, reading = (html.escape(part) for part in _words(snapshot, ended))
     colour = "var(--jp-ui-font-color2,gray)" if ended else "var(--jp-success-color1,#388e3c)"
     return (
@@ -152,7 +160,7 @@ def card_html(snapshot: dict[str, Any], *, ended: bool = False) -> str:
         f"{_curve([point[4] for point in snapshot['points']])}"
         "<div style='flex:1 1 300px;min-width:0'>"
         f"<div><span style='color:{colour}'>●</span> <b>{head}</b> {figures}</div>"
-        f"<div style='color:var(--jp-ui-font-color2,gray)'>{reading}</div></div></div>"
+        f"<div style='color:var(--jp-ui-font-color2,gray)'>{reading}</div>{'' if ended else _STILL}</div></div>"
     )
 
 
