@@ -16,8 +16,10 @@ import pytest
 import nbkit
 
 PAINT = Path(nbkit.__file__).parent / "notebook" / "board" / "plugin" / "static" / "paint.js"
+PANEL = Path(nbkit.__file__).parent / "notebook" / "widgets" / "static" / "panel.css"
 GROUNDS = ("#ffffff", "#23272e")
 IDLE = ("#dfe3e8", "#3c434d")
+CELLS = ("#eeeeee", "#424242")  # of JupyterLab's themes, behind what a rank holds
 APART = 12.0
 Colour = tuple[float, float, float]
 SEEN_BY = {
@@ -84,22 +86,43 @@ def test_the_difference_is_that_of_the_published_pairs() -> None:
     assert apart((6.7747, -0.2908, -2.4247), (5.8714, -0.0985, -2.2286)) == pytest.approx(0.6377, abs=1e-4)
 
 
+def colours_of(name: str) -> dict[str, str]:
+    """What each colour means -> the colour, of a set of paint.js, of the AXES of the panel, or of the LAPS of a step,
+    moment by moment: the parts, and compute as forward and backward."""
+    if name == "LAPS":
+        return {**colours_of("COLOURS"), **{key: colours_of("PASSES")[key] for key in ("F", "B")}}
+    if name == "AXES":
+        return dict(re.findall(r"--(dp|zero|tp|pp): (#\w{6})", PANEL.read_text()))
+    ((_, found),) = re.findall(rf"export const {name} = ([\{{\[])(.*?)[\}}\]]", PAINT.read_text(), re.S)
+    named = dict(re.findall(r'(\w+): "(#\w{6})"', found))
+    return named or {str(place): colour for place, colour in enumerate(re.findall(r"#\w{6}", found))}
+
+
 @pytest.mark.parametrize("by", SEEN_BY)
-@pytest.mark.parametrize(("name", "grounds"), [("COLOURS", GROUNDS), ("MEMORY", GROUNDS), ("PASSES", IDLE)])
+@pytest.mark.parametrize(
+    ("name", "grounds"),
+    [
+        ("COLOURS", GROUNDS),
+        ("MEMORY", GROUNDS),
+        ("PASSES", IDLE),
+        ("LAPS", IDLE),
+        ("STRATEGIES", GROUNDS),
+        ("AXES", CELLS),
+    ],
+)
 def test_the_colours_of_a_set_are_told_apart(name: str, grounds: tuple[str, ...], by: str) -> None:
-    (found,) = re.findall(rf"export const {name} = \{{(.*?)\}}", PAINT.read_text(), re.S)
-    colours = dict(re.findall(r'(\w+): "(#\w{6})"', found))
+    colours = set(colours_of(name).values())  # forward is compute
 
     assert len(colours) >= 3
-    for one, other in itertools.combinations([*colours.values(), *grounds], 2):
+    for one, other in itertools.combinations([*colours, *grounds], 2):
         if {one, other} != set(grounds):
             assert apart(seen(one, by), seen(other, by)) >= APART, (one, other)
 
 
 def test_what_is_no_shade_of_the_same_has_a_colour_of_its_own() -> None:
-    parts, memory = (
-        set(re.findall(r"#\w{6}", re.findall(rf"export const {name} = \{{(.*?)\}}", PAINT.read_text(), re.S)[0]))
-        for name in ("COLOURS", "MEMORY")
-    )
+    """In panel and dashboard, which stand in one notebook."""
+    sets = [set(colours_of(name).values()) for name in ("COLOURS", "MEMORY", "STRATEGIES", "AXES")]
 
-    assert all(apart(seen(one, "everybody"), seen(other, "everybody")) >= 9 for one in parts for other in memory)
+    for these, those in itertools.combinations(sets, 2):
+        for one, other in itertools.product(these, those):
+            assert apart(seen(one, "everybody"), seen(other, "everybody")) >= 9, (one, other)

@@ -66,7 +66,7 @@ function drawRows(picture, rows, ranks, span, top, height, colour, text, label) 
       picture.box(x0, y, Math.max(x1 - x0 - gap, 0.6), height - 1, colour(one));
       const name = label(one);
       if (name && x1 - x0 > name.length * 6.5 + 2 && height > 11) {
-        picture.words(name, (x0 + x1) / 2, y + height / 2, { align: "center", size: 10, colour: one[0] === "F" ? "#ffffff" : "#16181c" });
+        picture.words(name, (x0 + x1) / 2, y + height / 2, { align: "center", size: 10, colour: one[0] === "W" ? "#16181c" : "#ffffff" });
       }
       picture.spot(x0, y, Math.max(x1 - x0, 1), height, () => text(one, ranks[i]));
     }

@@ -12,10 +12,10 @@ export const COLOURS = {
   optimizer: "#9d6cd9", other: "#9cafc9",
 };
 // The passes of a pipeline: forward is the colour of compute; on the ground of a rank that idles.
-export const PASSES = { F: "#4d718f", B: "#86aed1", W: "#b6e1b1" };
+export const PASSES = { F: "#4d718f", B: "#2840a0", W: "#b6e1b1" };
 export const MEMORY = { parameters: "#2f5d50", gradients: "#a66f35", optimizer: "#c48fb0", buffers: "#a1b24b", rest: "#cbbdb7" };
 // One after the other, along a run.
-export const STRATEGIES = ["#7aa6c2", "#b58db6", "#c9a227", "#6aa87b", "#d08770", "#8f9bb3"];
+export const STRATEGIES = ["#6999c6", "#af98a5", "#dfad0a", "#95ba98", "#c37b61", "#7463fe"];
 
 export const dark = () => document.body.classList.contains("dark");
 export const ink = () => (dark() ? "#e3e6ea" : "#23272e");
