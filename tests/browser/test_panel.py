@@ -12,7 +12,7 @@ import pytest
 
 CELLS = {
     "load": "%load_ext nbkit",
-    "start": "%cluster start -n 2 --cpu --ttl 10min",
+    "start": "%cluster start -n 2 --cpu --ttl 10min --name steered",
     "trainer": (
         "%%distributed\nimport time\n"
         "torch.set_num_threads(1)\n"
@@ -41,6 +41,7 @@ CELLS = {
         "print('seen', list(dict.fromkeys(strategies)))\n"
         "print('learns', trainer.history[-1]['loss'] < trainer.history[0]['loss'] - 0.2)\n"
     ),
+    "attach": "%cluster attach steered",
     "stop": "%cluster stop",
 }
 NUMBER = {name: number for number, name in enumerate(CELLS)}
@@ -276,6 +277,18 @@ def test_after_a_reload_of_the_page_the_panel_is_there_again_and_a_second_one_ag
     second.root.evaluate("panel => panel.remove()")  # such a page shows "Loading widget..."
     assert words.is_visible() and "%%distributed --detach" in words.inner_text()
     page.run(NUMBER["end"])
+
+
+@pytest.mark.long
+def test_after_a_restart_of_the_kernel_the_panel_says_what_to_type(page: Any, panel: PanelOnPage) -> None:
+    page.restart_kernel()
+    panel.wait(lambda: panel.root.get_attribute("data-phase") == "silent", "it does not notice")
+    assert "%cluster attach steered" in panel.root.locator(".note").inner_text()
+    assert panel.root.locator("button:enabled").count() == 0
+    page.run(NUMBER["load"])
+    page.run(NUMBER["attach"])
+    page.run(NUMBER["panel"])
+    panel.wait(lambda: panel.headline.startswith("not training"), "the new one shows nothing")
 
 
 def test_the_page_had_no_error_of_its_own(page: Any) -> None:
