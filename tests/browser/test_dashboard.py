@@ -240,7 +240,7 @@ def test_no_word_in_a_chart_is_cut_off(browser: Any, reports: Path, width: int) 
     assert {"60", "time"} < set(page.evaluate("drawn"))
     assert sum(" at rest, peak " in words for words in set(page.evaluate("drawn"))) > 0
     note = page.inner_text(".memorynote")
-    assert "counted in step 2; under dp=4; at the peak: of the process" in note
+    assert "counted in step 2; under dp=4; at the peak: what the process has more than before the job" in note
     assert "of those kept the most usual" in page.inner_text(".whatnote")
     assert "CPU, of a core" in page.inner_text(".health")
     page.click("button[data-pick='traffic']")
@@ -256,7 +256,8 @@ SPILT = """() => {
   const named = (one) => one.className || one.querySelector("h3").textContent;
   const over = [];
   boxes.forEach((a, i) => boxes.slice(i + 1).forEach((b, k) => {
-    const apart = a.right <= b.left + 0.5 || b.right <= a.left + 0.5 || a.bottom <= b.top + 0.5 || b.bottom <= a.top + 0.5;
+    const before = (one, other) => one.right <= other.left + 0.5 || one.bottom <= other.top + 0.5;
+    const apart = before(a, b) || before(b, a);
     if (!apart) over.push(`${named(sections[i])} over ${named(sections[i + 1 + k])}`);
   }));
   sections.forEach((section, i) => {
@@ -265,7 +266,8 @@ SPILT = """() => {
       const range = document.createRange();
       range.selectNodeContents(walk.currentNode);
       for (const box of range.getClientRects()) {
-        const inside = box.left >= boxes[i].left - 0.5 && box.right <= boxes[i].right + 0.5 && box.bottom <= boxes[i].bottom + 0.5;
+        const { left, right, bottom } = boxes[i];
+        const inside = box.left >= left - 0.5 && box.right <= right + 0.5 && box.bottom <= bottom + 0.5;
         if (!inside) over.push(walk.currentNode.textContent);
       }
     }

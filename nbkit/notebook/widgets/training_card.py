@@ -26,7 +26,7 @@ AFTER_SECONDS = 1.5  # most cells are over by then
 _EVERY_SECONDS, _SHARE = 1.0, 0.005  # of a core at most
 _WIDTH, _HEIGHT, _POINTS = 260, 44, 130
 _STILL_SECONDS = 60
-# A page that was loaded anew gets no update of what was displayed before: the page itself has to know, without a script.
+# A page that was loaded anew gets no update of what was displayed before; it has to notice that by itself.
 _STILL = (
     "<style>@keyframes nbkit-still { to { visibility: visible; max-height: 4em; } }</style>"
     "<div style='visibility:hidden;max-height:0;overflow:hidden;color:var(--jp-ui-font-color2,gray);"

@@ -112,7 +112,7 @@ def _widget(controller: PanelController) -> Any:
 
 
 def _beat(widget: Any) -> None:
-    """Tell the pages that the kernel lives until the widget is closed: a training that is paused has no news for long."""
+    """Tell the pages that the kernel lives, until the widget is closed: a training that is paused has no news."""
     while widget.comm is not None:
         widget.send({"beat": True})
         time.sleep(BEAT_SECONDS)
