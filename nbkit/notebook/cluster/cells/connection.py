@@ -144,9 +144,10 @@ class Connection:
         """Raise ClusterError if one of `ranks` has died."""
         gone = [rank for rank in ranks if rank in self.deaths]
         if gone:
+            left = [rank for rank in self.client.ranks if rank not in self.deaths]  # the hub hears of deaths later
             raise ClusterError(
                 f"Rank {gone[0]} has died ({self.deaths[gone[0]].how}).",
-                numbers=f"left: {ranks_named(self.client.ranks).lower()}",
+                numbers=f"left: {ranks_named(left).lower() if left else 'none'}",
                 hint="%cluster restart   or   --ranks to use those that are left (without collectives)",
             )
 
