@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,14 @@ def test_attaching_to_a_cluster_with_a_dead_rank_says_so(cluster: Cluster) -> No
     with pytest.raises(ClusterError, match=r"Rank 1 has died \(SIGKILL\)\.\nleft: rank 0\n"):
         again.run("1")
     assert again.run("rank", ranks=[0]).values == {0: 0}
+    again.connection.close()
+
+
+def test_a_cluster_that_is_registered_without_its_ranks_is_attached_to_with_all_of_them(cluster: Cluster) -> None:
+    registry.save(replace(cluster.entry, ranks=()))  # as where the notebook was killed while they started
+    again = Cluster.attach("life")
+    assert [row.pid for row in again.status().rows] == [process.pid for process in cluster.entry.ranks]
+    assert again.run("x = torch.ones(1); dist.all_reduce(x); x.item()").values == {0: 2.0, 1: 2.0}
     again.connection.close()
 
 
