@@ -10,10 +10,8 @@ import json
 import os
 import queue
 import re
-import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from jupyter_client.manager import KernelManager
 from nbkit.errors import CellError, NbkitError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.registry import Process
+from nbkit.notebook.uninterrupted import uninterrupted
 
 Cell = dict[str, Any]
 _READY_SECONDS = 120
@@ -95,19 +94,13 @@ class Headless:
 
     def close(self) -> None:
         """End the kernel, then its clusters: nothing is left running."""
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        # A second Ctrl-C, pressed because this takes a second, must not leave half of it behind.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
-        try:
+        with uninterrupted():
             self._client.stop_channels()
             self._manager.shutdown_kernel(now=True)
             self._log.close()
             for entry in registry.entries():
                 if entry.kernel == self._process:
                     registry.end(entry)
-        finally:
-            if in_main_thread:
-                signal.signal(signal.SIGINT, before)
 
     def run(self, notebook: dict[str, Any], *, on_cell: Callable[[Cell], None] = lambda cell: None) -> None:
         """Execute the code cells, outputs into the notebook. on_cell: called with each before it runs.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import signal
 import tempfile
 import time
 import traceback
@@ -15,6 +14,7 @@ from nbkit.errors import CellError, CellStopped, NbkitError
 from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.selftest.items import SETUP, Failed, Item, Left, Place
 from nbkit.notebook.selftest.report import Outcome, tail_of
+from nbkit.notebook.uninterrupted import uninterrupted
 
 # Ranks that outlive a killed selftest let go of their devices after this.
 TTL_SECONDS = 60
@@ -43,14 +43,10 @@ class Trial:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A second Ctrl-C, pressed because this takes a second, must not leave half of it behind.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
+        with uninterrupted():
             with _kept():
                 self._cluster.stop()
             self._folder.cleanup()
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def devices(self) -> str:
         """What each rank computes on."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import machines
 import psutil
@@ -74,7 +75,13 @@ def test_a_start_that_is_interrupted_leaves_nothing(nbkit_home: Path, monkeypatc
         started.append(launcher.pid)
         raise KeyboardInterrupt
 
+    def wait_procs(*args: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)  # a second Ctrl-C, while what was started is being ended
+        return waited(*args, **options)
+
+    waited = psutil.wait_procs
     monkeypatch.setattr(LocalControllerLauncher, "start", start)
+    monkeypatch.setattr(psutil, "wait_procs", wait_procs)
     with pytest.raises(KeyboardInterrupt):
         Cluster.start(2, cpu=True, name="interrupted")
     assert not psutil.pid_exists(started[0])

@@ -40,6 +40,7 @@ from nbkit.notebook.cluster.launch.launch import (
 from nbkit.notebook.cluster.output.root_cause import deaths_in
 from nbkit.notebook.cluster.registry import DETACHED, Entry
 from nbkit.notebook.cluster.world_generation import form
+from nbkit.notebook.uninterrupted import uninterrupted
 from nbkit.wire.cells import ranks_named
 from nbkit.wire.processes import Process
 
@@ -148,11 +149,12 @@ def _all_or_nothing(name: str, request: Request) -> Iterator[Callable[[float, di
     try:
         yield begin
     except BaseException:
-        _give_up(coordinator.pid)
-        for started in (coordinator, controller):
-            if started.pid > 0:
-                end(started.pid, folder)
-        registry.forget(name)
+        with uninterrupted():
+            _give_up(coordinator.pid)
+            for started in (coordinator, controller):
+                if started.pid > 0:
+                    end(started.pid, folder)
+            registry.forget(name)
         raise
 
 

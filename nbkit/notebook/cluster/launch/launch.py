@@ -28,6 +28,7 @@ from nbkit.notebook.cluster.launch.device_pinning import Pinning
 from nbkit.notebook.cluster.launch.heartbeat import FAST_MS
 from nbkit.notebook.cluster.launch.platform_check import starts_by_forking
 from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.uninterrupted import uninterrupted
 from nbkit.wire.cells import SIGNATURES_KEPT
 from nbkit.wire.processes import Process, followers
 
@@ -71,10 +72,11 @@ def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) 
         registry.save(entry)
         return with_all_ranks(entry)
     except BaseException:
-        for started in (launcher, controller):
-            if started.pid > 0:
-                end(started.pid, folder)
-        registry.forget(name)
+        with uninterrupted():
+            for started in (launcher, controller):
+                if started.pid > 0:
+                    end(started.pid, folder)
+            registry.forget(name)
         raise
 
 
