@@ -1,12 +1,13 @@
-"""Where the kernel says how many processes it has ended for want of memory."""
+"""Where the kernel says how many processes it has ended for want of memory, and what is said of a rank then."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
-from nbkit.bridge.parent.child_processes import oom_kills
+from nbkit.bridge.parent.child_processes import Ends, oom_kills
 
 
 @pytest.mark.parametrize(
@@ -31,3 +32,15 @@ def test_kills_are_counted_where_the_system_says_them(tmp_path: Path, files: dic
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert oom_kills(tmp_path) == kills
+
+
+def test_a_kill_of_the_kernels_is_told_from_another_sigkill_and_counts_once(tmp_path: Path) -> None:
+    counted = tmp_path / "sys/fs/cgroup/memory.events"
+    counted.parent.mkdir(parents=True)
+    counted.write_text("oom_kill 3\n")  # of others, before
+    ends, killed = Ends(tmp_path), int(signal.SIGKILL)  # as os.waitpid gives it
+    assert ends.how(killed, "") == "SIGKILL"
+    counted.write_text("oom_kill 4\n")
+    assert ends.how(int(signal.SIGTERM), "") == "SIGTERM"
+    assert ends.how(killed, "") == "SIGKILL: the kernel ended it because memory ran out"
+    assert ends.how(killed, "") == "SIGKILL"

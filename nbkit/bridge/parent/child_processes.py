@@ -50,8 +50,9 @@ def oom_kills(root: Path = Path("/")) -> int:
 class Ends:
     """How ranks end, in words. One per parent: what the kernel had ended before it began is not of its ranks."""
 
-    def __init__(self) -> None:
-        self._oom_kills = oom_kills()
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._oom_kills = oom_kills(root)
 
     def how(self, status: int, device: str) -> str:
         """status: of os.waitpid. device: what the rank had said of its device, which does not compute any more."""
@@ -59,7 +60,7 @@ class Ends:
             return f"its device failed: {device}"
         if not os.WIFSIGNALED(status):
             return f"it exited with code {os.WEXITSTATUS(status)}"
-        name, kills = signal.Signals(os.WTERMSIG(status)).name, oom_kills()
+        name, kills = signal.Signals(os.WTERMSIG(status)).name, oom_kills(self._root)
         if name == "SIGKILL" and kills > self._oom_kills:
             self._oom_kills = kills
             return "SIGKILL: the kernel ended it because memory ran out"
