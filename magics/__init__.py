@@ -12,6 +12,7 @@ def load_ipython_extension(shell: Any) -> None:
     from magics.cluster import ClusterMagics
     from magics.completion import complete
     from magics.dashboard import DashboardMagics
+    from magics.debug import point_to_ranks
     from magics.nbkit import NbkitMagics
     from magics.strategy import StrategyMagics
     from magics.train import TrainMagics
@@ -20,6 +21,7 @@ def load_ipython_extension(shell: Any) -> None:
     from nbkit.notebook.widgets import training_card
 
     observe_cells(training_card.follow)
+    point_to_ranks(shell)
     _say_who_is_replaced(shell)
     shell.register_magics(BoardMagics, CellMagics, ClusterMagics, DashboardMagics, StrategyMagics, TrainMagics)
     shell.register_magics(NbkitMagics, ValueMagics)

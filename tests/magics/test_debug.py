@@ -102,6 +102,15 @@ def test_a_failed_cell_is_looked_at_on_the_rank_that_failed(kernel: Kernel) -> N
     assert "Rank 0 keeps no frames" in refused and "%nbkit debug 1" in refused
 
 
+def test_ipythons_debug_points_to_the_rank_that_failed_and_is_its_own_for_other_errors(kernel: Kernel) -> None:
+    kernel.run(FAILS)
+    cell = kernel.run("%debug")
+    assert cell.status == "ok" and cell.prompts == [] and "→ %nbkit debug 1" in cell.text, cell.text
+    assert "ZeroDivisionError" in kernel.run("%nbkit debug 1", typed=["q"]).text
+    kernel.run("here = 1 / 0")
+    assert kernel.run("%debug", typed=["q"]).prompts == ["ipdb> "]
+
+
 def test_frames_are_kept_until_the_next_cell_and_no_longer(kernel: Kernel) -> None:
     kernel.run(
         "%%distributed\nclass Kept: pass\nimport weakref\n"
