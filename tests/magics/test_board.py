@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 
 from nbkit.errors import BoardError, UsageError
+from nbkit.notebook.board import board
 from nbkit.notebook.board.board import Board
 
 
@@ -27,16 +30,28 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_it_takes_the_runs_beside_the_notebook_and_ends_when_asked_to(
     shell: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    board = shell.run_line_magic("board", "--height 400")
-    assert (board.logdir, board.height) == (tmp_path / "runs", 400)
-    assert board.is_alive()
+    shown = shell.run_line_magic("board", "--height 400")
+    assert (shown.logdir, shown.height) == (tmp_path / "runs", 400)
+    assert shown.is_alive()
 
     assert shell.run_line_magic("board", "--stop") is None
 
-    assert not board.is_alive()
+    assert not shown.is_alive()
     assert "has ended" in capsys.readouterr().out
     shell.run_line_magic("board", "--stop")
     assert "has no TensorBoard" in capsys.readouterr().out
+
+
+def test_what_a_cell_keeps_of_it_when_it_has_ended_has_no_frame(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "notebook_shell", lambda: SimpleNamespace(kernel=object()))
+    with capture_output() as shown:
+        shell.run_cell("%board")
+        shell.run_line_magic("board", "--stop")
+
+    first, last = shown.outputs
+    assert "<iframe" in first.data["text/html"]
+    assert last.update and last.transient == first.transient
+    assert "<iframe" not in last.data["text/html"] and "ended" in last.data["text/html"]
 
 
 def test_help_is_answered_and_nonsense_refused(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,12 +17,13 @@ import urllib.error
 import urllib.request
 from html import escape
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from urllib.parse import quote, urlsplit
 
 from nbkit.errors import BoardError
 from nbkit.notebook.board import address
 from nbkit.notebook.cluster import site_settings
+from nbkit.notebook.cluster.naming import notebook_shell
 from nbkit.records import tags
 
 _current: Board | None = None
@@ -39,6 +40,7 @@ class Board:
 
     def __init__(self, logdir: Path, height: int) -> None:
         self.logdir, self.height = logdir, height
+        self._outputs: list[Any] = []  # of cells that show it
         # Of our own session: the notebook's interrupt goes to the kernel's whole process group.
         self._log: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
@@ -112,6 +114,9 @@ class Board:
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._log.close()
+        for output in self._outputs:  # a saved notebook would keep the frame of a port where nobody answers
+            output.update(self._bundle(), raw=True)
+        self._outputs.clear()
 
     def _read_port(self) -> int:
         assert self._process.stdout is not None
@@ -152,6 +157,16 @@ class Board:
     @property
     def _empty(self) -> str:
         return "" if self.logdir.is_dir() else " (not there yet: what trains into it appears by itself)"
+
+    def _ipython_display_(self) -> None:
+        if getattr(notebook_shell(), "kernel", None) is None:
+            raise NotImplementedError
+        from IPython.display import display
+
+        self._outputs.append(display(self._bundle(), raw=True, display_id=True))
+
+    def _bundle(self) -> dict[str, str]:
+        return {"text/plain": repr(self), "text/html": self._repr_html_()}
 
     def __repr__(self) -> str:
         if not self.is_alive():
