@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ipywidgets
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 
 from nbkit.notebook.widgets import widget_output
 from nbkit.notebook.widgets.messages_during_cells import here, in_vscode, lost_words, note_words
@@ -68,3 +73,36 @@ def test_the_words_come_below_the_widget(capsys: pytest.CaptureFixture[str], mon
 
     shown = capsys.readouterr().out
     assert shown.index("the panel as text") < shown.index("Nothing above?")
+
+
+def test_when_the_cluster_stops_the_table_is_left_and_no_widget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Shown:
+        widget = ipywidgets.HTML()
+
+        def still(self) -> dict[str, Any]:
+            return {"text/plain": "the panel as text", "text/html": "<pre>the panel as text</pre>"}
+
+        def close(self) -> None:
+            self.widget.close()
+
+        def _repr_mimebundle_(self) -> dict[str, Any]:
+            return widget_output.with_widget(self.still(), self.widget)
+
+    monkeypatch.setattr(widget_output, "notebook_shell", lambda: SimpleNamespace(kernel=object()))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    before_stop: list[Callable[[], object]] = []
+    InteractiveShell.instance()
+    try:
+        with capture_output() as caught:
+            widget_output.display_until_stopped(Shown(), before_stop, "")
+            (leave,) = before_stop
+            leave()
+    finally:
+        InteractiveShell.clear_instance()
+
+    first, last = caught.outputs
+    assert "application/vnd.jupyter.widget-view+json" in first.data
+    assert last.update and last.transient == first.transient and last.data == Shown().still()
+    assert Shown.widget.comm is None
