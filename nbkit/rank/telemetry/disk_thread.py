@@ -1,6 +1,6 @@
 """A thread that writes to disk, for who measures or trains: it waits for nothing but the end of a run.
 
-What goes wrong in writing is kept, and warned of once when a run ends; it never ends a training.
+What goes wrong in writing is warned of once, at the next item, while the training goes on; it never ends one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class Background:
     """Calls `take` with each item that is put, in a thread of its own, after a failure with none; at `end`, `close`.
 
     An item that is an Event asks for all that was put before it to be on disk. idle_s: take IDLE when nothing has come
-    for so long. pace_s: after an item, sleep for so long, since to be woken for each costs the training.
+    for so long. pace_s: after an item, sleep for so long, since to be woken for each costs the training. what: becomes
+    of the items, for the warning: "recorded in runs/a".
     """
 
     def __init__(
@@ -28,10 +29,11 @@ class Background:
         close: Callable[[], None],
         *,
         name: str,
+        what: str,
         idle_s: float | None = None,
         pace_s: float = 0.0,
     ) -> None:
-        self._take, self._close, self._idle_s, self._pace_s = take, close, idle_s, pace_s
+        self._take, self._close, self._what, self._idle_s, self._pace_s = take, close, what, idle_s, pace_s
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._hurry = threading.Event()
         self._failure: Exception | None = None
@@ -41,25 +43,29 @@ class Background:
 
     def put(self, item: Any) -> None:
         """One more item; from any thread."""
+        self.tell()
         self._items.put(item)
+
+    def tell(self) -> None:
+        """Warn, once, if the writing has failed. Only on the main thread, whose output is the cell's."""
+        if self._failure is None or self._warned or threading.current_thread() is not threading.main_thread():
+            return
+        self._warned = True
+        text = f"nothing more is {self._what}: {type(self._failure).__name__}: {self._failure}"
+        warnings.warn(text, stacklevel=3)
 
     def end(self) -> None:
         """Take what is there, and no more."""
         self._items.put(None)
 
-    def flush(self, what: str) -> None:
-        """Wait until all that was put is on disk; after `end` nothing more gets there. what: for the warning."""
+    def flush(self) -> None:
+        """Wait until all that was put is on disk; after `end` nothing more gets there."""
         written = threading.Event()
         self._items.put(written)
         self._hurry.set()
         while self._thread.is_alive() and not written.wait(1.0):
             pass
-        if self._failure is not None and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"nothing more is {what}: {type(self._failure).__name__}: {self._failure}",
-                stacklevel=3,
-            )
+        self.tell()
 
     def _run(self) -> None:
         while (item := self._next()) is not None:

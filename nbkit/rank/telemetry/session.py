@@ -45,7 +45,7 @@ class Session:
     offset_ns: of this rank's clock, see align.py. detail_every: every so many steps are kept moment by moment (the
     first three too, and three after a switch); in those, and every LISTEN_EVERY steps, asynchronous collectives tell
     when they end. base_bytes: what this process held before the job; default: what it holds now. first_of_host: see
-    health.py. What goes wrong in writing is warned of at the end of a run, and never ends a training.
+    health.py. What goes wrong in writing is warned of once, at the next step, and never ends a training.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class Session:
 
         self._writer = writer = Writer(since=ring.end)
         writer.open(RecordFile(self.path, head))
-        self._writing = Background(writer.take, writer.close, name="nbkit-records", idle_s=_IDLE_S)
+        what = f"recorded in {self.path}"
+        self._writing = Background(writer.take, writer.close, name="nbkit-records", what=what, idle_s=_IDLE_S)
         # The thread knows the writer alone, so that it ends with this object.
         weakref.finalize(self, self._writing.end)
         self._health = Health(
@@ -134,7 +135,7 @@ class Session:
 
         After `close` nothing more gets there.
         """
-        self._writing.flush(f"recorded in {self.path}")
+        self._writing.flush()
 
     def note(self, record: Record) -> None:
         """Have a record written as it is."""

@@ -54,7 +54,7 @@ def _add_values(writer: Any, values: Mapping[str, float], step: int) -> None:
 class BoardWriter:
     """A listener that writes events to `path`. Complete on disk when a run has stopped.
 
-    What goes wrong in writing is warned of once, at the end of the run; it never ends a training.
+    What goes wrong in writing is warned of once, at the next step; it never ends a training.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +68,8 @@ class BoardWriter:
             )
             return
         writer = _JobWriter(path)
-        self._writing = Background(writer.take, writer.close, name="nbkit-board", pace_s=_PACE_S)
+        what = f"written for TensorBoard to {path}"
+        self._writing = Background(writer.take, writer.close, name="nbkit-board", what=what, pace_s=_PACE_S)
         # The thread knows the writer alone, so that it ends with this object.
         weakref.finalize(self, self._writing.end)
 
@@ -78,7 +79,7 @@ class BoardWriter:
             return
         self._writing.put(event)
         if isinstance(event, RunStopped):
-            self._writing.flush(f"written for TensorBoard to {self.path}")
+            self._writing.flush()
 
 
 class _JobWriter:
@@ -140,7 +141,7 @@ def _scalars_of(rank: int, step: StepRecord, groups: Iterable[Group]) -> dict[st
 class ScalarWriter:
     """A listener; writes into <run_dir>/rank<rank>, while runs are under way. Complete on disk when one has stopped.
 
-    What goes wrong in writing is warned of once, at the end of the run; it never ends a training.
+    What goes wrong in writing is warned of once, at the next step; it never ends a training.
     """
 
     def __init__(self, run_dir: Path, rank: int, *, every_s: float = 1.0) -> None:
@@ -149,7 +150,8 @@ class ScalarWriter:
         if importlib.util.find_spec("tensorboard") is None:
             return  # rank 0's BoardWriter says so
         self._follower = _RankWriter(run_dir / "telemetry" / f"rank{rank}.jsonl", self.path, rank)
-        self._writing = Background(self._follower.take, self._follower.close, name="nbkit-scalars", idle_s=every_s)
+        take, close, what = self._follower.take, self._follower.close, f"written for TensorBoard to {self.path}"
+        self._writing = Background(take, close, name="nbkit-scalars", what=what, idle_s=every_s)
         # The thread knows the follower alone, so that it ends with this object.
         weakref.finalize(self, self._writing.end)
 
@@ -161,7 +163,9 @@ class ScalarWriter:
             self._follower.running = True
         elif isinstance(event, RunStopped):
             self._follower.running = False
-            self._writing.flush(f"written for TensorBoard to {self.path}")
+            self._writing.flush()
+        else:
+            self._writing.tell()
 
 
 class _RankWriter:
