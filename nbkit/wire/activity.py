@@ -84,7 +84,8 @@ class Activity:
     cell: the number of the cell that it runs, None without one. line: the innermost line of the user's own code.
     waits: what it waits in; on_device: its device does, and the host has gone on. step: of its training, None without
     one. prompt: it asks for a line that a person types ("breakpoint", "post-mortem"), "" where it does not. stacks: of
-    every thread, "" unless they were asked for. cells: file -> cell number.
+    every thread, "" unless they were asked for. cells: file -> cell number. split_call: the line of the user's own code
+    that calls, outside of a step, a model of which each rank holds a part; split_by: the strategy that has split it.
     """
 
     rank: int
@@ -99,3 +100,5 @@ class Activity:
     groups: Mapping[str, GroupLog] = field(default_factory=dict)
     stacks: str = ""
     cells: Mapping[str, int] = field(default_factory=dict)
+    split_call: CodeLine | None = None
+    split_by: str = ""

@@ -217,6 +217,16 @@ HANGS = (
         ("Ranks 0-1,3 wait in", "on dp", "cell {cell} line {here}", "rank 2 reads data, cell {first} line {reads}"),
     ),
     Hang(
+        "a split model that one rank calls",
+        "job = nbkit.prepare(lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)),\n"
+        "    lambda model: torch.optim.SGD(model.parameters(), lr=0.1), loss=F.mse_loss, strategy='zero3',\n"
+        "    log_dir=None)\n"
+        "if rank == 0:\n    with torch.no_grad():\n        job.model(torch.ones(2, 4))  # here\n",
+        (1, 2, 3),
+        ("Rank 0 waits in all_gather #", "cell {cell} line {here}", "ranks 1-3 have ended their cell without it",
+         "The model is split over the ranks (dp=4 zero=3), so all of them have to call job.model",),
+    ),
+    Hang(
         "a rank that has died",
         "if rank == 2:\n    os._exit(3)\ndist.barrier()\n",
         (2,),

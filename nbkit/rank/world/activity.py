@@ -24,6 +24,7 @@ from nbkit.rank.telemetry import collectives
 from nbkit.rank.telemetry.collectives import Call
 from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.telemetry.timed_work import Timed, wait_on_host
+from nbkit.rank.world.split_model_call import split_model_call
 from nbkit.wire.activity import ANYONE, Activity, CodeLine, GroupLog, Operation
 from nbkit.wire.user_code import is_users
 
@@ -51,6 +52,7 @@ def activity(rank: int, cells: Mapping[str, int], *, stacks: bool = False, **kno
     if waits is None:
         waits = _on_device(cells)
         on_device = waits is not None
+    called = split_model_call(main) if waits is not None else None
     return Activity(
         rank,
         line=line,
@@ -60,6 +62,8 @@ def activity(rank: int, cells: Mapping[str, int], *, stacks: bool = False, **kno
         groups=logs,
         stacks=_stacks(frames) if stacks else "",
         cells=dict(cells),
+        split_call=None if called is None else _line(called[0].f_code, called[0].f_lasti, cells),
+        split_by="" if called is None else called[1],
         **known,
     )
 

@@ -89,6 +89,23 @@ def test_the_late_rank_may_be_in_any_state(late: RankState, said: str) -> None:
     assert found.ranks == (2,)
 
 
+@pytest.mark.parametrize(
+    ("other", "is_past"),
+    [(ended(1, FIRST), True), (waits(1, FIRST, collective("barrier", 2, 7)), True), (runs(1, FIRST), False)],
+    ids=["it has ended", "it waits elsewhere", "it is on its way"],
+)
+def test_a_split_model_that_some_ranks_call_is_said_to_be_one_for_all(other: RankState, is_past: bool) -> None:
+    gather = collective("all_gather", 2, 6)
+    alone = waits(0, FIRST, gather)
+    assert alone.activity is not None
+    called = replace(alone.activity, split_call=line(6, "job.model"), split_by="dp=2 zero=3")
+
+    found = of(replace(alone, activity=called), other)
+
+    said = " The model is split over the ranks (dp=2 zero=3), so all of them have to call job.model: cell 9 line 6 has to run"
+    assert (said in found.sentence) is is_past and found.sentence.startswith(of(alone, other).sentence)
+
+
 def test_of_a_chain_of_ranks_that_wait_the_last_is_the_cause() -> None:
     pair = replace(FIRST, group="dp 2 [0,1]", axis="dp", members=(0, 1))
     first = waits(0, FIRST, pair)

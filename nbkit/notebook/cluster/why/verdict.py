@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nbkit.durations import text_of
@@ -38,6 +38,11 @@ class Verdict:
 
 def verdict(states: Mapping[int, RankState]) -> Verdict:
     """What it comes to. states: of all ranks."""
+    found = _found(states)
+    return replace(found, sentence=found.sentence + _of_split_model(states)) if found.stuck else found
+
+
+def _found(states: Mapping[int, RankState]) -> Verdict:
     waiting = {rank: state.waits for rank, state in sorted(states.items()) if state.waits is not None}
     if not waiting:
         return _nobody_waits(states)
@@ -194,6 +199,21 @@ def _owed(rank: int, waiting: Mapping[int, Operation]) -> str:
         if operation.peer == rank:
             return "receiving it" if operation.op == "send" else "sending it"
     return "it"
+
+
+def _of_split_model(states: Mapping[int, RankState]) -> str:
+    """A sentence more, where some ranks call a model of which all have a part, and others are past it; else ""."""
+    activities = [state.activity for state in states.values() if state.activity is not None]
+    calling = next((each for each in activities if each.split_call is not None), None)
+    are_past = any(each.cell is None or (each.waits and each.split_call is None) for each in activities)
+    if calling is None or not are_past:
+        return ""
+    line = calling.split_call
+    assert line is not None
+    return (
+        f" The model is split over the ranks ({calling.split_by}), so all of them have to call {line.calls or 'it'}:"
+        f" {line} has to run on every rank, without `if rank == 0`. Under ddp each rank has the whole model."
+    )
 
 
 def _of_mismatch(mismatch: Mismatch, waiting: Mapping[int, Operation]) -> str:

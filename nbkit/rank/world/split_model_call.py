@@ -1,0 +1,36 @@
+"""Whether the user's own code calls a model of which every rank holds a part: then all of them have to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePath
+from types import FrameType
+
+from torch import nn
+
+from nbkit.rank.parallel.module.forward_wrapper import marked_parts
+from nbkit.wire.user_code import is_users
+
+_CALL = nn.Module._call_impl.__code__
+_AROUND = ("nbkit/rank/train/", "nbkit/bridge/")  # make steps, and run cells
+_TORCH = f"{PurePath(nn.__file__).parents[1].as_posix()}/"
+
+
+def split_model_call(frames: Sequence[FrameType]) -> tuple[FrameType, str] | None:
+    """The frame of the user's that calls the model, and the model's strategy; None where a step calls it, or nobody.
+
+    frames: of a thread, innermost first.
+    """
+    caller, model = None, None
+    for frame in frames:
+        file = frame.f_code.co_filename.replace("\\", "/")
+        if any(around in file for around in _AROUND):
+            break
+        if frame.f_code is _CALL:  # the outermost one is the model, those before are its blocks
+            caller, model = None, frame.f_locals.get("self")
+        elif model is not None and caller is None and not file.startswith(_TORCH):
+            caller = frame
+    if caller is None or not isinstance(model, nn.Module) or not is_users(caller.f_code.co_filename):
+        return None
+    strategy = marked_parts(model)
+    return (caller, strategy) if strategy is not None else None

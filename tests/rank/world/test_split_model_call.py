@@ -1,0 +1,86 @@
+"""Whose call of a split model a rank is in: the user's own, which all ranks have to make, or that of a step."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbkit.rank.parallel.module.forward_wrapper import mark_parts
+from nbkit.rank.world.split_model_call import split_model_call
+
+Found = tuple[FrameType, str] | None
+
+
+class Block(nn.Module):
+    """Looks in its forward, where a gather of its weights would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Found] = []
+
+    def forward(self, x: Any) -> Any:
+        frames, frame = [], sys._getframe()
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back  # type: ignore[assignment]
+        self.found.append(split_model_call(frames))
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Any) -> Any:
+        return self.block(x)
+
+
+@pytest.fixture
+def model() -> Model:
+    model = Model()
+    mark_parts(model, "dp=2 zero=3")
+    return model
+
+
+def step(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """As nbkit's own code calls it."""
+    names: dict[str, Any] = {"call": call}
+    exec(compile("def made(x):\n    return call(x)\n", "/somewhere/nbkit/rank/train/step/step.py", "exec"), names)
+    made: Callable[[Any], Any] = names["made"]
+    return made
+
+
+def test_the_line_that_calls_the_whole_model_is_found_and_no_block_of_it(model: Model) -> None:
+    here = inspect.currentframe()
+
+    model(torch.ones(1))
+
+    (found,) = model.block.found
+    assert found is not None and found[0] is here and found[1] == "dp=2 zero=3"
+
+
+def test_a_call_in_a_step_is_nobodys_but_one_in_a_callback_is_the_users(model: Model) -> None:
+    def callback(x: Any) -> Any:
+        return model(x)
+
+    step(model)(torch.ones(1))
+    step(callback)(torch.ones(1))
+
+    in_step, in_callback = model.block.found
+    assert in_step is None and in_callback is not None and in_callback[0].f_code is callback.__code__
+
+
+def test_a_model_that_is_whole_may_be_called_by_anybody() -> None:
+    model = Model()
+
+    model(torch.ones(1))
+
+    assert model.block.found == [None]
