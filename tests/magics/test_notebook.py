@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from kernel_client import Kernel
+from kernel_client import Cell, Kernel, said
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,44 @@ def test_rich_output_arrives_with_its_rank(started: Kernel) -> None:
     html = [content["data"]["text/html"] for _, _, content in cell.messages if "text/html" in content.get("data", {})]
     assert html == ["<b>one</b>", "<b>two</b>", "<i>last</i>"]
     assert "[1]:" in cell.text
+
+
+CLEARS = "%%distributed\nimport time\nfrom IPython.display import clear_output, display\n"
+
+
+def left_of(cell: Cell) -> str:
+    """What is on the page when `cell` has ended: as its front end does it with clear_output."""
+    kept: list[tuple[float, str, dict[str, Any]]] = []
+    waits = False
+    for message in cell.messages:
+        if message[1] == "clear_output":
+            kept, waits = kept if message[2]["wait"] else [], message[2]["wait"]
+        elif message[1] in ("stream", "display_data"):
+            kept, waits = ([] if waits else kept) + [message], False
+    return Cell(messages=kept).text
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_clears_what_it_has_shown_and_leaves_the_others(started: Kernel, who: int) -> None:
+    cell = started.run(
+        f"{CLEARS}print('mine', rank); display({{'text/plain': f'shown by {{rank}}'}}, raw=True)\n"
+        f"dist.barrier(); time.sleep(0.3)\nif rank == {who}: clear_output()\nprint('then', rank)"
+    )
+    left = left_of(cell)
+    assert cell.status == "ok" and all(f"[{rank}] then {rank}" in left for rank in (0, 1)), left
+    assert f"[{1 - who}] mine {1 - who}" in left and f"shown by {1 - who}" in left, left
+    assert f"mine {who}" not in left and f"shown by {who}" not in left, left
+
+
+def test_what_all_ranks_replace_step_by_step_is_there_once_in_the_end(started: Kernel) -> None:
+    cell = started.run(
+        f"{CLEARS}for i in range(4):\n    dist.barrier(); time.sleep(0.1 * rank)\n"
+        "    clear_output(wait=True); print('step', i)\nclear_output(wait=True)\nrank + 40"
+    )
+    left = left_of(cell)
+    assert cell.status == "ok" and "step" not in left and "Out[0]: 40" in left and "Out[1]: 41" in left, left
+    before = [content["text"] for _, kind, content in cell.messages if kind == "stream"]
+    assert said("".join(before), "step 3")
 
 
 def test_a_failing_cell_is_an_error_in_the_notebook_so_run_all_stops(started: Kernel) -> None:

@@ -37,6 +37,19 @@ def test_what_a_rank_prints_is_in_its_tab_while_the_cell_runs(kernel: Kernel) ->
         assert any(f"early {rank}" in state and "late" not in state and at < ended for state, at in said), said
 
 
+def test_a_rank_that_clears_its_output_empties_its_own_tab(kernel: Kernel) -> None:
+    cell = kernel.run(
+        "%%distributed --tabs\nfrom IPython.display import clear_output, display\nprint('old', rank)\n"
+        "if rank == 0: display({'text/plain': 'a picture'}, raw=True); clear_output(wait=True)\nprint('new')"
+    )
+    kept = outputs(cell, "update_display_data")[0]
+    assert kept["data"]["text/plain"] == "rank 0\n    new\n\nrank 1\n    old 1\n    new\n"
+    # With the picture the page has lost the tabs, which are there again.
+    kinds = [kind for _, kind, _ in cell.messages if kind in ("clear_output", "display_data")]
+    assert kinds == ["display_data", "display_data", "clear_output", "display_data"]
+    assert outputs(cell, "display_data")[-1]["transient"] == kept["transient"]
+
+
 def test_errors_and_pictures_are_below_the_tabs(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed --tabs\nprint('before')\nif rank == 1: raise ValueError('of one')")
     assert cell.status == "error" and "ValueError: of one" in cell.text

@@ -23,6 +23,7 @@ from nbkit.notebook.cluster.output.kept_text import KeptText
 from nbkit.notebook.cluster.output.lines import Lines, label
 from nbkit.notebook.cluster.output.rank_tabs import RankTabs
 from nbkit.notebook.cluster.output.root_cause import Death, cell_error, root_of, twins_of
+from nbkit.notebook.cluster.output.shown_by_rank import NOBODY, Piece, ShownByRank
 from nbkit.wire.cells import COMM_TYPES, CellRecord, CellRequest, Failure, Prompt, first_line, ranks_text
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Execution:
         self.fault: CellError | None = None  # an error in nbkit's own code; later messages are ignored
         self.unshown: CellError | None = None  # the first message that the screen refused
         self.outbox = Outbox(screen, self.later, self._on_unshown)
+        self.shown = ShownByRank()
+        self.clearing: set[int] = set()  # ranks that clear what they have shown, with what they show next
         self.tabs = screen if isinstance(screen, RankTabs) else None
         self.lines = Lines(request.ranks)
         self.records: dict[int, CellRecord] = {}
@@ -92,15 +95,19 @@ class Execution:
             self.arrived[rank] = seq + 1
         if kind == "stream":
             self.text[rank].add(content["text"])
-            if self.tabs is not None:
-                self.tabs.feed(rank, content["text"])
-            else:
-                self.lines.feed(time.monotonic(), rank, content["name"], content["text"])
-                self._show_ready()
-        elif kind in COMM_TYPES:
+        if kind in COMM_TYPES:
             self.outbox.put("comm", kind, content)
+        elif kind == "clear_output":
+            self.clearing.add(rank)
+            if not content.get("wait"):
+                self._clear({rank}, at_once=True)
         else:
-            self._show_rich(rank, kind, content)
+            if rank in self.clearing:
+                self._clear({rank})
+            piece = Piece(rank, kind, content)
+            if kind != "stream" or self.tabs is None:  # tabs keep their own text
+                self.shown.add(piece)
+            self._show(piece)
         if rank in self.records and self.records[rank].status == "error":
             self._show_root()
         self._maybe_close()
@@ -206,6 +213,7 @@ class Execution:
 
     def say(self, text: str) -> None:
         """Show a line of nbkit's own in the cell's output."""
+        self.shown.add(Piece(NOBODY, "stream", {"name": "stderr", "text": f"{text}\n"}))
         self.outbox.stream("stderr", f"{text}\n")
 
     def _on_unshown(self, kind: str, error: Exception) -> None:
@@ -231,16 +239,45 @@ class Execution:
         if not self.done.done():
             self._show_ready()
 
-    def _show_rich(self, rank: int, kind: str, content: dict[str, Any]) -> None:
-        if kind == "clear_output":
-            if rank == min(self.request.ranks):
-                self.outbox.put("clear", content.get("wait", False))
+    def _show(self, piece: Piece) -> None:
+        rank, content = piece.rank, piece.content
+        if piece.kind != "stream":
+            self._show_rich(rank, piece.kind, content)
+        elif rank == NOBODY:
+            self._show_all_lines()
+            self.outbox.stream(content["name"], content["text"])
+        elif self.tabs is not None:
+            self.tabs.feed(rank, content["text"])
+        else:
+            self.lines.feed(time.monotonic(), rank, content["name"], content["text"])
+            self._show_ready()
+
+    def _clear(self, ranks: set[int], *, at_once: bool = False) -> None:
+        """Clear what `ranks` have shown. A page is cleared as a whole, so what others have shown is shown again.
+
+        at_once: also if nothing follows.
+        """
+        self.clearing -= ranks
+        if not ranks or not self.outbox.screen.clears:
             return
+        if self.tabs is not None:
+            self.tabs.empty(ranks)
+        kept = self.shown.clear(ranks)
+        if kept is None:
+            return
+        self.lines = Lines(self.request.ranks)
+        self.outbox.put("clear", bool(kept) or not at_once)
+        if self.tabs is not None:
+            self.outbox.put("display", *self.tabs.as_output())
+        for piece in kept:
+            self._show(piece)
+
+    def _show_rich(self, rank: int, kind: str, content: dict[str, Any]) -> None:
         self._show_all_lines()
         transient = dict(content.get("transient") or {})
-        if "display_id" in transient:  # two ranks may use the same one
+        if "display_id" in transient and rank != NOBODY:  # two ranks may use the same one
             transient["display_id"] = f"nbkit-{self.request.id}-{rank}-{transient['display_id']}"
-        if kind == "display_data":
+        if kind == "display_data" and rank != NOBODY:
             self.outbox.stream("stdout", f"{label([rank])}:\n")
         self.outbox.put(
             "display" if kind == "display_data" else "update", content["data"], content["metadata"], transient
@@ -272,7 +309,10 @@ class Execution:
         self.say(f"{label(twins_of(root, self.records))} " + "\n".join(cause.traceback))
 
     def _show_values(self) -> None:
-        for ranks, bundle in group_by_text(self.records):
+        values = group_by_text(self.records)
+        self._clear(self.clearing & {rank for ranks, _ in values for rank in ranks})
+        self._show_all_lines()
+        for ranks, bundle in values:
             text = bundle["data"].get("text/plain", "")
             if set(bundle["data"]) == {"text/plain"}:
                 space = "\n" if "\n" in text else " "

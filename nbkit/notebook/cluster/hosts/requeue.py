@@ -131,7 +131,7 @@ def _end_by_slurm(connection: Connection) -> ClusterEnd | None:
 class _Nowhere:
     """A screen that shows nothing."""
 
-    paced = False
+    paced = clears = False
 
     def stream(self, name: str, text: str) -> None: ...
     def display(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None: ...

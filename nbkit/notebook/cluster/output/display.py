@@ -21,9 +21,10 @@ BLOCK_CHARACTERS = 200_000
 
 
 class Screen(Protocol):
-    """Where output goes. Calls come from one thread."""
+    """Where output goes. Calls come from one thread. clears: it can clear what it shows."""
 
     paced: bool
+    clears: bool
 
     def stream(self, name: str, text: str) -> None: ...
     def display(self, data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, Any]) -> None: ...
@@ -35,7 +36,7 @@ class Screen(Protocol):
 class KernelScreen:
     """The output area of the notebook cell that runs now, also after that cell has ended."""
 
-    paced = True
+    paced = clears = True
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -75,7 +76,7 @@ class KernelScreen:
 class PlainScreen:
     """stdout and stderr of this process; rich output as its text."""
 
-    paced = False
+    paced = clears = False
 
     def stream(self, name: str, text: str) -> None:
         out = sys.stderr if name == "stderr" else sys.stdout

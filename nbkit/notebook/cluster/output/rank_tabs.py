@@ -10,7 +10,7 @@ import html
 import re
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from nbkit.notebook.cluster.output.display import KernelScreen
@@ -82,9 +82,13 @@ class RankTabs(KernelScreen):
         self.id = f"nbkit-{uuid.uuid4().hex[:12]}"
         self._ending = threading.Lock()
         self._ended = False
+        self.display(*self.as_output())
+
+    def as_output(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """The tabs as data, metadata and transient of a display."""
         shown = self.widget._repr_mimebundle_()
         bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
-        self.display(bundle | self.still(), {}, {"display_id": self.id})
+        return bundle | self.still(), {}, {"display_id": self.id}
 
     def feed(self, rank: int, text: str) -> None:
         """Take what `rank` has printed."""
@@ -94,6 +98,12 @@ class RankTabs(KernelScreen):
         if not self.changed:
             self.later(FLUSH_SECONDS, self._flush)
         self.changed.add(rank)
+
+    def empty(self, ranks: Collection[int]) -> None:
+        """Empty the tabs of these ranks."""
+        for rank in ranks:
+            self.texts[rank] = RankText()
+            self.feed(rank, "")
 
     def _flush(self) -> None:
         changed, self.changed = self.changed, set()
