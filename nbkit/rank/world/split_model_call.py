@@ -12,8 +12,7 @@ from nbkit.rank.parallel.module.forward_wrapper import marked_parts
 from nbkit.wire.user_code import is_users
 
 _CALL = nn.Module._call_impl.__code__
-_AROUND = ("nbkit/rank/train/", "nbkit/bridge/")  # make steps, and run cells
-_TORCH = f"{PurePath(nn.__file__).parents[1].as_posix()}/"
+_TORCH = PurePath(nn.__file__).parents[1]
 
 
 def split_model_call(frames: Sequence[FrameType]) -> tuple[FrameType, str] | None:
@@ -23,12 +22,9 @@ def split_model_call(frames: Sequence[FrameType]) -> tuple[FrameType, str] | Non
     """
     caller, model = None, None
     for frame in frames:
-        file = frame.f_code.co_filename.replace("\\", "/")
-        if any(around in file for around in _AROUND):
-            break
         if frame.f_code is _CALL:  # the outermost one is the model, those before are its blocks
             caller, model = None, frame.f_locals.get("self")
-        elif model is not None and caller is None and not file.startswith(_TORCH):
+        elif model is not None and caller is None and not PurePath(frame.f_code.co_filename).is_relative_to(_TORCH):
             caller = frame
     if caller is None or not isinstance(model, nn.Module) or not is_users(caller.f_code.co_filename):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import nbkit
 from nbkit.rank.parallel.module.forward_wrapper import mark_parts
 from nbkit.rank.world.split_model_call import split_model_call
 
@@ -53,7 +55,8 @@ def model() -> Model:
 def step(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """As nbkit's own code calls it."""
     names: dict[str, Any] = {"call": call}
-    exec(compile("def made(x):\n    return call(x)\n", "/somewhere/nbkit/rank/train/step/step.py", "exec"), names)
+    file = str(Path(nbkit.__file__).parent / "rank" / "train" / "step" / "step.py")
+    exec(compile("def made(x):\n    return call(x)\n", file, "exec"), names)
     made: Callable[[Any], Any] = names["made"]
     return made
 
