@@ -102,7 +102,7 @@ def test_a_split_model_that_some_ranks_call_is_said_to_be_one_for_all(other: Ran
 
     found = of(replace(alone, activity=called), other)
 
-    said = " The model is split over the ranks (dp=2 zero=3), so all of them have to call job.model: cell 9 line 6 has to run"
+    said = " The model is split over the ranks (dp=2 zero=3), so all of them have to call job.model: cell 9 line 6 has"
     assert (said in found.sentence) is is_past and found.sentence.startswith(of(alone, other).sentence)
 
 
