@@ -127,6 +127,7 @@ def test_after_a_reload_of_the_page_the_training_is_still_there(page: Any) -> No
 
 
 def test_an_error_on_one_rank_is_shown_once_with_its_rank(page: Any) -> None:
+    page.run(NUMBER["end"], seconds=20)
     shown = page.run(NUMBER["error"], seconds=30)
 
     assert shown.count("ValueError: boom") >= 1

@@ -238,7 +238,7 @@ def test_a_click_that_the_kernel_does_not_hear_is_said_to_wait(browser: Any) -> 
     page.clock.install()
     note = page.locator(".note")
     page.get_by_role("button", name="Pause").click()
-    page.clock.fast_forward(2900)
+    page.clock.fast_forward(1500)
     assert note.inner_text() == ""
     page.clock.fast_forward(200)
     assert "has not heard this click" in note.inner_text() and "%%distributed --detach" in note.inner_text()

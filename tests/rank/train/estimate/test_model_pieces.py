@@ -176,10 +176,10 @@ ProgressLine.say = lambda line, what: said.append(what)
 made = nbkit.plan(build, example=example, loss=loss, batch=8, on="2 A100")
 assert "runs two rows of the model" in said and said[-1].startswith("measures it"), said
 assert made.model == "Sequential of 58 parameters" and made.rows and "torch" not in sys.modules
-def broken(): raise ValueError("no such model")
+def broken(say): raise ValueError("no such model")
 
 try:
-    in_a_fork(broken)
+    in_a_fork(broken, heard=print)
 except ValueError as error:
     print(error, error.__notes__[0].count("in broken"))
 """
