@@ -36,15 +36,15 @@ def looped(world: Any, cells: Sequence[Cell]) -> list[list[float]]:
     return [by_hand(cell) for cell in cells]
 
 
-def truths(cells: Iterable[Cell], *, timeout: float = 600) -> dict[Cell, Truth]:
-    """`cell.truth` -> what one process makes of it, computed in a process of its own."""
+def truths(cells: Iterable[Cell], *, timeout: float = 600, device: str = "cpu") -> dict[Cell, Truth]:
+    """`cell.truth` -> what one process makes of it, computed in a process of its own on `device`."""
     wanted = sorted({cell.truth for cell in cells}, key=str)
-    found: dict[Cell, Truth] = run_ranks(_truths, 1, wanted, timeout=timeout, join=False)[0]
+    found: dict[Cell, Truth] = run_ranks(_truths, 1, wanted, device, timeout=timeout, join=False)[0]
     return found
 
 
-def _truths(rank: int, cells: Sequence[Cell]) -> dict[Cell, Truth]:
-    return {cell: truth(cell) for cell in cells}
+def _truths(rank: int, cells: Sequence[Cell], device: str) -> dict[Cell, Truth]:
+    return {cell: truth(cell, device=device) for cell in cells}
 
 
 def in_lanes(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
 from nbkit.rank.data.batch import call
@@ -130,9 +131,9 @@ def _chosen(cell: Cell, num: int) -> Iterator[list[int]]:
             epoch, at = epoch + 1, 0
 
 
-def truth(cell: Cell, *, rows: int = BATCH, wrap: Any = nullcontext) -> Truth:
+def truth(cell: Cell, *, rows: int = BATCH, wrap: Any = nullcontext, device: str = "cpu") -> Truth:
     """Trained by a loop in plain torch, in this process. rows: per forward; wrap: a context around the passes."""
-    model, data = _build(cell), _items(cell)
+    model, data = _build(cell).to(device), _items(cell)
     optimizer = _optimizer(model)
     keyed = KeyedDropout(model, SEED)
     losses: list[float] = []
@@ -144,22 +145,23 @@ def truth(cell: Cell, *, rows: int = BATCH, wrap: Any = nullcontext) -> Truth:
         total = torch.zeros(())
         for first in range(0, len(chosen), rows):
             part = chosen[first : first + rows]
-            value, target = default_collate([data[i] for i in part])
-            with keyed.step(len(losses), range(first, first + len(part))), torch.autocast("cpu", enabled=bf16), wrap():
+            value, target = tree_map_only(Tensor, lambda one: one.to(device), default_collate([data[i] for i in part]))
+            cast = torch.autocast(device, torch.bfloat16, enabled=bf16)
+            with keyed.step(len(losses), range(first, first + len(part))), cast, wrap():
                 output = call(model, value)
                 if "mask" in cell.extras:
                     share, weight = weighted(output, target)
                 else:
                     share, weight = mean(output, target) * (len(part) / len(chosen)), torch.zeros(())
                 share.backward()
-            loss, total = loss + share.detach(), total + weight
+            loss, total = loss + share.detach().cpu(), total + weight.cpu()
         if "mask" in cell.extras:
             loss = loss / total
             for p in model.parameters():
                 if p.grad is not None:
-                    p.grad /= total
+                    p.grad /= total.to(device)
         own = [p.grad for p in model.parameters() if p.grad is not None]
-        grads = grads or {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        grads = grads or {n: p.grad.cpu().clone() for n, p in model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.get_total_norm([g.double() for g in own])
         if "clip" in cell.extras:
             torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), CLIP, norm)
@@ -167,4 +169,4 @@ def truth(cell: Cell, *, rows: int = BATCH, wrap: Any = nullcontext) -> Truth:
         optimizer.zero_grad()
         losses.append(float(loss))
         norms.append(float(norm))
-    return Truth(losses, norms, grads, {n: p.detach().clone() for n, p in model.named_parameters()})
+    return Truth(losses, norms, grads, {n: p.detach().cpu().clone() for n, p in model.named_parameters()})

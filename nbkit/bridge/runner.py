@@ -281,6 +281,7 @@ class Runner:
             where=delegating_group.where().partition(", issued")[0],
             saved=running.saved,
             saved_step=running.saved_step,
+            device_lost=accelerator().context_lost(error),
         )
 
     def _let_go(self, running: Running, error: BaseException | None, failure: Failure | None, status: Status) -> None:

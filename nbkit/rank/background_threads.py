@@ -1,10 +1,10 @@
-"""Threads that compute in Python beside a training, on the same interpreter."""
+"""Threads beside a training: those that compute in Python on the same interpreter, and those that may never end."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SWITCH_SECONDS = 1e-4
@@ -33,3 +33,19 @@ def giving_way() -> Iterator[None]:
             _inside -= 1
             if _inside == 0:
                 sys.setswitchinterval(_before)
+
+
+def started(work: Callable[[], object], name: str, *, after_s: float = 0.0) -> threading.Thread | None:
+    """A thread that does `work`, which ends with the process; None when the interpreter ends.
+
+    Python 3.12 and later makes no thread then, in `atexit` either.
+    """
+    thread: threading.Thread = threading.Timer(after_s, work) if after_s else threading.Thread(target=work)
+    thread.name, thread.daemon = name, True
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if "interpreter shutdown" not in str(error):
+            raise
+        return None
+    return thread

@@ -217,6 +217,10 @@ class Accelerator:
         found = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", "")
         return f"GPU-{str(found).removeprefix('GPU-')}" if found else ""
 
+    def runs_triton(self, tensor: Tensor) -> bool:
+        """Whether a kernel of Triton can be launched on `tensor`, where there is Triton."""
+        return self.holds(tensor) and type(tensor) is Tensor
+
     def emulates_bf16(self, device: torch.device) -> bool:
         """Whether `device` computes bf16 by way of float32."""
         # Without the argument torch says yes to GPUs before Ampere too.

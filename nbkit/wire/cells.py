@@ -62,6 +62,7 @@ class Failure:
     moment: time.time() when it happened; the earliest of several is the root cause.
     line: in the cell, 0 if unknown. where: the collective the rank was in, or "". stopped: nbkit has ended the cell,
     which was asked for. saved, saved_step: the newest checkpoint of a training that it has ended, "" without one.
+    device_lost: what the rank's device says when it computes nothing any more, else "".
     """
 
     ename: str
@@ -73,6 +74,7 @@ class Failure:
     stopped: bool = False
     saved: str = ""
     saved_step: int = 0
+    device_lost: str = ""
 
 
 @dataclass(frozen=True)

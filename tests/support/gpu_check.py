@@ -2,6 +2,8 @@
 what a steady step has the host wait for.
 
 python -m tests.support.gpu_check            as make gpu-check; some of it: ... "llama zero3", ... switches fp16
+python -m tests.support.gpu_check --real=nccl            on the GPU of this machine, which all ranks share
+python -m tests.support.gpu_check --real=gloo ddp tp     without pipelines, whose messages gloo does not send from a GPU
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,13 +27,16 @@ from typing import Any
 _TESTS = Path(__file__).resolve().parents[1]
 for _folder in (_TESTS / "models", _TESTS / "support", _TESTS.parent):
     sys.path.insert(0, str(_folder))
+for _word in sys.argv[1:]:
+    if _word.startswith("--real="):
+        os.environ["NBKIT_CHECK_REAL_GPU"] = _word.removeprefix("--real=")  # ranks read it as well
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from gpu_features import FEATURES, check_features  # noqa: E402
-from gpu_training import begun, place, trainer_of  # noqa: E402
-from pretend import Communicator, checked  # noqa: E402
+from gpu_training import REAL, begun, looked_at, place, trainer_of  # noqa: E402
+from pretend import Communicator  # noqa: E402
 from ranks import RankFailed, next_generation, run_ranks  # noqa: E402
 from replaced_ranks import Seat, run_replaced  # noqa: E402
 
@@ -43,9 +50,11 @@ from parity.cells import Cell, layers_for, matrix  # noqa: E402
 from parity.figures import BARS, compared  # noqa: E402
 from parity.rounds import truths  # noqa: E402
 from parity.subjects import SUBJECTS  # noqa: E402
-from parity.training import BATCH, ours  # noqa: E402
+from parity.training import BATCH, Outcome, ours  # noqa: E402
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "cp=4")
+STRATEGIES = tuple(
+    name for name in ("ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "cp=4") if (REAL, name) != ("gloo", "pp")
+)
 PER_SET = 8  # cells in one set of processes: a bug that ends one takes no more along
 _RELEASED_S = 1.0
 _COPIED = 3  # a step: input and target, once for all micro-batches; the vector of the step's numbers
@@ -57,10 +66,17 @@ def trained(rank: int, ranks: int, cells: Sequence[Cell]) -> list[Any]:
     found: list[Any] = []
     for cell in cells:
         try:
-            found.append(ours(cell))
+            found.append(_of_the_host(ours(cell)))
         except NbkitError as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def _of_the_host(outcome: Outcome) -> Outcome:
+    for pieces in (outcome.grads, outcome.weights):
+        for name, (tensor, layout) in pieces.items():
+            pieces[name] = tensor.cpu(), layout  # type: ignore[index]
+    return outcome
 
 
 def switched(rank: int, ranks: int, walk: Sequence[str]) -> list[float]:
@@ -120,7 +136,7 @@ def died(seat: Seat, strategies: Sequence[str]) -> dict[str, list[float]]:
 
 def _recovered(trainer: Trainer | None, newcomers: Sequence[int]) -> Trainer:
     gpu: Any = accelerator()
-    with checked(gpu):
+    with looked_at(gpu):
         return recover(trainer, newcomers)
 
 
@@ -191,12 +207,13 @@ def every_pair(strategies: Sequence[str]) -> list[str]:
 
 def cells(models: Sequence[str] = ("gpt", "llama", "ten_convs")) -> list[Cell]:
     """Each strategy on each of `models`."""
-    return [cell for cell in matrix("float64", 3) if cell.subject in models]
+    every = (cell for cell in matrix("float64", 3) if cell.subject in models)
+    return [cell for cell in every if not (REAL == "gloo" and "pp" in cell.strategy)]
 
 
 def check_cells(some: Sequence[Cell]) -> Iterator[str]:
     """A line for each, ending with what is wrong, if anything is."""
-    known = truths(some)
+    known = truths(some, device="cuda" if REAL else "cpu")
     for ranks in sorted({cell.ranks for cell in some}):
         alike = [cell for cell in some if cell.ranks == ranks]
         for first in range(0, len(alike), PER_SET):
@@ -238,7 +255,8 @@ def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counte
     _, gpu = begun(rank, ranks)
     collectives.set_mode("time")
     gpt, found = SUBJECTS["gpt"], dict[str, Counter[str]]()
-    items = [tuple(gpu.host(part) for part in row) for row in gpt.items(BATCH, torch.float64, masked=False)]
+    host: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu if REAL else gpu.host
+    items = [tuple(host(part) for part in row) for row in gpt.items(BATCH, torch.float64, masked=False)]
     for strategy in strategies:
         counted: list[Counter[str]] = []
 
@@ -247,12 +265,26 @@ def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counte
             for state in trainer.optimizer.state.values():
                 gpu.host(state["step"])  # where torch has it, of an optimizer that is not capturable
 
+        waits: Counter[str] = Counter()
+
+        def watch(trainer: Trainer, record: dict[str, Any], waits: Counter[str] = waits) -> None:
+            torch.cuda.set_sync_debug_mode("warn" if record["step"] in (2, 3) else "default")
+            warnings.simplefilter("always" if record["step"] in (2, 3) else "ignore")
+
+            def note(message: Any, *_: Any) -> None:
+                frames = traceback.extract_stack()[:-1]
+                own = [one for one in frames if "nbkit/" in one.filename] or frames
+                waits[f"wait at {own[-1].filename.rpartition('nbkit/')[2]}:{own[-1].lineno}"] += 1
+
+            warnings.showwarning = note
+
         more: dict[str, Any] = {} if strategy.startswith("pp") else {"microbatch_size": BATCH // 4}
         with tempfile.TemporaryDirectory() as folder:
             more |= {"model": lambda: gpt.build(torch.float64, 0.0, ranks), "data": items, "shuffle": False}
-            trainer_of(strategy, **more, log_dir=folder, clip_norm=1.0, callbacks=[look]).fit(4)
+            trainer_of(strategy, **more, log_dir=folder, clip_norm=1.0, callbacks=[watch if REAL else look]).fit(6)
             dist.barrier()  # all write to the folder of rank 0
-        found[strategy] = counted[2] - counted[1]
+        # On a real GPU torch tells of waits, and copies from pinned memory are not counted.
+        found[strategy] = Counter({"pinned copy": _COPIED}) + waits if REAL else counted[2] - counted[1]
     return found
 
 
@@ -274,7 +306,7 @@ def check_steps(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4, toget
 
 
 def check_deaths(
-    strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4, late: Sequence[float] = (0.0, 3.0)
+    strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4, late: Sequence[float] = (0.0,) if REAL else (0.0, 3.0)
 ) -> Iterator[str]:
     """A line for each strategy and number of seconds after which the others hear of it."""
     for strategy, late_s in itertools.product(strategies, late):
@@ -303,13 +335,14 @@ def _lines(what: str, steps: int, run: Callable[[], list[Any]]) -> str:
 def main(words: Sequence[str]) -> int:
     """Prints a line for each check; how many are not equal."""
     started, wrong = time.monotonic(), 0
+    words = [word for word in words if not word.startswith("--real=")]
     chosen = [cell for cell in cells() if not words or any(word in str(cell) for word in words)]
     lines: list[Iterator[str]] = [check_cells(chosen)] if chosen else []
     if not words or "switches" in words:
         lines.append(check_switches())
     if not words or "errors" in words:
         lines.append(check_errors())
-    if not words or "steps" in words:
+    if REAL != "gloo" and (not words or "steps" in words):  # gloo has the host wait for the device
         lines.append(check_steps())
     if not words or "deaths" in words:
         lines.append(check_deaths())

@@ -1,23 +1,35 @@
-"""A training on the pretended GPU: the ranks, and the job that they train."""
+"""A training on the pretended GPU, or on a real one that all ranks share: the ranks, and the job that they train."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
 from typing import Any
 
 import pretend
 import torch
 from pretend import Limits, PretendAccelerator, checked, join
+from ranks import listeners
 
 from nbkit.rank.comm import link_probe
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.trainer import Trainer
+from nbkit.rank.world.world import Place, World
 from parity.subjects import SUBJECTS, mean
 from parity.training import BATCH, LR, SEED
 
+REAL = os.environ.get("NBKIT_CHECK_REAL_GPU", "")
+"""The backend between ranks that share the GPU of this machine; "": it is pretended."""
+
 
 def begun(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
-    """(world, GPU) of a rank, on which every training is checked operation by operation."""
+    """(world, GPU) of a rank, on which every training is checked operation by operation; not so on a real GPU."""
+    if REAL:
+        warnings.simplefilter("ignore")
+        address, port = listeners[0].getsockname()
+        shared: Any = accelerator()
+        return World.join(place(rank, ranks), listen=listeners[0], address=address, port=port), shared
     made = join(rank, ranks)
     _check_trainings(made[1])
     return made
@@ -25,9 +37,18 @@ def begun(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
 
 def place(rank: int, ranks: int) -> Any:
     """Of such a rank, which has not joined the world yet."""
+    if REAL:
+        # NCCL refuses two ranks of one host on one GPU. To it these are on several hosts, and send over sockets.
+        os.environ["NCCL_HOSTID"] = f"host-of-rank-{rank}"
+        return Place(rank, ranks, rank, ranks, accelerator().kind, REAL)
     found = pretend.place(rank, ranks)
     _check_trainings(accelerator())
     return found
+
+
+def looked_at(gpu: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside, operations are checked; nothing is on a real GPU."""
+    return contextlib.nullcontext() if REAL else checked(gpu)
 
 
 def _check_trainings(gpu: Any) -> None:

@@ -48,6 +48,11 @@ class Place:
     def n(self) -> int:
         return self.cluster.entry.n
 
+    @property
+    def pipelines(self) -> bool:
+        """Whether stages can send to each other: gloo sends no messages of a GPU."""
+        return self.kind == "cpu" or self.cluster.entry.backend == "nccl"
+
     def cell(self, source: str) -> Results:
         """Run it on all ranks, and wait. Raises what it raised, TimeoutError when it does not end."""
         # A detached cell, so that Ctrl-C ends the waiting, and the whole with it.
@@ -109,6 +114,7 @@ def items(n: int) -> tuple[Item, ...]:
     }
     return (
         *(Item(name, partial(trained, strategy)) for name, strategy in strategies.items()),
+        Item("dropout", dropped),
         Item("switch", switched),
         Item("stop", stopped),
         Item("error", first_error),
@@ -123,8 +129,15 @@ def items(n: int) -> tuple[Item, ...]:
 
 def trained(strategy: str, at: Place) -> str:
     """A few steps under `strategy`, beside one process."""
-    at.cell(f"trainer = small_job.under({_allowed(strategy, at.n)!r})\ntrainer.fit({STEPS})")
+    at.cell(f"trainer = small_job.under({_allowed(strategy, at)!r})\ntrainer.fit({STEPS})")
     return at.as_one_process()
+
+
+def dropped(at: Place) -> str:
+    """Masks of dropout are the same on every device, so that a switch changes none."""
+    if wrong := sum(at.cell("small_job.masks_differ()").values.values()):
+        raise Failed(f"{wrong} elements of masks differ from those of the CPU")
+    return "masks are those of the CPU"
 
 
 def switched(at: Place) -> str:
@@ -132,7 +145,7 @@ def switched(at: Place) -> str:
     _needs(2, at)
     handle = at.training("ddp")
     pauses = []
-    for strategy in ("zero3", "tp", "zero3", "ddp", "pp", "ddp"):
+    for strategy in ("zero3", "tp", "zero3", "ddp", *(("pp", "ddp") if at.pipelines else ())):
         done = at.cluster.switch(strategy).result
         if done["identical"] is False:
             raise Failed(f"the state differs after the switch to {strategy}")
@@ -225,11 +238,14 @@ def _all_answer(at: Place, source: str = "") -> Mapping[int, Any]:
     return at.cell(source).values if source else totals
 
 
-def _allowed(strategy: str, n: int) -> str:
+def _allowed(strategy: str, at: Place) -> str:
+    n = at.n
     try:
         made = Strategy.parse(strategy, n)
     except StrategyError as error:
         raise Left(error.what) from None
+    if made.pp > 1 and not at.pipelines:
+        raise Left("gloo sends no messages of a GPU")
     if strategy != "ddp" and made == Strategy.parse("ddp", n):
         raise Left(f"too few: {n} {'ranks' if n > 1 else 'rank'}")
     return strategy

@@ -7,7 +7,10 @@ told to whoever listens. How groups come to be is in forming.py.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from nbkit.errors import ClusterError
+from nbkit.rank.background_threads import started
 from nbkit.rank.comm.background_creation import Meeting
 from nbkit.rank.comm.gloo.interruptible_wait import Interruptible, has_left
 from nbkit.rank.comm.gloo.reduce_scatter import EXCHANGED, method
@@ -34,6 +38,9 @@ _MONITORED_BARRIER_TIMEOUT = timedelta(minutes=30)
 
 listeners: list[Callable[[str, str, int], None]] = []
 """Called at issue with (operation, group, bytes this rank contributes); nothing is computed while it is empty."""
+
+_OWN_REFERENCES = 2
+"""Of a list that holds an object, and of the call that counts them."""
 
 _last: tuple[str, int | str | None, collectives.Seen, int, int] | None = None
 _born: weakref.WeakSet[DelegatingGroup] = weakref.WeakSet()
@@ -120,17 +127,33 @@ class DelegatingGroup(ProcessGroup):
         if has_left():
             self.drop(Broken(f"Process group {self.label} was destroyed."))
 
-    def drop(self, instead: Broken) -> threading.Thread:
-        """Let go of the inner group, in the thread that is returned.
+    def drop(self, instead: Broken) -> threading.Event:
+        """Let go of the inner group, in a thread. What is returned is set when it is gone, or others still hold it.
 
-        Its destructor waits for gloo's threads, and one of those may wait for the rest of a message for ever.
+        Its destructor waits for gloo's threads, and one of those may wait for the rest of a message for ever. NCCL's
+        has taken a minute after a death. So it never runs on a thread that goes on with something: the one that is made
+        here keeps the group until nobody else does, such as the frames of the error that has broken it.
         """
-        inner = [self.inner]
+        inner, over = [self.inner], threading.Event()
         self.inner, self.sockets, self.meeting = instead, frozenset(), None
         self.keep.clear()
-        thread = threading.Thread(target=inner.clear, name="nbkit-release", daemon=True)
-        thread.start()
-        return thread
+
+        def release() -> None:
+            pause = 0.01
+            while sys.getrefcount(inner[0]) > _OWN_REFERENCES:
+                over.set()
+                time.sleep(pause)
+                pause = min(2 * pause, 1.0)
+            inner.clear()
+            over.set()
+
+        if started(release, "nbkit-release") is None:
+            if has_left():
+                # It would never be done, neither here nor where the interpreter clears what it holds.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(inner[0]))
+            inner.clear()
+            over.set()
+        return over
 
     def monitored_barrier(self, timeout: timedelta = _MONITORED_BARRIER_TIMEOUT, wait_all_ranks: bool = False) -> None:
         """As torch's; without a time-out of the user it reports after torch's 30 minutes, which is its purpose."""

@@ -8,7 +8,6 @@ torch's tables keep the official names, so that `get_backend()` and torch's own 
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from nbkit.rank.background_threads import started
 from nbkit.rank.comm.background_creation import BreakableStore, Meeting, forming
 from nbkit.rank.comm.batched_p2p import install_batched
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live
@@ -79,8 +79,8 @@ def release(groups: Iterable[DelegatingGroup], instead: Callable[[DelegatingGrou
     abort(groups)
     dropping = [group.drop(instead(group)) for group in groups]
     until = time.monotonic() + _RELEASE_SECONDS
-    for thread in dropping:
-        thread.join(max(until - time.monotonic(), 0.0))
+    for over in dropping:
+        over.wait(max(until - time.monotonic(), 0.0))
 
 
 def abort(groups: Iterable[DelegatingGroup], *, seconds: float = _ABORT_SECONDS) -> None:
@@ -89,11 +89,9 @@ def abort(groups: Iterable[DelegatingGroup], *, seconds: float = _ABORT_SECONDS)
     Each abort waits for the device, which the others keep busy: one after the other they would wait for each other.
     """
     backends = [backend for group in groups if (backend := nccl_backend(group)) is not None]
-    threads = [threading.Thread(target=backend.abort, name="nbkit-abort", daemon=True) for backend in backends]
     until = time.monotonic() + seconds
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    threads = [started(backend.abort, "nbkit-abort") for backend in backends]
+    for thread in filter(None, threads):
         thread.join(max(until - time.monotonic(), 0.0))
 
 

@@ -7,7 +7,9 @@ hash prospector (https://nullprogram.com/blog/2018/07/31/); keys are mixed by sp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -96,10 +98,31 @@ def dropped(key: int, places: Sequence[Tensor], p: float) -> Tensor:
     The bits of an element depend on `key` (64 bits) and on its coordinates alone. Memory beside the mask is a few MB.
     """
     threshold = min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
+    if accelerator().runs_triton(places[0]) and (kernel := _kernel()) is not None:
+        made: Tensor | None = kernel((_signed(key), _signed(key >> 32)), places, threshold)
+        if made is not None:
+            return made
     mask, chunks = _hashed(key, places, torch.bool)
     for bits, part in chunks:
         torch.lt(_mix(bits, whole=False), threshold, out=part)
     return mask.view([place.shape[0] for place in places])
+
+
+@cache
+def _kernel() -> Callable[..., Tensor | None] | None:
+    """mask_kernel.dropped; None where there is no Triton, or nothing that compiles for it."""
+    try:
+        from nbkit.rank.rng import mask_kernel
+    except ImportError:
+        return None
+    place = torch.zeros(1, dtype=torch.int32, device=accelerator().device(accelerator().kind))
+    try:
+        mask_kernel.dropped((0, 0), [place], 0)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        warnings.warn(f"Masks of dropout take many kernels, where one of Triton would do: {said}", stacklevel=2)
+        return None
+    return mask_kernel.dropped
 
 
 @torch.no_grad()

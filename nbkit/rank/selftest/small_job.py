@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.rank.device import accelerator
 from nbkit.rank.models.gpt import GPT
+from nbkit.rank.rng.dropout_masks import dropped
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
@@ -111,6 +112,17 @@ def alone(steps: int, layers: int) -> tuple[list[float], dict[str, Tensor]]:
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy, the mean over tokens."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def masks_differ() -> int:
+    """Elements of a mask of dropout that are others on this rank's device than on the CPU."""
+    device = accelerator().device(World.join_from_env().place.device)
+    wrong = 0
+    for sizes in ((7, 33), (3, 17, 65), (2, 3, 9, 130)):
+        places = [torch.arange(size, dtype=torch.int32) + 5 for size in sizes]
+        here = dropped(SEED, [place.to(device) for place in places], 0.1).cpu()
+        wrong += int((here ^ dropped(SEED, places, 0.1)).sum())
+    return wrong
 
 
 class PlannedError(Exception):

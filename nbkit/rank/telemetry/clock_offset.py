@@ -14,6 +14,7 @@ from time import perf_counter_ns
 import torch
 import torch.distributed as dist
 
+from nbkit.rank.world import world
 from nbkit.wire.processes import boot_id
 
 _ROUNDS = 16
@@ -27,16 +28,16 @@ def kernel_of() -> str:
         return socket.gethostname()
 
 
-def clock_offset(
-    *, device: torch.device | None = None, kernel: str | None = None, now: Callable[[], int] = perf_counter_ns
-) -> int:
+def clock_offset(*, kernel: str | None = None, now: Callable[[], int] = perf_counter_ns) -> int:
     """Nanoseconds to add to this rank's perf_counter to get rank 0's. Collective over the world; waits.
 
-    device: where the world's backend wants its tensors. kernel, now: this rank's, for tests.
+    kernel, now: this rank's, for tests.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return 0
     rank, size = dist.get_rank(), dist.get_world_size()
+    here = world.current()
+    device = None if here is None else here.place.message_device
     kernels: list[str] = [""] * size
     dist.all_gather_object(kernels, kernel or kernel_of())
     offsets = torch.zeros(size, dtype=torch.int64, device=device)

@@ -201,7 +201,8 @@ def begin(
         entered = now()
     call = Call(op, group, peer, place, num_bytes)
     call.dtype, call.tag = dtype, tag
-    frame: FrameType | None = sys._getframe(2)
+    # None above the one that issues it: on a GPU autograd's threads call DDP's reducer, with no Python below it.
+    frame: FrameType | None = sys._getframe(1).f_back
     for _ in _FRAMES:
         if frame is None:
             break

@@ -1,6 +1,6 @@
 """Telemetry of a job on this rank: takes what was measured as it comes, and has it written off the step.
 
-    session = Session(run_dir, rank=..., world_size=..., device=..., offset_ns=clock_offset(device=...))
+    session = Session(run_dir, rank=..., world_size=..., device=..., offset_ns=clock_offset())
     job.ledger.listeners.append(session)        # runs, steps' numbers, events
     clock.step(number)                          # at the end of each step: see phases.py
 

@@ -180,7 +180,7 @@ def record_into(
         listeners.append(BoardWriter(run_dir))
     if mode() == "off":
         return
-    offset, here = clock_offset(device=device), world.current()
+    offset, here = clock_offset(), world.current()
     try:
         session = Session(
             run_dir,

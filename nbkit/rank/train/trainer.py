@@ -207,7 +207,7 @@ class Trainer:
         self.snapshots.clear()
         self._rebalancing.forget()
         if self.run_dir is not None and mode() != "off":
-            clock_offset(device=self.job.device)  # which ranks that join measure
+            clock_offset()  # which ranks that join measure
 
     def _begin(self, job: Job, loop: LoopSettings) -> None:
         self.job, self.loop, self._callbacks = job, loop, loop.callbacks

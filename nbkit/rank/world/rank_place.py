@@ -85,6 +85,11 @@ class Place:
             )
 
     @property
+    def message_device(self) -> torch.device:
+        """Where tensors lie that one rank sends to another: gloo would read the memory of a GPU as the host's."""
+        return accelerator().device("cpu" if self.backend == "gloo" else self.device)
+
+    @property
     def torch_backend(self) -> str:
         """What torch is asked for: with nccl, CPU tensors go over gloo."""
         return self.backend if self.backend == "gloo" else f"cpu:gloo,{self.device}:{self.backend}"

@@ -203,6 +203,8 @@ class World:
             # A failing collective must not end a process whose state the user wants to keep.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+            # Else torch writes down, for a minute, what led to it, and what ends the broken groups waits for that.
+            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
             # Each communicator has a stream, and a pipeline four of them beside those of computing and copying: on
             # CUDA's 8 hardware queues one that waits would hold up others. Read when CUDA is first used.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -287,7 +289,7 @@ class World:
         return self._store
 
     def _check(self) -> None:
-        device = accelerator().device("cpu" if self.place.backend == "gloo" else self.place.device)
+        device = self.place.message_device
         one = torch.ones(1, dtype=torch.float32, device=device)  # a cell may have set another default on some ranks
         work = dist.all_reduce(one, async_op=True)
         # Polled, because a wait in C++ could be neither interrupted nor limited without limiting the group for life.

@@ -173,6 +173,15 @@ def test_an_error_that_ends_in_a_full_stop_is_named_with_its_line(two: Cluster) 
         two.run("raise ValueError('No such thing.')")
 
 
+def test_a_device_that_computes_nothing_any_more_is_named_with_what_to_type(four: Cluster) -> None:
+    with pytest.raises(CellError, match=r"%cluster restart   \(the CUDA context of ranks 0-3 is gone") as caught:
+        four.run("raise RuntimeError('CUDA error: device-side assert triggered')")
+    assert caught.value.hint.startswith("%cluster restart")
+    with pytest.raises(CellError) as other:
+        four.run("raise RuntimeError('CUDA error: out of memory')")
+    assert not other.value.hint
+
+
 def test_the_rank_that_failed_first_is_the_cause_and_the_others_are_released(
     four: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import os
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -373,3 +376,57 @@ def test_a_broken_group_says_why_and_what_to_type() -> None:
 
     with pytest.raises(ClusterError, match=r"Group dp is broken\.\nmembers \[0, 1\]\n→ new_group"):
         broken.allreduce([torch.ones(1)])
+
+
+class Inner:
+    """Says on which thread it ends."""
+
+    def __init__(self, ended: list[str]) -> None:
+        self.ended = ended
+
+    def __del__(self) -> None:
+        self.ended.append(threading.current_thread().name)
+
+
+def dropped(world: World) -> Any:
+    """Whether the caller had to wait, and where a group ended that the frames of an error hold; then one at the end."""
+    ended: list[str] = []
+    group: Any = dist.new_group([0])
+    real, group.inner = group.inner, Inner(ended)
+    held = group.inner
+    over = group.drop(delegating_group.Broken("dropped"))
+    waited = not over.wait(5.0)
+    before = list(ended)
+    del held
+    deadline = time.monotonic() + 20.0
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    group.inner = Inner(ended)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        group.drop(delegating_group.Broken("dropped"))
+    group.inner = real
+    return waited, before, ended
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+def test_a_group_ends_on_a_thread_of_its_own_when_nobody_holds_it_any_more() -> None:
+    # Its destructor has taken a minute with NCCL; where the interpreter ends there is no thread.
+    assert run_ranks(dropped, 1) == [(False, [], ["nbkit-release", "MainThread"])]
+
+
+def issued_below_nothing(world: World) -> float:
+    """An operation on a thread that has no frame of Python below it: autograd's, where DDP reduces on a GPU."""
+    total = torch.ones(1)
+    _thread.start_new_thread(dist.group.WORLD.allreduce, ([total],))
+    deadline = time.monotonic() + 20.0
+    while total.item() != world.place.world_size and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return total.item()
+
+
+def test_a_thread_without_frames_issues_operations() -> None:
+    assert run_ranks(issued_below_nothing, 2) == [2.0, 2.0]

@@ -12,11 +12,13 @@ from pretend import PretendAccelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import TrainingError
 from nbkit.rank import device
 from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.rng.dropout_masks import dropped
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.rng.shard_offsets import extent, extent_of, gathered, place_of
 from nbkit.rank.train.config import TrainConfig
@@ -377,3 +379,41 @@ def test_attention_drops_in_its_kernel_where_that_is_asked_for_and_by_default_on
         assert (fuses(None), fuses("keyed"), fuses("fused")) == (True, False, True)
     with pytest.raises(TrainingError, match="no dropout 'fast'"):
         fuses("fast")
+
+
+class SoftmaxDtypes(TorchDispatchMode):
+    """Notes the dtype of what goes into a softmax beside that of the gradient that comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._softmax_backward_data.default:
+            self.seen.append((args[0].dtype, args[3]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_softmax_of_attention_that_drops_under_autocast_has_one_dtype_in_both_directions() -> None:
+    # CUDA has no kernel for two.
+    q = torch.randn(ROWS, HEADS, LENGTH, 4, requires_grad=True)
+    with SoftmaxDtypes() as dtypes, KeyedDropout(nn.Module(), 0).step(0, range(ROWS)):
+        with torch.autocast("cpu", torch.bfloat16):
+            heads = q @ torch.eye(4)
+            attended = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+        attended.sum().backward()
+
+    assert dtypes.seen == [(torch.float32, torch.float32)]
+
+
+def test_the_kernel_of_triton_makes_the_masks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As Triton's interpreter runs it; `nbkit selftest` has a GPU run it.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton", reason="there is no Triton beside a torch that is built for the CPU")
+    from nbkit.rank.rng import mask_kernel
+
+    for shape in ((5,), (7, 33), (3, 17, 65), (2, 3, 9, 130)):
+        places = [torch.randperm(3 * n)[:n].to(torch.int32) for n in shape]
+        made = mask_kernel.dropped((-5, 1 << 30), places, -(1 << 30))
+        key = (1 << 62) | (-5 & 0xFFFFFFFF)
+        assert made is not None and torch.equal(made, dropped(key, places, 0.25))

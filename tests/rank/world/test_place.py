@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from nbkit.rank.world import rank_place
 from nbkit.rank.world.rank_place import Place
 
 
@@ -28,3 +30,12 @@ def test_gloo_on_gpus_is_said_once_per_host() -> None:
         Place(5, 8, 1, 4, "cuda", "gloo").warn_of_gloo(num_gpus=1)
         Place(4, 8, 0, 4, "cuda", "nccl").warn_of_gloo(num_gpus=4)
         Place(4, 8, 0, 4, "cpu", "gloo").warn_of_gloo(num_gpus=0)
+
+
+def test_messages_between_ranks_lie_on_the_host_where_gloo_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A process that took the place of a dead one ended when it was handed the training over gloo from a GPU.
+    monkeypatch.setattr(rank_place, "accelerator", lambda: SimpleNamespace(device=lambda kind: kind))
+
+    found = [Place(0, 2, 0, 2, *how).message_device for how in (("cuda", "nccl"), ("cuda", "gloo"), ("cpu", "gloo"))]
+
+    assert found == ["cuda", "cpu", "cpu"]

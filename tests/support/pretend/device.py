@@ -199,6 +199,9 @@ class PretendAccelerator(Accelerator):
     def uuid(self, device: torch.device) -> str:
         return f"GPU-{self.rank:08d}" if device == _CPU else ""
 
+    def runs_triton(self, tensor: Tensor) -> bool:
+        return False
+
     def emulates_bf16(self, device: torch.device) -> bool:
         return False
 

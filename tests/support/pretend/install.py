@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from ranks import listeners
 from torch._C._distributed_c10d import PrefixStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from nbkit.rank import device as seam
 from nbkit.rank.comm import group_creation
@@ -56,6 +57,7 @@ def pretend_gpu(rank: int = 0) -> PretendAccelerator:
     group_creation.reform_group = worlds.reform_group = reformed
     torch.cuda.nccl.version = lambda: (2, 27, 3)  # torch's error messages name it
     _fill_what_is_freed(gpu)
+    _count_assigned_numbers(gpu)
     sync_batch_norm.install()
     return gpu
 
@@ -86,3 +88,19 @@ def _fill_what_is_freed(gpu: PretendAccelerator) -> None:
         return resize(storage, size)
 
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+
+
+def _count_assigned_numbers(gpu: PretendAccelerator) -> None:
+    """To a slice a number goes as a kernel's argument; to one element torch copies it, from memory that is not pinned.
+
+    Not by a mode: there is none in what autograd calls.
+    """
+    assign = torch.Tensor.__setitem__
+
+    def assigned(tensor: torch.Tensor, index: Any, value: Any) -> None:
+        if isinstance(value, int | float) and gpu.holds(tensor):
+            with _disable_current_modes():
+                gpu.counts["unpinned copy"] += tensor.detach()[index].ndim == 0
+        assign(tensor, index, value)
+
+    torch.Tensor.__setitem__ = assigned  # type: ignore[assignment,method-assign]

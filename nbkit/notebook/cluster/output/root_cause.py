@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import CellError, RankDied
-from nbkit.wire.cells import CellRecord, ranks_named
+from nbkit.wire.cells import CellRecord, ranks_named, ranks_text
 from nbkit.wire.cluster_end import HINT, SAVED
 
 
@@ -111,7 +111,7 @@ def cell_error(
         ranks=ranks,
         traceback="\n".join(cause.traceback),
         numbers=lines,
-        hint=_hint(cause.ename, cause.evalue, hint_names),
+        hint=_hint_of_lost(same) if cause.device_lost else _hint(cause.ename, cause.evalue, hint_names),
     )
 
 
@@ -122,6 +122,11 @@ def _hint_of_death(records: Mapping[int, CellRecord]) -> str:
         return "%cluster restart   (a whole world again; variables of all ranks are lost)"
     saved = f"trainer.load({newest.saved!r})   of step {newest.saved_step}"
     return f"%cluster restart   then build the Trainer again, and {saved}"
+
+
+def _hint_of_lost(ranks: tuple[int, ...]) -> str:
+    whose = f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
+    return f"%cluster restart   (the CUDA context of {whose} is gone, and with it what is on the GPU)"
 
 
 def _hint(ename: str, evalue: str, names: frozenset[str]) -> str:

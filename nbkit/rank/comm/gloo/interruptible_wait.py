@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from nbkit.rank.background_threads import started
 from nbkit.rank.comm.gloo import message_abort
 
 _SLICE = timedelta(seconds=0.5)
@@ -158,9 +159,8 @@ def _end_what_is_left() -> None:
 
 
 def _after_patience(act: Callable[[], None]) -> None:
-    timer = threading.Timer(_PATIENCE_SECONDS, act)
-    timer.daemon = True
-    timer.start()
+    # Where the interpreter ends nobody waits.
+    started(act, "nbkit-interrupt", after_s=_PATIENCE_SECONDS)
 
 
 def _aborted() -> NoReturn:

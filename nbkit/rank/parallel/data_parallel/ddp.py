@@ -54,10 +54,10 @@ class GradientBucket(Bucket):
         self.adopt()
         self.used.fill_(1)
         if (dist.get_rank() if self.group is None else self.group.rank()) > 1:
-            self.used[-1] = 0
+            self.used[-1].fill_(0)  # a number that is assigned to an element is a copy from the host, which waits
         self.unused = [i for i, p in enumerate(self.params) if p.grad is None]
         for i in self.unused:
-            self.used[i] = 0
+            self.used[i].fill_(0)
             self.params[i].grad = self.views[i].zero_()
         self.launch()
 

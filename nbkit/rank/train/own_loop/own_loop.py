@@ -78,7 +78,7 @@ class OwnLoop:
         self.saves.collect(wait=True)
         self.job.checkpoint_writer.form_again()
         if self.run_dir is not None and mode() != "off":
-            clock_offset(device=self.job.device)  # which ranks that join measure
+            clock_offset()  # which ranks that join measure
 
     def load(self, path: str | Path) -> None:
         """The job is that of a checkpoint. Where that is in the loop, nobody knows. Collective."""

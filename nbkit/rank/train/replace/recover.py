@@ -70,7 +70,7 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
     saved = max((each.saved for each in everyone if each.saved is not None), key=lambda one: one.step)
     if trainer is not None:
         trainer.job.builder.follow([each.changes for each in everyone if each.changes is not None])
-    handed = hand_over(trainer, source, newcomers, rank=rank, device=device)
+    handed = hand_over(trainer, source, newcomers, rank=rank, device=place.message_device)
     if handed is not None:
         job, like = handed.job(), None
     else:
@@ -93,7 +93,7 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
     stages.mark("built")
     told: list[Any] = [None]
     if restoration is not None:
-        held.take_back(restoration, newcomers, rank=rank, device=device)
+        held.take_back(restoration, newcomers, rank=rank, device=place.message_device)
         plan, own = restoration.plan, held.states.get(restoration.step, {})
         Exchange(plan, rank).run({key: own[key] for key in plan.old[rank]}, built.target, device=device)
         sharded_model.data.refresh()

@@ -105,7 +105,7 @@ def rebuilt(
     place = World.join_from_env().place
     rank, device = place.rank, accelerator().device(place.device)
     left = None if trainer is None else trainer.job
-    handed = hand_over(trainer, 0, newcomers, rank=rank, device=device, strategy=strategy)
+    handed = hand_over(trainer, 0, newcomers, rank=rank, device=place.message_device, strategy=strategy)
     if handed is None:
         assert trainer is not None and strategy is not None
         handed = handed_by(trainer, strategy)

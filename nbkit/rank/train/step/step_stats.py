@@ -101,9 +101,12 @@ class StepReduction:
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
         at = _SHARED + 4 * self.rank
         slots[at], slots[at + 2], slots[at + 3] = seconds, fingerprint, backup
+        if not isinstance(weight, Tensor):
+            slots[_WEIGHT] = weight
         vector = accelerator().send(torch.tensor(slots, dtype=torch.float64), self.device)
         vector[_LOSS] = loss_sum
-        vector[_WEIGHT] = weight
+        if isinstance(weight, Tensor):
+            vector[_WEIGHT] = weight
         told = _ENDS * ends + _DATA_ENDS * data_ends
         vector[at + 1] = _NOT_FINITE * ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT]) + told
         if accelerator().holds(self.device):
@@ -120,7 +123,11 @@ class StepReduction:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        self._vector[_CANARY] = ALIVE if canary is None else canary
+        if canary is None:
+            # A number that is assigned to an element travels from the host, which waits for it.
+            self._vector[_CANARY].fill_(ALIVE)
+        else:
+            self._vector[_CANARY] = canary
         self._underway = Underway(self._vector)
 
     def break_off(self) -> None:
