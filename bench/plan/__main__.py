@@ -45,6 +45,9 @@ def main(words: list[str]) -> int:
             "nodes": lambda: seconds.bars(seconds.run(Path(folder), seconds.NODES)),
             "peak": lambda: peak.bars(peak.run(Path(folder), names=names)),
         }
+        if unknown := [word for word in words if word not in (*parts, *NAMES)]:
+            print(f"There is no part {unknown[0]!r}: {', '.join(parts)}; of peak also {', '.join(NAMES)}")
+            return 2
         asked = [word for word in words if word in parts] or [part for part in parts if part != "nodes"]
         good = True
         for part in asked:

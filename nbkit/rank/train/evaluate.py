@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,9 @@ import torch.distributed as dist
 from nbkit.errors import TrainingError
 from nbkit.rank.data.data_rng import alike
 from nbkit.rank.data.open_stream import shards
-from nbkit.rank.train.job import Job
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.job import Job
 
 
 def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any]) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from nbkit.errors import NotFinite, Stopped, StrategyError, SwitchError, TrainingError
 from nbkit.rank.data import data_rng
@@ -35,6 +36,7 @@ from nbkit.rank.train.config import OWN_LOOP, TrainConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.switch_plan import Given, SwitchPlan
+from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.own_loop import torch_clip
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.run_recorder import record_into, record_run
@@ -285,6 +287,16 @@ class Job(Switchable):
         """The 2-norm of all gradients, on the device; recorded in this step's history."""
         with self._in_order():
             return self.training_step.grad_norm()
+
+    def evaluate(self, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any] = default_collate) -> float:
+        """Mean loss over one pass of `data`, samples as a DataLoader takes them, each counted once. Collective.
+
+        batch_size: rows of a global batch. Under every strategy, between two steps; the model is in eval mode then.
+        Raises TrainingError when there is nothing to weigh.
+        """
+        with self.ledger.clock.stopped():
+            self.level()
+            return evaluate(self, data, batch_size=batch_size, collate=collate)
 
     def log(self, **numbers: float | Tensor) -> None:
         """Add numbers (0-dimensional tensors are not waited for) to the record of the step just made.

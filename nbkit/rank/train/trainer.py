@@ -34,7 +34,6 @@ from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.make_steps import make_steps
 from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.control.switch_plan import Given
-from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.out_of_memory.rescue import check_on_oom
 from nbkit.rank.train.progress import ProgressLine
@@ -323,9 +322,7 @@ class Trainer:
         data = self.loop.eval_data if data is None else data
         if data is None:
             raise TrainingError("There is no data to evaluate on.", hint="trainer.evaluate(dataset)")
-        with self.job.ledger.clock.stopped():
-            self.job.level()
-            return evaluate(self.job, data, batch_size=batch_size or self.arithmetic.total, collate=self.loop.collate)
+        return self.job.evaluate(data, batch_size=batch_size or self.arithmetic.total, collate=self.loop.collate)
 
     def generate(
         self,

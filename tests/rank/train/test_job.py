@@ -9,7 +9,7 @@ import pytest
 import torch
 from jobs import SEED, Recording, assert_same_gradients, dict_loss, mean_loss, net, one_process, points
 from ranks import run_ranks
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.train.control import step_boundary
@@ -293,3 +293,29 @@ def with_a_group_of_ones_own(world: Any) -> tuple[str, str, str]:
 def test_a_group_that_is_added_to_the_optimizer_given_does_not_break_a_switch_in_two() -> None:
     for there, back, told in run_ranks(with_a_group_of_ones_own, 2):
         assert (there, back, told) == ("dp=2 zero=1", "dp=2", "dp=2")
+
+
+def evaluated(world: Any, strategy: str) -> tuple[float, float, list[float]]:
+    """The loss on other samples between two steps, and at the end; then the losses of the steps."""
+    job = prepare(net, sgd, loss=mean_loss, strategy=strategy, seed=SEED, example=default_collate(points(8)))
+    found = []
+    for batch in job.batches(DataLoader(points(), batch_size=8)):
+        job.backward(batch)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        found.append(job.evaluate(points(21), batch_size=8))
+    return found[0], found[-1], [record["loss"] for record in job.history]
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["pp", "zero3"])
+def test_a_loop_evaluates_between_its_steps_under_any_strategy(strategy: str) -> None:
+    (expected,) = run_ranks(evaluated, 1, "ddp")
+
+    for found in run_ranks(evaluated, 2, strategy):
+        assert found[:2] == pytest.approx(expected[:2], rel=1e-5)
+        assert found[2] == pytest.approx(expected[2], rel=1e-5)
+    assert expected[1] < expected[0]
