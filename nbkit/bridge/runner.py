@@ -49,8 +49,9 @@ RECORDS_KEPT = 50
 
 @dataclass
 class Running:
-    """A cell that runs now. asked: the user wants it to stop. stopped: it was interrupted for that. saved, saved_step:
-    the newest checkpoint of a training that an error has ended in it."""
+    """A cell that runs now. released: why this rank is to end it, such as "rank 1 failed". asked: the user wants it to
+    stop. stopped: it was interrupted for that. saved, saved_step: the newest checkpoint of a training that an error has
+    ended in it."""
 
     request: CellRequest
     started: float
@@ -245,10 +246,14 @@ class Runner:
         return time.monotonic() < self._held[1] + LONGEST_S
 
     def _showing_traceback(self, *args: Any, **kwargs: Any) -> None:
-        """A late interrupt must not break into the report of what ended the user's code, if that has ended."""
+        """A late interrupt must not break into the report of what ended the user's code, if that has ended.
+
+        Of a rank that ends because of another one nobody sees more than a line: IPython's text takes a core a second.
+        """
         was, self.in_user_code = self.in_user_code, False
         try:
-            self._show_traceback(*args, **kwargs)
+            if not (self.running and self.running[-1].released.startswith("rank ") and self.own.shown_by() == "cell"):
+                self._show_traceback(*args, **kwargs)
         finally:
             self.in_user_code = was and self._within_cell()
 

@@ -163,7 +163,7 @@ class Shell:
 
     def publish(self, etype: type[BaseException], evalue: BaseException, lines: list[str]) -> None:
         """Of a traceback: the cell's own is its failure, that of a magic is raised in a moment, others are output."""
-        shown_by = self._shown_by()
+        shown_by = self.shown_by()
         if shown_by == "cell":
             self._publish(etype, evalue, lines)
         elif shown_by == "code":
@@ -171,8 +171,8 @@ class Shell:
                 stream.flush()
             print("\n".join(lines), file=sys.stderr, flush=True)
 
-    def _shown_by(self) -> str:
-        """What shows a traceback now: "cell", "magic", or "code" of the user's that goes on."""
+    def shown_by(self) -> str:
+        """What has called the caller, to show a traceback: "cell", "magic", or "code" of the user's that goes on."""
         for frame, _ in walk_stack(sys._getframe(2)):
             if frame.f_code is Shell.run_cell.__code__:
                 return "magic" if frame.f_locals["direct"] else "code"

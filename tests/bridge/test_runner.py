@@ -15,6 +15,18 @@ def test_a_traceback_shown_within_a_cell_leaves_the_rest_of_it_open_to_stop(two:
     assert two.run("went, open_to_stop").values == dict.fromkeys((0, 1), (False, True))
 
 
+def test_a_rank_that_is_released_formats_no_traceback(two: Cluster) -> None:
+    """The notebook shows that of the rank that failed first; to format one takes a core a second behind a training."""
+    two.run(
+        "formatted, ip = [], get_ipython()\ndef told(kind, *_, **__): formatted.append(kind.__name__); return ['']\n"
+        "ip.InteractiveTB.structured_traceback = told"
+    )
+    with pytest.raises(CellError, match="Rank 1 failed: ValueError: mine"):
+        two.run("if rank == 1: raise ValueError('mine')\ndist.barrier()")
+    two.run("del ip.InteractiveTB.structured_traceback")
+    assert two.run("formatted").values == {0: [], 1: ["ValueError"]}
+
+
 def test_an_interrupt_that_comes_after_its_cell_hits_nobody(two: Cluster) -> None:
     two.run(
         INSIDE + "from nbkit.bridge.runner import Running\nimport time\n"
