@@ -6,6 +6,7 @@ tensor in the place of a parameter has to put it there too, or the model goes on
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, MutableMapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,6 +17,8 @@ _NOTE = "_nbkit_aliases"
 _OWN = {"_parameters", "_buffers", "_modules", _NOTE}
 _LEAVES = (str, bytes, int, float, complex, bool, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _DEPTH, _MOST = 4, 4096
+# What nearly all attributes of nn.Module are: a number or nothing, and dicts without a hook in them.
+_NUMBERS, _HOLDERS = {bool, int, float, str, type(None)}, {OrderedDict, dict, list, tuple}
 
 Where = tuple[Any, Any, tuple[int, ...]]
 """(a dict or list, the key in it, the way on from there through tuples)"""
@@ -28,7 +31,8 @@ def tensors_beside(module: nn.Module) -> Iterator[tuple[Where, Tensor]]:
         if isinstance(part, nn.RNNBase):
             continue  # looks after its own list
         for key, value in list(vars(part).items()):
-            if key not in _OWN:
+            kind = type(value)
+            if key not in _OWN and kind not in _NUMBERS and not (kind in _HOLDERS and not value):
                 yield from _below((vars(part), key, ()), value, _DEPTH, seen)
 
 
