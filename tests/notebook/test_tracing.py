@@ -21,13 +21,14 @@ from nbkit.records.records import Detail, StepRecord
 
 RANKS, MICROS = 4, 4
 TRAINER = """
+import time
 torch.set_num_threads(1)
 trainer = nbkit.Trainer(
     model=lambda: nbkit.GPT(nbkit.GPTConfig(block=16, layers=2, heads=2, width=16)),
     loss=lambda logits, target: torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()),
     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
     data=nbkit.TextDataset(block=16, limit=20_000), batch_size=16, progress=False,
-    strategy="dp=2 pp=2 schedule=1f1b microbatches=4",
+    strategy="dp=2 pp=2 schedule=1f1b microbatches=4", callbacks=[lambda *_: time.sleep(0.03)],
     backup_every=0)  # a backup within the traced steps is sent too, and would be counted
 """
 

@@ -103,6 +103,7 @@ def test_a_cell_that_is_refused_or_breaks_takes_no_other_with_it() -> None:
     assert isinstance(found, list) and len(found[0].losses) == 1
 
 
+@pytest.mark.long
 def test_a_cell_that_does_not_end_is_ended() -> None:
     ((_, ended),) = results([Cell("gpt", "ddp", steps=500)], patience=1)
 

@@ -20,7 +20,7 @@ from nbkit.rank.train.trainer import Trainer
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 
 PROMPTS = [torch.arange(3) + 1, torch.arange(5) + 2, torch.arange(3) + 4, torch.tensor([7])]
-TOKENS = 6
+TOKENS = 4
 # By the number of ranks.
 STRATEGIES = {
     2: {hf_gpt2: ("tp",), hf_llama: ("zero3", "cp=2", "pp=2 schedule=interleaved microbatches=4")},

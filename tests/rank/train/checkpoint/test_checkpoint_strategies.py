@@ -23,8 +23,8 @@ from nbkit.tensor_layout import Layout
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 
-# What a rank holds: parts of tensors that another holds too; parts of what is flat; layers.
-THROUGH = ("dp=2 tp=2", "hsdp", "dp=2 pp=2 schedule=zbv")
+# What a rank holds: parts of what is flat, which another holds too; parts of tensors, and layers.
+THROUGH = ("hsdp", "tp=2 pp=2 schedule=zbv")
 ELSEWHERE = {2: "zero3", 1: "ddp"}
 STEPS = len(THROUGH)
 

@@ -67,10 +67,11 @@ def test_a_model_is_measured_once_for_each_way_to_cut_it_and_recomputed_only_whe
         return trace(skeleton, options, *args, tp=tp, **kwargs)
 
     monkeypatch.setattr("nbkit.rank.train.estimate.peak_bytes.trace", counted)
-    explain(GPT(CONFIG), "dp=2", "tp=2", example=BATCH, loss=loss, batch=8, on="2 A100")
+    config = replace(CONFIG, layers=2, width=64)
+    explain(GPT(config), "dp=2", "tp=2", example=BATCH, loss=loss, batch=8, on="2 A100")
     assert measured == [(1, False), (2, False)]
     measured.clear()
-    look = model_pieces.describe(GPT(CONFIG), BATCH, loss=loss, degrees=[2])
+    look = model_pieces.describe(GPT(config), BATCH, loss=loss, degrees=[2])
     room = search(look, 512, Hardware.parse("2 A100"))
     least = min(row.peak.total for row in room.rows)
     tight = search(look, 512, Hardware.parse("2 A100"), memory=0.6 * least)

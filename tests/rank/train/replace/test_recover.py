@@ -31,7 +31,7 @@ from nbkit.rank.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 
-STEPS, KILLED_IN = 6, 3
+STEPS, KILLED_IN = 5, 3
 
 
 class Case(NamedTuple):

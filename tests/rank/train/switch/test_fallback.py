@@ -182,7 +182,7 @@ def while_it_trains(world: Any, room: str) -> dict[str, Any]:
     return {"never": losses_of(never), "found": found}
 
 
-@pytest.mark.parametrize("room", ["both", pytest.param("sides", marks=pytest.mark.long), "one"])
+@pytest.mark.parametrize("room", [*(pytest.param(room, marks=pytest.mark.long) for room in ("both", "sides")), "one"])
 def test_a_first_step_that_fails_on_any_rank_leads_all_back_and_the_losses_are_those_of_a_run_never_switched(
     room: str,
 ) -> None:

@@ -21,7 +21,7 @@ from nbkit.rank.train.estimate import strategy_table
 from tests.rank.train.switch.test_switch import losses, trainer
 
 PIPED = "pp=2 microbatches=2"
-THROUGH = (PIPED, f"{PIPED} order=dp", "ddp", "hsdp", "dp=2 tp=2", f"{PIPED} order=pp")
+THROUGH = (PIPED, f"{PIPED} order=dp", "ddp", "hsdp", f"{PIPED} order=pp")
 EACH = 2
 RUNS = "runs"
 pytestmark = pytest.mark.usefixtures("rows_are_known")
@@ -59,7 +59,7 @@ def test_a_training_whose_axes_cross_nodes_in_turn(tmp_path: Path, monkeypatch: 
     found = run_ranks(over_nodes, 4, timeout=240)
     for rank in found:
         assert rank["losses"] == pytest.approx(expected, abs=1e-10) and rank["said"] == found[0]["said"]
-    ordered, ddp, hsdp, _, back = found[0]["said"]
+    ordered, ddp, hsdp, back = found[0]["said"]
     assert ordered[:3] == ("dp=2 pp=2 schedule=1f1b microbatches=2 order=dp", [(0, 2), (1, 3)], True)
     assert back[1] == [(0, 1), (2, 3)] and back[0].endswith("order=pp")
     # Each node holds both stages: what its ranks lack of the whole model they have of each other.
@@ -73,7 +73,7 @@ def test_a_training_whose_axes_cross_nodes_in_turn(tmp_path: Path, monkeypatch: 
         assert nodes["formula"] is not None and nodes["within"] > 0
         # Formulas leave out the sums of loss and norm over the world, counts, and padding.
         assert nodes["formula"] <= nodes["between"] < 1.1 * nodes["formula"] + 3000
-    assert len({round(one.between or 0) for one in predicted}) > 3
+    assert len({round(one.between or 0) for one in predicted}) == 3
     drawn = [step_timeline.of_step(run, 2, predicted[1].strategy, replica=replica) for replica in (0, 1)]
     assert [each and each["ranks"] for each in drawn] == [[0, 1], [2, 3]]
     assert found[0]["table"]["dp=4"] == pytest.approx(predicted[2].between)
