@@ -45,7 +45,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         assert psutil.wait_procs(family, timeout=5)[1] == []
 
 
-@pytest.mark.parametrize("kill", [False, True], ids=["restarted", "killed"])
+@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.long)], ids=["restarted", "killed"])
 def test_a_running_cell_survives_its_kernel_and_its_output_is_taken_up(kernel: Kernel, kill: bool) -> None:
     kernel.run(TRAINING)
     time.sleep(1)

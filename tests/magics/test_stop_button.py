@@ -9,7 +9,7 @@ from kernel_client import Kernel
 
 REGEX = "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')"
 # A lock that is taken twice: no signal ends the call, the interpreter is held in it, and no core is busy meanwhile.
-C_CALL = "import ctypes; c, lock = ctypes.PyDLL(None), bytes(64); c.pthread_mutex_lock(lock); c.pthread_mutex_lock(lock)"
+C_CALL = "import ctypes; lock, take = bytes(64), ctypes.PyDLL(None).pthread_mutex_lock; take(lock); take(lock)"
 SURVIVED = "%%distributed\nx = torch.ones(1); dist.all_reduce(x); (kept, x.item())"
 
 
