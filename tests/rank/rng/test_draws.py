@@ -255,7 +255,7 @@ def trained(world: Any, cells: dict[tuple[str, str], dict[str, Any]]) -> dict[tu
     found: dict[tuple[str, str], list[float]] = {}
     for (model, strategy), changed in cells.items():
         trainer = quiet(strategy=strategy, batch_size=ROWS, **MODELS[model], **changed)
-        records = trainer.fit(3)
+        records = trainer.fit(2)
         weights = trainer.full_state_dict().values()
         found[model, strategy] = [*(record["loss"] for record in records), *(float(w.sum()) for w in weights)]
     return found

@@ -47,7 +47,7 @@ def holdings(rank_layouts: RankLayouts) -> list[dict[str, Layout]]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [4, 6])
+@pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
 def test_every_pair_of_strategies_moves_what_its_plan_moves(shard_layouts: ShardLayouts, ranks: int) -> None:
     names = [name for name, _ in shard_layouts.skeleton.named_parameters()]
     census = Census(shard_layouts, dict.fromkeys(names, KINDS), set(names))

@@ -19,8 +19,8 @@ from nbkit.strategy import Strategy
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 
-# Each family, but hsdp, which test_switch_nodes.py has; from and to every pair of them: tests/rank/parallel/reshard, and
-# in long chains make parity and make zoo.
+# Each family, but hsdp, which test_switch_nodes.py has; from and to every pair of them: tests/rank/parallel/reshard,
+# and in long chains make parity and make zoo.
 THROUGH = ("zero3", "tp", "dp=2 pp=2 schedule=zbv", "cp=2 tp=2", "ddp")
 STEPS = len(THROUGH) + 2  # one before, and one under each, but two under tp: the first is not among those timed
 
