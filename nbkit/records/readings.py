@@ -94,31 +94,31 @@ def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
     Each is as long as the step by the clock, by which tokens per second are counted too: what a rank does between two
     steps is in "other". Medians of parts do not add up to that of the step: they are stretched alike until they do.
     """
-    clock = median(_clock(one) for one in steps) if steps and all(map(_clock, steps)) else None
+    usual = median(clock(one) for one in steps) if steps and all(map(clock, steps)) else None
     every: dict[int, list[Bar]] = {}
     for one in steps:
         for bar in bars(one, members):
             every.setdefault(bar.rank, []).append(bar)
     names = [name for name in Bar.__dataclass_fields__ if name not in ("rank", "peers")]
     return [
-        _adding_up(
+        adding_up(
             Bar(rank, peers=those[-1].peers, **{name: median(getattr(bar, name) for bar in those) for name in names}),
-            clock,
+            usual,
         )
         for rank, those in sorted(every.items())
     ]
 
 
-def _clock(of: Steps) -> float:
+def clock(of: Steps) -> float:
     """Seconds from the step before to this one; 0 where they were not recorded."""
     seconds = of[min(of)].numbers.get("seconds")
     return float(seconds) if isinstance(seconds, (int, float)) else 0.0
 
 
-def _adding_up(bar: Bar, clock: float | None) -> Bar:
-    """With parts that add up to its seconds, and these to `clock`."""
+def adding_up(bar: Bar, by_clock: float | None) -> Bar:
+    """With parts that add up to its seconds, and these to what the clock says, where that is known."""
     parts = {name: getattr(bar, name) for name in Bar.__dataclass_fields__ if name not in ("rank", "seconds", "peers")}
-    whole, seconds = sum(parts.values()), bar.seconds if clock is None else clock
+    whole, seconds = sum(parts.values()), bar.seconds if by_clock is None else by_clock
     if whole <= 0:
         return bar
     measured = min(bar.seconds, seconds)

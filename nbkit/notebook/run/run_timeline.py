@@ -7,6 +7,7 @@ from typing import Any
 
 from nbkit.notebook.run.curve import folded
 from nbkit.records.late_ranks import Bar
+from nbkit.records.readings import adding_up, clock
 from nbkit.records.records import StepRecord
 
 PARTS = ("compute", "exposed", "waiting", "bubble", "data", "optimizer", "other")
@@ -18,9 +19,13 @@ _MEANS = range(2, 5 + len(PARTS))
 
 
 def point_of(steps: Mapping[int, StepRecord], bars: Sequence[Bar]) -> Point:
-    """The mean over ranks of one step: its number, how many steps it stands for, seconds, parts, numbers, strategy."""
-    first = steps[min(steps)]
-    seconds = sum(one.seconds for one in steps.values()) / len(steps)
+    """The mean over ranks of one step: its number, how many steps it stands for, seconds, parts, numbers, strategy.
+
+    Seconds are those of the clock, as in `usual_bars`: what ranks do between two steps is in "other".
+    """
+    first, by_clock = steps[min(steps)], clock(steps) or None
+    seconds = by_clock or sum(one.seconds for one in steps.values()) / len(steps)
+    bars = [adding_up(bar, by_clock) for bar in bars]
     parts = [short(sum(getattr(bar, part) for bar in bars) / len(bars)) if bars else 0.0 for part in PARTS]
     numbers, rate = first.numbers, rate_of(first)
     loss = numbers.get("loss")

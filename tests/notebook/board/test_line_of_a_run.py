@@ -10,8 +10,9 @@ from fake_run import FakeRun
 import nbkit
 from nbkit.figures import unit_of
 from nbkit.notebook.board.plugin.runs import Runs
-from nbkit.notebook.run.run_timeline import PARTS
+from nbkit.notebook.run.run_timeline import PARTS, point_of
 from nbkit.rank.telemetry.record_writer import mean_of
+from nbkit.records.readings import bars
 from nbkit.records.records import StepRecord
 
 
@@ -50,3 +51,13 @@ def test_its_rate_is_of_rows_where_each_counts_as_one_token(tmp_path: Path) -> N
     # The overview of a long run has means of steps, of which the last of an epoch may be smaller.
     steps = [StepRecord(n, numbers={"samples": rows, "tokens": float(rows)}) for n, rows in enumerate((48, 48, 7))]
     assert unit_of(mean_of([mean_of(steps[:2]), steps[2]]).numbers) == "rows"
+
+
+def test_a_step_in_the_picture_of_the_run_is_as_long_as_by_the_clock() -> None:
+    parts = {**dict.fromkeys(("exposed", "bubble", "data", "optimizer"), 0.0), "compute": 0.9, "other": 0.1}
+    steps = {rank: StepRecord(7, seconds=1.0, parts=parts, numbers={"seconds": 1.25}) for rank in (0, 1)}
+
+    _, _, seconds, *found = point_of(steps, bars(steps, {}))
+
+    assert seconds == 1.25
+    assert dict(zip(PARTS, found, strict=False)) == pytest.approx({**parts, "waiting": 0.0, "other": 0.35})
