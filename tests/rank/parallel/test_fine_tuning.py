@@ -20,7 +20,7 @@ CASES = [
     ("frozen", ("dp=2 pp=2 schedule=zbv",)),
     ("lora gpt2", ("tp=2 pp=2",)),
 ]
-REST = [("frozen", ("cp=2 tp=2", "zero1")), ("lora llama", ("zero=3 dp=2 tp=2", "pp"))]
+REST = [("frozen", ("cp=2 tp=2", "zero1")), ("lora llama", ("zero=3 dp=2 tp=2", "dp=2 pp=2"))]
 
 
 def frozen() -> nn.Module:
