@@ -34,6 +34,13 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+# Without the grammar of addresses, which takes two seconds of a core, and by which jsonschema checks what none has here.
+LAB = """
+import sys
+sys.modules["rfc3987_syntax"] = None
+from jupyterlab.labapp import main
+main()
+"""
 SETTINGS = {
     # Cells that are scrolled out of sight stay in the page.
     "notebook-extension/tracker": {"windowingMode": "none"},
@@ -68,8 +75,8 @@ def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
     environment["JUPYTERLAB_SETTINGS_DIR"] = str(home / "settings")
     environment["JUPYTERLAB_WORKSPACES_DIR"] = str(home / "workspaces")
     (home / "notebooks").mkdir()
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=18888"]
-    command += ["--ServerApp.port_retries=100", "--IdentityProvider.token=lesson"]
+    command = [sys.executable, "-c", LAB, "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=18888"]
+    command += ["--ServerApp.port_retries=100", "--IdentityProvider.token=lesson", "--expose-app-in-browser"]
     with (home / "lab.log").open("wb") as log:
         server = subprocess.Popen(
             [*command, f"--ServerApp.root_dir={home / 'notebooks'}"],
@@ -103,23 +110,27 @@ def _url_of(server: subprocess.Popen[bytes], home: Path) -> str:
     raise RuntimeError(f"JupyterLab did not start:\n{(home / 'lab.log').read_text()[-3000:]}")
 
 
+@pytest.fixture(scope="package")
+def lab_page(browser: Any, lab: dict[str, str]) -> Iterator[LabPage]:
+    """One for all files: to load JupyterLab takes the browser eight seconds of a core, a further notebook in it one."""
+    context = browser.new_context()
+    yield LabPage(context.new_page(), lab)
+    context.close()
+
+
 @pytest.fixture(scope="module")
-def open_page(browser: Any, lab: dict[str, str]) -> Iterator[Callable[[dict[str, Any]], LabPage]]:
+def open_page(lab_page: LabPage, lab: dict[str, str]) -> Iterator[Callable[[dict[str, Any]], LabPage]]:
     """Show a notebook to a person: its JSON -> the page that shows it. Kernels and clusters end with the test file."""
-    contexts, pages = [], []
 
     def open_page(notebook: dict[str, Any], name: str = "lesson.ipynb", height: int = 1000) -> LabPage:
         (Path(lab["root"]) / name).write_text(json.dumps(notebook))
-        contexts.append(browser.new_context(viewport={"width": 1400, "height": height}))
-        pages.append(LabPage(contexts[-1].new_page(), lab))
-        pages[-1].open(name)
-        return pages[-1]
+        lab_page.page.set_viewport_size({"width": 1400, "height": height})
+        lab_page.open(name)
+        return lab_page
 
     yield open_page
-    for page in pages:
-        page.end_kernels()
-    for context in contexts:
-        context.close()
+    lab_page.close_all()
+    lab_page.end_kernels()
     end_clusters(Path(lab["clusters"]))
 
 
@@ -133,7 +144,7 @@ def calm(request: pytest.FixtureRequest) -> None:
 
 
 class LabPage:
-    """One browser page with one notebook. server: {"url", "token"} of a running JupyterLab."""
+    """One browser page with one notebook at a time. server: {"url", "token"} of a running JupyterLab."""
 
     def __init__(self, page: Any, server: dict[str, str]) -> None:
         self.page, self.server, self.path = page, server, ""
@@ -143,11 +154,19 @@ class LabPage:
         page.on("pageerror", lambda error: self.problems.append(str(error)))
 
     def open(self, path: str) -> None:
-        """Open the notebook in a workspace of its own, and wait until its kernel is idle and connected."""
+        """Open the notebook, in a workspace of this page, and wait until its kernel is idle and connected."""
+        if self.path:
+            self.page.evaluate("path => jupyterapp.commands.execute('docmanager:open', { path })", path)
+        else:
+            workspace = f"{self.server['url']}lab/workspaces/nbkit{time.monotonic_ns()}"
+            self.page.goto(f"{workspace}/tree/{path}?token={self.server['token']}&reset")
         self.path = path
-        workspace = f"nbkit{time.monotonic_ns()}"
-        self.page.goto(f"{self.server['url']}lab/workspaces/{workspace}/tree/{path}?token={self.server['token']}&reset")
+        self.problems.clear()
         self.wait_for_idle()
+
+    def close_all(self) -> None:
+        """Close the notebook, and ask nothing about what is unsaved."""
+        self.page.evaluate("[...jupyterapp.shell.widgets('main')].forEach(one => one.dispose())")
 
     def beside(self) -> LabPage:
         """The same notebook and kernel in Notebook 7, in a second page."""
