@@ -3,7 +3,7 @@
 That has torch and ipyparallel in memory: to import them takes each start of a cluster seconds of a core. The ranks know
 their links, which all would measure at the first job and at the first one after each death. All else is as at a user's:
 their own session, environment, folder and log. tests/notebook/cluster/test_launch.py starts clusters as a user does; of
-the kernels, those of README and of the pages do.
+the kernels, that of README does.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def make(strategy):
         data=nbkit.TextDataset(block=16, limit=20_000),
         batch_size=8,
         clip_norm=1.0,
-        callbacks=[lambda *_: time.sleep(0.01)],
+        callbacks=[lambda *_: time.sleep(0.04)],
         log_dir=None,
         progress=False,
         strategy=strategy,
@@ -48,7 +48,7 @@ for one in (first, trainer):
     print(json.dumps([[record["loss"].hex(), record["strategy"]] for record in one.history]))
 """
 CELLS = (
-    "%load_ext nbkit\nSTEPS, LR = 50, 2e-3",
+    "%load_ext nbkit\nSTEPS, LR = 25, 2e-3",
     "%cluster start -n 2 --cpu --ttl 60",
     "%push STEPS LR",
     f"%%distributed\n{TRAINING}",
@@ -123,7 +123,7 @@ def test_the_losses_of_the_script_are_those_of_the_notebook_also_with_its_switch
     script = (ran.folder / "live.py").read_text()
     switched = [strategy for _, strategy in ran.losses[1]]
 
-    assert [len(losses) for losses in ran.losses] == [10, 50]
+    assert [len(losses) for losses in ran.losses] == [5, 25]
     assert len(set(switched)) == 2, "no switch in the middle"
     assert losses_in(torchrun(ran.folder, "live.py", "--switches", "live.switches.json")) == ran.losses
     assert "# Never switched.\nfirst = make(" in script
