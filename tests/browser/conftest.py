@@ -34,7 +34,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-# Without the grammar of addresses, which takes two seconds of a core, and by which jsonschema checks what none has here.
+# Without the grammar of addresses, which takes two seconds of a core, and by which jsonschema checks what is not here.
 LAB = """
 import sys
 sys.modules["rfc3987_syntax"] = None

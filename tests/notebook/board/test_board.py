@@ -18,25 +18,22 @@ from nbkit.errors import BoardError
 from nbkit.notebook.board import address
 from nbkit.notebook.board.board import Board
 
-WRITE = """
-import sys
-from torch.utils.tensorboard import SummaryWriter
-writer = SummaryWriter(sys.argv[1])
-for step in range(3):
-    writer.add_scalar("train/loss", 3.0 - step, step)
-writer.close()
-"""
-
 
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from torch.utils.tensorboard import SummaryWriter
+
     folder = tmp_path_factory.mktemp("board") / "runs"
-    subprocess.run([sys.executable, "-c", WRITE, folder / "lesson-dp2"], check=True, timeout=120)
+    writer = SummaryWriter(str(folder / "lesson-dp2"))
+    for step in range(3):
+        writer.add_scalar("train/loss", 3.0 - step, step)
+    writer.close()
     return folder
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def ended() -> Iterator[None]:
+    """What one test has started the next one takes up, or replaces."""
     yield
     Board.end()
 

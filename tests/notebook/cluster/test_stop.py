@@ -114,7 +114,11 @@ def test_presses_in_quick_succession_end_no_rank_that_would_have_answered(
 
 @pytest.mark.parametrize(
     ("ranks", "held"),
-    [("rank == 1", REGEX), ("True", REGEX), ("rank == 1", "import ctypes; ctypes.PyDLL(None).sleep(60)")],
+    [
+        ("rank == 1", REGEX),
+        pytest.param("True", REGEX, marks=pytest.mark.long),
+        ("rank == 1", "import ctypes; ctypes.PyDLL(None).sleep(60)"),
+    ],
     ids=["one rank in a regex", "all ranks", "one rank in a C call that a signal ends"],
 )
 def test_one_press_interrupts_a_rank_that_holds_its_interpreter_and_it_lives_on(
