@@ -186,6 +186,7 @@ class Board:
             f"<a href='{url}' target='_blank' rel='noopener'>Open TensorBoard in a tab</a>"
             f" · <a href='{tab}' target='_blank' rel='noopener'>Communication</a>"
             f" · runs in <code>{escape(str(self.logdir))}</code>{self._empty}"
+            " · ends with this kernel: then <code>%board</code> again"
             f"<br>{escape(address.other_way(self.port, os.environ))}</div>"
             f"<iframe src='{url}' title='TensorBoard' width='100%' height='{self.height}' "
             "style='border:1px solid var(--jp-border-color2,#ccc)'></iframe>"

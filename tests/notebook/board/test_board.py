@@ -174,6 +174,7 @@ def test_a_log_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_it_shows_a_link_the_ssh_line_and_a_frame(tmp_path: Path) -> None:
     board = Board.start(tmp_path)
     page, text = board._repr_html_(), repr(board)
+    assert "ends with this kernel: then <code>%board</code> again" in page  # a saved frame shows nothing then
 
     assert f"<iframe src='http://127.0.0.1:{board.port}/?" in page
     assert f"<a href='http://127.0.0.1:{board.port}/?" in page
