@@ -112,7 +112,7 @@ def _url_of(server: subprocess.Popen[bytes], home: Path) -> str:
 
 @pytest.fixture(scope="package")
 def lab_page(browser: Any, lab: dict[str, str]) -> Iterator[LabPage]:
-    """One for all files: to load JupyterLab takes the browser eight seconds of a core, a further notebook in it less."""
+    """One for all files: to load JupyterLab takes eight seconds of a core, a further notebook in it less."""
     context = browser.new_context()
     yield LabPage(context.new_page(), lab)
     context.close()
