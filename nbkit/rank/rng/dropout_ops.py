@@ -120,7 +120,7 @@ def _attention(
     if attn_mask is not None:
         allowed = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if allowed else scores + attn_mask
-    if torch.is_autocast_enabled(scores.device.type):
+    if torch.is_autocast_enabled(scores.device.type) and scores.dtype.itemsize < 4:
         # Autocast takes a softmax in float32, this one too; but its backward then has two dtypes, which CUDA refuses.
         scores = scores.float()
     # As torch's own: a row in which everything is masked gives zeros, not NaN.
