@@ -161,12 +161,12 @@ class Accelerator:
 
     def context_lost(self, error: BaseException) -> str:
         """What the device says when nothing can be computed on it any more by this process; "" of other errors."""
-        said = str(error).partition("\n")[0]
+        said = _first_line(error)
         return said if any(sign in said for sign in _CONTEXT_LOST) else self.failed(error)
 
     def failed(self, error: BaseException) -> str:
         """As `context_lost`, of the errors that another device may not give; "" of those that are the program's."""
-        said = str(error).partition("\n")[0]
+        said = _first_line(error)
         ours = "CUDA error: " in said or "HIP error: " in said
         return said if ours and any(sign in said for sign in _DEVICE_FAILED) else ""
 
@@ -225,6 +225,13 @@ class Accelerator:
         """Whether `device` computes bf16 by way of float32."""
         # Without the argument torch says yes to GPUs before Ampere too.
         return not torch.get_device_module(device).is_bf16_supported(including_emulation=False)
+
+
+def _first_line(error: BaseException) -> str:
+    try:
+        return str(error).partition("\n")[0]
+    except BaseException:  # by code of the user's, which makes the text
+        return ""
 
 
 _accelerator = Accelerator()
