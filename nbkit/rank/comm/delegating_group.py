@@ -131,8 +131,8 @@ class DelegatingGroup(ProcessGroup):
         """Let go of the inner group, in a thread. What is returned is set when it is gone, or others still hold it.
 
         Its destructor waits for gloo's threads, and one of those may wait for the rest of a message for ever. NCCL's
-        has probably taken a minute after a death. So it never runs on a thread that goes on with something: the one that is made
-        here keeps the group until nobody else does, such as the frames of the error that has broken it.
+        has probably taken a minute after a death. So it never runs on a thread that goes on with something: the one
+        that is made here keeps the group until nobody else does, such as the frames of the error that has broken it.
         """
         inner, over = [self.inner], threading.Event()
         self.inner, self.sockets, self.meeting = instead, frozenset(), None

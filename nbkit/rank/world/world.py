@@ -203,7 +203,7 @@ class World:
             # A failing collective must not end a process whose state the user wants to keep.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-            # Else torch prints and writes down what it knows of a failed collective, after which a training goes on here.
+            # Else torch prints what it knows of a failed collective, after which a training goes on here.
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
             # Each communicator has a stream, and a pipeline four of them beside those of computing and copying: on
             # CUDA's 8 hardware queues one that waits would hold up others. Read when CUDA is first used.
