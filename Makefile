@@ -48,10 +48,12 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)
 	@$(BIN)/python -m pytest --durations=10 --durations-min=5 $(if $(T),$(T),-n 3 --dist loadfile)
 
-# What is marked long; on several hosts: make machines.
+# What is marked long; on several hosts: make machines. In the browser each test goes on where the one before has ended,
+# so there those of make test come along.
 long: export PYTHONDONTWRITEBYTECODE =
 long: $(READY)
-	@$(BIN)/python -m pytest -m long $(if $(T),$(T),--ignore tests/machines -n 2 --dist loadfile)
+	@$(BIN)/python -m pytest -m long $(if $(T),$(T),--ignore tests/machines --ignore tests/browser -n 3 --dist loadfile)
+	@$(if $(T),,$(BIN)/python -m pytest -m "" tests/browser)
 
 lab: $(READY)
 	@$(BIN)/jupyter lab notebooks/01_quickstart.ipynb

@@ -98,7 +98,7 @@ def test_a_rank_that_the_system_has_stopped_is_ended_and_replaced(three: Cluster
     assert [old == new for old, new in zip(before, pids(three), strict=True)] == [True, True, False]
 
 
-@pytest.mark.parametrize("how", ["alone_in_a_collective", "breakpoint"])
+@pytest.mark.parametrize("how", [pytest.param("alone_in_a_collective", marks=pytest.mark.long), "breakpoint"])
 def test_where_all_ranks_wait_nobody_is_ended(three: Cluster, how: str) -> None:
     """Rank 1 waits in a collective of its own, the others in that of a step: the program is at fault. Or for a line."""
     before = pids(three)

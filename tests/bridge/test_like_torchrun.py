@@ -113,6 +113,7 @@ def test_processes_that_a_script_spawns_find_its_functions_and_classes(two: Clus
     assert two.run(f"%run {script}\nanswer").values[1] == [10, 0, 1, 4, 9, 16, 25, 36, 49]
 
 
+@pytest.mark.long
 def test_a_class_of_a_cell_in_a_spawned_worker_fails_and_what_to_write_is_said(
     two: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,7 +111,8 @@ def check_equal(found: Values, expected: Values) -> None:
     ("strategy", "rank", "where", "step"),
     [
         ("ddp", 2, "forward", 5),
-        ("ddp", 1, "behind", STEPS),  # in the last body, behind all that a rank waits for
+        # In the last body, behind all that a rank waits for.
+        pytest.param("ddp", 1, "behind", STEPS, marks=pytest.mark.long),
         pytest.param("dp=2 pp=2", 3, "behind", 5, marks=pytest.mark.long),
         pytest.param("zero3", 1, "forward", 5, marks=pytest.mark.long),
         pytest.param("zero3", 2, "behind", STEPS, marks=pytest.mark.long),
@@ -187,7 +188,7 @@ def kill_in(cluster: Cluster, strategy: str, where: str, rank: int, step: int = 
 
 @pytest.mark.parametrize(
     ("cell", "strategy", "where", "rank"),
-    [(HALF, "ddp", "half", 2), (SUMMED, "zero3", "behind", 1)],
+    [pytest.param(HALF, "ddp", "half", 2, marks=pytest.mark.long), (SUMMED, "zero3", "behind", 1)],
     ids=["half of the ranks", "behind it"],
 )
 def test_all_go_back_to_where_the_body_was_over_on_all(
@@ -205,10 +206,10 @@ def test_all_go_back_to_where_the_body_was_over_on_all(
     ("cell", "rank", "where", "why"),
     [
         (SUMMED, 1, "behind", "in the loop's body behind the update"),
-        (OF_EACH, 2, "forward", "differs between ranks"),
+        pytest.param(OF_EACH, 2, "forward", "differs between ranks", marks=pytest.mark.long),
         pytest.param(EPOCHS, 0, "forward", "no statement of its own", marks=pytest.mark.long),
-        (ITERATED, 3, "forward", "its loader cannot begin again"),
-        (OPAQUE, 1, "forward", "no checksum can be made of its batches, which hold a Pair"),
+        pytest.param(ITERATED, 3, "forward", "its loader cannot begin again", marks=pytest.mark.long),
+        pytest.param(OPAQUE, 1, "forward", "no checksum can be made of its batches", marks=pytest.mark.long),
     ],
     ids=["behind the update", "names of each rank", "epochs", "an iterator", "batches that nobody knows again"],
 )

@@ -126,9 +126,8 @@ def test_fit_is_entered_however_it_is_written(four: Cluster, undisturbed: list[f
     assert f"{STEPS}\n" in results.output[3]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "where"), [pytest.param("ddp", "callback", marks=pytest.mark.long), ("zero3", "update")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "where"), [("ddp", "callback"), ("zero3", "update")])
 def test_a_death_at_the_end_is_no_other_one(four: Cluster, undisturbed: list[float], strategy: str, where: str) -> None:
     """Behind the last reduction, with nothing left to wait for in a step."""
     four.run(ENDING.format(strategy=strategy, where=where), timeout=60)
@@ -223,6 +222,7 @@ trainer, steps = make(model=Warm, data=unlike, callbacks=[pace, cool]), 16
 """
 
 
+@pytest.mark.long
 def test_an_epoch_in_the_order_of_learned_losses_goes_on_as_if_nobody_had_died_in_it(four: Cluster) -> None:
     """Two epochs of eight steps: rank 1 dies in the second, whose order follows from the losses of the first."""
     left_alone = four.run(LEARNING + CELL, timeout=60).values[0]
@@ -241,6 +241,7 @@ def test_an_epoch_in_the_order_of_learned_losses_goes_on_as_if_nobody_had_died_i
         assert learned[rank][1] == learned[0][1]
 
 
+@pytest.mark.long
 def test_deaths_of_other_trainings_do_not_count(four: Cluster) -> None:
     for _ in range(3):
         four.run("import os\ntrainer = make(log_dir=None)\nif rank == 1: os.environ['DIES1'] = '2'")
@@ -248,6 +249,7 @@ def test_deaths_of_other_trainings_do_not_count(four: Cluster) -> None:
     check_whole(four)
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_again_and_again_at_one_step_is_not_replaced_for_ever(four: Cluster) -> None:
     """The last test: it ends the cluster."""
     four.run("trainer = make(); crash[1] = 2")

@@ -148,9 +148,8 @@ def kill_when_one_is_forked(cluster: Cluster, rank: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize(
-    "rank", [pytest.param(1, marks=pytest.mark.long), 2], ids=["one that is there", "one that is new"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [1, 2], ids=["one that is there", "one that is new"])
 def test_a_rank_that_dies_while_the_cluster_grows_leaves_the_training_as_it_was(cluster: Cluster, rank: int) -> None:
     alone = cluster.run(f"slow = 0.0; trainer = make()\n{CELL}").values[0]
     cluster.run("trainer = make(); slow = 0.05")

@@ -102,6 +102,7 @@ def test_the_last_rank_dies_and_is_gone(four: Cluster, alone: list[float]) -> No
     check_whole(four, 2)
 
 
+@pytest.mark.long
 def test_a_mesh_that_cannot_do_without_a_rank_goes_on_with_the_new_one_and_says_why(
     four: Cluster, alone: list[float]
 ) -> None:

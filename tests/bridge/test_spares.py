@@ -67,6 +67,7 @@ def check_curve(cluster: Cluster, plan: dict[int, str]) -> dict[int, list[int]]:
     return {rank: cores for rank, (_, cores) in results.values.items()}
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_twice_on_its_device_goes_on_on_the_spare_one(
     two: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,12 +88,16 @@ def test_it_moves_while_a_cell_trains(page: Any, tmp_path: Path) -> None:
     assert page.prompt(NUMBER["fit"]) == "[*]:" and "of the step" in page.output(NUMBER["dashboard"])
 
 
-def test_it_is_there_after_a_reload_of_the_page(page: Any, tmp_path: Path) -> None:
+def test_the_card_of_a_cell_that_is_over_is_its_summary(page: Any, tmp_path: Path) -> None:
     page.interrupt()
     page.wait_done(NUMBER["fit"], seconds=30)
     page.wait_for_output(NUMBER["fit"], "tokens/s on average")
     assert page.output(NUMBER["fit"]).count(" tokens/s ·") == 1  # the moving line lies below the card, and nowhere else
     page.cell(NUMBER["fit"]).screenshot(path=str(tmp_path / "ended.png"))
+
+
+@pytest.mark.long
+def test_it_is_there_after_a_reload_of_the_page(page: Any) -> None:
     ended = wait_for_step(page, 1)
     page.run(NUMBER["detached"])
     before = wait_for_step(page, ended + 1)
@@ -104,6 +108,7 @@ def test_it_is_there_after_a_reload_of_the_page(page: Any, tmp_path: Path) -> No
     page.page.wait_for_selector(SHOWN, timeout=60_000)
     wait_for_step(page, before + 1, 60)
     assert int(page.page.eval_on_selector(SHOWN, "canvas => canvas.dataset.points")) >= before
+    page.run(NUMBER["end"], seconds=30)
 
 
 def test_a_click_changes_the_axis_and_dark_is_dark(page: Any) -> None:
@@ -116,7 +121,6 @@ def test_a_click_changes_the_axis_and_dark_is_dark(page: Any) -> None:
 
 
 def test_the_report_of_the_run_is_a_page(page: Any, lab: dict[str, str]) -> None:
-    page.run(NUMBER["end"], seconds=30)
     said = page.run(NUMBER["report"], seconds=30)
     assert "page.html" in said and "open it in a browser" in said and "PosixPath" not in said
     assert "nbkit-dashboard" in (Path(lab["root"]) / "page.html").read_text()
@@ -173,7 +177,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.long), "dark"])
 def test_a_saved_page_draws_everything(browser: Any, reports: Path, tmp_path: Path, scheme: str) -> None:
     context = browser.new_context(viewport={"width": 1200, "height": 1000}, color_scheme=scheme)
     page = context.new_page()
@@ -224,7 +228,7 @@ CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
 """
 
 
-@pytest.mark.parametrize("width", [760, 1300])
+@pytest.mark.parametrize("width", [760, pytest.param(1300, marks=pytest.mark.long)])
 def test_no_word_in_a_chart_is_cut_off(browser: Any, reports: Path, width: int) -> None:
     page = browser.new_page(viewport={"width": width, "height": 1000})
     page.add_init_script(WORDS)

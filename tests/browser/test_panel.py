@@ -256,6 +256,7 @@ def test_a_page_opened_while_the_cell_runs_has_the_panel_and_steers_in_lab_and_i
     other.page.close()
 
 
+@pytest.mark.long
 def test_after_a_reload_of_the_page_the_panel_is_there_again_and_a_second_one_agrees(
     page: Any, panel: PanelOnPage
 ) -> None:

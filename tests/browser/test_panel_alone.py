@@ -110,7 +110,10 @@ def focused_on(page: Any, where: str) -> Any:
     return there
 
 
-@pytest.mark.parametrize(("where", "acts"), [("row", 0), ("line", 1), ("Undo", 1), ("Pause", 1), ("Apply", 1)])
+@pytest.mark.parametrize(
+    ("where", "acts"),
+    [("row", 0), ("Apply", 1), *(pytest.param(also, 1, marks=pytest.mark.long) for also in ("line", "Undo", "Pause"))],
+)
 def test_a_key_that_is_held_down_is_pressed_once(page: Any, where: str, acts: int) -> None:
     focused_on(page, where)
 

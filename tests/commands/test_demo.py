@@ -75,7 +75,7 @@ def in_a_terminal(folder: Path, *options: str) -> tuple[int, str]:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
     folder = tmp_path_factory.mktemp("demo")
     with forked_parents_of_kernels(folder / "IPYTHONDIR"):
-        return *in_a_terminal(folder, "--steps", "30"), folder
+        return *in_a_terminal(folder, "-n", "2", "--steps", "30"), folder
 
 
 def test_the_curve_goes_on_through_every_switch_and_the_demo_proves_it(demo: tuple[int, str, Path]) -> None:
@@ -91,7 +91,7 @@ def test_the_curve_goes_on_through_every_switch_and_the_demo_proves_it(demo: tup
 def test_each_switch_is_told_with_what_was_predicted_and_measured(demo: tuple[int, str, Path]) -> None:
     text = demo[1].replace("\r\n", "\n")
 
-    for old, new in (("dp=4", "dp=4 zero=3"), ("dp=4 zero=3", "tp=4"), ("dp=2 pp=2 .*", "dp=2 tp=2")):
+    for old, new in (("dp=2", "dp=2 zero=3"), ("dp=2 zero=3", "tp=2"), ("pp=2 .*", "tp=2")):
         assert re.search(rf"{old} → {new}.* after step \d+\n +bytes moved +predicted \S+", text), (old, new)
     assert text.count("state identical") == 5
 

@@ -84,6 +84,7 @@ def test_a_rank_that_updates_differently_is_a_failure_in_a_report_that_strangers
     assert registry.entries() == []
 
 
+@pytest.mark.long
 def test_stopped_half_way_it_leaves_a_report_and_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: str
 ) -> None:

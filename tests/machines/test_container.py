@@ -30,6 +30,7 @@ def test_ranks_run_in_the_container_and_nothing_stays(request: pytest.FixtureReq
     assert not Path("/mnt/image").exists()
 
 
+@pytest.mark.long
 def test_options_of_pyxis_go_to_srun() -> None:
     words = "--container-image=torch.sqsh --no-container-mount-home"
     found = requested(options_of(f"start --slurm -n 2 --container '{words}'"))

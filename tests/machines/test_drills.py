@@ -179,6 +179,7 @@ def test_ranks_are_lost_with_the_agent_of_their_host(spread: Cluster) -> None:
     assert "Ranks 0-1: released" in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_host_whose_cable_is_out_is_named_within_seconds(on_ssh: Cluster, ssh: SshHosts) -> None:
     handle = on_ssh.run("import time; time.sleep(100)", ranks=[0, 1], detach=True)
     time.sleep(0.5)

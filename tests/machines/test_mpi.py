@@ -128,6 +128,7 @@ def test_agents_do_not_get_the_number_of_a_notebook_that_mpirun_started(
     assert not seen & set(OF_A_PROCESS)
 
 
+@pytest.mark.long
 def test_ranks_beside_a_notebook_that_mpirun_started_do_not_get_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**OF_A_PROCESS, "OMPI_MCA_btl": "self"}.items():
         monkeypatch.setenv(name, value)

@@ -74,6 +74,7 @@ def try_all(cluster: Cluster, folder: Path) -> dict[str, Any]:
     return {**got, "ran": mark.exists()}
 
 
+@pytest.mark.long
 def test_another_user_reads_nothing_and_steers_nothing(victim: Cluster, open_folder: Path) -> None:
     runs = next((open_folder / "runs").iterdir())
     assert any(runs.rglob("*.jsonl"))

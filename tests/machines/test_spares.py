@@ -170,6 +170,7 @@ def check_lost_host(cluster: Cluster, ssh: SshHosts, how: str, strategy: str, sa
     assert running(cluster.entry.name).spare_hosts == ()
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_host_that_is_gone_go_on_on_a_spare_host(
     two: Cluster, ssh: SshHosts, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def test_the_next_cell_has_a_card_of_its_own_steps(kernel: Kernel) -> None:
     assert step is not None and 60 < int(step[1]) <= 110
 
 
+@pytest.mark.long
 def test_a_cell_that_ends_in_an_error_says_so_on_its_card(kernel: Kernel) -> None:
     cell = kernel.run(
         "%%distributed\ndef fail(trainer, record):\n"

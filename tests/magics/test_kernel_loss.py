@@ -81,6 +81,7 @@ def test_the_result_of_a_cell_that_ended_meanwhile_is_shown_on_attach(kernel: Ke
     assert "Out[0-1]: 42" in text
 
 
+@pytest.mark.long
 def test_a_cluster_lets_go_by_itself_when_nobody_uses_it_and_not_before(tmp_path: Path) -> None:
     with Kernel(tmp_path) as kernel:
         kernel.run("%load_ext nbkit")

@@ -24,7 +24,11 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         kernel.run("%cluster stop")
 
 
-@pytest.mark.parametrize("first", ["%%distributed", "%%time\n%%distributed"], ids=["awaited", "as a plain magic"])
+@pytest.mark.parametrize(
+    "first",
+    ["%%distributed", pytest.param("%%time\n%%distributed", marks=pytest.mark.long)],
+    ids=["awaited", "as a plain magic"],
+)
 def test_the_stop_button_pressed_three_times_ends_no_rank_that_holds_its_interpreter(
     kernel: Kernel, first: str
 ) -> None:

@@ -195,6 +195,7 @@ if rank == 1:
 trainer.fit(1)"""
 
 
+@pytest.mark.long
 def test_a_training_that_runs_out_of_memory_asks_what_to_do_and_goes_on(kernel: Kernel) -> None:
     kernel.run(TRAINER)
 

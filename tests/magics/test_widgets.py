@@ -121,6 +121,7 @@ def test_what_a_page_says_to_a_widget_reaches_its_rank(kernel: Kernel) -> None:
     assert "Out[1]: [7]" in kernel.run("%%rank 1\nheard").text
 
 
+@pytest.mark.long
 def test_a_notebook_that_comes_later_has_the_bar_too(kernel: Kernel) -> None:
     kernel.run(
         "%%distributed --detach\nfrom tqdm.notebook import tqdm\nimport time, os\n"

@@ -91,6 +91,7 @@ def test_a_training_that_ends_before_gives_what_there_is(cluster: Cluster, tmp_p
     check_format(json.loads(gzip.decompress(found.path.read_bytes()))["traceEvents"])
 
 
+@pytest.mark.long
 def test_a_training_that_is_not_recorded_says_so(cluster: Cluster) -> None:
     cluster.run(TRAINER.replace("progress=False", "progress=False, log_dir=None"))
     handle = cluster.run("trainer.fit(100_000)", detach=True)

@@ -57,6 +57,7 @@ def test_the_families_on_four_ranks() -> None:
     assert _off(SMALL, 4) == []
 
 
+@pytest.mark.long
 def test_schedules_and_what_comes_besides() -> None:
     assert _off(SCHEDULES, 2) == []
 

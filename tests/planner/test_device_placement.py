@@ -49,6 +49,7 @@ def test_with_replicas_no_stages_of_devices_have_a_shorter_slowest_rank(speeds: 
     assert len(every) == 6 and max(rank_seconds(found, 24, costs)) == pytest.approx(min(every))
 
 
+@pytest.mark.long
 def test_a_larger_cluster_is_no_worse_off_than_in_the_order_of_its_ranks() -> None:
     draw = random.Random(5)
     costs = tuple(draw.uniform(1, 3) for _ in range(24))

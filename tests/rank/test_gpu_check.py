@@ -15,10 +15,12 @@ from gpu_features import check_features
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 
 
+@pytest.mark.long
 def test_switches_keep_the_training() -> None:
     assert list(check_switches(("zero3", "pp"), ranks=2)) == ["2 switches: equal"]
 
 
+@pytest.mark.long
 def test_an_error_on_one_rank_leaves_a_training_that_goes_on() -> None:
     assert list(check_errors(("ddp",), ranks=2)) == ["an error under ddp: equal"]
 
@@ -47,5 +49,6 @@ def test_a_death_that_tears_the_weights_of_all_other_ranks_is_taken_back_under_d
     assert list(check_deaths(("ddp",), ranks=2, late=[3.0])) == ["a death under ddp, heard of late: equal"]
 
 
+@pytest.mark.long
 def test_what_a_training_does_beside_its_steps_is_as_on_one_process() -> None:
     assert list(check_features(("zero3",), ("fp16",), ranks=2)) == ["fp16 under zero3: equal"]

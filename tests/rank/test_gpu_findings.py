@@ -285,6 +285,7 @@ def lasting() -> list[dict[str, Any]]:
     return run_ranks(each, 2, scenes, join=False, generations=6, timeout=180)
 
 
+@pytest.mark.long
 def test_telemetry_keeps_nothing_alive_that_would_not_live_without_it(lasting: list[dict[str, Any]]) -> None:
     for rank in lasting:
         silent, told = rank["telemetry"]

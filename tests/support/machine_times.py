@@ -2,7 +2,8 @@
 
     launcher   start   cell   first error   stop   dead rank   ddp, zero3, pp, and switches between them
 
-Four ranks each; over Slurm and SSH on two hosts of this machine, so that a wire between them costs nothing.
+Over Slurm and SSH on hosts of this machine, so that a wire between them costs nothing. Starts, and cells, are made in
+turns with those of a cluster of as many ranks without a launcher.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from nbkit.errors import CellError
 from nbkit.notebook.cluster.hosts.start_request import Request, SlurmRequest, SshRequest
 
 ROOT = Path(__file__).resolve().parents[2]
+STARTS, CELLS = 3, 40
 STRATEGIES = (["ddp"], ["zero3"], ["pp=2"], ["ddp", "zero3", "pp=2"])
 TRAINING = """
 import copy, os, time
@@ -43,7 +45,7 @@ def trained(strategies):
 
 
 def main() -> int:
-    """Print the table; returns 1 if any loss differs from that of the local cluster under ddp."""
+    """Print the tables; returns 1 if any loss differs from that of the local cluster under ddp."""
     sys.path.insert(0, str(Path(__file__).parent))
     import slurm_nodes
     import ssh_hosts
@@ -51,44 +53,64 @@ def main() -> int:
     home = tempfile.TemporaryDirectory(prefix="nbkit-machines-")
     os.environ["NBKIT_HOME"] = home.name
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    print("launcher  start s  cell ms  error s   stop s   dead s  largest relative difference of losses")
-    expected, _ = measured("local", None, [])
+    local = Cluster.start(4, cpu=True, name="local")
+    local.run(TRAINING)
+    expected = local.run(f"trained({STRATEGIES[0]})").values[0]
     wrong = 0.0
     if why := slurm_nodes.missing():
-        print(f"slurm     skipped: {why}")
+        print(f"slurm: skipped: {why}")
     else:
         folder = tempfile.TemporaryDirectory(prefix="nbkit-slurm-")
         nodes = slurm_nodes.SlurmNodes(Path(folder.name))
         os.environ.update(nodes.environment)
         try:
-            wrong = max(wrong, measured("slurm", SlurmRequest(4, nodes=2, cpu=True), expected)[1])
+            on: Request = SlurmRequest(4, nodes=2, cpu=True)
+            starts("slurm, 2 nodes x 2", on, 4)
+            wrong = max(wrong, ways("slurm, 2 nodes x 2", on, local, expected))
         finally:
             nodes.close()
     if why := ssh_hosts.missing():
-        print(f"ssh       skipped: {why}")
+        print(f"ssh: skipped: {why}")
     else:
-        hosts = ssh_hosts.SshHosts(ROOT)
+        hosts = ssh_hosts.SshHosts(ROOT, 8)
         os.environ["PATH"] = f"{hosts.bin}{os.pathsep}{os.environ['PATH']}"
         try:
-            wrong = max(
-                wrong, measured("ssh", SshRequest(tuple((name, 2) for name in hosts.names), cpu=True), expected)[1]
-            )
+            starts("ssh, 2 hosts x 4", over_ssh(hosts.names[:2], 4), 8)
+            starts("ssh, 8 hosts x 1", over_ssh(hosts.names, 1), 8)
+            wrong = max(wrong, ways("ssh, 2 hosts x 2", over_ssh(hosts.names[:2], 2), local, expected))
         finally:
             hosts.close()
+    local.stop()
     return int(wrong > 1e-9)
 
 
-def measured(name: str, on: Request | None, expected: list[float]) -> tuple[list[float], float]:
-    """Print a line of the table; returns the losses under ddp, and how far any are from `expected` (or from these)."""
-    began = time.monotonic()
-    cluster = Cluster.start(None if on else 4, cpu=on is None, name=name, on=on)
-    start = time.monotonic() - began
+def over_ssh(names: tuple[str, ...], ranks: int) -> SshRequest:
+    return SshRequest(tuple((name, ranks) for name in names), cpu=True)
+
+
+def starts(what: str, on: Request, n: int) -> None:
+    """Print the seconds until a cluster is ready, beside those of one of n ranks on this machine."""
+    taken: dict[str, list[float]] = {"local": [], "there": []}
+    for number in range(STARTS):
+        for where, request in (("local", None), ("there", on)):
+            began = time.monotonic()
+            cluster = Cluster.start(None if request else n, cpu=request is None, name=f"{where}{number}", on=request)
+            taken[where].append(time.monotonic() - began)
+            cluster.stop()
+    local, there = (statistics.median(taken[where]) for where in ("local", "there"))
+    each = " ".join(f"{one:.1f}/{other:.1f}" for one, other in zip(taken["there"], taken["local"], strict=True))
+    print(f"{what}: ready in {there:.1f} s, {n} ranks on this machine in {local:.1f} s (in turns: {each})", flush=True)
+
+
+def ways(name: str, on: Request, local: Cluster, expected: list[float]) -> float:
+    """Print what 4 ranks take there; returns how far any losses are from `expected`, relatively."""
+    cluster = Cluster.start(on=on, name="there")
     with open(os.devnull, "w") as nowhere:
         shown, sys.stdout = sys.stdout, nowhere
         errors, sys.stderr = sys.stderr, nowhere
         try:
             cluster.run(TRAINING)
-            cell = statistics.median(seconds(lambda: cluster.run("1")) for _ in range(20))
+            cells = [(seconds(lambda: cluster.run("1")), seconds(lambda: local.run("1"))) for _ in range(CELLS)]
             error = seconds(lambda: failed(cluster, "1 / 0 if rank == 3 else dist.barrier()"))
             losses = {tuple(each): cluster.run(f"trained({each})").values[0] for each in STRATEGIES}
             handle = cluster.run("dist.barrier() if rank else time.sleep(600)", detach=True)
@@ -98,15 +120,18 @@ def measured(name: str, on: Request | None, expected: list[float]) -> tuple[list
             cluster.stop()
         finally:
             sys.stdout, sys.stderr = shown, errors
-    expected = expected or losses["ddp",]
     differences = [
         abs(one - other) / abs(other) for found in losses.values() for one, other in zip(found, expected, strict=True)
     ]
+    there, here = (1e3 * statistics.median(each) for each in zip(*cells, strict=True))
+    ratios = statistics.quantiles((one / other for one, other in cells), n=4)
     print(
-        f"{name:8}  {start:7.1f}  {1e3 * cell:7.1f}  {error:7.2f}  {stop:7.2f}  {dead:7.2f}  {max(differences):.1e}",
+        f"{name}: a cell {there:.1f} ms, on this machine {here:.1f} ms, ratio {ratios[1]:.2f} [{ratios[0]:.2f}, "
+        f"{ratios[2]:.2f}] (quartiles of {CELLS} pairs); first error {error:.2f} s, stop {stop:.2f} s, "
+        f"dead rank {dead:.2f} s; largest relative difference of losses {max(differences):.1e}",
         flush=True,
     )
-    return expected, max(differences)
+    return max(differences)
 
 
 def seconds(do: Callable[[], object]) -> float:

@@ -43,12 +43,6 @@ Host locked
   IdentityFile {folder}/stranger
   IdentitiesOnly yes
   StrictHostKeyChecking accept-new
-Host {first}
-  HostName {net}.1
-Host {second}
-  HostName {net}.2
-Host {spare}
-  HostName {net}.3
 """
 _INSIDE = """\
 mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && hostname {name} && mkdir -p /run/sshd
@@ -76,15 +70,15 @@ class SshHosts:
     "changed", with another key of the host than it has.
     spare: one more, for who has a use for it. bin: a folder with that ssh, to be first in PATH.
 
-    The interface of the first is called eth0, that of the second ens5. root: what Python finds there.
+    The interface of the second is called ens5, that of the others eth0. root: what Python finds there.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, hosts: int = 2) -> None:
         # Not below /tmp, which is another one on the hosts.
         self.folder = Path(tempfile.mkdtemp(prefix="nbkit-ssh-", dir="/var/tmp"))
         self.tag = f"nbk{os.getpid() % 100000}"
         self.net = f"10.213.{os.getpid() % 250}"
-        self.names, self.spare = ("node1", "node2"), "node3"
+        self.names, self.spare = tuple(f"node{number + 1}" for number in range(hosts)), f"node{hosts + 1}"
         self.bin = self.folder / "bin"
         self._daemons: list[subprocess.Popen[bytes]] = []
         try:
@@ -99,8 +93,9 @@ class SshHosts:
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
         shutil.copy(folder / "id.pub", folder / "authorized_keys")
         fields = {"folder": folder, "net": self.net, "names": " ".join(self.names)}
-        config = _CONFIG.format(**fields, first=self.names[0], second=self.names[1], spare=self.spare)
-        (folder / "config").write_text(config)
+        names = (*self.names, self.spare)
+        addresses = (f"Host {name}\n  HostName {self.net}.{number}\n" for number, name in enumerate(names, 1))
+        (folder / "config").write_text(_CONFIG.format(**fields, spare=self.spare) + "".join(addresses))
         words = (folder / "stranger.pub").read_text().split()
         (folder / "known_others").write_text(f"[{self.net}.1]:2222 {words[0]} {words[1]}\n")
         self.bin.mkdir()
@@ -109,9 +104,8 @@ class SshHosts:
         _run("ip", "link", "add", self.tag, "type", "bridge")
         _run("ip", "addr", "add", f"{self.net}.254/24", "dev", self.tag)
         _run("ip", "link", "set", self.tag, "up")
-        names = (*self.names, self.spare)
-        for number, (name, device) in enumerate(zip(names, ("eth0", "ens5", "eth0"), strict=True), 1):
-            self._add_host(number, name, device, root)
+        for number, name in enumerate(names, 1):
+            self._add_host(number, name, "ens5" if number == 2 else "eth0", root)
         deadline = time.monotonic() + 20
         while any(_code(str(self.bin / "ssh"), "-o", "BatchMode=yes", name, "true") for name in names):
             if time.monotonic() > deadline:

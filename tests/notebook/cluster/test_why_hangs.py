@@ -13,7 +13,7 @@ from nbkit.notebook.cluster.why import stall
 from nbkit.notebook.cluster.why.collect import looks_from_outside
 
 SAMPLE = (
-    "a rank keeps the interpreter to itself",
+    pytest.param("a rank keeps the interpreter to itself", marks=pytest.mark.long),
     "another operation",
     "one iteration less, in torch's DDP",
     "a group that one rank does not make",

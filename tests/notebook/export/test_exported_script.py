@@ -119,6 +119,7 @@ def torchrun(folder: Path, script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_losses_of_the_script_are_those_of_the_notebook_also_with_its_switch(ran: Ran) -> None:
     script = (ran.folder / "live.py").read_text()
     switched = [strategy for _, strategy in ran.losses[1]]

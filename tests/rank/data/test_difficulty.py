@@ -99,7 +99,8 @@ def in_plain_torch(batches: list[list[int]]) -> tuple[list[float], list[list[flo
     return losses, each
 
 
-@pytest.mark.parametrize("strategies", [STRATEGIES, pytest.param(ALSO, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategies", [STRATEGIES, ALSO])
 def test_an_epoch_is_ordered_by_the_losses_of_the_one_before_alike_under_every_strategy_and_resumed(
     tmp_path: Path, strategies: tuple[str, ...]
 ) -> None:

@@ -162,6 +162,7 @@ def test_keys_and_values_are_kept_only_where_they_give_the_logits_of_the_whole_t
         assert len(first[name][1]) == 2 and all(why in text for text in first[name][1])
 
 
+@pytest.mark.long
 def test_a_window_that_slides_is_masked_in_what_is_kept() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 

@@ -74,7 +74,8 @@ def used_again(world: Any, cases: list[tuple[str, str]]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("cases", [AGAIN, pytest.param(COMPILED, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("cases", [AGAIN, COMPILED])
 def test_it_trains_as_a_new_one_with_the_same_weights(cases: list[tuple[str, str]]) -> None:
     assert {name for name, _ in AGAIN + COMPILED} == set(BEFORE)
     for found in run_ranks(used_again, 2, cases, timeout=170):

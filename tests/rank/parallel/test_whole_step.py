@@ -257,6 +257,7 @@ def asked_of_ranks(world: Any) -> list[str]:
     return [*found, *unproven, str(going.strategy), str(going.step)]
 
 
+@pytest.mark.long
 def test_a_job_does_not_start_with_it_nor_switch_to_it_and_check_says_so(
     facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

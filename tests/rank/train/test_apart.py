@@ -67,6 +67,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         return [first, json.loads(other.communicate(timeout=120)[0].splitlines()[-1])]
 
 
+@pytest.mark.long
 def test_what_is_summed_over_an_axis_is_in_the_same_order_everywhere(said: list[Any]) -> None:
     expected = run_ranks(alone, 1)[0]
 

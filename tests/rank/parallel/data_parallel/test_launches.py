@@ -141,6 +141,7 @@ def kernels() -> dict[str, int]:
     return {name: sum(seen.values()) for name, seen in run_ranks(found, 2, timeout=150)[0].items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ours", "theirs"), [("zero 0", "DDP"), ("zero 1", "DDP"), ("zero 1", "FSDP2"), ("zero 3", "FSDP2")]
 )

@@ -128,9 +128,8 @@ def through_deep(world: Any, strategies: list[str]) -> list[float]:
     return [record["loss"] for record in trainer.history]
 
 
-@pytest.mark.parametrize(
-    "strategies", [["zero3", "pp=2 microbatches=1"], pytest.param(["ddp", "tp"], marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("strategies", [["zero3", "pp=2 microbatches=1"], ["ddp", "tp"]])
 def test_a_deep_model_is_proven_on_rows_enough_for_its_statistics(strategies: list[str]) -> None:
     (expected,) = run_ranks(through_deep, 1, strategies)
     for losses in run_ranks(through_deep, 2, strategies):

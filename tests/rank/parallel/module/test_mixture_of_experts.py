@@ -303,6 +303,7 @@ def warned(world: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_to_be_right")  # check makes the whole step
 def test_a_load_balancing_loss_trains_as_the_mean_of_the_ranks_and_says_so() -> None:
     found = run_ranks(warned, 2, timeout=120)[0]

@@ -103,7 +103,8 @@ def compiled(world: Any, strategy: str) -> dict[str, Any]:
     return {"losses": losses, "graphs": graphs, "breaks": breaks, "split": split, "tp": under_tp, "dropping": dropping}
 
 
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("pp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["zero3", "pp"])
 def test_blocks_are_compiled_where_that_is_sound_and_where_not_it_is_said(strategy: str) -> None:
     for found in run_ranks(compiled, 2, strategy, timeout=170):
         assert found["losses"]["aot_eager"] == pytest.approx(found["losses"][False], abs=1e-10)

@@ -30,6 +30,7 @@ def parity(world: Any, runs: list[tuple[str, dict[str, Any]]]) -> list[tuple[str
     return found
 
 
+@pytest.mark.long
 def test_two_ranks() -> None:
     runs: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in MODELS]
     runs += [(name, {"sequence": False}) for name in ("gpt_tied", "llama")]

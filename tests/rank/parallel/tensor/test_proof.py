@@ -79,6 +79,7 @@ IN_A_JOB = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_sample_trains_in_a_job_as_on_one_process() -> None:
     for answer in run_ranks(trained, 2, IN_A_JOB, timeout=170):

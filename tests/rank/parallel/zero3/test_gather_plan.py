@@ -152,9 +152,8 @@ def unseen(world: Any, names: list[str]) -> dict[str, tuple[str, str]]:
     return {name: verdict((MODELS | CHANGED)[name], "zero3", seen=False) for name in names}
 
 
-@pytest.mark.parametrize(
-    "names", [WATCHED, pytest.param([name for name in UNSEEN if name not in WATCHED], marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("names", [WATCHED, [name for name in UNSEEN if name not in WATCHED]])
 def test_without_an_example_it_is_equal_or_refused_by_name_before_the_first_step(names: list[str]) -> None:
     """Nobody has run the model beforehand: the first step is watched."""
     for found in run_ranks(unseen, 2, names, timeout=170):

@@ -186,6 +186,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.long
 def test_a_callable_is_looked_at_in_a_process_of_its_own_where_there_is_no_torch_yet() -> None:
     done = subprocess.run([sys.executable, "-c", IN_A_KERNEL], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "no such model 1\n"), done.stderr

@@ -61,7 +61,8 @@ def test_the_peak_with_activations_is_predicted_within_8_percent() -> None:
     check(run_ranks(peaks, 2, STRATEGIES, 2, timeout=240))
 
 
-@pytest.mark.parametrize("strategy", ["ddp bucket=200K", pytest.param("ddp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp bucket=200K", "ddp"])
 def test_so_is_that_of_an_all_reduce_in_two_levels(strategy: str) -> None:
     check(run_ranks(peaks, 4, (strategy,), 2, 4, timeout=240))
 

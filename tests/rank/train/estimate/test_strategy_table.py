@@ -132,6 +132,7 @@ def trained(world: Any, beside: bool) -> tuple[list[float], dict[str, int | None
     return losses, rows, {text: top.total for text, top in tops.items() if top is not None}
 
 
+@pytest.mark.long
 def test_peaks_of_every_strategy_are_measured_beside_a_training_under_cp_and_change_nothing() -> None:
     with_them, without = (run_ranks(trained, 2, beside, timeout=120)[0] for beside in (True, False))
     assert with_them[0] == without[0]

@@ -75,6 +75,7 @@ def alone(world: Any) -> tuple[float | None, list[tuple[str, float | None, int |
     return found.seconds, told(found)
 
 
+@pytest.mark.long
 def test_what_is_offered_has_the_seconds_and_bytes_of_the_panel_and_the_shortest_step_comes_first() -> None:
     slow, quick, unknown = run_ranks(offered, 2, (1e5, 1e12), timeout=120)[0]
     for one in (slow, quick):

@@ -156,7 +156,8 @@ def expected() -> list[float]:
     return run_ranks(undisturbed, 1)[0]
 
 
-@pytest.mark.parametrize("cases", [REPLICATED, pytest.param(ALSO_REPLICATED, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("cases", [REPLICATED, ALSO_REPLICATED])
 def test_a_rank_that_others_replicate_is_replaced_in_mid_step(cases: list[Case], expected: list[float]) -> None:
     found = run_replaced(survived, 4, cases, deaths=len(cases), timeout=120)
 
@@ -316,6 +317,7 @@ def lost(seat: Seat) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.long
 def test_where_both_who_held_a_part_die_the_last_checkpoint_is_read_and_without_one_it_says_so(
     expected: list[float],
 ) -> None:

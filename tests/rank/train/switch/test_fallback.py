@@ -295,6 +295,7 @@ def called(world: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_a_switch_that_was_called_between_two_fits_is_taken_back_by_the_second() -> None:
     for found in run_ranks(called, 2, timeout=120):
         assert found["losses"] == pytest.approx(found["never"], rel=1e-5)
@@ -524,6 +525,7 @@ def tried(world: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_a_trial_whose_first_step_fails_on_one_rank_is_refused_and_training_goes_on() -> None:
     for found in run_ranks(tried, 2, timeout=120):
         assert found["losses"] == found["never"] and not found["dirty"]
@@ -596,6 +598,7 @@ def asks(trainer: Trainer, step: int, *controls: Control) -> None:
     trainer._callbacks = (ask,)
 
 
+@pytest.mark.long
 def test_a_switch_in_a_pause_is_answered_at_once_and_taken_back_when_training_goes_on() -> None:
     for rank, found in enumerate(run_ranks(paused, 2, timeout=120)):
         assert found["losses"] == found["never"] and found["now"] == "dp=2"

@@ -252,6 +252,7 @@ def in_few_bytes(world: Any) -> list[tuple[int, bool]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("rows_are_known")
 def test_ranks_tell_what_they_cannot_know_in_a_few_hundred_bytes() -> None:
     for rank in run_ranks(in_few_bytes, 4, timeout=300):

@@ -196,6 +196,7 @@ STAGES = {
 }
 
 
+@pytest.mark.long
 def test_a_switch_in_place_that_fails_at_any_stage_leaves_the_old_strategy_training(expected: list[float]) -> None:
     for number, rank in enumerate(run_ranks(fails_at_each_stage, 2, timeout=150)):
         assert [strategy for _, _, strategy, _ in rank["told"]] == ["dp=2"] * len(STAGES)

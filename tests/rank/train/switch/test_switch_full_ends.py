@@ -102,6 +102,7 @@ def no_gradients(patch: pytest.MonkeyPatch) -> None:
     once(patch, Replicas, "begin_again")
 
 
+@pytest.mark.long
 def test_a_training_does_not_go_on_from_a_switch_that_found_no_way_back(expected: list[float]) -> None:
     for in_pieces, unable, (first, made) in run_ranks(asked_for_while_it_trains, 2, timeout=120):
         assert in_pieces[0] and in_pieces[1] == "TrainingError" and "the state is incomplete" in in_pieces[2]

@@ -53,6 +53,7 @@ def over_nodes(world: Any) -> dict[str, Any]:
     return {"losses": losses(job), "said": said, "run": str(job.job.run_dir), "table": table}
 
 
+@pytest.mark.long
 def test_a_training_whose_axes_cross_nodes_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (expected,) = run_ranks(never_switched, 1)

@@ -70,7 +70,8 @@ def through_tp(world: Any, through: list[str]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("through", [THROUGH, pytest.param(ALSO_THROUGH, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("through", [THROUGH, ALSO_THROUGH])
 def test_the_order_that_moves_fewer_bytes_trains_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through: list[str]
 ) -> None:
