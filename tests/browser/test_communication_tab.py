@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,14 @@ import pytest
 from nbkit.notebook.board.board import Board
 
 SOURCE = Path(__file__).resolve().parents[1] / "support" / "fake_run.py"
+DRAWN = """
+window.drawn = [];
+const write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  window.drawn.push(text);
+  write.call(this, text, x, y);
+};
+"""
 BEFORE = 30  # steps that are there when the page opens
 
 
@@ -84,6 +93,7 @@ def board(training: Training) -> Iterator[Board]:
 def page(browser: Any, board: Board) -> Iterator[Any]:
     """TensorBoard, opened at the tab. problems: what went wrong in it; asked: every address that it asked."""
     context = browser.new_context(viewport={"width": 1400, "height": 1100}, color_scheme="light")
+    context.add_init_script(DRAWN)
     page = context.new_page()
     page.problems, page.asked = [], []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
@@ -126,6 +136,12 @@ def hover(page: Any, frame: Any, host: str, x: float, y: float) -> str:
     return str(frame.locator(".tip").inner_text())
 
 
+SAID_OF = """(() => {
+  const said = (id) => document.getElementById(id).textContent;
+  return [document.getElementById("step").value, said("tableof"), said("trafficof")];
+})()"""
+
+
 def test_it_shows_bars_cells_and_rows_and_says_what_they_mean(page: Any, tab: Any) -> None:
     assert tab.input_value("#run") == "small"
     assert data(tab, "bars", "rows") == "4"
@@ -135,7 +151,12 @@ def test_it_shows_bars_cells_and_rows_and_says_what_they_mean(page: Any, tab: An
     assert tab.inner_text("#live") == "4 ranks · running"
     row = tab.inner_text("#table tr:nth-child(2)")
     assert row.split("\t")[:5] == ["all reduce", "dp", "1", "25.2 MB", "25.2 MB (100 %)"]
-    assert "for rank 2" in tab.inner_text("#reading")
+    # Each says of which steps it is.
+    assert re.match(r"Steps \d+ to \d+, medians: .*for rank 2", tab.inner_text("#reading"))
+    step, table, traffic = tab.evaluate(SAID_OF)
+    assert (table, traffic) == (f"step {step}, all ranks", f"bytes, step {step}")
+    assert "▸ dp=4" in tab.evaluate("drawn")
+    assert "up to step" in tab.inner_text("#runs tr")
     assert "Rank 2 is late" in tab.inner_text("#late")
     assert "2" in tab.inner_text("#lateness td")
     assert "modelled" in tab.inner_text("main")

@@ -111,11 +111,8 @@ def ways(name: str, on: Request, local: Cluster, expected: list[float]) -> float
         try:
             cluster.run(TRAINING)
             cells = [(seconds(lambda: cluster.run("1")), seconds(lambda: local.run("1"))) for _ in range(CELLS)]
-            error = seconds(lambda: failed(cluster, "1 / 0 if rank == 3 else dist.barrier()"))
             losses = {tuple(each): cluster.run(f"trained({each})").values[0] for each in STRATEGIES}
-            handle = cluster.run("dist.barrier() if rank else time.sleep(600)", detach=True)
-            time.sleep(0.5)
-            stop = seconds(lambda: handle.stop(end_after=30))
+            broken = [interrupted(local), interrupted(cluster)]
             dead = seconds(lambda: failed(cluster, "os.kill(os.getpid(), 9) if rank == 3 else dist.barrier()"))
             cluster.stop()
         finally:
@@ -127,11 +124,20 @@ def ways(name: str, on: Request, local: Cluster, expected: list[float]) -> float
     ratios = statistics.quantiles((one / other for one, other in cells), n=4)
     print(
         f"{name}: a cell {there:.1f} ms, on this machine {here:.1f} ms, ratio {ratios[1]:.2f} [{ratios[0]:.2f}, "
-        f"{ratios[2]:.2f}] (quartiles of {CELLS} pairs); first error {error:.2f} s, stop {stop:.2f} s, "
-        f"dead rank {dead:.2f} s; largest relative difference of losses {max(differences):.1e}",
+        f"{ratios[2]:.2f}] (quartiles of {CELLS} pairs); first error {broken[1][0]:.2f} s, here {broken[0][0]:.2f}; "
+        f"stop {broken[1][1]:.2f} s, here {broken[0][1]:.2f}; dead rank {dead:.2f} s; "
+        f"largest relative difference of losses {max(differences):.1e}",
         flush=True,
     )
     return max(differences)
+
+
+def interrupted(cluster: Cluster) -> tuple[float, float]:
+    """Seconds until the error of one rank is there, and from a stop to the end of a cell that waits."""
+    error = seconds(lambda: failed(cluster, "1 / 0 if rank == 3 else dist.barrier()"))
+    handle = cluster.run("import time\ndist.barrier() if rank else time.sleep(600)", detach=True)
+    time.sleep(0.5)
+    return error, seconds(lambda: handle.stop(end_after=30))
 
 
 def seconds(do: Callable[[], object]) -> float:

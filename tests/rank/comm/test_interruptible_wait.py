@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -205,3 +206,16 @@ def aborted(world: World) -> list[object]:
 
 def test_a_receive_is_aborted_and_nothing_else_is_touched() -> None:
     assert run_ranks(aborted, 2) == [[False, False, True, 2.0]] * 2
+
+
+def test_looking_for_the_abi_of_torch_gives_up_no_reference_to_the_data_of_the_interpreter() -> None:
+    """Else they are freed, and what torch looks up in them is another object's dictionary."""
+    api = ctypes.pythonapi
+    api.PyInterpreterState_Get.restype = api.PyInterpreterState_GetDict.restype = ctypes.c_void_p
+    api.PyInterpreterState_GetDict.argtypes = [ctypes.c_void_p]
+    references = ctypes.c_ssize_t.from_address(api.PyInterpreterState_GetDict(api.PyInterpreterState_Get()))
+    before = references.value
+
+    message_abort._abi_of_pybind11()
+
+    assert references.value == before

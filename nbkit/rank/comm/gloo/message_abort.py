@@ -76,10 +76,12 @@ def _abi_of_pybind11() -> bytes:
     """What torch's pybind11 calls the ABI that it was built with: a part of the name that its own data have."""
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = ctypes.c_void_p
-    api.PyInterpreterState_GetDict.restype = ctypes.py_object
+    # The reference is borrowed. As py_object it would be taken for our own and given up, and the dict with it.
+    api.PyInterpreterState_GetDict.restype = ctypes.c_void_p
     api.PyInterpreterState_GetDict.argtypes = [ctypes.c_void_p]
+    found = ctypes.cast(api.PyInterpreterState_GetDict(api.PyInterpreterState_Get()), ctypes.py_object).value
     begin, end = "__pybind11_internals_v", "__"
-    for name in api.PyInterpreterState_GetDict(api.PyInterpreterState_Get()):
+    for name in found:
         if isinstance(name, str) and name.startswith(begin):
             return name.removeprefix(begin).removesuffix(end).partition("_")[2].encode()
     raise LookupError("pybind11's data")

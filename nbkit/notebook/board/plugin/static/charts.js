@@ -63,7 +63,7 @@ export function drawTimeline(picture, points, events, { window: only, chosen, ot
   drawOther(picture, beside, x, (value) => y1 - ((y1 - y0) * value) / top);
   pen.restore();
   drawChanges(picture, shown, x, y1);
-  drawEvents(picture, events.filter((e) => e.step >= first && e.step <= last), x, y0, y1);
+  drawEvents(picture, events.filter((e) => e.step >= first && e.step <= last), shown[0][shown[0].length - 1], x, y0, y1);
   for (const value of ticks(last - first, 8)) picture.words(`${Math.round(first + value)}`, x(first + value), y1 + 24, { align: "center" });
   picture.words("step", LEFT - 6, y1 + 24, { align: "right" });
   if (chosen > first && chosen <= last) {
@@ -103,18 +103,21 @@ const SIGNS = { switch: "⇄", checkpoint: "▾", failure: "✕", replaced: "✚
 
 const EVENT = { old: "from", new: "to", moved_bytes: "moved", prepare_s: "prepared in", pause_s: "paused for", proof_s: "proven in", steps_lost: "steps lost", seconds: "seconds lost", gain: "of computing saved" };
 
-function drawEvents(picture, events, x, y0, y1) {
+// begun: the strategy at the left end. It is named where there is room for it before the next event.
+function drawEvents(picture, events, begun, x, y0, y1) {
   picture.canvas.dataset.events = events.map((e) => e.kind).join(" ");
   let free = 0;
-  for (const event of events) {
+  for (const [i, event] of events.entries()) {
     const [sign, colour] = [SIGNS[event.kind] || "•", event.kind === "failure" ? alarm() : ink()];
     const at = Math.max(x(event.step), LEFT + 2);
     picture.line(at, y0 - 10, at, y1, colour, { dash: [3, 3] });
     const text = () => `${event.kind.replaceAll("_", " ")} after step ${event.step}\n` + Object.entries(event)
       .filter(([key, value]) => !["kind", "step"].includes(key) && value !== "" && typeof value !== "object")
       .map(([key, value]) => `  ${EVENT[key] || key}: ${key.endsWith("_bytes") ? bytes(value) : key.endsWith("_s") ? seconds(value) : value}`).join("\n");
-    const name = event.kind === "switch" ? `${sign} ${event.new || "switch"}` : sign;
     picture.pen.font = "600 11px system-ui, sans-serif";
+    const fits = (words) => at + picture.pen.measureText(words).width + 6 < (i + 1 < events.length ? x(events[i + 1].step) : picture.width);
+    const named = event.kind === "switch" ? `${sign} ${event.new || "switch"}` : event.kind === "run_started" && begun ? `${sign} ${begun}` : sign;
+    const name = event.kind === "switch" || fits(named) ? named : sign;
     const w = picture.pen.measureText(name).width + 6;
     if (at >= free) {
       picture.words(name, Math.min(at, picture.width - w - 4), y0 - 18, { colour, bold: true });

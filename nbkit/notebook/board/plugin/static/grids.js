@@ -53,12 +53,13 @@ export function drawTraffic(picture, traffic, hosts) {
 const KINDS = { ...PASSES, I: PASSES.B };
 const NAMES = { F: "forward", B: "backward", I: "backward, input", W: "backward, weights" };
 
-function drawRows(picture, rows, ranks, span, top, height, colour, text, label) {
+// until: seconds to which a rank is there; span: those of the whole width.
+function drawRows(picture, rows, ranks, until, span, top, height, colour, text, label) {
   const left = 58;
   const x = (t) => left + ((picture.width - left - 10) * t) / span;
   rows.forEach((row, i) => {
     const y = top + i * height;
-    picture.box(left, y, picture.width - left - 10, height - 1, rule());
+    picture.box(left, y, x(until) - left, height - 1, rule());
     if (ranks.length <= 16 || i % 8 === 0) picture.words(`rank ${ranks[i]}`, left - 6, y + height / 2, { align: "right" });
     for (const one of row) {
       const [x0, x1] = [x(one[3]), x(one[4])];
@@ -94,7 +95,7 @@ export function drawMoments(picture, moments) {
   if (moments.kind === "laps") {
     picture.begin(block + 26);
     const text = (one, rank) => `rank ${rank}: ${one[0]}\n${seconds(one[4] - one[3])}, from ${seconds(one[3])}`;
-    drawRows(picture, moments.measured, ranks, moments.measured_span || 1, 0, height, (one) => lapColour(one[0]), text, () => "");
+    drawRows(picture, moments.measured, ranks, moments.measured_span || 1, moments.measured_span || 1, 0, height, (one) => lapColour(one[0]), text, () => "");
     drawTime(picture, moments.measured_span || 1, block + 4);
     return;
   }
@@ -110,11 +111,11 @@ export function drawMoments(picture, moments) {
   if (planned) {
     picture.words(`planned: ${moments.schedule}, bubble ${percent(moments.planned_bubble)}, ${seconds(moments.planned_span)}`, 58, 8, { colour: ink() });
     picture.spot(58, 0, picture.width - 58, 16, () => "as the schedule orders it, with the measured cost of each stage and no transfers");
-    drawRows(picture, planned, ranks, span, top, height, colour, text, label);
+    drawRows(picture, planned, ranks, moments.planned_span, span, top, height, colour, text, label);
     top += block + 30;
   }
   picture.words(`measured in step ${moments.step}: bubble ${percent(moments.measured_bubble)}, ${seconds(moments.measured_span)}`, 58, top - 10, { colour: ink() });
-  drawRows(picture, moments.measured, ranks, span, top, height, colour, text, label);
+  drawRows(picture, moments.measured, ranks, moments.measured_span, span, top, height, colour, text, label);
   drawTime(picture, span, top + block + 6);
 }
 

@@ -37,13 +37,13 @@ const LAYOUT = `
     <span class="buttons"><button id="whole" aria-pressed="true">whole run</button><button id="recent" aria-pressed="false">newest ${WINDOW}</button></span></h2>
     <div class="legend"><span id="parts"></span><span id="laid" hidden><b class="stroke"></b><span id="laidname"></span></span></div><div id="timeline"></div></section>
   <section><h2><span id="at">Step</span>, one bar per rank <small>measured</small></h2><p class="note" id="late"></p><div id="bars"></div></section>
-  <section><h2>Who sends to whom <small>bytes in this step</small></h2>
+  <section><h2>Who sends to whom <small id="trafficof"></small></h2>
     <div class="legend"><i id="exact"></i>messages: exact <i id="modelled"></i>collectives: <b>modelled</b> as rings<span id="nodes"></span></div><div id="traffic"></div></section>
-  <section class="wide"><h2>Communication by operation and axis <small>one step, all ranks</small></h2><div class="scroll"><table id="table"></table></div><p class="note" id="tablenote"></p></section>
+  <section class="wide"><h2>Communication by operation and axis <small id="tableof"></small></h2><div class="scroll"><table id="table"></table></div><p class="note" id="tablenote"></p></section>
   <section class="wide"><h2 id="momentshead"></h2><div class="legend" id="momentslegend"></div><div id="moments"></div></section>
   <section><h2>Memory per rank <small id="memorynote"></small></h2><div class="legend" id="memorylegend"></div><div id="memory"></div><div id="health" hidden></div></section>
   <section><h2>Who is late <small id="latenote"></small></h2><table id="lateness"></table></section>
-  <section class="wide"><h2>Runs <small>medians of the newest 20 steps, the newest loss; sent by all ranks · click one to open it</small></h2><div class="scroll"><table id="runs"></table></div></section>
+  <section class="wide"><h2>Runs <small>medians of 20 steps up to the one that is named, and its loss, read every few seconds; sent by all ranks · click one to open it</small></h2><div class="scroll"><table id="runs"></table></div></section>
 </main>
 <footer id="footer"></footer>`;
 
@@ -210,7 +210,7 @@ function show() {
   $("strategy").textContent = step?.strategy || here?.strategy || "";
   $("live").textContent = here ? `${state.world} ranks · ${here.live ? "running" : "ended"}` : "";
   $("live").classList.toggle("on", Boolean(here?.live));
-  $("reading").textContent = step?.reading || "";
+  $("reading").textContent = step?.reading ? `${step.of || `Step ${step.step}`}: ${step.reading}` : "";
   $("follow").setAttribute("aria-pressed", String(state.follow));
   $("whole").setAttribute("aria-pressed", String(!state.only));
   $("recent").setAttribute("aria-pressed", String(Boolean(state.only)));
@@ -218,6 +218,8 @@ function show() {
   if (document.activeElement !== $("step")) $("step").value = step.asked ?? step.step;
   $("step").max = state.newest;
   $("at").textContent = step.of || `Step ${step.step}`;
+  $("trafficof").textContent = `bytes, step ${step.step}`;
+  $("tableof").textContent = `step ${step.step}, all ranks`;
   $("late").textContent = step.late ? `Rank ${step.late.rank} is late: its ${SPOKEN[step.late.cause]} takes ${seconds(step.late.seconds)} longer` : "";
   const lost = step.lost ? ` · ${step.lost} calls were lost from the record` : "";
   const missing = step.missing?.length ? ` · nothing of rank ${step.missing.join(", ")}` : "";

@@ -56,7 +56,7 @@ export function drawRuns(runs, chosen, choose) {
   const table = $("runs");
   if (table.contains(document.activeElement)) return;
   const bars = [];
-  rows(table, ["run", "strategy", "ranks", "step", "loss", "rate", "time of a step", "sent a step", "where it goes"], runs.slice(0, 20).map((run) => {
+  rows(table, ["run", "strategy", "ranks", "up to step", "loss", "rate", "time of a step", "sent a step", "where it goes"], runs.slice(0, 20).map((run) => {
     const link = document.createElement("button");
     link.className = "link";
     link.textContent = run.name;
@@ -64,7 +64,7 @@ export function drawRuns(runs, chosen, choose) {
     const host = document.createElement("div");
     host.className = "bar";
     bars.push([host, run]);
-    return [link, run.strategy, run.ranks, run.step, run.loss === null ? "–" : number(run.loss), run.rate === null ? "–" : `${number(run.rate)} ${run.unit}/s`, seconds(run.seconds), bytes(run.sent), host];
+    return [link, run.strategy, run.ranks, run.step, run.loss === null ? "–" : run.loss < 1000 ? run.loss.toPrecision(3) : number(run.loss), run.rate === null ? "–" : `${number(run.rate)} ${run.unit}/s`, seconds(run.seconds), bytes(run.sent), host];
   }));
   for (const [host, run] of bars) if (run.parts.length === PARTS.length) drawRun(new Picture(host, "step breakdown"), run, top);
   for (const line of table.rows) line.classList.toggle("chosen", line.cells[0]?.textContent === chosen);
