@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 from nbkit.errors import ClusterError
 from nbkit.rank.background_threads import started
 from nbkit.rank.comm.background_creation import Meeting
+from nbkit.rank.comm.gloo.instead import EXCHANGED, method
 from nbkit.rank.comm.gloo.interruptible_wait import Interruptible, has_left
-from nbkit.rank.comm.gloo.reduce_scatter import EXCHANGED, method
 from nbkit.rank.comm.operations import COLLECTIVES, ROOTED, SILENT, first_of, num_bytes
 from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry import collectives

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -14,24 +15,23 @@ from nbkit.rank.comm import delegating_group
 from nbkit.rank.world import sockets
 from nbkit.rank.world.world import World
 
-N = 3
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def given(rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(2 * N, 5, generator=torch.Generator().manual_seed(rank)).mul(100).to(dtype)
+def given(rank: int, n: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(2 * n, 5, generator=torch.Generator().manual_seed(rank)).mul(100).to(dtype)
 
 
-def expected(rank: int, op: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    every = torch.stack([given(r, dtype) for r in range(N)])
+def expected(rank: int, n: int, op: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    every = torch.stack([given(r, n, dtype) for r in range(n)])
     whole = {
         "sum": every.sum(0, dtype=dtype),
         "max": every.amax(0),
         "min": every.amin(0),
         "product": every.prod(0, dtype=dtype),
     }
-    whole["avg"] = whole["sum"] / N
-    return whole[op].chunk(N)[rank].to(dtype)
+    whole["avg"] = whole["sum"] / n
+    return whole[op].chunk(n)[rank].to(dtype)
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -40,20 +40,20 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def every_form(world: World) -> dict[str, bool]:
     warnings.simplefilter("ignore", FutureWarning)
-    rank, right = world.place.rank, {}
+    rank, n, right = world.place.rank, dist.get_world_size(), {}
     for name, op in OPS.items():
         out = torch.empty(2, 5, dtype=torch.float64)
-        dist.reduce_scatter_tensor(out, given(rank), op=op)
-        right[f"tensor {name}"] = near(out, expected(rank, name))
+        dist.reduce_scatter_tensor(out, given(rank, n), op=op)
+        right[f"tensor {name}"] = near(out, expected(rank, n, name))
         out = torch.empty(2, 5, dtype=torch.float64)
-        dist.reduce_scatter(out, list(given(rank).chunk(N)), op=op)
-        right[f"list {name}"] = near(out, expected(rank, name))
+        dist.reduce_scatter(out, list(given(rank, n).chunk(n)), op=op)
+        right[f"list {name}"] = near(out, expected(rank, n, name))
     for dtype in (torch.bfloat16, torch.int32):
         out = torch.empty(2, 5, dtype=dtype)
-        dist._reduce_scatter_base(out, given(rank, dtype))
-        right[f"base {dtype}"] = near(out, expected(rank, "sum", dtype))
+        dist._reduce_scatter_base(out, given(rank, n, dtype))
+        right[f"base {dtype}"] = near(out, expected(rank, n, "sum", dtype))
     # In place, as NCCL allows, out of order, and the input changed while it is under way is not: it is waited for.
-    mine, other = given(rank), given(rank)
+    mine, other = given(rank, n), given(rank, n)
     works = [
         dist.reduce_scatter_tensor(mine[2 * rank : 2 * rank + 2], mine, async_op=True),
         dist.reduce_scatter_tensor(far := torch.empty(2, 5, dtype=torch.float64), other, async_op=True),
@@ -61,34 +61,37 @@ def every_form(world: World) -> dict[str, bool]:
     for work in reversed(works):
         work.wait()
         work.wait()
-    right["in place"] = near(mine[2 * rank : 2 * rank + 2], expected(rank, "sum"))
-    right["asynchronous"] = near(far, expected(rank, "sum"))
-    work = dist.reduce_scatter_tensor(polled := torch.empty(2, 5, dtype=torch.float64), given(rank), async_op=True)
+    right["in place"] = near(mine[2 * rank : 2 * rank + 2], expected(rank, n, "sum"))
+    right["asynchronous"] = near(far, expected(rank, n, "sum"))
+    work = dist.reduce_scatter_tensor(polled := torch.empty(2, 5, dtype=torch.float64), given(rank, n), async_op=True)
     while not work.is_completed():
         pass
-    right["polled"] = near(polled, expected(rank, "sum")) and work.is_success() and work.exception() is None
-    work = dist.reduce_scatter_tensor(later := torch.empty(2, 5, dtype=torch.float64), given(rank), async_op=True)
+    right["polled"] = near(polled, expected(rank, n, "sum")) and work.is_success() and work.exception() is None
+    work = dist.reduce_scatter_tensor(later := torch.empty(2, 5, dtype=torch.float64), given(rank, n), async_op=True)
     (value,) = work.get_future().wait()
-    right["future"] = near(value, expected(rank, "sum")) and value.data_ptr() == later.data_ptr()
+    right["future"] = near(value, expected(rank, n, "sum")) and value.data_ptr() == later.data_ptr()
     outs = [torch.empty(2, 5, dtype=torch.float64) for _ in range(2)]
     with dist._coalescing_manager(async_ops=True) as manager:
         for out in outs:
-            dist.reduce_scatter_tensor(out, given(rank))
+            dist.reduce_scatter_tensor(out, given(rank, n))
     manager.wait()
-    right["coalesced"] = all(near(out, expected(rank, "sum")) for out in outs)
-    functional = funcol.reduce_scatter_tensor(given(rank), "sum", 0, dist.group.WORLD)
-    right["functional"] = near(functional + 0, expected(rank, "sum"))
+    right["coalesced"] = all(near(out, expected(rank, n, "sum")) for out in outs)
+    functional = funcol.reduce_scatter_tensor(given(rank, n), "sum", 0, dist.group.WORLD)
+    right["functional"] = near(functional + 0, expected(rank, n, "sum"))
     product = torch.empty(2, 5, dtype=torch.float64)
-    dist.reduce_scatter_tensor(product, given(rank), op=dist.ReduceOp.PRODUCT)
-    right["what gloo alone knows"] = near(product, expected(rank, "product"))
-    turned = given(rank).t().contiguous().t()
+    dist.reduce_scatter_tensor(product, given(rank, n), op=dist.ReduceOp.PRODUCT)
+    right["what gloo alone knows"] = near(product, expected(rank, n, "product"))
+    turned = given(rank, n).t().contiguous().t()
     dist.reduce_scatter_tensor(out := torch.empty(2, 5, dtype=torch.float64), turned)
-    right["not contiguous"] = near(out, expected(rank, "sum"))
+    right["not contiguous"] = near(out, expected(rank, n, "sum"))
+    dist.reduce_scatter_tensor(out := torch.empty(5, 2, dtype=torch.float64).t(), given(rank, n).requires_grad_())
+    right["output not contiguous, input with gradient"] = near(out, expected(rank, n, "sum")) and not out.requires_grad
     return right
 
 
-def test_every_form_gives_the_sums_average_and_extremes() -> None:
-    for right in run_ranks(every_form, N):
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_form_gives_the_sums_average_and_extremes(n: int) -> None:
+    for right in run_ranks(every_form, n):
         assert [name for name, good in right.items() if not good] == []
 
 
@@ -100,7 +103,7 @@ class Spy:
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(self.inner, name)
-        if not callable(own) or name in ("size", "_get_backend"):
+        if not callable(own) or name in ("size", "rank", "_get_backend"):
             return own
 
         def call(*args: Any) -> Any:
@@ -118,14 +121,16 @@ def on_the_wire(world: World) -> Any:
     delegating_group.listeners.append(lambda *told: heard.append(told))
     before = group.count
     out = torch.empty(2, 5, dtype=torch.float64)
-    group._reduce_scatter_base(out, given(world.place.rank), dist.ReduceScatterOptions()).wait()
+    group._reduce_scatter_base(out, given(world.place.rank, spy.inner.size()), dist.ReduceScatterOptions()).wait()
     return spy.called, heard, group.count - before
 
 
-def test_it_is_one_exchange_of_the_input_and_counted_as_one_reduce_scatter() -> None:
-    nbytes = 2 * N * 5 * 8
-    for called, heard, count in run_ranks(on_the_wire, N):
-        assert called == [("alltoall_base", nbytes)]
+@pytest.mark.parametrize("n", [2, 3])
+def test_it_is_one_exchange_of_what_others_keep_and_counted_as_one_reduce_scatter(n: int) -> None:
+    nbytes = 2 * n * 5 * 8
+    for called, heard, count in run_ranks(on_the_wire, n):
+        # Of two ranks what a rank keeps stays where it is.
+        assert called == [("alltoall_base", nbytes if n > 2 else nbytes // 2)]
         assert heard == [("reduce_scatter", "world", nbytes)]
         assert count == 1
 

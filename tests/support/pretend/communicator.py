@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nbkit.rank.comm.gloo.reduce_scatter import method
+from nbkit.rank.comm.gloo.instead import method
 from nbkit.rank.comm.operations import COLLECTIVES
 from pretend.device import PretendAccelerator, poison
 

@@ -1,8 +1,8 @@
 """Reduce-scatter over gloo at the bytes that the operation needs.
 
 gloo's own is an all-reduce of which each rank keeps its part: 2 (n - 1) / n of the input leaves every rank. Here the
-ranks exchange the parts, (n - 1) / n of the input, and each sums the n that it was given, always in the order of the
-ranks. nccl has a real one and never comes by here.
+ranks exchange the parts, (n - 1) / n of the input, and each sums the n parts that are its own, always in the order of
+the ranks. nccl has a real one and never comes by here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbkit.rank.comm.gloo.exchange import as_bytes, options, swap
 from nbkit.rank.comm.gloo.interruptible_wait import future, wait
 
 
@@ -71,20 +72,28 @@ class _Summing(dist.Work):
         return torch.futures.collect_all([future(work, self._issued) for work in self._works]).then(summed)
 
 
-def _reduce(op: Any) -> Callable[[Tensor], Tensor] | None:
-    """What makes one row of the n rows that arrived; None for what gloo alone knows."""
+def _reduce(op: Any, ranks: int) -> Callable[..., Any] | None:
+    """What makes an output, out=, of the parts of all ranks; None for what gloo alone knows.
+
+    Of two ranks it gets both parts, which takes half of the time, else a tensor that has them along dim 0.
+    """
     if op == dist.ReduceOp.SUM:
-        return lambda rows: rows.sum(0, dtype=rows.dtype)
+        return torch.add if ranks == 2 else _sum
     if op == dist.ReduceOp.AVG:
-        return lambda rows: rows.sum(0, dtype=rows.dtype).div_(len(rows))
+        add = torch.add if ranks == 2 else _sum
+        return lambda *parts, out: add(*parts, out=out).div_(ranks)
     if op == dist.ReduceOp.MAX:
-        return lambda rows: rows.amax(0)
+        return torch.maximum if ranks == 2 else lambda parts, out: torch.amax(parts, 0, out=out)
     if op == dist.ReduceOp.MIN:
-        return lambda rows: rows.amin(0)
+        return torch.minimum if ranks == 2 else lambda parts, out: torch.amin(parts, 0, out=out)
     return None
 
 
-def _serves(inner: Any, tensors: Sequence[Tensor], opts: Any) -> Callable[[Tensor], Tensor] | None:
+def _sum(parts: Tensor, *, out: Tensor) -> Tensor:
+    return torch.sum(parts, 0, dtype=parts.dtype, out=out)
+
+
+def _serves(inner: Any, tensors: Sequence[Tensor], opts: Any) -> Callable[..., Any] | None:
     """The reduction, when these tensors go over gloo and it can be made here."""
     if not isinstance(opts, dist.ReduceScatterOptions) or inner.size() == 1:
         return None
@@ -94,27 +103,30 @@ def _serves(inner: Any, tensors: Sequence[Tensor], opts: Any) -> Callable[[Tenso
     op: Any = opts.reduceOp
     if op == dist.ReduceOp.AVG and not all(tensor.is_floating_point() for tensor in tensors):
         return None
-    return _reduce(op) if inner._get_backend(torch.device("cpu")).name() == "gloo" else None
+    return _reduce(op, inner.size()) if inner._get_backend(torch.device("cpu")).name() == "gloo" else None
 
 
-def _exchange(
-    inner: Any, pairs: Sequence[tuple[Tensor, Tensor]], opts: Any, reduce: Callable[..., Tensor]
-) -> dist.Work:
+def _exchange(inner: Any, pairs: Sequence[tuple[Tensor, Tensor]], opts: Any, reduce: Callable[..., Any]) -> dist.Work:
     """(output, flat input) of each: part r of the input goes to rank r. The inputs are free to change afterwards."""
-    works, arrived = [], []
-    options = dist.AllToAllOptions()
-    options.timeout = opts.timeout
+    works: list[Any] = []
+    arrived: list[tuple[Tensor, ...]] = []
+    ranks, index = inner.size(), inner.rank()
     for output, flat in pairs:
-        rows = flat.new_empty(inner.size(), output.numel())
-        # As bytes: what gloo carries does not depend on what it can add.
-        received, sent = rows.view(-1).view(torch.uint8), flat.view(torch.uint8)
-        splits = [output.numel() * output.element_size()] * inner.size()
-        works.append(inner.alltoall_base(received, sent, splits, splits, options))
-        arrived.append(rows)
+        if ranks == 2:
+            # What a rank keeps is added where it lies.
+            parts = flat.split(output.numel()) if output.numel() else (flat, flat)
+            other = torch.empty_like(parts[index])
+            works.append(swap(inner, other, parts[1 - index], opts.timeout))
+            arrived.append((parts[index].view(output.shape), other.view(output.shape)))
+        else:
+            rows = flat.new_empty(ranks, *output.shape)
+            splits = [output.numel() * output.element_size()] * ranks
+            works.append(inner.alltoall_base(as_bytes(rows), as_bytes(flat), splits, splits, options(opts.timeout)))
+            arrived.append((rows,))
 
     def finish() -> None:
-        for (output, _), rows in zip(pairs, arrived, strict=True):
-            output.copy_(reduce(rows).view(output.shape))
+        for (output, _), parts in zip(pairs, arrived, strict=True):
+            reduce(*parts, out=output)
 
     return _Summing(works, finish, [output for output, _ in pairs])
 
@@ -132,8 +144,10 @@ def _coalesced(inner: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor], 
         # What does not fit is left to torch's own checks and messages.
         if source.numel() != inner.size() * output.numel() or source.dtype != output.dtype:
             return None
-    flats = [source.contiguous().view(-1) for source in inputs]
-    return _exchange(inner, list(zip(outputs, flats, strict=True)), opts, reduce)
+    flats = [source.detach().contiguous().view(-1) for source in inputs]
+    return _exchange(
+        inner, [(output.detach(), flat) for output, flat in zip(outputs, flats, strict=True)], opts, reduce
+    )
 
 
 def _list(inner: Any, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work | None:
@@ -145,30 +159,13 @@ def _list(inner: Any, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work 
     reduce = _serves(inner, [output, *parts], opts)
     if reduce is None:
         return None
-    return _exchange(inner, [(output, torch.cat([part.reshape(-1) for part in parts]))], opts, reduce)
+    return _exchange(inner, [(output.detach(), torch.cat([part.detach().reshape(-1) for part in parts]))], opts, reduce)
 
 
-_INSTEAD: dict[str, Callable[..., dist.Work | None]] = {
+INSTEAD: dict[str, Callable[..., dist.Work | None]] = {
     "reduce_scatter": _list,
     "reduce_scatter_single": _single,
     "_reduce_scatter_base": _single,
     "reduce_scatter_single_coalesced": _coalesced,
     "reduce_scatter_tensor_coalesced": _coalesced,
 }
-
-EXCHANGED = frozenset(_INSTEAD)
-"""Names for which `method` has another one than the inner group."""
-
-
-def method(inner: Any, name: str) -> Callable[..., Any]:
-    """The method `name` of an inner group; of a reduce-scatter one that goes over gloo as an exchange."""
-    own: Callable[..., Any] = getattr(inner, name)
-    instead = _INSTEAD.get(name)
-    if instead is None:
-        return own
-
-    def issue(*args: Any, **kwargs: Any) -> Any:
-        work = instead(inner, *args, **kwargs) if not kwargs else None
-        return own(*args, **kwargs) if work is None else work
-
-    return issue

@@ -45,9 +45,10 @@ class Links:
         )
 
 
-def all_gather(row: Tensor, links: Links) -> tuple[Tensor, dist.Work]:
-    """(matrix with the rows of all ranks, the work that fills it)."""
-    matrix = row.new_empty(links.ranks, row.numel())
+def all_gather(row: Tensor, links: Links, matrix: Tensor | None = None) -> tuple[Tensor, dist.Work]:
+    """(matrix with the rows of all ranks, the work that fills it). matrix: one of which `row` is this rank's row."""
+    if matrix is None:
+        matrix = row.new_empty(links.ranks, row.numel())
     return matrix, two_levels.all_gather(matrix.view(-1), row, group=links.group, async_op=True)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nbkit.levers import BUCKET
 from nbkit.rank.parallel.data_parallel.base import fresh
 from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction, all_gather
-from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, flat_with_views
+from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, aligned, flat_with_views
 from nbkit.rank.parallel.data_parallel.gradient_buckets import Bucket, BucketedAxis
 from nbkit.rank.parallel.data_parallel.late_gather import LateGather, compiles, waiting
 from nbkit.rank.parallel.module.meta_module import homes, replace
@@ -53,7 +53,7 @@ class _Bucket(Bucket):
         self.counts: Tensor | None = None
 
     def send(self) -> None:
-        self.adopt()
+        # From where autograd has put them, which is not the buffer where the step has one backward pass.
         self.flight.send(self.reduction, [p.grad for p in self.params], self._landed)
         for p in self.params:
             p.grad = None
@@ -72,15 +72,17 @@ class _Bucket(Bucket):
     @torch.no_grad()
     def gather(self) -> tuple[Tensor, dist.Work]:
         """Start to bring the updated parts together."""
-        row = self.params[0].detach().new_empty(self.packing.width)
+        like = self.params[0].detach()
+        matrix = like.new_empty(self.links.ranks, aligned(self.packing.width, like))
+        row = matrix[self.links.index]
         mine = self.packing.shards(row, self.links.index)
         torch._foreach_copy_(mine, [p.detach() for p in self.held])
-        return all_gather(row, self.links)
+        return all_gather(row, self.links, matrix)
 
     @torch.no_grad()
     def spread(self, matrix: Tensor) -> None:
         """Put what has come into the whole parameters."""
-        self.packing.unpack(matrix, [p.detach().view(-1) for p in self.params])
+        self.packing.unpack(matrix[:, : self.packing.width], [p.detach().view(-1) for p in self.params])
 
 
 class ShardedOptimizer(BucketedAxis[_Bucket]):

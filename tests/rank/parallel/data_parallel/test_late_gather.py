@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel import zero1_2
-from nbkit.rank.parallel.data_parallel.bucket_collectives import Links, all_gather
+from nbkit.rank.parallel.data_parallel.bucket_collectives import all_gather
 from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.train.checkpoint.retention import place
 from nbkit.rank.train.job import prepare
@@ -32,8 +32,8 @@ STEPS, BATCH = 6, 8
 class Hidden:
     """A gather whose result is there when it was waited for: until then there are no numbers."""
 
-    def __init__(self, row: Tensor, links: Links) -> None:
-        self.came, self.work = all_gather(row, links)
+    def __init__(self, *given: Any) -> None:
+        self.came, self.work = all_gather(*given)
         self.matrix = torch.full_like(self.came, torch.nan)
 
     def wait(self, *timeout: Any) -> bool:
@@ -42,8 +42,8 @@ class Hidden:
         return True
 
 
-def hidden(row: Tensor, links: Links) -> tuple[Tensor, Any]:
-    work = Hidden(row, links)
+def hidden(*given: Any) -> tuple[Tensor, Any]:
+    work = Hidden(*given)
     return work.matrix, work
 
 

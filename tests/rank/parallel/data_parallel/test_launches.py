@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from nbkit.mesh import Mesh
+from nbkit.rank.comm.gloo import instead
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.grad_norm import clip, grad_norm
@@ -127,6 +128,7 @@ def by_nbkit(zero: int, rank: int) -> Counter[str]:
 
 def found(world: Any) -> dict[str, Counter[str]]:
     """Kernels beside those of forward and backward."""
+    instead._INSTEAD.clear()  # NCCL's operations are its own, and gloo's are seen here no more than they
     plain, few = (counted(lambda model=model: loss(model(X), Y).backward()) for model in (blocks(), blocks(_FEW)))
     found = {f"zero {zero}": by_nbkit(zero, world.place.rank) - plain for zero in (0, 1, 3)}
     found["DDP"] = by_torch(DistributedDataParallel(blocks())) - plain
