@@ -1,6 +1,8 @@
 """CPU-seconds of a step under zero1 and pp, nbkit's beside torch's own pieces, in pairs that alternate.
 
-On CPU ranks what a step takes by the clock depends on what else the machine does; what it computes does so less.
+On CPU ranks what a step takes by the clock depends on what else the machine does; what it computes does so less. But
+where its memory lies decides over some percent, for as long as a process lives: the processes of both are started anew
+after every `OF_ONE_START` pairs.
 """
 
 from __future__ import annotations
@@ -11,29 +13,31 @@ from bench.steps.steps import BAR, MICROBATCHES, PIECES, QUICK, SIZE
 from bench.table import Row, compared
 
 STRATEGIES, RANKS = ("zero1", "pp"), 2
-PAIRS, STEPS = 100, 6
+STARTS, OF_ONE_START, STEPS = 5, 20, 6
 
 
 def run(settings: Settings) -> list[Row]:
     """Two rows for each strategy: CPU-seconds of all ranks, and seconds by the clock, which are shown."""
     size = QUICK if settings.quick else SIZE
     rows = []
-    with (
-        Ranks("steps.steps_ranks", RANKS, folder=settings.folder, with_="nbkit", **size) as ours,
-        Ranks("steps.steps_ranks", RANKS, folder=settings.folder, with_="torch", **size) as theirs,
-    ):
-        for strategy in STRATEGIES:
-            spent: dict[str, list[tuple[float, float]]] = {"nbkit": [], "torch": []}
-            arms = [("nbkit", ours), ("torch", theirs)]
-            for _, ranks in arms:
-                ranks.ask("prepare", strategy=strategy, microbatches=MICROBATCHES)
-            for _ in range(settings.count(PAIRS)):
-                for name, ranks in arms:
-                    said = ranks.ask("spent", steps=STEPS)
-                    spent[name].append((sum(cpu for _, cpu in said), max(wall for wall, _ in said)))
-                arms.reverse()
-            for which, what, bar in ((0, "CPU-seconds of all ranks", BAR), (1, "seconds", None)):
-                values = [[one[which] for one in spent[name]] for name in ("nbkit", "torch")]
-                what = f"step, {strategy}, {RANKS} ranks, {what}, {len(values[0])} pairs"
-                rows.append(compared(what, values[0], PIECES[strategy], values[1], None, bar, "ms"))
+    for strategy in STRATEGIES:
+        spent: dict[str, list[tuple[float, float]]] = {"nbkit": [], "torch": []}
+        for _ in range(settings.count(STARTS)):
+            with (
+                Ranks("steps.steps_ranks", RANKS, folder=settings.folder, with_="nbkit", **size) as ours,
+                Ranks("steps.steps_ranks", RANKS, folder=settings.folder, with_="torch", **size) as theirs,
+            ):
+                arms = [("nbkit", ours), ("torch", theirs)]
+                for _, ranks in arms:
+                    ranks.ask("prepare", strategy=strategy, microbatches=MICROBATCHES)
+                    ranks.ask("spent", steps=STEPS)
+                for _ in range(settings.count(OF_ONE_START)):
+                    for name, ranks in arms:
+                        said = ranks.ask("spent", steps=STEPS)
+                        spent[name].append((sum(cpu for _, cpu in said), max(wall for wall, _ in said)))
+                    arms.reverse()
+        for which, what, bar in ((0, "CPU-seconds of all ranks", BAR), (1, "seconds", None)):
+            values = [[one[which] for one in spent[name]] for name in ("nbkit", "torch")]
+            what = f"step, {strategy}, {RANKS} ranks, {what}, {len(values[0])} pairs"
+            rows.append(compared(what, values[0], PIECES[strategy], values[1], None, bar, "ms"))
     return rows

@@ -6,9 +6,10 @@ from math import prod
 
 import pytest
 import torch
+from torch import nn
 
-from nbkit.rank.parallel.data_parallel import bucket_collectives
-from nbkit.rank.parallel.data_parallel.bucket_collectives import Links, Reduction
+from nbkit.rank.parallel.data_parallel import bucket_collectives, zero1_2
+from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction
 from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, flat_with_views
 
 BLOCK = [(320,), (960, 320), (960,), (320, 320), (320,), (320,), (1280, 320), (1280,), (320, 1280), (320,)]
@@ -56,3 +57,21 @@ def test_rows_and_large_tensors_begin_at_128_bytes_and_padding_is_below_a_hundre
         assert [view.numel() for view in views] == [prod(shape) for shape in shapes]
         if shapes is BLOCK:
             assert any(large) and ranks * row <= 1.01 * dtype.itemsize * sum(map(prod, shapes))
+
+
+def test_a_gradient_of_one_backward_pass_goes_to_the_message_without_a_stop_in_the_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(bucket_collectives, "reduce_scatter", lambda row, matrix, **_: sent.append(matrix))
+    links = Links(group=None, ranks=2, index=0, across=None, replica=0)
+    wholes = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(6))]
+    bucket = zero1_2._Bucket(wholes, [nn.Parameter(p[: len(p) // 2]) for p in wholes], links, InFlight(), buffer=True)
+    for p in wholes:
+        p.grad = torch.ones_like(p)
+    bucket.send()
+    assert not any(view.any() for view in bucket.views)
+    assert all(
+        bucket.packing.shard(row, i, rank).all() for rank, row in enumerate(sent[0].view(2, -1)) for i in range(2)
+    )
+    assert all(p.grad is None for p in wholes)
