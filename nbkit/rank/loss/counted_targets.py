@@ -126,7 +126,7 @@ class CountedTargets(TorchFunctionMode):
             counts = target != ignore_index
             ids = target if weight is None else target.where(counts, 0)
             total = counts.sum() if weight is None else weight[ids].where(counts, 0).sum()
-            divisor = total.where(total != 0, 1)
+            divisor = total.clamp(min=1) if weight is None else total.where(total != 0, 1)
         known = weight is None and not target.is_floating_point()
         self.targets.append((target.detach(), ignore_index) if known else None)
         if self._share is not None:

@@ -81,9 +81,10 @@ class Gates:
         for skip in dict.fromkeys(skip for entry in entries for skip in entry.skips):
             self._followed.setdefault((skip.module, skip.call), []).append(skip)
         numbers = {name: i for i, name in enumerate(blocks) if i}
+        zeros = _Zeros()
         for name in dict.fromkeys([*numbers, *skipped]):
             part = module.get_submodule(name)
-            shapes = _Shapes(part) if name in skipped else None
+            shapes = _Shapes(part, zeros) if name in skipped else None
             vars(part)["_gate"] = partial(self._pass_by, name, numbers.get(name), shapes)
             self._kinds.append((part, type(part)))
             part.__class__ = subclass(type(part), _Gated)
@@ -215,6 +216,27 @@ class Gates:
         return arrived | {path: self._given[at] for path, at in entry.kept.items() if at in self._given}
 
 
+class _Zeros:
+    """Zeros that all modules of a stage give that it skips: to fill some for each would take longer than the call."""
+
+    _AT_MOST = 4  # shapes whose memory is kept
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Tensor] = {}
+
+    def like(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The same memory for the same shape, until somebody has written into it."""
+        if torch.is_inference_mode_enabled():  # where nobody notes that
+            return torch.zeros(shape, dtype=dtype, device=device)
+        found = self._kept.get((shape, dtype))
+        if found is None or found._version:
+            self._kept.pop((shape, dtype), None)
+            if len(self._kept) == self._AT_MOST:
+                self._kept.clear()
+            found = self._kept[shape, dtype] = torch.zeros(shape, dtype=dtype, device=device)
+        return found.detach()
+
+
 class _Shapes:
     """What a module would give: found out by a twin on the meta device, once for each shape of its arguments.
 
@@ -222,8 +244,8 @@ class _Shapes:
     On the CPU that one always does: at its first operation the meta device imports torch's compiler, for seconds.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.device = next(module.parameters()).device
+    def __init__(self, module: nn.Module, zeros: _Zeros) -> None:
+        self.device, self.filled = next(module.parameters()).device, zeros
         self.twin: nn.Module | None = None
         blank = {id(p): _blank(p) for p in module.parameters()}
         if accelerator().holds(self.device):
@@ -240,9 +262,7 @@ class _Shapes:
         if key not in self.known:
             self.known[key] = pytree.tree_flatten(self._run(args, kwargs))
         outputs, spec = self.known[key]
-        blank = [
-            torch.zeros(o.shape, dtype=o.dtype, device=self.device) if isinstance(o, Tensor) else o for o in outputs
-        ]
+        blank = [self.filled.like(o.shape, o.dtype, self.device) if isinstance(o, Tensor) else o for o in outputs]
         return blank[0] if spec.is_leaf() else pytree.tree_unflatten(blank, spec)
 
     def _run(self, args: Any, kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from nbkit.errors import StrategyError
 from nbkit.rank.data.batch import call
 from nbkit.rank.models.gpt import Block
+from nbkit.rank.parallel.pipeline import partial_forward
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.proof.memory import tensors_in
@@ -155,3 +156,17 @@ def test_recomputed_blocks_and_frozen_ones() -> None:
     assert_equal(
         chained([(part, 0) for part in parts], specimen, value, target), specimen.gradients(model, value, target)
     )
+
+
+def test_what_skipped_modules_give_has_one_memory_until_it_is_written_to() -> None:
+    zeros = partial_forward._Zeros()
+    asked = torch.Size([2, 3]), torch.float32, torch.device("cpu")
+    first, second = zeros.like(*asked), zeros.like(*asked)
+    assert first.data_ptr() == second.data_ptr() and not first.any()
+    second[0].add_(1)
+    third = zeros.like(*asked)
+    assert not third.any() and third.data_ptr() != first.data_ptr()
+    with torch.inference_mode():
+        zeros.like(*asked).add_(1)
+        assert not zeros.like(*asked).any()
+    assert not zeros.like(*asked).requires_grad_().any() and not zeros.like(*asked).requires_grad
