@@ -22,6 +22,7 @@ import psutil
 from ipyparallel.engine.app import IPEngine
 from jupyter_client.session import Session
 
+from nbkit.bridge.engine_options import OPTIONS
 from nbkit.wire.cells import CellRecord, CellRequest
 
 
@@ -57,7 +58,9 @@ def _engine(rank: int, engine_file: Path) -> None:
     os.dup2(log, 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Session.send = _quiet(Session.send)  # type: ignore[method-assign]
-    IPEngine.launch_instance([f"--IPEngine.url_file={engine_file}", f"--IPEngine.id={rank}", "--log-level=40"])
+    IPEngine.launch_instance(
+        [f"--IPEngine.url_file={engine_file}", f"--IPEngine.id={rank}", *OPTIONS, "--log-level=40"]
+    )
     os._exit(0)
 
 

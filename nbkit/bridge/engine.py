@@ -20,6 +20,7 @@ from ipyparallel.engine.app import IPEngine
 
 from nbkit.bridge import calls
 from nbkit.bridge.ending import Ending
+from nbkit.bridge.engine_options import OPTIONS
 from nbkit.bridge.output.capture import Capture
 from nbkit.bridge.output.progress_bars import draw_as_text
 from nbkit.bridge.parent.spec import Spec
@@ -36,7 +37,6 @@ from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.train.replace import resume_fit, stages
 from nbkit.rank.world import watchdog, world
 from nbkit.rank.world.rank_place import Place
-from nbkit.wire.cells import SIGNATURES_KEPT
 from nbkit.wire.link import Link
 
 
@@ -157,10 +157,7 @@ def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link, *, r
             f"--profile-dir={spec.profile_dir}",
             f"--IPEngine.url_file={spec.engine_file}",
             f"--IPEngine.id={rank}",
-            "--IPEngine.enable_nanny=False",  # the parent that forked the ranks is their nanny
-            "--IPEngine.timeout=60",
-            "--IPEngine.max_heartbeat_misses=0",  # the parent watches the controller; a busy rank never leaves
-            f"--Session.digest_history_size={SIGNATURES_KEPT}",
+            *OPTIONS,
             "--log-level=30",
         ]
     )
