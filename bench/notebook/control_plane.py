@@ -21,7 +21,7 @@ from bench.stats import quantile
 from bench.table import Row, skipped
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cells.connection import Connection
-from nbkit.notebook.cluster.launch.launch import connect, controller_launcher, make_folder
+from nbkit.notebook.cluster.launch.launch import connect, controller_launcher, environment_of_ranks, make_folder
 from nbkit.notebook.cluster.output.display import NoScreen
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.wire.cells import CellRequest
@@ -55,7 +55,8 @@ def _at(n: int, rounds: int) -> list[Row]:
     controller.start()
     root = Path(__file__).resolve().parents[2]
     words = [sys.executable, "-m", "bench.rigs.light_engine", str(folder), name, str(n), str(controller.pid)]
-    engines = subprocess.Popen(words, cwd=root, stdin=subprocess.PIPE, start_new_session=True)
+    environment = {**os.environ, **environment_of_ranks()}
+    engines = subprocess.Popen(words, cwd=root, env=environment, stdin=subprocess.PIPE, start_new_session=True)
     try:
         entry = Entry(
             name, socket.gethostname(), n, "gloo", 3600.0, time.time(), Process.of(controller.pid),

@@ -8,6 +8,7 @@ CONTROLLER: the process of its controller, which ends with the engines when the 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ipykernel.debugger  # noqa: F401  # as the parent of ranks does, so that every fork has it for nothing
 import psutil
 from ipyparallel.engine.app import IPEngine
 from jupyter_client.session import Session
@@ -32,6 +34,8 @@ def main(folder: Path, name: str, n: int, controller: int) -> None:
     engine_file = folder / "profile" / "security" / f"ipcontroller-{name}-engine.json"
     while not engine_file.exists() or not engine_file.stat().st_size:
         time.sleep(0.01)
+    gc.collect()
+    gc.freeze()
     for rank in range(n):
         if os.fork() == 0:
             _engine(rank, engine_file)

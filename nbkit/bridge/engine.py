@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import ipykernel.debugger  # noqa: F401  # by every kernel when it is made: half of the CPU of a rank's start
 from ipyparallel.engine.app import IPEngine
 
 from nbkit.bridge import calls

@@ -55,6 +55,18 @@ def test_stop_leaves_nothing_behind(nbkit_home: Path) -> None:
     assert registry.find("gone") is None
 
 
+def test_what_every_rank_imports_its_parent_has_imported(nbkit_home: Path) -> None:
+    cluster = Cluster.start(1, cpu=True, name="ahead")
+    try:
+        # The parent's objects are frozen, and are not among these.
+        source = "import gc, types; [each.__name__ for each in gc.get_objects() if isinstance(each, types.ModuleType)]"
+        own = cluster.run(source).values[0]
+    finally:
+        cluster.stop()
+    assert "tornado.platform.asyncio" in own and len(own) < 30, own
+    assert not {"debugpy", "ipykernel.debugger", "pydevd"} & set(own)
+
+
 def test_a_rank_that_cannot_start_is_an_error_with_its_last_lines(
     nbkit_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -167,6 +167,7 @@ def environment_of_ranks() -> dict[str, str]:
     return {
         # The parent is forked: it may ask whether there is a GPU, but must not start CUDA for that.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # as an engine sets it, before the parent imports the debugger
         "NBKIT_RUNS": str(site.runs),
         "NBKIT_MAX_DISK": str(site.max_disk or ""),
     }
