@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
+from concurrent.futures import wait
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,6 +22,7 @@ from bench.settings import Settings
 from bench.stats import quantile
 from bench.table import Row, skipped
 from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.launch.launch import connect, controller_launcher, environment_of_ranks, make_folder
 from nbkit.notebook.cluster.output.display import NoScreen
@@ -32,23 +35,29 @@ SIZES = (16, 64, 256, 1024)
 WARM_UP = 5
 CPU_BAR, WALL_BAR = 0.5e-3, 0.25
 """Seconds of CPU for each rank and cell; of wall time of a cell on 64 engines."""
-START_SECONDS = 300.0
-_ENGINE_BYTES = 40 << 20  # of its own, beside what it shares with its parent
+START_SECONDS = 120.0  # for the controller, and for one engine more
+_ENGINE_BYTES = 20 << 20  # of its own, beside what it shares with its parent
+_LEFT_BYTES = 1 << 30  # of the machine's memory, whatever the engines have taken
 
 
 def run(settings: Settings) -> list[Row]:
-    """Three rows for each number of engines that fits in memory."""
+    """Three rows for each number of engines; one that says why for a number that could not be had, or was too many."""
     rows: list[Row] = []
     with patch.dict(os.environ, NBKIT_HOME=str(settings.folder / "home")):
         for n in settings.sizes(SIZES):
-            if psutil.virtual_memory().available < n * _ENGINE_BYTES:
-                rows.append(skipped(f"control plane, {n} light engines", "", "not enough memory"))
-            else:
+            try:
                 rows += _at(n, settings.count(ROUNDS))
+            except Exception as error:  # what was measured of fewer engines is worth its row
+                traceback.print_exc()
+                why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                rows.append(skipped(f"control plane, {n} light engines", "failed", why))
     return rows
 
 
 def _at(n: int, rounds: int) -> list[Row]:
+    free = psutil.virtual_memory().available
+    if free < n * _ENGINE_BYTES + _LEFT_BYTES:
+        raise MemoryError(f"{n} engines take {n * _ENGINE_BYTES >> 20} MB of the {free >> 20} MB that are free")
     name = f"light{n}"
     folder = make_folder(name)
     controller = controller_launcher(folder, name)
@@ -64,10 +73,7 @@ def _at(n: int, rounds: int) -> list[Row]:
         )  # fmt: skip
         registry.save(entry)
         client = connect(entry, time.monotonic() + START_SECONDS)
-        deadline = time.monotonic() + START_SECONDS
-        while not client.wait_for(n, 1.0):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(client.ranks)} of {n} engines have registered")
+        _await_engines(client, n)
         connection = Connection(entry, client)
         found = _measured(connection, n, rounds)
         connection.close()
@@ -77,6 +83,27 @@ def _at(n: int, rounds: int) -> list[Row]:
         engines.wait()
         psutil.Process(controller.pid).terminate()
         registry.forget(name)
+
+
+def _await_engines(client: Client, n: int) -> None:
+    """Until each has registered and answered a call. Raises TimeoutError when there is none more for START_SECONDS."""
+    began = moved = time.monotonic()
+    registered = 0
+    while not client.wait_for(n, 1.0):
+        if len(client.ranks) > registered:
+            registered, moved = len(client.ranks), time.monotonic()
+        if time.monotonic() > moved + START_SECONDS:
+            raise TimeoutError(f"{registered} of {n} engines have registered")
+        if psutil.virtual_memory().available < _LEFT_BYTES:
+            raise MemoryError(f"{registered} of {n} engines have taken all but {_LEFT_BYTES >> 20} MB")
+    silent, moved = set(range(n)), time.monotonic()
+    while silent:  # what is sent to an engine that has not connected is lost
+        calls = client.call(silent, "nbkit.bridge.calls:hello")
+        wait(calls.values(), 5.0)
+        silent -= {rank for rank, call in calls.items() if call.done()}
+        if time.monotonic() > moved + START_SECONDS:
+            raise TimeoutError(f"{len(silent)} of {n} engines do not answer")
+    print(f"{n} engines are there after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
 def _measured(connection: Connection, n: int, rounds: int) -> list[Row]:
