@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 import tracemalloc
 from concurrent.futures import wait
 
 import pytest
+import zmq
 from ipyparallel.controller.heartmonitor import HeartMonitor
 from ipyparallel.controller.hub import Hub
 from jupyter_client.session import Session
+from tornado import ioloop
 from traitlets.config import PyFileConfigLoader
+from zmq.eventloop.zmqstream import ZMQStream
 
 from nbkit import Cluster
-from nbkit.notebook.cluster.launch.hub_records import CALLS_KEPT
+from nbkit.notebook.cluster.launch import heartbeat
 from nbkit.notebook.cluster.output.kept_text import KEPT_CHARACTERS, KeptText
 from nbkit.wire.cells import SIGNATURES_KEPT
 
@@ -21,7 +25,7 @@ SHOWN = "get_ipython().history_manager.outputs"
 
 
 @pytest.mark.long
-def test_answered_calls_and_signatures_are_forgotten(two: Cluster) -> None:
+def test_signatures_of_answered_calls_are_forgotten(two: Cluster) -> None:
     client = two.connection.client
     per_rank = SIGNATURES_KEPT + 100
     for _ in range(per_rank // 100):
@@ -30,18 +34,47 @@ def test_answered_calls_and_signatures_are_forgotten(two: Cluster) -> None:
         assert not any(call.exception() for call in calls)
     assert 0 < len(client.ipp.session.digest_history) <= SIGNATURES_KEPT
     assert all(0 < kept <= SIGNATURES_KEPT for kept in two.run(SIGNATURES).values.values())
-    completed = [status["completed"] for rank, status in client.ipp.queue_status().items() if rank != "unassigned"]
-    assert len(completed) == 2 and sum(completed) < CALLS_KEPT
+
+
+def test_the_hub_keeps_nothing_of_calls(two: Cluster) -> None:
+    client = two.connection.client
+    call, _ = client.call([0, 1], "nbkit.bridge.calls:hello").values()
+    call.result(60)
+    known = client.ipp.queue_status()
+    assert known.pop("unassigned") == 0
+    assert set(known) == {0, 1}, "the hub still hears which engines there are"
+    assert all(status == {"queue": 0, "completed": 0, "tasks": 0} for status in known.values()), known
 
 
 def test_the_controller_remembers_as_many_signatures(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    for patched, name in ((Hub, "save_queue_result"), (HeartMonitor, "beat")):  # the file patches them in its reader
+    for patched, name in ((Hub, "__init__"), (HeartMonitor, "beat")):  # the file patches them in its reader
         monkeypatch.setattr(patched, name, getattr(patched, name))
     config = PyFileConfigLoader("ipcontroller_config.py", str(two.connection.entry.folder / "profile")).load_config()
     controllers, sender = Session(config=config), Session(key=config.Session.key)
     for _ in range(SIGNATURES_KEPT + 100):
         controllers.deserialize(sender.serialize(sender.msg("status"))[1:])
     assert 0 < len(controllers.digest_history) <= SIGNATURES_KEPT
+
+
+@pytest.mark.parametrize(("engines", "milliseconds"), [(2, 1000), (1024, 2048)])
+def test_heartbeats_are_as_seldom_as_engines_are_many(
+    engines: int, milliseconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The controller takes 0.07 ms for an answer; one that comes two periods late does not count.
+    monkeypatch.setattr(HeartMonitor, "beat", HeartMonitor.beat)
+    heartbeat.slow_down()
+    context = zmq.Context()
+    try:
+        streams = [ZMQStream(context.socket(kind), ioloop.IOLoop()) for kind in (zmq.PUB, zmq.ROUTER)]
+        monitor = HeartMonitor(ping_stream=streams[0], pong_stream=streams[1], loop=streams[0].io_loop)
+        monitor.hearts = {str(number).encode() for number in range(engines)}
+        monitor.caller = ioloop.PeriodicCallback(monitor.beat, heartbeat.FAST_MS)
+        monitor.last_arrival, monitor.tic = 0.0, time.monotonic() - 2 * heartbeat.QUIET_SECONDS
+        monitor.beat()
+        assert monitor.caller.callback_time == milliseconds
+        assert monitor.max_heartmonitor_misses * milliseconds == pytest.approx(300_000, rel=0.01)
+    finally:
+        context.destroy(linger=0)
 
 
 def test_ranks_forget_what_cells_have_shown(two: Cluster) -> None:

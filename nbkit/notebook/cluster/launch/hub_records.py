@@ -1,28 +1,27 @@
-"""What the controller remembers of calls that are answered: a bounded number of their ids.
+"""What the controller's hub hears of calls and output: nothing.
 
-ipyparallel's hub keeps the id of every answered call, three times, for `queue_status` and for looking results up, which
-nbkit does not do: in a notebook that runs for weeks, or a program that runs cells in a loop, they would take all
-memory. The controller's own process calls `bound` from the configuration file that `launch` writes for it.
+ipyparallel's schedulers send the hub a copy of all that passes, of which it keeps records, for `queue_status` and for
+looking results up. nbkit does neither. The copies took most of the controller's CPU, and the records of a notebook that
+runs for weeks all memory. The controller's own process calls `keep_none` from the configuration file that `launch`
+writes for it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-CALLS_KEPT = 1000
+_HEARTS = b"heartmonitor"  # what hubs are sent besides: which engines have come, and which are gone
 
 
-def bound() -> None:
-    """Make every Hub of this process, and of those it forks, forget the calls that are answered, 1,000 at a time."""
+def keep_none() -> None:
+    """Make every Hub of this process, and of those it forks, subscribe to nothing but news of engines."""
     from ipyparallel.controller.hub import Hub
 
-    save = Hub.save_queue_result
+    init = Hub.__init__
 
-    def save_and_forget(hub: Any, *reply: Any) -> None:
-        save(hub, *reply)
-        if len(hub.all_completed) >= CALLS_KEPT:
-            hub.all_completed.clear()
-            for calls in hub.completed.values():
-                calls.clear()
+    def init_and_unsubscribe(hub: Any, **options: Any) -> None:
+        init(hub, **options)
+        hub.monitor.socket.subscribe(_HEARTS)
+        hub.monitor.socket.unsubscribe(b"")  # schedulers then send no copies: publishers filter
 
-    Hub.save_queue_result = save_and_forget
+    Hub.__init__ = init_and_unsubscribe

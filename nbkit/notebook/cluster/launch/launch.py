@@ -180,7 +180,7 @@ def controller_launcher(folder: Path, name: str, address: str = "") -> LocalCont
     there may subscribe to what the controller publishes, the output of cells.
     """
     config = "from nbkit.notebook.cluster.launch import heartbeat, hub_records\n\n"
-    config += "heartbeat.slow_down()\nhub_records.bound()\n"
+    config += "heartbeat.slow_down()\nhub_records.keep_none()\n"
     # With encryption ipyparallel would not sign any more, and clients warn of that; so the key is given.
     key = secrets.token_hex(32).encode()
     config += f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n"
