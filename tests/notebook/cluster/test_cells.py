@@ -15,6 +15,7 @@ import pytest
 
 from nbkit import Cluster
 from nbkit.errors import CellError, CellRunning, ClusterExists, UsageError
+from nbkit.notebook.cluster.cells import client
 
 
 def plain(text: str) -> str:
@@ -28,6 +29,14 @@ def test_engine_ids_are_ranks_and_every_rank_is_pinned(four: Cluster) -> None:
     assert [values[r][:3] for r in range(4)] == [(r, r, 4) for r in range(4)]
     assert [values[r][3] for r in range(4)] == [[cores[r % len(cores)]] for r in range(4)] or len(cores) >= 4
     assert four.run("torch.get_num_threads()").values[0] == max(1, len(cores) // 4)
+
+
+def test_ranks_that_answer_late_are_reached_all_the_same(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As hundreds do, each of which takes the notebook a millisecond.
+    for name in ("HELLO_SECONDS", "HELLO_SECONDS_PER_RANK"):
+        monkeypatch.setattr(client, name, 0.0)
+    answers = two.connection.client.reach([0, 1], 10.0, lambda: True)
+    assert {rank: answer["rank"] for rank, answer in answers.items()} == {0: 0, 1: 1}
 
 
 def test_the_environment_is_what_torchrun_would_have_set(two: Cluster) -> None:

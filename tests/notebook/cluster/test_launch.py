@@ -19,10 +19,12 @@ import pytest
 from clusters import home_of_clusters
 from forked_parents import forked_parents
 from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalProcessLauncher
+from ipyparallel.controller.app import IPController
 
 from nbkit import Board, Cluster
 from nbkit.errors import ClusterError, ClusterExists, ClusterNotFound, UsageError
 from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.launch.launch import START_SECONDS, controller_launcher, make_folder
 from nbkit.wire.processes import followers
 
 
@@ -143,6 +145,13 @@ def test_clean_ends_only_what_the_registry_names(nbkit_home: Path) -> None:
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_the_hub_waits_for_a_rank_as_long_as_the_notebook(nbkit_home: Path) -> None:
+    hub = IPController()
+    hub.parse_command_line(controller_launcher(make_folder("waits"), "waits").controller_args)
+    assert hub.registration_timeout == START_SECONDS
+    registry.forget("waits")
 
 
 def test_a_pid_that_was_given_to_somebody_else_is_left_alone() -> None:

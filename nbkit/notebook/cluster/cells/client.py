@@ -27,7 +27,7 @@ from nbkit.errors import ClusterError
 from nbkit.wire.cells import COMM_TYPES, SIGNATURES_KEPT
 from nbkit.wire.rank_functions import Remote
 
-HELLO_SECONDS = 0.3
+HELLO_SECONDS, HELLO_SECONDS_PER_RANK = 0.3, 0.002  # until a greeting is taken for lost
 Listener = Callable[[str, dict[str, Any], dict[str, Any]], None]  # (message type, mark, content)
 
 
@@ -152,12 +152,15 @@ class Client:
         """
         wanted = set(ranks)
         answers: dict[int, dict[str, Any]] = {}
+        asked: list[tuple[int, Future[Any]]] = []
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and is_worth_it():
             calls = self.call(wanted - set(answers), "nbkit.bridge.calls:hello")
             requests = self.request(wanted - self.heard, "hello")
-            settle([*calls.values(), *requests.values()], HELLO_SECONDS)
-            answers.update({r: call.result() for r, call in calls.items() if call.done() and not call.exception()})
+            settle([*calls.values(), *requests.values()], HELLO_SECONDS + HELLO_SECONDS_PER_RANK * len(wanted))
+            asked += calls.items()  # what comes late counts too
+            answers.update({rank: call.result() for rank, call in asked if call.done() and not call.exception()})
+            asked = [(rank, call) for rank, call in asked if not call.done()]
             if wanted <= set(answers) and self._hears(wanted):
                 break
         return {rank: answer for rank, answer in answers.items() if rank in self.heard}
@@ -170,7 +173,7 @@ class Client:
             self._hears(wanted)
 
     def _hears(self, ranks: set[int]) -> bool:
-        deadline = time.monotonic() + HELLO_SECONDS
+        deadline = time.monotonic() + HELLO_SECONDS + HELLO_SECONDS_PER_RANK * len(ranks)
         while not ranks <= self.heard and time.monotonic() < deadline:
             time.sleep(0.001)
         return ranks <= self.heard

@@ -189,12 +189,14 @@ def controller_launcher(folder: Path, name: str, address: str = "") -> LocalCont
     path.touch(mode=0o600)
     path.write_text(config)
     network = [f"--ip={address}", f"--location={address}"] if address else []
+    # The hub would give up a rank that shows no heartbeat within 30 s, and it could not register any more.
+    patience = f"--IPController.registration_timeout={START_SECONDS:.0f}"
     return LocalControllerLauncher(
         work_dir=os.getcwd(),
         profile_dir=str(folder / "profile"),
         cluster_id=name,
         output_file=str(folder / "logs" / "controller.log"),
-        controller_args=[f"--HeartMonitor.period={FAST_MS}", "--nodb", "--log-level=40", *network],
+        controller_args=[f"--HeartMonitor.period={FAST_MS}", patience, "--nodb", "--log-level=40", *network],
         log=quiet(),
     )
 
