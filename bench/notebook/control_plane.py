@@ -31,39 +31,41 @@ from nbkit.wire.cells import CellRequest
 from nbkit.wire.processes import Process
 
 ROUNDS = 40
-SIZES = (16, 64, 256, 1024)
+SIZES = {"light": (16, 64, 256), "bare": (64, 256, 1024)}
+"""Of bench.rigs: engines of ipyparallel without a world, a process each, and nothing but their sockets."""
 WARM_UP = 5
 CPU_BAR, WALL_BAR = 0.5e-3, 0.25
 """Seconds of CPU for each rank and cell; of wall time of a cell on 64 engines."""
 START_SECONDS = 120.0  # for the controller, and for one engine more
 _ENGINE_BYTES = 20 << 20  # of its own, beside what it shares with its parent
-_LEFT_BYTES = 1 << 30  # of the machine's memory, whatever the engines have taken
+_LEFT_BYTES = 3 << 30  # of the memory of the machine, whatever engines take
 
 
 def run(settings: Settings) -> list[Row]:
     """Three rows for each number of engines; one that says why for a number that could not be had, or was too many."""
     rows: list[Row] = []
     with patch.dict(os.environ, NBKIT_HOME=str(settings.folder / "home")):
-        for n in settings.sizes(SIZES):
-            try:
-                rows += _at(n, settings.count(ROUNDS))
-            except Exception as error:  # what was measured of fewer engines is worth its row
-                traceback.print_exc()
-                why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                rows.append(skipped(f"control plane, {n} light engines", "failed", why))
+        for kind, sizes in SIZES.items():
+            for n in settings.sizes(sizes):
+                try:
+                    rows += _at(kind, n, settings.count(ROUNDS))
+                except Exception as error:  # what was measured of fewer engines is worth its row
+                    traceback.print_exc()
+                    why = f"{type(error).__name__}: {str(error).partition(os.linesep)[0]}"
+                    rows.append(skipped(f"control plane, {n} {kind} engines", "failed", why))
     return rows
 
 
-def _at(n: int, rounds: int) -> list[Row]:
+def _at(kind: str, n: int, rounds: int) -> list[Row]:
     free = psutil.virtual_memory().available
-    if free < n * _ENGINE_BYTES + _LEFT_BYTES:
+    if kind == "light" and free < n * _ENGINE_BYTES + _LEFT_BYTES:
         raise MemoryError(f"{n} engines take {n * _ENGINE_BYTES >> 20} MB of the {free >> 20} MB that are free")
-    name = f"light{n}"
+    name = f"{kind}{n}"
     folder = make_folder(name)
     controller = controller_launcher(folder, name)
     controller.start()
     root = Path(__file__).resolve().parents[2]
-    words = [sys.executable, "-m", "bench.rigs.light_engine", str(folder), name, str(n), str(controller.pid)]
+    words = [sys.executable, "-m", f"bench.rigs.{kind}_engine", str(folder), name, str(n), str(controller.pid)]
     environment = {**os.environ, **environment_of_ranks()}
     engines = subprocess.Popen(words, cwd=root, env=environment, stdin=subprocess.PIPE, start_new_session=True)
     try:
@@ -75,7 +77,7 @@ def _at(n: int, rounds: int) -> list[Row]:
         client = connect(entry, time.monotonic() + START_SECONDS)
         _await_engines(client, n)
         connection = Connection(entry, client)
-        found = _measured(connection, n, rounds)
+        found = _measured(connection, kind, n, rounds)
         connection.close()
         return found
     finally:
@@ -106,7 +108,7 @@ def _await_engines(client: Client, n: int) -> None:
     print(f"{n} engines are there after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
-def _measured(connection: Connection, n: int, rounds: int) -> list[Row]:
+def _measured(connection: Connection, kind: str, n: int, rounds: int) -> list[Row]:
     parent = psutil.Process(connection.entry.controller.pid)
     controllers = [parent, *parent.children(recursive=True)]
     walls, kernel, busiest = [], [], []
@@ -121,7 +123,7 @@ def _measured(connection: Connection, n: int, rounds: int) -> list[Row]:
             busiest.append([_cpu(one) - was for one, was in zip(controllers, before, strict=True)])
     # The clock of another process has ticks of 10 ms, so that only the sum over the rounds says something.
     most = max(sum(each) for each in zip(*busiest, strict=True)) / rounds / n
-    what, load = f"trivial cell, {n} light engines", f"load {os.getloadavg()[0]:.1f}"
+    what, load = f"trivial cell, {n} {kind} engines", f"load {os.getloadavg()[0]:.1f}"
     return [
         _row(f"{what}: wall", walls, "ms", WALL_BAR if n == 64 else None, load),
         _row(f"{what}: CPU of the kernel, a rank", kernel, "ms", CPU_BAR, load),

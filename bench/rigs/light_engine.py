@@ -43,10 +43,8 @@ class LightEngine(IPEngine):  # type: ignore[misc]
 
 def main(folder: Path, name: str, n: int, controller: int) -> None:
     """Fork the engines and reap them. When standard input ends, since the benchmark has, all of it ends."""
-    threading.Thread(target=_end_with_input, args=(psutil.Process(controller),), daemon=True).start()
-    engine_file = folder / "profile" / "security" / f"ipcontroller-{name}-engine.json"
-    while not engine_file.exists() or not engine_file.stat().st_size:
-        time.sleep(0.01)
+    threading.Thread(target=end_with_input, args=(psutil.Process(controller),), daemon=True).start()
+    engine_file = await_engine_file(folder, name)
     gc.collect()
     gc.freeze()
     registered, LightEngine.registered = os.pipe()
@@ -60,7 +58,16 @@ def main(folder: Path, name: str, n: int, controller: int) -> None:
             pass
 
 
-def _end_with_input(controller: psutil.Process) -> None:
+def await_engine_file(folder: Path, name: str) -> Path:
+    """Where the controller has written how engines reach it."""
+    path = folder / "profile" / "security" / f"ipcontroller-{name}-engine.json"
+    while not path.exists() or not path.stat().st_size:
+        time.sleep(0.01)
+    return path
+
+
+def end_with_input(controller: psutil.Process) -> None:
+    """End all processes of the rig and the controller's when standard input ends."""
     while os.read(0, 1):  # not sys.stdin, whose lock the forked engines would take over
         pass
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -71,7 +78,7 @@ def _end_with_input(controller: psutil.Process) -> None:
 
 def _engine(rank: int, engine_file: Path) -> None:
     calls = types.ModuleType("nbkit.bridge.calls")  # the real one imports torch
-    calls.run_cell = lambda request: _answer(rank, request)  # type: ignore[attr-defined]
+    calls.run_cell = lambda request: answer(rank, request)  # type: ignore[attr-defined]
     calls.hello = lambda: rank  # type: ignore[attr-defined]
     sys.modules["nbkit.bridge.calls"] = calls
     with contextlib.suppress(OSError):
@@ -94,7 +101,8 @@ def _quiet(send: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def _answer(rank: int, request: CellRequest) -> CellRecord:
+def answer(rank: int, request: CellRequest) -> CellRecord:
+    """What a rank says of a cell that has done nothing."""
     return CellRecord(request.id, rank, 1, "ok", 0.0, 0)
 
 
