@@ -37,8 +37,8 @@ WARM_UP = 5
 CPU_BAR, WALL_BAR = 0.5e-3, 0.25
 """Seconds of CPU for each rank and cell; of wall time of a cell on 64 engines."""
 START_SECONDS = 120.0  # for the controller, and for one engine more
-_ENGINE_BYTES = 20 << 20  # of its own, beside what it shares with its parent
-_LEFT_BYTES = 3 << 30  # of the memory of the machine, whatever engines take
+ENGINE_BYTES = {"light": 20 << 20, "bare": 1 << 20}  # of its own, beside what it shares with its parent
+_LEFT_BYTES = 2 << 30  # of the memory of the machine, whatever engines take
 
 
 def run(settings: Settings) -> list[Row]:
@@ -58,8 +58,8 @@ def run(settings: Settings) -> list[Row]:
 
 def _at(kind: str, n: int, rounds: int) -> list[Row]:
     free = psutil.virtual_memory().available
-    if kind == "light" and free < n * _ENGINE_BYTES + _LEFT_BYTES:
-        raise MemoryError(f"{n} engines take {n * _ENGINE_BYTES >> 20} MB of the {free >> 20} MB that are free")
+    if free < n * ENGINE_BYTES[kind] + _LEFT_BYTES:
+        raise MemoryError(f"{n} engines take {n * ENGINE_BYTES[kind] >> 20} MB of the {free >> 20} MB that are free")
     name = f"{kind}{n}"
     folder = make_folder(name)
     controller = controller_launcher(folder, name)

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.notebook import control_plane
+from bench.settings import Settings
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -33,23 +36,40 @@ def test_a_benchmark_runs_end_to_end_and_writes_the_table(tmp_path: Path) -> Non
 @pytest.mark.long
 def test_the_control_plane_is_measured_on_engines_without_torch(tmp_path: Path) -> None:
     out = tmp_path / "results"
-    command = [sys.executable, "-m", "bench", "control_plane", "--ranks", "16", "--rounds", "3", "--out", str(out)]
+    command = [sys.executable, "-m", "bench", "control_plane", "--ranks", "64", "--rounds", "3", "--out", str(out)]
 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
 
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.with_suffix(".json").read_text())["rows"]
-    assert [row["what"].partition(": ")[2].partition(",")[0] for row in rows] == [
-        "wall",
-        "CPU of the kernel",
-        "CPU of the busiest controller process",
+    assert [row["what"].partition(", ")[2].partition(",")[0] for row in rows] == [
+        f"64 {kind} engines: {figure}"
+        for kind in ("light", "bare")
+        for figure in ("wall", "CPU of the kernel", "CPU of the busiest controller process")
     ]
     assert all(value > 0 for row in rows for value in row["samples"]["s"])
 
 
-def test_light_engines_and_their_controller_end_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
+def test_a_number_of_engines_that_cannot_be_had_is_a_row_beside_those_that_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_plane, "SIZES", {"bare": (2, 10**9)})
+    monkeypatch.setattr(control_plane, "ENGINE_BYTES", {"bare": 1 << 20})
+    rows = control_plane.run(Settings(tmp_path, isolated=False, rounds=1))
+
+    assert [row.what.partition(":")[0] for row in rows] == [
+        *["trivial cell, 2 bare engines"] * 3,
+        "control plane, 1000000000 bare engines",
+    ]
+    assert "MemoryError: 1000000000 engines take" in rows[-1].peer
+
+
+@pytest.mark.parametrize("kind", ["light", "bare"])
+def test_engines_without_a_world_and_their_controller_end_with_a_benchmark_that_is_killed(
+    kind: str, tmp_path: Path
+) -> None:
     controller = subprocess.Popen(["sleep", "600"])
-    command = [sys.executable, "-m", "bench.rigs.light_engine", str(tmp_path), "light2", "2", str(controller.pid)]
+    command = [sys.executable, "-m", f"bench.rigs.{kind}_engine", str(tmp_path), "two", "2", str(controller.pid)]
     engines = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True)
     assert engines.stdin is not None
 
