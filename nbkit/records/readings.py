@@ -207,12 +207,13 @@ def _peers(steps: Steps, members: Members) -> dict[int, tuple[int, ...]]:
         return dict.fromkeys(steps, tuple(sorted(steps)))
     # The world is made of all stages: its groups join nobody.
     joined = [set(members.get(group, ())) for group, axis in axes.items() if axis in _ALIKE]
-    found = {}
+    found: dict[int, tuple[int, ...]] = {}
     for rank in steps:
-        those = {rank}
-        while more := {one for group in joined if group & those for one in group} - those:
-            those |= more
-        found[rank] = tuple(sorted(those))
+        if rank not in found:
+            those = {rank}
+            while more := {one for group in joined if group & those for one in group} - those:
+                those |= more
+            found |= dict.fromkeys(those, tuple(sorted(those)))
     return found
 
 

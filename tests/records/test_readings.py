@@ -46,6 +46,27 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
         assert found[op].overlap == pytest.approx(0.75)
 
 
+def test_the_ranks_of_a_stage_do_the_same_work_however_their_groups_join_them() -> None:
+    # dp=2 tp=2 pp=2: stages of ranks 0 to 3 and 4 to 7; ranks 0 and 3 share no group.
+    groups = {f"tp {a}": (a, a + 1) for a in (0, 2, 4, 6)} | {f"dp {a}": (a, a + 2) for a in (0, 1, 4, 5)}
+    groups |= {"pp": tuple(range(8))}
+    steps = {
+        rank: StepRecord(
+            1,
+            parts=parts(0.1),
+            traffic=tuple(
+                Traffic("all_reduce", label.split()[0], label, None, 1, 100, 1, 0.1, 0.0)
+                for label, members in groups.items()
+                if rank in members
+            ),
+        )
+        for rank in range(8)
+        if rank != 6
+    }
+
+    assert [bar.peers for bar in bars(steps, groups)] == [(0, 1, 2, 3)] * 4 + [(4, 5, 6, 7)] * 3
+
+
 def test_what_was_not_timed_has_no_bandwidth() -> None:
     (found,) = table({0: StepRecord(1, traffic=(row("all_reduce", 100, 0.0, timed=0),))}, ALL)
 

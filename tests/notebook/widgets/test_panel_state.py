@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from tables import answer_of, table_of
 
 from nbkit.errors import NbkitError, NotFinite, StrategyError
 from nbkit.notebook.cluster.control_result import ControlResult
+from nbkit.notebook.widgets.panel import panel
 from nbkit.notebook.widgets.panel.controller import _WORDS
 from nbkit.notebook.widgets.panel.state import Asked, Finished, Heard, Looked, Lost, State, reduce
 from nbkit.notebook.widgets.panel.view import axis_of, checked, in_table, job_view, previewed, pulse_view, text_of
@@ -55,6 +57,21 @@ def test_while_one_thing_is_done_only_stop_can_be_pressed() -> None:
     assert pulse_view(state_of(looked, Asked("…"), Finished(verdict_of())))["can"]["apply"]
     # Ranks that do not answer for a moment may be at it.
     assert not pulse_view(state_of(looked, Asked("…"), Lost("no answer"), looked))["can"]["apply"]
+
+
+def test_a_look_that_finds_the_same_table_makes_its_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[State] = []
+    monkeypatch.setattr(panel, "job_view", lambda state: (made.append(state), job_view(state))[1])
+    listeners: list[Any] = []
+    widget = panel._widget(SimpleNamespace(listen=listeners.append, leave=listeners.remove))  # type: ignore[arg-type]
+    table = table_of()
+    for step, found in ((7, table), (8, table), (8, table_of(previous="tp=4"))):
+        answer = answer_of(found)
+        answer["progress"]["step"] = answer["step"] = step
+        listeners[0](state_of(Looked(answer)))
+    widget.close()
+    assert [state.table is table for state in made] == [True, False]
+    assert "step 8" in widget.pulse["headline"] and widget.job["previous"] == "tp=4"
 
 
 def test_what_was_asked_for_promises_a_step_boundary_and_not_the_next_step() -> None:
