@@ -24,8 +24,7 @@ import psutil
 from ipyparallel.engine.app import IPEngine
 from jupyter_client.session import Session
 
-from nbkit.bridge.engine_options import OPTIONS
-from nbkit.wire.cells import CellRecord, CellRequest
+from nbkit.wire.cells import ENGINE_OPTIONS, CellRecord, CellRequest
 
 STARTING = 8
 """Engines that start at once: they share a few cores, and the controller gives up one that takes too long to start."""
@@ -89,7 +88,7 @@ def _engine(rank: int, engine_file: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Session.send = _quiet(Session.send)  # type: ignore[method-assign]
     LightEngine.launch_instance(
-        [f"--IPEngine.url_file={engine_file}", f"--IPEngine.id={rank}", *OPTIONS, "--log-level=40"]
+        [f"--IPEngine.url_file={engine_file}", f"--IPEngine.id={rank}", *ENGINE_OPTIONS, "--log-level=40"]
     )
     os._exit(0)
 

@@ -21,7 +21,6 @@ from ipyparallel.engine.app import IPEngine
 
 from nbkit.bridge import calls
 from nbkit.bridge.ending import Ending
-from nbkit.bridge.engine_options import OPTIONS
 from nbkit.bridge.output.capture import Capture
 from nbkit.bridge.output.progress_bars import draw_as_text
 from nbkit.bridge.parent.spec import Spec
@@ -38,6 +37,7 @@ from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.train.replace import resume_fit, stages
 from nbkit.rank.world import watchdog, world
 from nbkit.rank.world.rank_place import Place
+from nbkit.wire.cells import ENGINE_OPTIONS
 from nbkit.wire.link import Link
 
 
@@ -158,7 +158,7 @@ def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link, *, r
             f"--profile-dir={spec.profile_dir}",
             f"--IPEngine.url_file={spec.engine_file}",
             f"--IPEngine.id={rank}",
-            *OPTIONS,
+            *ENGINE_OPTIONS,
             "--log-level=30",
         ]
     )

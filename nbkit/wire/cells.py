@@ -18,6 +18,14 @@ SIGNATURES_KEPT = 1000
 """How many signatures of messages each process remembers, so as to refuse a message that comes twice. Connections are
 encrypted, so nobody else can send one again; 65,536, as many as Jupyter keeps, are 8 MB in each process."""
 
+ENGINE_OPTIONS = (
+    "--IPEngine.enable_nanny=False",  # the parent that forked the ranks is their nanny
+    "--IPEngine.timeout=60",
+    "--IPEngine.max_heartbeat_misses=0",  # the parent watches the controller; a busy rank never leaves
+    f"--Session.digest_history_size={SIGNATURES_KEPT}",
+)
+"""Of ipyparallel's engines, to which cells are sent: ranks, and those of benchmarks that stand in for them."""
+
 LONG_SECONDS = 2.0  # the notebook acknowledges a longer cell, so that a later one does not show it again
 
 
