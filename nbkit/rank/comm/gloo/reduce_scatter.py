@@ -107,7 +107,7 @@ def _serves(inner: Any, tensors: Sequence[Tensor], opts: Any) -> Callable[..., A
 
 
 def _exchange(inner: Any, pairs: Sequence[tuple[Tensor, Tensor]], opts: Any, reduce: Callable[..., Any]) -> dist.Work:
-    """(output, flat input) of each: part r of the input goes to rank r. The inputs are free to change afterwards."""
+    """(output, flat input) of each: part r of the input goes to rank r. All are in use until the work is waited for."""
     works: list[Any] = []
     arrived: list[tuple[Tensor, ...]] = []
     ranks, index = inner.size(), inner.rank()
