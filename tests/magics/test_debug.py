@@ -166,7 +166,9 @@ def test_a_training_that_is_stopped_at_a_breakpoint_goes_on_to_its_boundary(kern
     # Interrupted within its step, the ranks would have had to form another generation of the world.
     assert kernel.run(GENERATION).text == generation
     steps = kernel.run("%%distributed\narmed = False\nprint('at', trainer.step)\nlen(trainer.fit(2))").text
-    assert "[0-1] at " in steps and "Out[0-1]: 2" in steps, steps
+    # In one line, or in two, as a busy machine gives it.
+    assert "[0-1] at " in steps or ("[0] at " in steps and "[1] at " in steps), steps
+    assert "Out[0-1]: 2" in steps, steps
 
 
 def test_who_types_nothing_is_no_hang_to_the_watch(kernel: Kernel) -> None:
