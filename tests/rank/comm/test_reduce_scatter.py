@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from ranks import run_ranks
+from spied_group import on_the_wire
 
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.world import sockets
@@ -95,40 +96,15 @@ def test_every_form_gives_the_sums_average_and_extremes(n: int) -> None:
         assert [name for name, good in right.items() if not good] == []
 
 
-class Spy:
-    """An inner group that tells which of its methods are called, and with how many bytes."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.called = inner, []
-
-    def __getattr__(self, name: str) -> Any:
-        own = getattr(self.inner, name)
-        if not callable(own) or name in ("size", "rank", "_get_backend"):
-            return own
-
-        def call(*args: Any) -> Any:
-            self.called.append((name, args[1].numel() * args[1].element_size()))
-            return own(*args)
-
-        return call
-
-
-def on_the_wire(world: World) -> Any:
-    group = dist.group.WORLD
-    assert isinstance(group, delegating_group.DelegatingGroup)
-    group.inner = spy = Spy(group.inner)
-    heard: list[Any] = []
-    delegating_group.listeners.append(lambda *told: heard.append(told))
-    before = group.count
-    out = torch.empty(2, 5, dtype=torch.float64)
-    group._reduce_scatter_base(out, given(world.place.rank, spy.inner.size()), dist.ReduceScatterOptions()).wait()
-    return spy.called, heard, group.count - before
+def sent(world: World) -> Any:
+    out, whole = torch.empty(2, 5, dtype=torch.float64), given(world.place.rank, dist.get_world_size())
+    return on_the_wire(lambda group: group._reduce_scatter_base(out, whole, dist.ReduceScatterOptions()).wait())
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_it_is_one_exchange_of_what_others_keep_and_counted_as_one_reduce_scatter(n: int) -> None:
     nbytes = 2 * n * 5 * 8
-    for called, heard, count in run_ranks(on_the_wire, n):
+    for called, heard, count in run_ranks(sent, n):
         # Of two ranks what a rank keeps stays where it is.
         assert called == [("alltoall_base", nbytes if n > 2 else nbytes // 2)]
         assert heard == [("reduce_scatter", "world", nbytes)]

@@ -7,69 +7,14 @@ the ranks. nccl has a real one and never comes by here.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from time import perf_counter_ns as now
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbkit.rank.comm.gloo.exchange import as_bytes, options, swap
-from nbkit.rank.comm.gloo.interruptible_wait import future, wait
-
-
-class _Summing(dist.Work):
-    """Exchanges under way; what they brought is summed once, by whoever first sees that they are done."""
-
-    def __init__(self, works: Sequence[Any], finish: Callable[[], None], outputs: list[Tensor]) -> None:
-        super().__init__()
-        self._works, self._outputs, self._issued = works, outputs, now()
-        self._finish: Callable[[], None] | None = finish
-        self._lock = threading.Lock()
-
-    def _sum(self) -> None:
-        with self._lock:
-            if self._finish is not None:
-                self._finish()
-                self._finish = None
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        for work in self._works:
-            wait(work, self._issued, timeout)
-        self._sum()
-        return True
-
-    def is_completed(self) -> bool:
-        if not all(work.is_completed() for work in self._works):
-            return False
-        if self.is_success():
-            self._sum()
-        return True
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> Any:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        def summed(done: torch.futures.Future[Any]) -> list[Tensor]:
-            for one in done.value():
-                one.value()  # raises what the exchange raised
-            self._sum()
-            return self._outputs
-
-        return torch.futures.collect_all([future(work, self._issued) for work in self._works]).then(summed)
+from nbkit.rank.comm.gloo.exchange import Exchange, as_bytes, options, swap
 
 
 def _reduce(op: Any, ranks: int) -> Callable[..., Any] | None:
@@ -128,7 +73,7 @@ def _exchange(inner: Any, pairs: Sequence[tuple[Tensor, Tensor]], opts: Any, red
         for (output, _), parts in zip(pairs, arrived, strict=True):
             reduce(*parts, out=output)
 
-    return _Summing(works, finish, [output for output, _ in pairs])
+    return Exchange(works, finish, [output for output, _ in pairs])
 
 
 # Each of these answers None where the inner group's own serves.
