@@ -182,6 +182,7 @@ class Coordinator:
         """All hosts are there, and fit together: let them fork their ranks."""
         # The time in the queue is nobody's absence, nor is that in which ranks start: then their parents say "seen".
         self.going, self.seen = True, time.monotonic() + RANKS_SECONDS
+        self.looked = 0.0  # as it runs: when its time is over, and how often it was put back in the queue before
         for host in self.hosts.values():
             host.link.send(event="go", backend=fit.backend, device=fit.device, addresses=fit.addresses)
         self._show(self.places.shown(Progress("forked", notes=fit.notes, backend=fit.backend)))
