@@ -121,8 +121,10 @@ def test_a_training_whose_controller_or_coordinator_is_killed_is_saved(
 def assert_over(cluster: Cluster, slurm: SlurmNodes, words: str) -> None:
     """The cluster says how its job has ended, to a cell and to whoever attaches; nothing of it is left."""
     until(lambda: not cluster.entry.is_alive())
-    with pytest.raises(NbkitError, match=f"(?s){words}.*has ended after step"):
+    with pytest.raises(NbkitError) as caught:
         cluster.run("1")
+    log = (cluster.entry.folder / "logs" / "coordinator.log").read_text()
+    assert re.search(f"(?s){words}.*has ended after step", str(caught.value)), log
     with pytest.raises(ClusterNotFound, match=f"has ended: {words}"):
         Cluster.attach(cluster.entry.name)
     cluster.stop()

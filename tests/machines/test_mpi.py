@@ -25,10 +25,22 @@ from nbkit.notebook.cluster.hosts.start_request import MpiRequest, SlurmRequest
 OF_MPI = "[name for name in os.environ if name.startswith(('OMPI_', 'PMI'))]"
 
 
-@pytest.fixture
-def mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not shutil.which("mpirun"):
-        pytest.skip("not installed: mpirun (apt-get install openmpi-bin)")
+# By the name that Debian gives the mpirun of each where several are installed, and the package that has it.
+OPEN_MPI, MPICH = ("mpirun.openmpi", "openmpi-bin"), ("mpirun.mpich", "mpich")
+
+
+@pytest.fixture(params=[OPEN_MPI, MPICH], ids=["openmpi", "mpich"])
+def mpi(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    name, package = request.param
+    program = shutil.which(name) or (shutil.which("mpirun") if request.param == OPEN_MPI else None)
+    if program is None:
+        pytest.skip(f"not installed: {name} (apt-get install {package})")
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "mpirun").write_text(f'#!/bin/sh\nexec {program} "$@"\n')  # no link: Open MPI finds its parts by its path
+    (folder / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     if os.geteuid() == 0:
         for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
             monkeypatch.setenv(name, "1")

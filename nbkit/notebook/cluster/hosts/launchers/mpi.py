@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nbkit.errors import ClusterError, UsageError
@@ -23,9 +23,28 @@ from nbkit.notebook.cluster.hosts.start_request import MpiRequest, agent_command
 
 # Files of PBS and LSF: the host of each slot, a line each.
 _NODE_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
-# Options of all agents, and of each: Open MPI hands on the variables that each part of the line names.
-_OPEN_MPI = ("--bind-to", "none"), ("-x", "NBKIT_AGENT")
-_HYDRA = ("-bind-to", "none", "-genvall"), ()  # MPICH's mpirun and Intel's
+# How Open MPI's calls itself: 4 under another name than mpirun (Debian's mpirun.openmpi), 5.
+_NAMES_OF_OPEN_MPI = ("Open MPI", "OpenRTE", "PRRTE")
+
+
+def _open_mpi(names: Sequence[str], agent: Sequence[str]) -> list[str]:
+    """The arguments of Open MPI's mpirun: a part for each host, so that the agent of number i is on host i.
+
+    names: of the hosts, none for this machine. Each part names the variables that it hands on.
+    """
+    words = ["--bind-to", "none"]
+    for index, on in enumerate([("-host", name) for name in names] or [()]):
+        words += [*([":"] if index else []), "-n", "1", "-x", "NBKIT_AGENT", *on, "-wdir", "/", *agent]
+    return words
+
+
+def _hydra(names: Sequence[str], address: str, agent: Sequence[str]) -> list[str]:
+    """As of `_open_mpi`, for MPICH's mpirun and Intel's, which number one agent on each host in their order.
+
+    address: of this machine, as the hosts reach it; mpirun itself would tell them its name.
+    """
+    on = ("-localhost", address, "-hosts", ",".join(names), "-ppn", "1") if names else ()
+    return ["-bind-to", "none", "-genvall", *on, "-wdir", "/", "-n", str(len(names) or 1), *agent]
 
 
 def nodes_of_job(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, int], ...]:
@@ -57,12 +76,11 @@ class MpiHosts(AgentsCommand):
         """Start the agents, one on each host."""
         agent = ("sh", "-c", f"{shlex.join(agent_command(self.request))}; true")
         said = subprocess.run([self.program, "--version"], capture_output=True, text=True, check=False).stdout
-        of_all, of_each = _OPEN_MPI if "Open MPI" in said or "PRRTE" in said else _HYDRA
-        words: list[str] = [self.program, *of_all, *self.request.options]
-        # A part for each host, so that the agent of number i is on host i.
-        for index, (name, _) in enumerate(self.request.hosts):
-            here = () if self.request.hosts == (("localhost", self.counts[0]),) else ("-host", name)
-            words += [*([":"] if index else []), "-n", "1", *of_each, *here, "-wdir", "/", *agent]
+        of_open_mpi = any(name in said for name in _NAMES_OF_OPEN_MPI)
+        here = self.request.hosts == (("localhost", self.counts[0]),)
+        names = [] if here else [name for name, _ in self.request.hosts]
+        words = _open_mpi(names, agent) if of_open_mpi else _hydra(names, self.address, agent)
+        words[0:0] = [self.program, *self.request.options]
         self.run(words, payload)
 
     def look(self) -> Seen:

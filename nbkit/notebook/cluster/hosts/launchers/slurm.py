@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from nbkit.errors import ClusterError, UsageError
 from nbkit.mpi_variables import without_mpi
-from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import answer, read_job
+from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import JobState, answer, read_job
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
 from nbkit.notebook.cluster.hosts.start_request import SlurmRequest, agent_command, last_lines
@@ -212,10 +213,7 @@ class SlurmJob:
 
     def look(self) -> Seen:
         """Where the job stands."""
-        if self._last.state == "over":
-            return self._last
-        with suppress(ClusterError):  # Slurm itself is away for a moment
-            state = read_job(self.job)
+        if self._last.state != "over" and (state := self._read()) is not None:
             self._last = state.seen(self.request.save_before)
             if self._restarts is None and self._last.state == "running":
                 self._restarts = state.restarts
@@ -224,6 +222,16 @@ class SlurmJob:
                 self.end()
                 self._last = Seen("over", f"job {self.job} was put back in the queue", again=True)
         return self._last
+
+    def _read(self) -> JobState | None:
+        """None while Slurm itself is away; the coordinator's log has what it says then."""
+        for pause in (0.2, 0.0):  # busy for a moment, it refuses a connection at once
+            try:
+                return read_job(self.job)
+            except ClusterError as error:
+                print(f"{time.strftime('%H:%M:%S')} coordinator: {error.what} {error.numbers}", flush=True)
+                time.sleep(pause)
+        return None
 
     def log(self) -> str:
         """The last lines of the job's output, where the nodes' file system is this one."""
