@@ -45,6 +45,14 @@ def no_world_is_left() -> Iterator[None]:
         pytest.fail("This test leaves a world in the tests' own process. Let ranks make it:   run_ranks(fn, 1)")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All workers fork their ranks from one process."""
+    import ranks
+
+    node.workerinput["ranks"] = ranks.shared_server()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu", action="store_true", help="show what each file takes, in CPU-seconds of all processes")
 
@@ -52,6 +60,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: _end(config))
+    if hasattr(config, "workerinput"):
+        import ranks
+
+        ranks.use_server(config.workerinput["ranks"])
     if config.getoption("--cpu") and not hasattr(config, "workerinput"):
         from cpu_seconds import CpuSeconds
 

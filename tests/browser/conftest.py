@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    # Playwright's own list, which this one replaces, and two pages for the address bar that nobody sees: half a second of
-    # a core for each page that a test opens.
+    # Playwright's own list, which this one replaces, and two pages for the address bar that nobody sees: half a second
+    # of a core for each page that a test opens.
     "--disable-features=AvoidUnnecessaryBeforeUnloadCheckSync,DestroyProfileOnBrowserClose,HttpsUpgrades,LensOverlay,"
     "MediaRouter,OptimizationHints,PaintHolding,WebUIOmniboxPopup,WebUIOmniboxAimPopup",
 ]
@@ -67,7 +68,8 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="package")
 def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A running server: url, token, root (its folder of notebooks), clusters (the folder of its clusters)."""
-    pytest.importorskip("jupyterlab", reason="pip install jupyterlab")
+    if find_spec("jupyterlab") is None:  # to import it here takes seconds of a core
+        pytest.skip("pip install jupyterlab")
     home = tmp_path_factory.mktemp("lab")
     environment = {**os.environ, "IPYTHONDIR": str(home / "ipython"), "NBKIT_HOME": str(home / "clusters")}
     for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"):

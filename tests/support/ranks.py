@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -70,7 +70,9 @@ def run_ranks(
         for rank in range(n):
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(
-                target=_be_rank, args=(fn, rank, n, bound, writer, until, join, args, left_out), daemon=False
+                target=_be_rank,
+                args=(fn, rank, n, bound, writer, until, join, args, left_out, _outputs),
+                daemon=False,
             )
             process.start()
             writer.close()
@@ -115,14 +117,51 @@ def leave_out(without: dict[str, Any]) -> None:
                 setattr(module, name, lambda *_, _answer=answer, **__: _answer)
 
 
+_shared = False
+_outputs: dict[int, str] = {}
+"""Where ranks write that are forked from a process of all workers: stdout and stderr of this one, as files."""
+
+
 def _forking() -> Any:
     """The context whose ranks are forked from a process that has imported `rank_preload`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rank_preload"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # that process does not take our sys.path over
-        forkserver.ensure_running()
+    if _shared and not _outputs:
+        _outputs.update((fd, f"/proc/{os.getpid()}/fd/{os.dup(fd)}") for fd in (1, 2))
+    if not _shared:
+        context.set_forkserver_preload(["rank_preload"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # that process does not take our sys.path over
+            forkserver.ensure_running()
     return context
+
+
+def shared_server() -> dict[str, Any]:
+    """Start the process that ranks are forked from, for all workers: what it imports takes seconds of a core."""
+    _forking()
+    return {name: getattr(forkserver._forkserver, name, None) for name in _KNOWN_TO_WORKERS}
+
+
+def use_server(told: dict[str, Any]) -> None:
+    """In a worker: fork from the process that `shared_server` tells of. It ends with the one that has started it."""
+    global _shared
+    server: Any = forkserver._forkserver
+    for name, value in told.items():
+        setattr(server, name, value)
+    server._forkserver_alive_fd = os.pipe()[1]  # each process that is forked gets one
+    server.ensure_running = resource_tracker.ensure_running
+    _shared = True
+
+
+_KNOWN_TO_WORKERS = ("_forkserver_address", "_forkserver_authkey")
+
+
+def print_to(outputs: dict[int, str]) -> None:
+    """In a rank: write where its worker does, so that the report of a test has it."""
+    for fd, path in outputs.items():
+        with contextlib.suppress(OSError):  # a socket, with `-s`
+            there = os.open(path, os.O_WRONLY | os.O_APPEND)
+            os.dup2(there, fd)
+            os.close(there)
 
 
 def _collect(readers: list[Connection], processes: list[Any], timeout: float, dying: frozenset[int]) -> list[Any]:
@@ -167,12 +206,14 @@ def _be_rank(
     join: bool,
     args: Any,
     without: dict[str, Any],
+    outputs: dict[int, str],
 ) -> None:
     import torch
 
     from nbkit.rank.world.world import Place, World
 
     os.setpgid(0, 0)
+    print_to(outputs)
     faulthandler.register(signal.SIGUSR2)
     # A shell that starts the tests in the background has it ignored; some ranks are interrupted on purpose.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -72,7 +72,7 @@ def run_replaced(
             reader, writer = context.Pipe(duplex=False)
             listen, tell = context.Pipe(duplex=False)
             how = (fn, rank, n, bound, writer, until, listen, generation, replaced, place, late_s, args, ranks.left_out)
-            process = context.Process(target=_sit, args=how, daemon=False)
+            process = context.Process(target=_sit, args=(*how, ranks._outputs), daemon=False)
             process.start()
             writer.close()
             every.append(process)
@@ -138,12 +138,14 @@ def _sit(
     late_s: float,
     args: Any,
     without: dict[str, Any],
+    outputs: dict[int, str],
 ) -> None:
     import torch
 
     from nbkit.rank.world.world import Place, World
 
     os.setpgid(0, 0)
+    ranks.print_to(outputs)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     ranks.listeners[:] = bound

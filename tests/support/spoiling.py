@@ -14,7 +14,6 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.checkpoint.export_safetensors import export
 from nbkit.rank.train.checkpoint.job_state import state
 
 
@@ -72,6 +71,8 @@ def tried(world: Any, folder: Path, spoil: Callable[[Path], dict[str, Callable[[
 
 def exported(folder: Path, name: str) -> str:
     """What exporting a spoiled checkpoint comes to."""
+    from nbkit.rank.train.checkpoint.export_safetensors import export  # at the top it would take each worker a second
+
     target = folder / "model.safetensors"
     target.write_bytes(b"what was there")
     try:

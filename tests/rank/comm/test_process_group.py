@@ -18,10 +18,6 @@ import torch.distributed._functional_collectives as funcol
 from ranks import listeners, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nbkit.errors import ClusterError
 from nbkit.rank.comm import delegating_group
@@ -62,6 +58,8 @@ def ddp(rank: int) -> Any:
 
 
 def fsdp(rank: int) -> Any:
+    from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
+
     model = net()
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -71,12 +69,17 @@ def fsdp(rank: int) -> Any:
 
 
 def hybrid_fsdp_on_a_mesh(rank: int) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "shard"))
     model = fully_shard(net(), mesh=mesh)
     return train(model, rank), mesh.get_group("dp").size(), mesh.get_local_rank("shard")
 
 
 def tensor_parallel(rank: int) -> Any:
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     mesh = init_device_mesh("cpu", (N,))
     model = parallelize_module(net(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     losses = train(model, 0)
@@ -86,6 +89,8 @@ def tensor_parallel(rank: int) -> Any:
 
 
 def pipeline(rank: int) -> Any:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
     layers = list(net())
     part = nn.Sequential(*(layers[:2], layers[2:3], layers[3:4], layers[4:])[rank])
     stage = PipelineStage(part, rank, N, torch.device("cpu"))

@@ -15,7 +15,6 @@ import torch.distributed._functional_collectives as funcol
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from nbkit.errors import UsageError
 from nbkit.mesh import Mesh
@@ -71,6 +70,8 @@ def ddp() -> None:
 
 
 def fsdp(mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
+
     model = net()
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)

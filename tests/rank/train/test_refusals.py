@@ -9,7 +9,6 @@ import torch
 from jobs import Recording, dict_loss, net, points, quiet
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -30,6 +29,12 @@ class Running(nn.Module):
         self.scratch = x.detach().mean(0)
         self.mean = 0.9 * self.mean + 0.1 * self.scratch
         return x - self.mean
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
+
+    return fully_shard(model)
 
 
 class Experts(nn.Sequential):
@@ -69,7 +74,7 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "in DDP": (
         {"model": lambda: DistributedDataParallel(net())}, ["wrapped in DistributedDataParallel", "model=ddp.module"]
     ),
-    "sharded": ({"model": lambda: fully_shard(net())}, ["FSDP", "before fully_shard"]),
+    "sharded": ({"model": lambda: sharded(net())}, ["FSDP", "before fully_shard"]),
     "a loader": ({"data": DataLoader(points(), batch_size=4)}, ["is a DataLoader", "data=loader.dataset"]),
     "no whole batch": ({"batch_size": 8.0}, ["batch_size is a whole number", "8.0"]),
     "no time": ({"save_every": "soon"}, ["'soon' is no length of time", "10min"]),

@@ -15,7 +15,6 @@ import pytest
 import torch
 from jobs import SEED, dict_loss, flat, mean_loss, net, one_process, points, quiet, weighted_loss
 from ranks import run_ranks
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from nbkit.errors import TrainingError
@@ -77,6 +76,8 @@ def test_a_run_shows_writes_and_records_what_happened(tmp_path: Path) -> None:
 
     run = Path(first["run_dir"])
     assert "dp2-b8" in run.name and (run / "checkpoint" / ".metadata").exists()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     board = EventAccumulator(str(run)).Reload()
     for tag, key in (
         (tags.LOSS, "loss"),

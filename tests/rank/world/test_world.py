@@ -18,7 +18,6 @@ import torch.distributed._functional_collectives as funcol
 from ranks import listeners, next_generation, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from nbkit.errors import ClusterError, UsageError
 from nbkit.rank.comm import delegating_group
@@ -119,6 +118,8 @@ def a_model() -> nn.Sequential:
 
 
 def wrapped(kind: str) -> Any:
+    from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
+
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(a_model(), bucket_cap_mb=0.001)
     model = a_model()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from nbkit.mesh import Mesh
@@ -128,6 +127,8 @@ def by_nbkit(zero: int, rank: int) -> Counter[str]:
 
 def found(world: Any) -> dict[str, Counter[str]]:
     """Kernels beside those of forward and backward."""
+    from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
+
     instead._INSTEAD.clear()  # NCCL's operations are its own, and gloo's are seen here no more than they
     plain, few = (counted(lambda model=model: loss(model(X), Y).backward()) for model in (blocks(), blocks(_FEW)))
     found = {f"zero {zero}": by_nbkit(zero, world.place.rank) - plain for zero in (0, 1, 3)}

@@ -18,7 +18,6 @@ from jobs import flat, net, points, quiet
 from ranks import RankFailed, run_ranks
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.checkpoint.dcp_io import Reader
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -247,6 +246,8 @@ def test_the_full_state_dict_is_the_same_on_every_rank() -> None:
 
 
 def numbers_of_numpy(world: Any, path: Path) -> list[Any]:
+    from nbkit.rank.train.checkpoint import dcp_io
+
     def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
         groups = [{"params": list(part.parameters()), "lr": lr} for part, lr in zip(model[::3], lrs, strict=True)]
         return torch.optim.AdamW(groups, betas=(np.float64(0.8), 0.9), eps=np.float32(1e-6))
@@ -256,7 +257,7 @@ def numbers_of_numpy(world: Any, path: Path) -> list[Any]:
     first.fit(1)
     first.lr = np.float64(0.03)
     first.save(path)
-    settings = Reader(path).about["settings"]
+    settings = dcp_io.Reader(path).about["settings"]
     second = quiet(optimizer=optimizer)
     second.load(path)
     same = [r["loss"] for r in first.fit(2)] == [r["loss"] for r in second.fit(2)]

@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from spoiling import adamw, data_files, flip, refused_everywhere
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.checkpoint.export_safetensors import export
 
 METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -193,6 +192,8 @@ def saved_over_a_link(world: Any, folder: Path) -> None:
 
 
 def test_a_link_in_the_directory_leads_no_save_and_no_export_elsewhere(tmp_path: Path) -> None:
+    from nbkit.rank.train.checkpoint.export_safetensors import export  # at the top it would take each worker a second
+
     (tmp_path / "model").mkdir()
     (tmp_path / "precious").write_text("mine")
     for name in (".metadata.tmp", "weights.tmp"):

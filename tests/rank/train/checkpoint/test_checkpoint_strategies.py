@@ -12,7 +12,6 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn import functional as F
 
 from nbkit.commands import main
@@ -108,6 +107,10 @@ def test_any_strategy_and_any_number_of_ranks_goes_on_from_any_checkpoint(
     assert f"{len(whole)} tensors" in told
 
     # Torch's own tool reads the directory as it is: weights, and what the optimizer keeps.
+    from torch.distributed.checkpoint.format_utils import (
+        dcp_to_torch_save,  # at the top it would take each worker a second
+    )
+
     dcp_to_torch_save(saved, tmp_path / "plain.pt")
     plain = torch.load(tmp_path / "plain.pt")
     assert torch.equal(plain["weight/tokens.weight"], whole["head.weight"])

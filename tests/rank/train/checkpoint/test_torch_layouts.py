@@ -9,21 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.checkpoint import state_dict as of_torch
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from nbkit.errors import TornCheckpoint
-from nbkit.rank.train.checkpoint.torch_layouts.convert import convert
 from nbkit.rank.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
 ROWS, BATCH, STEPS = 24, 8, 3
-FLAT = of_torch.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def model() -> nn.Module:
@@ -42,10 +37,18 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(5, generator=draw).double(), torch.randn(3, generator=draw).double()) for _ in range(ROWS)]
 
 
+def flat() -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(flatten_optimizer_state_dict=True)
+
+
 class Plain:
     """A training of plain FSDP2, with nothing of nbkit's in it."""
 
     def __init__(self) -> None:
+        from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
+
         torch.manual_seed(3)
         self.model = model()
         for layer in self.model:
@@ -67,21 +70,26 @@ class Plain:
         return losses
 
     def state(self, layout: str) -> dict[str, Any]:
+        from torch.distributed.checkpoint import state_dict as of_torch
+
         if layout == "fsdp2":
             weights, optimizer = of_torch.get_state_dict(self.model, self.optimizer)
             return {"model": weights, "optim": optimizer}
         weights = of_torch.get_model_state_dict(self.model)
-        optimizer = of_torch.get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
+        optimizer = of_torch.get_optimizer_state_dict(self.model, self.optimizer, options=flat())
         return {**weights, "optimizer": optimizer, "train_state": {"step": torch.tensor(STEPS)}}
 
     def load(self, path: Path, layout: str) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import state_dict as of_torch
+
         state = self.state(layout)
         dcp.load(state, checkpoint_id=path)
         names = {"fsdp2": ("model", "optim"), "torchtitan": ("", "optimizer")}[layout]
         optimizer = state.pop(names[1])
         state.pop("train_state", None)
         weights = state["model"] if names[0] else state
-        options = None if layout == "fsdp2" else FLAT
+        options = None if layout == "fsdp2" else flat()
         of_torch.set_model_state_dict(self.model, weights)
         of_torch.set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
 
@@ -95,6 +103,10 @@ def trainer(strategy: str) -> Trainer:
 
 def there_and_back(world: Any, folder: Path) -> dict[str, list[float]]:
     """Losses of the steps after STEPS, by who made them."""
+    import torch.distributed.checkpoint as dcp
+
+    from nbkit.rank.train.checkpoint.torch_layouts.convert import convert
+
     plain = Plain()
     plain.steps(0, STEPS)
     for layout in ("fsdp2", "torchtitan"):
