@@ -1,6 +1,7 @@
 """Makes tests/support and tests/models importable, here and in the processes that the tests start; shares the work."""
 
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ for folder in (_TESTS / "models", _TESTS / "support", _TESTS.parent):
         sys.path.insert(0, str(folder))
 
 
-# What starts kernels, clusters and browsers waits much and runs long: last, it would leave one worker alone at the end.
-# Then the files that compute most.
+# What starts kernels, clusters and browsers waits much and runs long: last, it would leave one worker alone at the end,
+# and all at once nobody would compute meanwhile. So the longest of it starts where rank/train is through.
 _LONG = (
     "machines",
     "browser",
@@ -26,10 +27,13 @@ _LONG = (
     "magics",
     "parity",
     "bench",
+    "test_docs.py",
     "notebook",
     "bridge",
-    "test_docs.py",
     "rank/train",
+    "notebook/cluster",
+    "rank/world",
+    "rank/telemetry",
     "rank/parallel",
     "rank",
 )
@@ -57,6 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu", action="store_true", help="show what each file takes, in CPU-seconds of all processes")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: _end(config))
@@ -64,6 +69,9 @@ def pytest_configure(config: pytest.Config) -> None:
         import ranks
 
         ranks.use_server(config.workerinput["ranks"])
+        if (failures := getattr(config, "failures_db", None)) is not None and hasattr(failures, "sock"):
+            # `--reruns`: a worker tells and asks of each test, and would wait 40 ms between them for an acknowledgment.
+            failures.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if config.getoption("--cpu") and not hasattr(config, "workerinput"):
         from cpu_seconds import CpuSeconds
 
@@ -94,7 +102,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _place(item: pytest.Item) -> int:
     path = item.path.relative_to(_TESTS).as_posix()
-    return next((place for place, name in enumerate(_LONG) if f"{path}/".startswith(f"{name}/")), len(_LONG))
+    named = [name for name in _LONG if f"{path}/".startswith(f"{name}/")]
+    return _LONG.index(max(named, key=len)) if named else len(_LONG)
 
 
 @pytest.hookimpl(optionalhook=True)
