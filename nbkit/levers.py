@@ -130,12 +130,13 @@ NONE = Levers()
 def buckets(sizes: Sequence[int], size_of_one: int = BUCKET) -> Iterator[list[int]]:
     """Bytes of gradients, in the order of backward, as the data axis cuts them: see gradient_buckets.chunks."""
     bucket: list[int] = []
-    limit = min(FIRST_BUCKET, size_of_one)
+    filled, limit = 0, min(FIRST_BUCKET, size_of_one)
     for size in sizes:
-        if bucket and sum(bucket) >= limit:
+        if bucket and filled >= limit:
             yield bucket
-            bucket, limit = [], size_of_one
+            bucket, filled, limit = [], 0, size_of_one
         bucket.append(size)
+        filled += size
     if bucket:
         yield bucket
 

@@ -83,7 +83,7 @@ class Mesh:
     def index(self, rank: int) -> dict[str, int]:
         """The place of `rank` along each axis."""
         place = self._place(rank)
-        return {axis: place // self.stride(axis) % self.degree(axis) for axis in AXES}
+        return {axis: place // stride % degree for axis, stride, degree in self._steps}
 
     def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axis` alone, in order; `rank` is among them."""
@@ -97,6 +97,11 @@ class Mesh:
 
     def _place(self, rank: int) -> int:
         return self.places[rank] if self.places else rank
+
+    @cached_property
+    def _steps(self) -> Sequence[tuple[str, int, int]]:
+        """Stride and degree of each axis: the planner asks for places by the hundred thousand."""
+        return [(axis, self.stride(axis), self.degree(axis)) for axis in AXES]
 
     @cached_property
     def _ranks(self) -> Sequence[int]:

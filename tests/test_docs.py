@@ -58,9 +58,9 @@ def test_every_cell_of_readme_and_of_the_pages_runs(kernel: Any) -> None:
     of_pages = [(page, source) for page in PAGES for source in cells(page)]
 
     with forked_parents_of_programs() as forked:
-        # README starts its cluster as a user does, and ends it; the pages stand in a notebook that has one.
-        started = [(ROOT / "docs", source) for source in (forked, "%cluster start -n 2")]
-        for page, source in [*sources, *started, *of_pages]:
+        # README starts its cluster itself, and ends it; the pages stand in a notebook that has one.
+        before, started = [(ROOT / "docs", forked)], [(ROOT / "docs", "%cluster start -n 2")]
+        for page, source in [*before, *sources, *started, *of_pages]:
             problem = run(kernel, source)
             assert not problem, f"a cell of {page.name} failed:\n{source}\n{problem}"
 

@@ -2,8 +2,7 @@
 
 That has torch and ipyparallel in memory: to import them takes each start of a cluster seconds of a core. The ranks know
 their links, which all would measure at the first job and at the first one after each death. All else is as at a user's:
-their own session, environment, folder and log. tests/notebook/cluster/test_launch.py starts clusters as a user does; of
-the kernels, that of README does.
+their own session, environment, folder and log. tests/notebook/cluster/test_launch.py starts clusters as a user does.
 """
 
 from __future__ import annotations
