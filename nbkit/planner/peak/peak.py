@@ -122,7 +122,7 @@ def peak(
     pieces: as this strategy's tensor and context axes leave them. weights: of each piece. ranges: of pieces that the
     rank holds, one for each of its stages; all of them without a pipeline. rest: what it holds at rest. rows: of a
     micro-batch, the largest. micros: forwards of a step. buffers: bytes of the module's buffers. received: whether a
-    reduce-scatter holds what all ranks send it beside what it sends, as over gloo. levels: ranks of a node over which
+    reduce-scatter holds what other ranks send it beside what it sends, as over gloo. levels: ranks of a node over which
     gradients are summed before they are between nodes; 1: in one level.
     """
     step = _Step(strategy, place, pieces, weights, ranges, rest, rows, micros, updating or Updating(), received, levels)
@@ -225,8 +225,10 @@ class _Step:
             yield _Moment("backward", 0.0, fresh + self._reduced(fresh) + self._root + under_way[1])
 
     def _reduced(self, size: float) -> float:
-        """Bytes while gradients of `size` are being reduced: a copy of them, and what is received."""
-        return size * (2 if self.received else 1)
+        """Bytes while gradients of `size` are reduce-scattered: a copy of them, and what is received, which between two
+        ranks is the half that is kept (nbkit/rank/comm/gloo/reduce_scatter.py)."""
+        ranks = self.levels if self._in_levels else self.strategy.shard
+        return size * (1 + self.received * (0.5 if ranks == 2 else 1))
 
     @property
     def _in_levels(self) -> bool:
@@ -235,7 +237,7 @@ class _Step:
 
     def _summed(self, newest: float, others: Sequence[float]) -> float:
         """Bytes while buckets are summed in two levels. others: the two before the newest, whose part is being made."""
-        made = [newest] * self.received + [*others[:1]]  # of the oldest, it is on its way back
+        made = [newest] * (self.received and self.levels > 2) + [*others[:1]]  # of the oldest, it is on its way back
         return self._reduced(newest) + sum(others) + sum(made) / self.levels
 
     @property
