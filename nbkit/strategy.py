@@ -19,7 +19,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
@@ -223,7 +223,7 @@ class Strategy:
                 found.append(cls(dp, tp, pp, world_size // (dp * tp * pp), zero, shard, schedule))
         return sorted(found, key=_simplicity)
 
-    @property
+    @cached_property  # a step asks a dozen times
     def mesh(self) -> Mesh:
         """The grid of ranks."""
         return _mesh(self.pp, self.dp, self.cp, self.tp, self.order or self.slowest, self.places)
@@ -281,7 +281,7 @@ class Strategy:
         return " ".join(words)
 
 
-@lru_cache(maxsize=256)  # a step asks a dozen times
+@lru_cache(maxsize=256)  # equal strategies share it
 def _mesh(pp: int, dp: int, cp: int, tp: int, slowest: str, places: tuple[int, ...]) -> Mesh:
     return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, order=with_slowest(slowest), places=places)
 

@@ -245,6 +245,7 @@ _KINDS: dict[str, type[Record]] = {
 _ROWS: dict[str, type] = {"traffic": Traffic, "calls": TimedCall, "pipeline": PipelineOp, "gpus": GpuHealth}
 _FIELDS = {kind: tuple(column.name for column in fields(kind)) for kind in _KINDS.values()}
 _COLUMNS = {row: tuple(column.name for column in fields(row)) for row in _ROWS.values()}
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode  # json.dumps makes such an object for each line
 
 
 def to_line(record: Record) -> str:
@@ -257,7 +258,7 @@ def to_line(record: Record) -> str:
         elif isinstance(value, dict):
             value = {key: _short(one) for key, one in value.items()}
         values[column] = _short(value)
-    return json.dumps(values, separators=(",", ":"), default=str) + "\n"
+    return _encode(values) + "\n"
 
 
 def from_line(line: str | bytes) -> Record | None:

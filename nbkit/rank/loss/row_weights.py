@@ -25,8 +25,9 @@ class Weighed:
 
     @property
     def total(self) -> Tensor:
-        """What parts of a batch add up to the whole's."""
-        return self.value if self.summed else self.value * self.weight
+        """What parts of a batch add up to the whole's; without gradient."""
+        value = self.value.detach()
+        return value if self.summed else value * self.weight
 
 
 def weigh(result: Any, rows: int, targets: CountedTargets | None = None) -> Weighed:
@@ -60,4 +61,4 @@ def weigh(result: Any, rows: int, targets: CountedTargets | None = None) -> Weig
         weight = weight.detach().reshape(())
     if not summed and targets is not None and (counted := targets.weight) is not None:
         weight = counted
-    return Weighed(value.reshape(()), weight, summed)
+    return Weighed(value if value.ndim == 0 else value.reshape(()), weight, summed)

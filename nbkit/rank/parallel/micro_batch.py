@@ -20,13 +20,19 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 
 @dataclass(frozen=True)
 class Micro:
-    """A micro-batch: its data, where it is computed; the same as it was read; its rows, and which of the global batch
-    they are."""
+    """A micro-batch: its data, where it is computed; its rows, and which of the global batch they are. shard, start: it
+    begins at that row of a shard."""
 
     data: Any
-    read: Any
     rows: int
     numbers: Sequence[int]
+    shard: Shard
+    start: int
+
+    @property
+    def read(self) -> Any:
+        """Its data as it was read."""
+        return take(self.shard.data, self.start, self.start + self.rows, rows=self.shard.rows)
 
 
 def micro_batches(shard: Shard, model: ShardedModel, size: int | None, device: torch.device) -> list[Micro]:
@@ -43,12 +49,7 @@ def micro_batches(shard: Shard, model: ShardedModel, size: int | None, device: t
         cuts = [(start, min(start + size, rows)) for start in range(0, rows, size)]
     moved = on_device(shard.data, device)
     return [
-        Micro(
-            take(moved, start, stop, rows=rows),
-            take(shard.data, start, stop, rows=rows),
-            stop - start,
-            numbers[start:stop],
-        )
+        Micro(take(moved, start, stop, rows=rows), stop - start, numbers[start:stop], shard, start)
         for start, stop in cuts
     ]
 
@@ -101,8 +102,10 @@ class ForwardPass:
             return model.stage(stage, value, received), None, 0
         targets = None
         if counted is not None:
-            share = share_of(counted.labels, micro.read, whole.targets, micro.rows / whole.rows)
-            targets = CountedTargets(share if counted.labels else None)
+            share = None
+            if counted.labels:
+                share = share_of(counted.labels, micro.read, whole.targets, micro.rows / whole.rows)
+            targets = CountedTargets(share)
         inside = counted is not None and counted.where == "model"
         with targets.inside() if targets is not None and inside else nullcontext():
             output = model.stage(stage, value, received)

@@ -127,11 +127,15 @@ class KeyedDropout:
 
         Draws inside need it to be the only source of samples: dim 0 of what is dropped counts them.
         """
-        if self._tried and not self._found and not any(_positive(of, name) for of, name in self._settings):
-            if _followed(self._module):
-                self.release()
-            return nullcontext()
-        return self._keyed(step, rows)
+        return nullcontext() if self.idle() else self._keyed(step, rows)
+
+    def idle(self) -> bool:
+        """Whether the model, as it is set now, draws nothing. Asked once a step where it has many micro-batches."""
+        if not self._tried or self._found or any(_positive(of, name) for of, name in self._settings):
+            return False
+        if _followed(self._module):
+            self.release()
+        return True
 
     @contextmanager
     def traced(self, rows: int) -> Iterator[Trace]:

@@ -32,6 +32,7 @@ from nbkit.wire.processes import node_name
 
 FIRST_IN_DETAIL = 3  # steps of a run, and after a switch
 _IDLE_S = 2.0  # without steps, what cells sent is written this often
+_PACE_S = 0.25  # what comes meanwhile is written at once: to be woken for each step costs the training
 
 
 def record_path(run_dir: Path, rank: int) -> Path:
@@ -86,7 +87,9 @@ class Session:
         self._writer = writer = Writer(since=ring.end)
         writer.open(RecordFile(self.path, head))
         what = f"recorded in {self.path}"
-        self._writing = Background(writer.take, writer.close, name="nbkit-records", what=what, idle_s=_IDLE_S)
+        self._writing = Background(
+            writer.take, writer.close, name="nbkit-records", what=what, idle_s=_IDLE_S, pace_s=_PACE_S
+        )
         # The thread knows the writer alone, so that it ends with this object.
         weakref.finalize(self, self._writing.end)
         self._health = Health(

@@ -72,7 +72,7 @@ class Pipeline:
         # Only NCCL has edges: there the device's stream waits for the loss's reduction, launched after the last
         # operation, before it updates.
         self._barrier = Barrier(group) if group is not None and not edges else None
-        self._lists: dict[tuple[int, bool, int | None], tuple[tuple[Op, ...], Routes]] = {}
+        self._lists: dict[tuple[int, bool, int | None], tuple[tuple[Op, ...], Routes, int]] = {}
 
     def begin_again(self) -> None:
         """As at the beginning, on every rank alike: after a run that did not end on all of them."""
@@ -102,10 +102,9 @@ class Pipeline:
         """
         if num_micro == 0:
             return []
-        ops, routes = self._list(num_micro, training, rounds)
+        ops, routes, idle = self._list(num_micro, training, rounds)
         run = _Run(self, routes, forward)
         self._channels.begin(routes, [(training, key(micro)) for micro in range(num_micro)])
-        idle = _needed_by_none(ops, routes) if self._barrier is not None else len(ops) - 1
         try:
             with torch.set_grad_enabled(training):
                 for index, op in enumerate(ops):
@@ -140,8 +139,9 @@ class Pipeline:
                 self._channels.post(last)
             self._barrier.open(self._channels.tag_of_end, numbers)
 
-    def _list(self, num_micro: int, training: bool, rounds: int | None) -> tuple[tuple[Op, ...], Routes]:
-        """This rank's operations and messages; without training, the forwards of the same lists."""
+    def _list(self, num_micro: int, training: bool, rounds: int | None) -> tuple[tuple[Op, ...], Routes, int]:
+        """This rank's operations and messages, and the place after which `launch` is called; without training, the
+        forwards of the same lists."""
         if (num_micro, training, rounds) not in self._lists:
             schedule = self.schedule
             if rounds is None:
@@ -150,7 +150,9 @@ class Pipeline:
             else:
                 lists = list(token_rounds(schedule, num_micro // rounds, rounds))
             routes = Routes.of(lists, self.rank, schedule.rank_of, schedule.num_stages)
-            self._lists[num_micro, training, rounds] = lists[self.rank], routes
+            own = lists[self.rank]
+            idle = _needed_by_none(own, routes) if self._barrier is not None else len(own) - 1
+            self._lists[num_micro, training, rounds] = own, routes, idle
         return self._lists[num_micro, training, rounds]
 
 

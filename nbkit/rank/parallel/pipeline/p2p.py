@@ -160,7 +160,7 @@ class Channels:
                     hint="shapes between stages may depend on the shape of the input only",
                 )
         for tensor in tensors:
-            self._isend(sent, peer, _raw(tensor.detach().contiguous()))
+            self._isend(sent, peer, _raw(tensor))
         self._outbox.setdefault(peer, []).append(sent)
 
     def finish(self) -> None:

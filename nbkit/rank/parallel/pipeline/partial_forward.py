@@ -155,6 +155,8 @@ class Gates:
 
     def _around(self, name: str, output: Any) -> Any:
         """The output of a call, with what the stage before has sent of it; what later stages need of it is kept."""
+        if not self._followed:
+            return output
         call = self._calls[name]
         self._calls[name] += 1
         for skip in self._followed.get((name, call), ()):

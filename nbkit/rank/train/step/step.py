@@ -15,9 +15,10 @@ pass; it travels beside the backward pass. So does that of a mean over the targe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,6 +119,9 @@ class TrainingStep:
         self.builder.look_at_first(sharded_model, shard, step)
         options = self.builder.options
         self._dropout.plan = options.draws
+        # Around the forward pass of a micro-batch; called with the numbers of its rows.
+        drawing: Callable[[Sequence[int]], AbstractContextManager[None]]
+        drawing = _undrawn if self._dropout.idle() else partial(self._dropout.step, step)
         counted = options.counted if parts_rows(options, sharded_model.strategy) else None
         whole = whole_of(shard, counted, sharded_model, self.device)
         # What a mean is divided by as far as that is known now: for rows, all there is.
@@ -157,7 +161,7 @@ class TrainingStep:
 
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             micro = micros[number]
-            with self._computing(micro, step):
+            with phase("forward"), self.precision.autocast(), drawing(micro.numbers):
                 output, part, tokens = self._forward.run(micro, stage, received, counted, whole)
                 if part is not None and shard.hears is not None:
                     target = pair(micro.data, self._forward.inputs)[1]
@@ -172,7 +176,7 @@ class TrainingStep:
                     numbers="requires_grad is False",
                     hint="compute it from the model's output, without .detach(), .item() or torch.no_grad()",
                 )
-            sums.loss = sums.loss + part.total.detach()
+            sums.loss = sums.loss + part.total
             sums.weight = sums.weight + part.weight
             sums.summed = part.summed
             sums.tokens += tokens
@@ -198,10 +202,11 @@ class TrainingStep:
             # Waited for once: a loss function keeps to one form.
             self._summed = reduction.read().weighted
         if self._summed or counted is not None:
-            grads = [p.grad for p in sharded_model.held.values() if p.grad is not None]
-            factor = reduction.per_weight(1 if counted is None else expected)
-            if accelerator().holds(self.device) or factor != 1:
-                scale(grads, factor)
+            divided_by = 1 if counted is None else expected
+            # The host knows on CPU ranks whether there is anything to do.
+            if accelerator().holds(self.device) or reduction.read().weight != divided_by:
+                grads = [p.grad for p in sharded_model.held.values() if p.grad is not None]
+                scale(grads, reduction.per_weight(divided_by))
         if self._drift_unknown:
             # Before the first update: later is too late for the weights.
             check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
@@ -283,7 +288,6 @@ class TrainingStep:
     def _cut(self, shard: Shard) -> list[Micro]:
         return micro_batches(shard, self.sharded_model, self.microbatch_size, self.device)
 
-    @contextmanager
-    def _computing(self, micro: Micro, step: int) -> Iterator[None]:
-        with phase("forward"), self.precision.autocast(), self._dropout.step(step, micro.numbers):
-            yield
+
+def _undrawn(rows: Sequence[int]) -> AbstractContextManager[None]:
+    return nullcontext()

@@ -101,16 +101,21 @@ class StepReduction:
         slots[_HELD], slots[_READY] = stage > 0, stage == READY
         at = _SHARED + 4 * self.rank
         slots[at], slots[at + 2], slots[at + 3] = seconds, fingerprint, backup
-        if not isinstance(weight, Tensor):
-            slots[_WEIGHT] = weight
-        vector = accelerator().send(torch.tensor(slots, dtype=torch.float64), self.device)
-        vector[_LOSS] = loss_sum
-        if isinstance(weight, Tensor):
-            vector[_WEIGHT] = weight
         told = _ENDS * ends + _DATA_ENDS * data_ends
-        vector[at + 1] = _NOT_FINITE * ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT]) + told
         if accelerator().holds(self.device):
+            if not isinstance(weight, Tensor):
+                slots[_WEIGHT] = weight
+            vector = accelerator().send(torch.tensor(slots, dtype=torch.float64), self.device)
+            vector[_LOSS] = loss_sum
+            if isinstance(weight, Tensor):
+                vector[_WEIGHT] = weight
+            vector[at + 1] = _NOT_FINITE * ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT]) + told
             _on_devices.append(weakref.ref(self))
+        else:
+            # Where the host has the numbers, a dozen operations on tensors are none.
+            slots[_LOSS], slots[_WEIGHT] = loss, weight = float(loss_sum), float(weight)
+            slots[at + 1] = _NOT_FINITE * (not math.isfinite(loss + weight)) + told
+            vector = torch.tensor(slots, dtype=torch.float64)
         self._vector = vector if self._carried is None else self._carried.copy_(vector)
         if self.world_size > 1 and self._carried is None:
             self._work = dist.all_reduce(vector, async_op=True)
