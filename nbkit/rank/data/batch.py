@@ -217,6 +217,8 @@ def check_inputs(inputs: Sequence[str] | None) -> None:
 
 def call(model: nn.Module, value: Any) -> Any:
     """tensor -> model(x); tuple or list -> model(*x); dict -> model(**x)."""
+    if isinstance(value, Tensor):
+        return model(value)
     if isinstance(value, Mapping):
         return model(**value)
     return model(*value) if isinstance(value, tuple | list) else model(value)
@@ -229,7 +231,7 @@ def shapes_of(batch: Any) -> tuple[Any, ...]:
 
 def tokens_of(value: Any, rows: int) -> int:
     """Token ids in a model input: the elements of its first tensor when it holds integers in 2 dims, else its rows."""
-    while isinstance(value, Mapping | tuple | list) and value:
+    while isinstance(value, (tuple, list, Mapping)) and value:
         value = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
     is_ids = isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point()
     return value.numel() if is_ids else rows
@@ -249,6 +251,6 @@ def fingerprint(batch: Any, rows: int) -> int:
 def _tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, Mapping | tuple | list):
-        for value in batch.values() if isinstance(batch, Mapping) else batch:
+    elif isinstance(batch, (tuple, list, Mapping)):
+        for value in batch if isinstance(batch, (tuple, list)) else batch.values():
             yield from _tensors(value)

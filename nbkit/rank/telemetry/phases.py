@@ -10,8 +10,8 @@ A lap costs about a microsecond. On CUDA it is an event in the current stream: t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from threading import get_ident
 from time import perf_counter_ns as now
 from typing import Any
 
@@ -74,7 +74,7 @@ class StepClock:
 
     def begin(self, *, cuda: bool = False) -> None:
         """Steps are made from here on, by this thread. cuda: on a device, whose own time is taken."""
-        self._thread, self._cuda, self._lent = threading.get_ident(), cuda, False
+        self._thread, self._cuda, self._lent = get_ident(), cuda, False
         self._stamp = accelerator().stamp if cuda else now
         self.state = OTHER
         self._open(self._stamp())
@@ -113,9 +113,12 @@ class StepClock:
 
     def back(self, state: str) -> None:
         """Be in `state` again."""
-        if self.laps is None or state == self.state or not self._in_charge():
+        if self.laps is None or state == self.state:
             return
-        if threading.get_ident() == self._thread:
+        if get_ident() != self._thread:
+            if not self._lent:
+                return
+        else:
             # On CUDA, autograd runs in a thread of its own while the training thread waits for it in "backward": what
             # that thread waits for it must also come back from.
             self._lent = self._cuda and state == "backward"
@@ -148,7 +151,7 @@ class StepClock:
         self.laps, self.ops, self._complete, self._base = [(self.state, start)], [], True, now()
 
     def _in_charge(self) -> bool:
-        return self._lent or threading.get_ident() == self._thread
+        return self._lent or get_ident() == self._thread
 
 
 clock = StepClock()

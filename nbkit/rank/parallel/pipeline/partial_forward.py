@@ -147,16 +147,17 @@ class Gates:
             sent = [*(arrived[path] for path in entry.carried), *(self._skips[skip] for skip in entry.skips)]
             self._sent = tuple(map(sendable, sent))
             raise _Reached
-        if self.idle() and shapes is not None:
-            return self._around(name, shapes.zeros(args, kwargs))
-        if number is not None and not self.idle():
-            args, kwargs = self._exchange(number, args, kwargs)
-        return self._around(name, proceed(*args, **kwargs))
+        idle = self._at < self._lo
+        if idle and shapes is not None:
+            output = shapes.zeros(args, kwargs)
+        else:
+            if number is not None and not idle:
+                args, kwargs = self._exchange(number, args, kwargs)
+            output = proceed(*args, **kwargs)
+        return self._around(name, output) if self._followed else output
 
     def _around(self, name: str, output: Any) -> Any:
         """The output of a call, with what the stage before has sent of it; what later stages need of it is kept."""
-        if not self._followed:
-            return output
         call = self._calls[name]
         self._calls[name] += 1
         for skip in self._followed.get((name, call), ()):
@@ -260,7 +261,7 @@ class _Shapes:
 
     def zeros(self, args: Any, kwargs: Any) -> Any:
         """The output, all zeros; not even that is computed when it is known."""
-        key = (_kind(args), _kind(kwargs))
+        key = (_kind(args), _kind(kwargs) if kwargs else ())
         if key not in self.known:
             self.known[key] = pytree.tree_flatten(self._run(args, kwargs))
         outputs, spec = self.known[key]
@@ -294,7 +295,7 @@ def _kind(value: Any) -> Any:
     """What shapes depend on, hashable."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return tuple([_kind(part) for part in value])
     if isinstance(value, dict):
         return tuple([(key, _kind(part)) for key, part in value.items()])
