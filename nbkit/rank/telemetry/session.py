@@ -4,7 +4,8 @@
     job.ledger.listeners.append(session)        # runs, steps' numbers, events
     clock.step(number)                          # at the end of each step: see phases.py
 
-Nothing here waits but the end of a run, when all is on disk.
+Nothing here waits but the end of a run, when all is on disk. Until then the files are at most a quarter of
+a second behind.
 """
 
 from __future__ import annotations
