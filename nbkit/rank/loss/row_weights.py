@@ -25,9 +25,12 @@ class Weighed:
 
     @property
     def total(self) -> Tensor:
-        """What parts of a batch add up to the whole's; without gradient."""
-        value = self.value.detach()
-        return value if self.summed else value * self.weight
+        """What parts of a batch add up to the whole's."""
+        return self.value if self.summed else self.value * self.weight
+
+    def detached(self) -> Weighed:
+        """The same without its graph."""
+        return Weighed(self.value.detach(), self.weight, self.summed)
 
 
 def weigh(result: Any, rows: int, targets: CountedTargets | None = None) -> Weighed:

@@ -149,7 +149,7 @@ def steps_of_ranks(
             if part is None:
                 return output  # type: ignore[no-any-return]
             summed = part.summed
-            sums[0] += float(part.total)
+            sums[0] += float(part.total.detach())
             sums[1] += float(part.weight)
             return (part.value if part.summed else part.value * (part.weight / expected),)
 

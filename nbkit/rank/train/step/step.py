@@ -176,7 +176,7 @@ class TrainingStep:
                     numbers="requires_grad is False",
                     hint="compute it from the model's output, without .detach(), .item() or torch.no_grad()",
                 )
-            sums.loss = sums.loss + part.total
+            sums.loss = sums.loss + part.detached().total
             sums.weight = sums.weight + part.weight
             sums.summed = part.summed
             sums.tokens += tokens
