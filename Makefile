@@ -30,7 +30,7 @@ help:
 	@echo "make zoo     train 55 architectures under every strategy: equal to one process, or refused: about 10 minutes"
 	@echo "make fuzz-tp split 500 models with operations drawn at random over two ranks, beside one process: about 10 minutes"
 	@echo "make plan-check measure what the planner predicts, memory and seconds: about 50 minutes"
-	@echo "make machines start, run, stop and break clusters over Slurm and SSH, beside one on this machine: about 5 minutes"
+	@echo "make machines start, run, stop and break clusters over Slurm, SSH and MPI, beside one on this machine: half an hour"
 	@echo "make gpu-check  strategies, switches, errors and what else a training does, on a pretended GPU: about 20 minutes"
 	@echo "make why     hang four ranks in 23 ways, and ask who is stuck where: about 3 minutes"
 	@echo "make drills  do 73 things wrong in a notebook, one after the other, and look at the answers: about 3 minutes"

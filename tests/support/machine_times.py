@@ -2,13 +2,14 @@
 
     launcher   start   cell   first error   stop   dead rank   ddp, zero3, pp, and switches between them
 
-Over Slurm and SSH on hosts of this machine, so that a wire between them costs nothing. Starts, and cells, are made in
+Over Slurm, SSH and MPI on hosts of this machine, so that a wire between them costs nothing. Starts, and cells, are made in
 turns with those of a cluster of as many ranks without a launcher.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from nbkit import Cluster
 from nbkit.errors import CellError
-from nbkit.notebook.cluster.hosts.start_request import Request, SlurmRequest, SshRequest
+from nbkit.notebook.cluster.hosts.start_request import MpiRequest, Request, SlurmRequest, SshRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS, CELLS = 3, 40
@@ -78,6 +79,13 @@ def main() -> int:
             starts("ssh, 2 hosts x 4", over_ssh(hosts.names[:2], 4), 8)
             starts("ssh, 8 hosts x 1", over_ssh(hosts.names, 1), 8)
             wrong = max(wrong, ways("ssh, 2 hosts x 2", over_ssh(hosts.names[:2], 2), local, expected))
+            if shutil.which("mpirun") is None:
+                print("mpi: skipped: not installed: mpirun (apt-get install openmpi-bin)")
+            else:
+                os.environ |= dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+                by_mpi = MpiRequest(over_ssh(hosts.names[:2], 2).hosts, cpu=True)
+                starts("mpi, 2 hosts x 2", by_mpi, 4)
+                wrong = max(wrong, ways("mpi, 2 hosts x 2", by_mpi, local, expected))
         finally:
             hosts.close()
     local.stop()

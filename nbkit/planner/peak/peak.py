@@ -3,7 +3,7 @@
 What is there all the time (nbkit/planner/memory.py), and on top of it, at each moment of a step, what the pieces keep
 and take (activations.py) and what the data axis has under way:
 
-    zero 0, 1   gradients arrive beside the buffers of their bucket, and move into those when it is complete
+    zero 0      gradients arrive beside the buffers of their bucket, and move into those when it is complete
     two levels  of up to three buckets, the copy that is summed within the node and between (nbkit.node_levels); of the
                 newest, over gloo, what is received for it
     zero 1, 2   of up to two buckets, the copy that is being reduced, and over gloo what is received for it; after the
@@ -216,9 +216,9 @@ class _Step:
                         yield _Moment("backward", kept[i], fresh - bucket + self._summed(bucket, under_way))
                         under_way = [under_way[1], bucket]
                     elif self.strategy.zero:
-                        copied = fresh if self.strategy.zero == 2 else fresh - bucket
                         reduced = self._reduced(bucket)
-                        yield _Moment("backward", kept[i], copied + reduced + under_way[1])
+                        # They are copied, and go, before any is received.
+                        yield _Moment("backward", kept[i], fresh + max(bucket, reduced - bucket) + under_way[1])
                         under_way = [under_way[1], reduced]
                     fresh -= bucket
         if self.strategy.zero == 3:

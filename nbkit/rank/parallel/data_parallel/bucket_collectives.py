@@ -71,8 +71,11 @@ class Reduction:
         self._row: Tensor | None = None
         self._within: Tensor | None = None
 
-    def send(self, grads: Sequence[Tensor | None]) -> None:
-        """Start it. The gradients, in the order of the packing, are copied; one that is None counts as zeros."""
+    def send(self, grads: list[Tensor | None]) -> None:
+        """Start it. The gradients, in the order of the packing, are copied; one that is None counts as zeros.
+
+        The list is empty afterwards: where it is all that holds them, they go before what is received takes memory.
+        """
         # One that was broken off while it was waited for would count as sent across already.
         self.forget()
         links, width = self.links, self.packing.width
@@ -80,6 +83,7 @@ class Reduction:
         matrix = self._like.new_empty(links.ranks, aligned(self._end + 1, self._like))
         self.packing.pack(matrix[:, :width], grads)
         self.unused = {i for i, grad in enumerate(grads) if grad is None}
+        grads.clear()
         matrix[:, width:].fill_(1)
         for i in self.unused:
             matrix[:, width + i] = 0
@@ -117,8 +121,8 @@ class InFlight:
         self._queue: list[tuple[Reduction, Callable[[Tensor], None]]] = []
         self.canary: Tensor | None = None
 
-    def send(self, reduction: Reduction, grads: Sequence[Tensor | None], landed: Callable[[Tensor], None]) -> None:
-        """Start `reduction`; `landed` will get what it brings."""
+    def send(self, reduction: Reduction, grads: list[Tensor | None], landed: Callable[[Tensor], None]) -> None:
+        """Start `reduction`, with `grads` as it takes them; `landed` will get what it brings."""
         for earlier, _ in self._queue:
             earlier.cross()
         while len(self._queue) > 1:

@@ -54,9 +54,10 @@ class _Bucket(Bucket):
 
     def send(self) -> None:
         # From where autograd has put them, which is not the buffer where the step has one backward pass.
-        self.flight.send(self.reduction, [p.grad for p in self.params], self._landed)
+        grads = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
+        self.flight.send(self.reduction, grads, self._landed)
 
     def _landed(self, row: Tensor) -> None:
         width = self.packing.width

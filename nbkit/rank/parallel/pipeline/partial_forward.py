@@ -274,7 +274,14 @@ class _Shapes:
             if self.twin is not None:
                 with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
                     return self.twin(*on_meta[0], **on_meta[1])
-            return self.valued(*args, **kwargs)
+            try:
+                return self.valued(*args, **kwargs)
+            except RuntimeError:  # torch's product of groups of rows, for experts, takes no weights without memory
+                weights = {
+                    name: torch.zeros_like(p, memory_format=torch.contiguous_format)
+                    for name, p in self.valued.named_parameters()
+                }
+                return torch.func.functional_call(self.valued, weights, args, kwargs)
 
 
 def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
