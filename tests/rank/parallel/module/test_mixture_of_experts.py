@@ -264,6 +264,13 @@ def test_under_tp_the_attention_is_split_and_experts_and_positions_stay_whole() 
     assert how["model.layers.*.mlp.experts"] == ("whole", "a mixture of experts stays whole on each rank")
 
 
+def test_experts_that_are_multiplied_in_groups_are_stages() -> None:
+    """What they give is found on weights without memory, which torch's product of groups does not take."""
+    checked = nbkit.check(lambda: mixtral(experts_implementation="grouped_mm").float(), "pp", stacked(), 2)
+
+    assert "not known to train" not in str(checked) and "fits" in str(checked).splitlines()[0], str(checked)
+
+
 def test_what_lets_rows_compete_is_refused_by_its_name_and_what_cannot_be_run_with_the_reason() -> None:
     found, other = run_ranks(refused, 2, timeout=120)
 
