@@ -61,9 +61,11 @@ def test_the_peak_with_activations_is_predicted_within_8_percent() -> None:
     check(run_ranks(peaks, 2, STRATEGIES, 2, timeout=240))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ddp bucket=200K", "ddp"])
-def test_so_is_that_of_an_all_reduce_in_two_levels(strategy: str) -> None:
+# Of ddp an all-reduce in two levels. Of zero1 gradients beside the copy of them that is reduced, which have to go.
+@pytest.mark.parametrize(
+    "strategy", ["zero1", *(pytest.param(one, marks=pytest.mark.long) for one in ("ddp bucket=200K", "ddp"))]
+)
+def test_so_is_that_of_buckets_under_way_on_two_nodes(strategy: str) -> None:
     check(run_ranks(peaks, 4, (strategy,), 2, 4, timeout=240))
 
 
