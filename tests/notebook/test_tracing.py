@@ -83,6 +83,7 @@ def test_steps_that_are_not_asked_for_are_kept_as_before(cluster: Cluster) -> No
 
 @pytest.mark.long
 def test_a_training_that_ends_before_gives_what_there_is(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.run(TRAINER)
     slow = "import time\ntrainer._callbacks += (lambda *_: time.sleep(0.1),)\ntrainer.fit(40)\ntrainer.step"
     handle = cluster.run(slow, detach=True)
     found = cluster.trace(10_000, tmp_path / "some.json.gz")
