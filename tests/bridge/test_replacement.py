@@ -111,7 +111,11 @@ def test_the_training_goes_on_as_if_nothing_had_been(
     for rank in range(4):
         assert results.values[rank] == pytest.approx(undisturbed, abs=1e-10)
     lost = "0 steps" if strategy == "ddp" else r"\d steps?"  # since the last backup
-    assert re.search(rf"replaced: {lost} and \d+\.\d s lost", capsys.readouterr().err)
+    said, deadline = "", time.monotonic() + 10  # the line may come behind the result
+    while not (found := re.search(rf"replaced: {lost} and \d+\.\d s lost", said)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        said += capsys.readouterr().err
+    assert found, said
     check_whole(four)
     # The new rank has what cells have defined before and after, and the Trainer under its name.
     four.run("def later(): return trainer.step, before, int(total), len(rows()), make.__module__")

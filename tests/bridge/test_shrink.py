@@ -106,7 +106,8 @@ def test_the_last_rank_dies_and_is_gone(four: Cluster, alone: list[float]) -> No
 def test_a_mesh_that_cannot_do_without_a_rank_goes_on_with_the_new_one_and_says_why(
     four: Cluster, alone: list[float]
 ) -> None:
-    four.resize(4)
+    if four.entry.n < 4:  # another test has shrunk it
+        four.resize(4)
     four.run("trainer = make(strategy='tp=2', progress=True)")
     results = run_killing(four, [3])
     for rank in range(4):
