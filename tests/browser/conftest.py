@@ -285,8 +285,13 @@ class LabPage:
             self.page.wait_for_timeout(POLL_MS)
 
     def interrupt(self) -> None:
-        """Press the stop button of the notebook's toolbar."""
-        self.page.locator(f"{PANEL} [data-jp-item-name='interrupt'] >> visible=true").first.click()
+        """Press the stop button of the notebook's toolbar; while a busy page leaves no room for it there, by the menu."""
+        button = self.page.locator(f"{PANEL} [data-jp-item-name='interrupt'] >> visible=true").first
+        if button.is_visible():
+            button.click()
+            return
+        self.page.locator(".lm-MenuBar-item", has_text="Kernel").click()
+        self.page.locator(".lm-Menu-item", has_text="Interrupt Kernel").first.click()
 
     def calm(self) -> None:
         """Nothing of a test that failed runs any more."""
