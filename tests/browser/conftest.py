@@ -285,7 +285,7 @@ class LabPage:
             self.page.wait_for_timeout(POLL_MS)
 
     def interrupt(self) -> None:
-        """Press the stop button of the notebook's toolbar; while a busy page leaves no room for it there, by the menu."""
+        """Press the stop button of the notebook's toolbar; while a busy page has no room for it there, by the menu."""
         button = self.page.locator(f"{PANEL} [data-jp-item-name='interrupt'] >> visible=true").first
         if button.is_visible():
             button.click()
