@@ -202,11 +202,10 @@ class TrainingStep:
             # Waited for once: a loss function keeps to one form.
             self._summed = reduction.read().weighted
         if self._summed or counted is not None:
-            divided_by = 1 if counted is None else expected
-            # The host knows on CPU ranks whether there is anything to do.
-            if accelerator().holds(self.device) or reduction.read().weight != divided_by:
-                grads = [p.grad for p in sharded_model.held.values() if p.grad is not None]
-                scale(grads, reduction.per_weight(divided_by))
+            grads = [p.grad for p in sharded_model.held.values() if p.grad is not None]
+            factor = reduction.per_weight(1 if counted is None else expected)
+            if accelerator().holds(self.device) or factor != 1:
+                scale(grads, factor)
         if self._drift_unknown:
             # Before the first update: later is too late for the weights.
             check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
