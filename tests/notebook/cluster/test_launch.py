@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalProcessLa
 from ipyparallel.controller.app import IPController
 
 from nbkit import Board, Cluster
+from nbkit.bridge.parent.controller import controller_of
 from nbkit.errors import ClusterError, ClusterExists, ClusterNotFound, UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.launch.launch import START_SECONDS, controller_launcher, make_folder
@@ -166,6 +168,54 @@ def test_a_pid_that_was_given_to_somebody_else_is_left_alone() -> None:
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_a_port_that_a_controller_has_chosen_is_its_own() -> None:
+    source = """
+import socket, zmq
+from ipyparallel import util
+from nbkit.notebook.cluster.launch.held_ports import hold_ports
+
+hold_ports()
+context = zmq.Context()
+for port in util.select_random_ports(40):
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", port))
+        except OSError:
+            pass
+        else:
+            print("taken", port)
+    server, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    server.bind(f"tcp://127.0.0.1:{port}")
+    client.connect(f"tcp://127.0.0.1:{port}")
+    client.send(b"here")
+    assert server.poll(10_000) and server.recv_multipart()[1] == b"here"
+context.destroy(0)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_start_in_which_a_scheduler_dies_ends_at_once(nbkit_home: Path) -> None:
+    def kill() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            controller = controller_of(nbkit_home / "deaf")
+            children = psutil.Process(controller.pid).children() if controller else []
+            if len(children) > 2:
+                children[2].kill()  # by which requests pass
+                return
+            time.sleep(0.01)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    with pytest.raises(ClusterError, match=r"controller ended while the cluster was starting") as caught:
+        Cluster.start(2, cpu=True, name="deaf")
+    killing.join()
+    assert "ControlScheduler ended (exit code -9), and so does the controller." in str(caught.value)
+    assert processes_of(nbkit_home) == [] and registry.find("deaf") is None
 
 
 @pytest.mark.usefixtures("forked")

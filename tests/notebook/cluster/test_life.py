@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from forked_parents import forked_parents
 
@@ -38,7 +39,7 @@ def wait_until(condition: object, seconds: float = 20) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("how", ["stopped elsewhere", "controller killed", "parent killed"])
+@pytest.mark.parametrize("how", ["stopped elsewhere", "controller killed", "scheduler killed", "parent killed"])
 def test_a_running_cell_ends_when_its_cluster_does(cluster: Cluster, how: str) -> None:
     handle = cluster.run("import time; time.sleep(600)", detach=True)
     time.sleep(0.3)
@@ -46,6 +47,8 @@ def test_a_running_cell_ends_when_its_cluster_does(cluster: Cluster, how: str) -
         registry.end(cluster.entry)
     elif how == "controller killed":
         os.kill(cluster.entry.controller.pid, signal.SIGKILL)
+    elif how == "scheduler killed":  # without which cells, answers or output would reach nobody
+        psutil.Process(cluster.entry.controller.pid).children()[2].kill()
     else:
         os.kill(cluster.entry.parent.pid, signal.SIGKILL)
     said = "died" if how == "stopped elsewhere" else "Its ranks live, and end with this cell"

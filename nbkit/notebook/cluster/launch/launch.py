@@ -179,8 +179,9 @@ def controller_launcher(folder: Path, name: str, address: str = "") -> LocalCont
     address: of this host, where other hosts reach it. What passes is signed, and encrypted on one host too: everybody
     there may subscribe to what the controller publishes, the output of cells.
     """
-    config = "from nbkit.notebook.cluster.launch import heartbeat, hub_records\n\n"
-    config += "heartbeat.slow_down()\nhub_records.keep_none()\n"
+    config = "from nbkit.notebook.cluster.launch import dead_schedulers, heartbeat, held_ports, hub_records\n\n"
+    config += "heartbeat.slow_down()\nhub_records.keep_none()\nheld_ports.hold_ports()\n"
+    config += "dead_schedulers.end_with_schedulers()\n"
     # With encryption ipyparallel would not sign any more, and clients warn of that; so the key is given.
     key = secrets.token_hex(32).encode()
     config += f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n"
@@ -214,21 +215,26 @@ def _await_ranks(entry: Entry, client: Client, deadline: float) -> None:
             dead = sorted(entry.folder.glob("rank*.end.json"))
             log = f"{dead[0].name.split('.')[0]}.log" if dead else "parent.log"
             raise failed(entry, "A rank ended while the cluster was starting.", log)
-        if not entry.controller.is_alive():
-            raise failed(entry, "The controller ended while the cluster was starting.", "controller.log")
+        _check_controller(entry)
         if time.monotonic() > deadline:
             missing = sorted(set(range(entry.n)) - set(client.ranks))
             log = f"rank{missing[0]}.log"
             raise failed(entry, f"Ranks {missing} did not come up in {START_SECONDS:.0f} s.", log)
 
 
+def _check_controller(entry: Entry) -> None:
+    if entry.is_here and not entry.controller.is_alive():
+        raise failed(entry, "The controller ended while the cluster was starting.", "controller.log")
+
+
 def with_ranks(entry: Entry, client: Client, is_worth_it: Callable[[], bool] | None = None) -> Entry:
     """The entry with the processes of its ranks, each of which has answered a call and has a world.
 
-    is_worth_it: whether to go on waiting for them; as long as their parent lives where None is given.
+    is_worth_it: whether to go on waiting for them; as long as their parent and the controller live where None is given.
     """
-    answers = client.reach(range(entry.n), START_SECONDS, is_worth_it or entry.parent.is_alive)
+    answers = client.reach(range(entry.n), START_SECONDS, is_worth_it or entry.is_alive)
     if len(answers) < entry.n:
+        _check_controller(entry)
         silent = sorted(set(range(entry.n)) - set(answers))
         raise failed(entry, f"Ranks {silent} have registered but do not answer.", f"rank{silent[0]}.log")
     wrong = {rank: answer["rank"] for rank, answer in answers.items() if answer["rank"] != rank}
