@@ -8,7 +8,7 @@ after every `OF_ONE_START` pairs.
 from __future__ import annotations
 
 from bench.rigs.forked import Ranks
-from bench.settings import Settings
+from bench.settings import Settings, shuffled
 from bench.steps.steps import BAR, MICROBATCHES, PIECES, QUICK, SIZE
 from bench.table import Row, compared
 
@@ -21,23 +21,22 @@ def run(settings: Settings) -> list[Row]:
     size = QUICK if settings.quick else SIZE
     rows = []
     for strategy in STRATEGIES:
-        spent: dict[str, list[tuple[float, float]]] = {"nbkit": [], "torch": []}
+        spent: dict[str, list[tuple[float, float]]] = {"nbkit": [], "nbkit again": [], "torch": []}
         for _ in range(settings.count(STARTS)):
             with (
                 Ranks("steps.steps_ranks", RANKS, folder=settings.folder, with_="nbkit", **size) as ours,
                 Ranks("steps.steps_ranks", RANKS, folder=settings.folder, with_="torch", **size) as theirs,
             ):
-                arms = [("nbkit", ours), ("torch", theirs)]
-                for _, ranks in arms:
+                arms = {"nbkit": ours, "nbkit again": ours, "torch": theirs}
+                for ranks in (ours, theirs):
                     ranks.ask("prepare", strategy=strategy, microbatches=MICROBATCHES)
                     ranks.ask("spent", steps=STEPS)
-                for _ in range(settings.count(OF_ONE_START)):
-                    for name, ranks in arms:
-                        said = ranks.ask("spent", steps=STEPS)
+                for order in shuffled(list(arms), settings.count(OF_ONE_START)):
+                    for name in order:
+                        said = arms[name].ask("spent", steps=STEPS)
                         spent[name].append((sum(cpu for _, cpu in said), max(wall for wall, _ in said)))
-                    arms.reverse()
         for which, what, bar in ((0, "CPU-seconds of all ranks", BAR), (1, "seconds", None)):
-            values = [[one[which] for one in spent[name]] for name in ("nbkit", "torch")]
-            what = f"step, {strategy}, {RANKS} ranks, {what}, {len(values[0])} pairs"
-            rows.append(compared(what, values[0], PIECES[strategy], values[1], None, bar, "ms"))
+            values, again, peer = ([one[which] for one in spent[name]] for name in ("nbkit", "nbkit again", "torch"))
+            what = f"step, {strategy}, {RANKS} ranks, {what}, {len(values)} pairs"
+            rows.append(compared(what, values, PIECES[strategy], peer, again, bar, "ms"))
     return rows

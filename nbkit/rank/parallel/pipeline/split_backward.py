@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,27 +23,18 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
 
-class _Enter(torch.autograd.Function):
-    """Hands tensors on. What comes out may be changed in place, as a block may do with what another one returned."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grads
-
-
 def enter(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What a stage computes with, from detached tensors. Those that require a gradient are leaves and get it there."""
-    wanted = [i for i, tensor in enumerate(received) if tensor.requires_grad]
-    given = list(received)
-    if wanted and torch.is_grad_enabled():
-        for i, tensor in zip(wanted, _Enter.apply(*(received[i] for i in wanted)), strict=True):
-            given[i] = tensor
-    return tuple(given)
+    """What a stage computes with, from detached tensors. Those that require a gradient are leaves and get it there.
+
+    What comes out may be changed in place, as a block may do with what another one returned: a view of a leaf may not,
+    and this one autograd does not know as a view. The leaf itself is read no more.
+    """
+    if not torch.is_grad_enabled():
+        return tuple(received)
+    return tuple(_alias(tensor, tensor.shape) if tensor.requires_grad else tensor for tensor in received)
+
+
+_alias = torch.ops.aten._unsafe_view.default
 
 
 def backward(outputs: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
