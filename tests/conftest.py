@@ -17,8 +17,8 @@ for folder in (_TESTS / "models", _TESTS / "support", _TESTS.parent):
         sys.path.insert(0, str(folder))
 
 
-# What starts kernels, clusters and browsers waits much and runs long: last, it would leave one worker alone at the end,
-# and all at once nobody would compute meanwhile. So the longest of it starts where rank/train is through.
+# What starts kernels, clusters and browsers waits much and runs long: last, it would leave one worker alone at the end.
+# So it comes first, the longest before the rest, and then the many files of ranks that compute.
 _LONG = (
     "machines",
     "browser",
@@ -30,8 +30,8 @@ _LONG = (
     "test_docs.py",
     "notebook",
     "bridge",
-    "rank/train",
     "notebook/cluster",
+    "rank/train",
     "rank/world",
     "rank/telemetry",
     "rank/parallel",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 from bench.rigs.slept_link import Rate, SleptLink
-from tests.support.ranks import run_ranks
 
 BYTES = 1200  # three ranks get equal parts
 

@@ -46,6 +46,7 @@ def state_of(name: str) -> str:
     return line
 
 
+@pytest.mark.long
 def test_a_job_that_nobody_waits_for_is_seen_in_the_queue_and_cancelled(slurm: SlurmNodes, busy: str) -> None:
     listed = Cluster.submit(ASKED, name="waits")
     assert [entry.name for entry in listed] == ["waits"]

@@ -122,6 +122,7 @@ def test_a_host_without_a_device_for_its_spares_is_named(ssh: SshHosts) -> None:
     assert "1 rank and 9999 spares" in caught.value.numbers and "--hosts node1:1" in caught.value.hint
 
 
+@pytest.mark.long
 def test_a_spare_host_that_another_one_cannot_reach_is_named_before_a_rank_starts(ssh: SshHosts) -> None:
     before = processes(ssh)
     ssh.block("on", (2, 3))
