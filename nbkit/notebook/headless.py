@@ -26,6 +26,8 @@ from nbkit.notebook.uninterrupted import uninterrupted
 
 Cell = dict[str, Any]
 _READY_SECONDS = 120
+_LONGEST_PATH = 90
+"""Characters; a socket's path, which has ten more, may have 107."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -72,7 +74,11 @@ class Headless:
         self._cells: dict[str, Cell] = {}  # by the id of the message that executed them
         self._displays: dict[str, list[dict[str, Any]]] = {}
         self._log = tempfile.TemporaryFile()
-        self._manager = KernelManager(kernel_spec_manager=_ThisPython())
+        self._sockets = tempfile.TemporaryDirectory(prefix="nbkit-", ignore_cleanup_errors=True)
+        where = os.path.join(self._sockets.name, "kernel.json")
+        # Ports of TCP are chosen before the kernel opens them, and another program may have one by then.
+        transport = "ipc" if len(where) <= _LONGEST_PATH else "tcp"
+        self._manager = KernelManager(kernel_spec_manager=_ThisPython(), connection_file=where, transport=transport)
         self._manager.start_kernel(cwd=str(folder), stdout=self._log, stderr=self._log)
         self._process = Process.of(self._manager.provisioner.pid)
         self._client = self._manager.blocking_client()
@@ -98,6 +104,7 @@ class Headless:
             self._client.stop_channels()
             self._manager.shutdown_kernel(now=True)
             self._log.close()
+            self._sockets.cleanup()
             for entry in registry.entries():
                 if entry.kernel == self._process:
                     registry.end(entry)

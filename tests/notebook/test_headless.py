@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from forked_parents import forked_parents_of_kernels
 
 from nbkit.errors import CellError, NbkitError
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.headless import Headless, read_notebook, tagged, text_of
+from nbkit.notebook.headless import Headless, read_notebook, shown_by, tagged, text_of
 
 
 def notebook_of(*sources: str) -> dict[str, Any]:
@@ -89,6 +90,24 @@ def test_a_kernel_that_dies_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(NbkitError, match="has died"), Headless(tmp_path, silent) as kernel:
         kernel.run(notebook)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_kernel_has_no_port_that_others_could_take_unless_the_path_of_a_socket_is_too_long(
+    deep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(tempfile.gettempdir()) if not deep else tmp_path / ("a" * 100)
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    left = set(folder.glob("nbkit-*"))
+    notebook = notebook_of("import ipykernel", "ipykernel.get_connection_info(unpack=True)['transport']")
+
+    with Headless(tmp_path, silent) as kernel:
+        kernel.run(notebook)
+        own = set(folder.glob("nbkit-*/kernel.json"))
+
+    assert shown_by(notebook["cells"][1]) == repr("tcp" if deep else "ipc")
+    assert own and not any(path.exists() for path in own if path.parent not in left)
 
 
 def test_cells_are_found_by_their_tag() -> None:
