@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = sorted(path for folder in ("nbkit", "magics") for path in (ROOT / folder).rglob("*.py"))
-LINES_AT_MOST = 450
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 # Somebody's own folders, and the places packages are fetched from, which each machine configures for itself.
 FOREIGN = re.compile(
@@ -30,12 +29,6 @@ def tracked_files() -> list[Path]:
     if done.returncode:
         pytest.skip(f"not a git checkout: {done.stderr.strip()}")
     return [ROOT / path for path in done.stdout.split("\0") if path and (ROOT / path).is_file()]
-
-
-def test_every_file_of_code_fits_in_450_lines() -> None:
-    long = {name(path): lines for path in CODE if (lines := len(path.read_text().splitlines())) > LINES_AT_MOST}
-
-    assert long == {}
 
 
 def test_no_file_or_folder_has_a_name_that_says_nothing() -> None:

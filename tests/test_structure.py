@@ -1,4 +1,4 @@
-"""What a newcomer meets: files that do not import each other in circles, and folders that hold one subject."""
+"""What a newcomer meets: files that do not import each other in circles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES_IN_A_CIRCLE = 3
-FILES_IN_A_FOLDER = 12
 
 
 def modules() -> dict[str, Path]:
@@ -69,12 +68,3 @@ def test_no_more_than_three_files_import_each_other_in_a_circle() -> None:
     found = [circle for circle in circles(imports(modules())) if len(circle) > FILES_IN_A_CIRCLE]
 
     assert found == []
-
-
-def test_a_folder_holds_no_more_than_twelve_files() -> None:
-    tops = ("nbkit", "magics", "bench", "parity", "zoo")
-    folders = {path.parent for top in tops for path in (ROOT / top).rglob("*.py")}
-    counted = {str(each.relative_to(ROOT)): sum(1 for file in each.glob("*.py") if file.name != "__init__.py")
-               for each in folders}  # fmt: skip
-
-    assert {folder: count for folder, count in counted.items() if count > FILES_IN_A_FOLDER} == {}
