@@ -85,7 +85,6 @@ class DelegatingGroup(ProcessGroup):
             self._register_backend(device, getattr(ProcessGroup.BackendType, kind.upper()), None)  # type: ignore[arg-type]
         if inner.bound_device_id is not None:
             self.bound_device_id = inner.bound_device_id
-        self._set_default_backend(getattr(ProcessGroup.BackendType, inner._get_backend_name().upper()))
         self._name, self._desc = inner.group_name, inner.group_desc
         self.label = _label(inner.group_name, inner.group_desc, members)
         self.seen = collectives.Seen(self.label, collectives.axis_of(inner.group_desc, inner.group_name), members)

@@ -199,17 +199,16 @@ def functional(rank: int) -> Any:
 def sub_groups(rank: int) -> Any:
     named = dist.new_group(backend="gloo")
     pair, _ = dist.new_subgroups(2)
-    # First: torch names it by how many groups a rank belongs to, which after `odd` would differ.
-    local = dist.new_group([0, 3], use_local_synchronization=True) if rank in (0, 3) else None
+    # Every rank makes one before `odd`: torch names groups by how many a rank has made, or belongs to, by version.
+    local = dist.new_group([0, 3] if rank in (0, 3) else [1, 2], use_local_synchronization=True)
     odd = dist.new_group([1, 3])
     x = [values(rank) for _ in range(4)]
     dist.all_reduce(x[0], group=named)
     dist.all_reduce(x[1], group=pair)
     if rank % 2:
         dist.all_reduce(x[2], group=odd)
-    if local is not None:
-        dist.all_reduce(x[3], group=local)
-        dist.broadcast(x[3], 3, group=local)
+    dist.all_reduce(x[3], group=local)
+    dist.broadcast(x[3], 3 if rank in (0, 3) else 2, group=local)
     backends = [dist.get_backend(), dist.get_backend(named), dist.get_backend(pair)]
     answers = dist.get_process_group_ranks(pair), dist.get_rank(pair), dist.get_world_size(pair), pair.name()
     dist.destroy_process_group(pair)
