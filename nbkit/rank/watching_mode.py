@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from nbkit.rank.torch_private import TorchDispatchMode
 
 
-class WatchingMode(TorchDispatchMode):
+class WatchingMode(TorchDispatchMode):  # type: ignore[misc]
     """Sees every operation and lets it through.
 
     Torch's own base imports its compiler at the first operation, which takes seconds, to keep it out of the method.

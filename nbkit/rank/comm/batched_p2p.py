@@ -13,10 +13,13 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from nbkit.rank.comm.delegating_group import DelegatingGroup
+from nbkit.rank.torch_private import CAN_BATCH_P2P
 
 
 def install_batched() -> None:
-    """Put ours in the place of torch's; for forming.install alone, which runs once."""
+    """Put ours in the place of torch's, if this torch has what it takes. Called once, by group_creation.install."""
+    if not CAN_BATCH_P2P:
+        return
     plain = c10d.batch_isend_irecv
 
     @functools.wraps(plain)

@@ -26,9 +26,10 @@ from nbkit.rank.background_threads import started
 from nbkit.rank.comm.background_creation import Meeting
 from nbkit.rank.comm.gloo.instead import EXCHANGED, method
 from nbkit.rank.comm.gloo.interruptible_wait import Interruptible, has_left
-from nbkit.rank.comm.operations import COLLECTIVES, ROOTED, SILENT, first_of, num_bytes
+from nbkit.rank.comm.operations import COLLECTIVES, OWN, ROOTED, first_of, num_bytes
 from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry import collectives
+from nbkit.rank.torch_private import group_tables
 from nbkit.wire.activity import ANYONE, Operation
 
 FOREVER = timedelta(days=365)
@@ -302,8 +303,10 @@ _monitored_barrier = _collective("monitored_barrier", "monitored_barrier", None)
 for _name, (_spoken, _payload) in COLLECTIVES.items():
     if hasattr(ProcessGroup, _name):
         setattr(DelegatingGroup, _name, _collective(_name, _spoken, _payload))
-for _name in SILENT:
-    if hasattr(ProcessGroup, _name):
+for _name in (
+    vars(ProcessGroup).keys() - vars(DelegatingGroup).keys() - OWN - ProcessGroup.BackendType.__members__.keys()
+):
+    if not _name.startswith("__"):
         setattr(DelegatingGroup, _name, _silent(_name))
 
 
@@ -315,7 +318,7 @@ def live() -> list[DelegatingGroup]:
 
 def registered() -> list[DelegatingGroup]:
     """The delegating groups torch knows (created and not destroyed), in an order that is the same on all ranks."""
-    names = dist.distributed_c10d._world.pg_names
+    names = group_tables.pg_names
     groups = [group for group in list(names) if isinstance(group, DelegatingGroup)]
     return sorted(groups, key=lambda group: (group is not dist.group.WORLD, names.get(group, ""), group.members))
 
@@ -337,7 +340,7 @@ def fingerprint() -> dict[str, int]:
     Equal groups bear equal keys on all ranks: `divergence.differences` compares.
     """
     # torch names the next group by this number: where it differs, the ranks would wait for each other in vain.
-    counts = {"groups made": dist.distributed_c10d._world.group_count}
+    counts = {"groups made": group_tables.group_count}
     for group in registered():
         me = group.rank()
         counts[group.label] = group.count

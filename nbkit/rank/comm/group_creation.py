@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from nbkit.rank.background_threads import started
 from nbkit.rank.comm.background_creation import BreakableStore, Meeting, forming
 from nbkit.rank.comm.batched_p2p import install_batched
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live
 from nbkit.rank.comm.gloo.interruptible_wait import interrupt
+from nbkit.rank.torch_private import CAN_DELEGATE_GROUPS, group_tables
 from nbkit.rank.world import sockets
 
 _DELEGATED = {"gloo", "nccl"}
@@ -35,9 +36,12 @@ here: an abort may end the last part of what NCCL sends and not the others, sinc
 
 
 def install() -> None:
-    """Make every gloo or nccl group of this process a delegating one. A second call changes nothing."""
+    """Make every gloo or nccl group of this process a delegating one. A second call changes nothing.
+
+    Groups stay torch's own where this torch lacks what that takes.
+    """
     global _original
-    if _original is not None:
+    if _original is not None or not CAN_DELEGATE_GROUPS:
         return
     _original = c10d._new_process_group_helper
     c10d._new_process_group_helper = functools.wraps(_original)(_form)
@@ -100,24 +104,24 @@ def reform_group(group: DelegatingGroup, store: Store, *, meets_as: str = "") ->
 
     meets_as: a name that all members give, where the group may be called differently on some.
     """
-    name = c10d._world.pg_names[group]
-    members = [] if group is c10d._world.default_pg else list(group.members)
+    name = group_tables.pg_names[group]
+    members = [] if group is group_tables.default_pg else list(group.members)
     recipe = {**group.recipe, "pg_tag": None}  # a tag would make torch find the old group again
     if recipe.get("backend_options") is not None:
         recipe["backend_options"].split_from = None
     # Splitting from the default group is collective over all ranks; here only members take part.
-    split_source, c10d._get_split_source = c10d._get_split_source, lambda pg: None
+    split_source, c10d._get_split_source = c10d._get_split_source, lambda *_, **__: None
     # torch refuses a name that is in use: for the time of the forming the holder steps aside.
-    c10d._world.pg_names[group] = f"{name} (before)"  # type: ignore[assignment]
+    group_tables.pg_names[group] = f"{name} (before)"  # type: ignore[assignment]
     c10d._unregister_process_group(name)  # type: ignore[attr-defined]
     try:
         raw, prefixed, held = _make(group.size(), group.rank(), members, store, meets_as or name, recipe)
         _forget(raw)
     finally:
         c10d._get_split_source = split_source
-        c10d._world.pg_names[group] = name
+        group_tables.pg_names[group] = name
         c10d._register_process_group(name, group)  # type: ignore[attr-defined]
-    c10d._world.pg_map[group] = (c10d._world.pg_map[group][0], prefixed)
+    group_tables.pg_map[group] = (group_tables.pg_map[group][0], prefixed)
     group.inner, group.sockets, group.meeting = raw, held.sockets, held.meeting
     group.formed, group.destroyed = group.formed + 1, False
     group.keep[:] = [held.store]
@@ -190,7 +194,7 @@ def _make(
 
 def _replace(raw: dist.ProcessGroup, group: DelegatingGroup, store: Store) -> None:
     """In every table of torch's, `group` takes the place of `raw`."""
-    world = c10d._world
+    world = group_tables
     name = world.pg_names[raw]
     world.pg_map[group] = (world.pg_map[raw][0], store)
     world.pg_names[group] = name
@@ -203,7 +207,7 @@ def _replace(raw: dist.ProcessGroup, group: DelegatingGroup, store: Store) -> No
 
 def _forget(raw: dist.ProcessGroup) -> list[str]:
     """Take `raw` out of torch's tables; returns the tags it was under."""
-    tagged = c10d._world.tags_to_pg
+    tagged = group_tables.tags_to_pg
     tags = [tag for tag, groups in tagged.items() if raw in groups]
     c10d._cleanup_process_group_global_state(raw)
     for tag in tags:
@@ -238,6 +242,6 @@ def shut_all() -> int:
 
     What is on its way between ranks that live arrives first.
     """
-    known = frozenset[int]().union(*(group.sockets for group in live()))
+    known = sockets.of_plain_groups.union(*(group.sockets for group in live()))
     sockets.settle(known)
     return sockets.shut(known | forming.young())

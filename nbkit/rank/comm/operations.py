@@ -21,6 +21,8 @@ COLLECTIVES: dict[str, tuple[str, int | None]] = {
     "all_gather_single_coalesced": ("all_gather", 1),
     "allgather_into_tensor_coalesced": ("all_gather", 1),
     "gather": ("gather", 1),
+    "gather_single": ("gather", 1),
+    "gather_into_tensor": ("gather", 1),
     "scatter": ("scatter", 0),
     "reduce_scatter": ("reduce_scatter", 1),
     "reduce_scatter_single": ("reduce_scatter", 1),
@@ -35,23 +37,12 @@ COLLECTIVES: dict[str, tuple[str, int | None]] = {
 # Those whose options, which come last, name a rank of the group.
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
-# Handed on without counting: they issue nothing, or belong to operations already counted.
-SILENT = (
-    "_backend_id",
-    "_enable_collectives_timing",
-    "_get_backend",
-    "_get_backend_name",
-    "_get_sequence_number_for_group",
-    "_has_hooks",
-    "_register_on_completion_hook",
-    "_set_sequence_number_for_group",
-    "_wait_for_pending_works",
-    "abort",
-    "get_group_store",
-    "merge_remote_group",
-    "name",
-    "set_timeout",
-)
+# A group answers these itself. What is in neither table is handed on uncounted: it issues nothing, belongs to an
+# operation that was counted, or is newer than this list.
+OWN = frozenset({
+    "BackendType", "_device_types", "_id", "_pybind11_conduit_v1_", "_register_backend", "_set_default_backend",
+    "_set_group_desc", "_set_group_name", "bound_device_id", "boxed", "rank", "size", "unbox",
+})  # fmt: skip
 
 
 def num_bytes(payload: torch.Tensor | Iterable[Any] | Any) -> int:

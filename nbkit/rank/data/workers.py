@@ -6,6 +6,7 @@ nothing happens; where something does (a switch, a step that is made again, anot
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import traceback
@@ -130,10 +131,11 @@ class _BatchThread:
         self._wanted.put(False)
         # Torch ends workers when its iterator is dropped. The thread holds it, and may wait in it for a batch that
         # takes minutes to read: they are ended under its hands, by torch's own method, and then it is given something.
-        self.batches._shutdown_workers()
+        getattr(self.batches, "_shutdown_workers", lambda: None)()
         self._thread.join(_ENDS_IN_S)
         if self._thread.is_alive():
-            self.batches._worker_result_queue.put(None)
+            with contextlib.suppress(AttributeError):
+                self.batches._worker_result_queue.put(None)
 
     def _ask(self) -> None:
         if not self._asked:

@@ -23,6 +23,7 @@ from nbkit.rank.parallel.proof.graph import gradients as gradients_of
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.rng.seeding import set_seed
+from nbkit.rank.torch_private import BatchNorm
 
 _AUXILIARY = re.compile(r"aux|balanc", re.IGNORECASE)
 _WIDE = 1 << 24  # elements of a model that is run in float64
@@ -203,7 +204,7 @@ def kept(module: nn.Module, *, training: bool) -> Iterator[None]:
     try:
         for part in module.modules():
             # Frozen parts of a model that trains are in evaluation.
-            part.training &= training and not isinstance(part, nn.modules.batchnorm._BatchNorm)
+            part.training &= training and not isinstance(part, BatchNorm)
         yield
     finally:
         for part, attributes in before:

@@ -15,6 +15,7 @@ from nbkit.rank.parallel.module.compile import not_compiled
 from nbkit.rank.parallel.options import Options, parts_rows
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.plan.plan import folded
+from nbkit.rank.torch_private import DropoutNd
 from nbkit.strategy import Strategy
 
 
@@ -73,7 +74,7 @@ def warn_of(model: nn.Module, strategy: Strategy, options: Options) -> None:
         numbers = f"microbatch_size= has no effect under {strategy}: a pipeline cuts into as many as microbatches= says"
         found.append(Finding(False, "A setting has no effect.", numbers))
     found += [*warn_of_coupled(options, strategy), *warn_of_draws(options, strategy)]
-    dropping = any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules())
+    dropping = any(isinstance(part, DropoutNd) and part.p > 0 for part in model.modules())
     why = "with dropout, which is keyed by sample" if dropping else not_compiled(options, strategy)
     if options.compile and why:
         numbers = f"compile= has no effect {why}: the blocks run as they are"

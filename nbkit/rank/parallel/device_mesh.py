@@ -9,7 +9,6 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from nbkit.mesh import AXES, Mesh
 from nbkit.node_levels import BETWEEN, WITHIN, levels_of
@@ -17,6 +16,7 @@ from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.comm.delegating_group import Broken, DelegatingGroup
 from nbkit.rank.comm.group_creation import abort
+from nbkit.rank.torch_private import group_tables
 
 MakeGroup = Callable[[str, list[tuple[int, ...]], int], dist.ProcessGroup | None]
 """See `group_of`."""
@@ -88,7 +88,7 @@ def close_all() -> None:
 
 
 def _close(group: dist.ProcessGroup) -> None:
-    if isinstance(group, DelegatingGroup) and group in c10d._world.pg_map:
+    if isinstance(group, DelegatingGroup) and group in group_tables.pg_map:
         dist.destroy_process_group(group)
         group.drop(Broken(f"Process group {group.label} was closed: no strategy uses it any more."))
 
@@ -100,7 +100,7 @@ def groups_made() -> int:
     """
     forming.join()
     made = sorted(key for key in _made if key[-1] == _forgotten)
-    return zlib.crc32(repr((made, c10d._world.group_count)).encode())
+    return zlib.crc32(repr((made, group_tables.group_count)).encode())
 
 
 def forget(device: torch.device) -> None:
@@ -111,9 +111,9 @@ def forget(device: torch.device) -> None:
     global _forgotten
     _forgotten += 1
     if dist.get_world_size() > 1:
-        counts = torch.tensor([c10d._world.group_count, _forgotten], device=device)
+        counts = torch.tensor([group_tables.group_count, _forgotten], device=device)
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-        c10d._world.group_count, _forgotten = counts.tolist()
+        group_tables.group_count, _forgotten = counts.tolist()
 
 
 def groups_along(

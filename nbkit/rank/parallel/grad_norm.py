@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nbkit.rank.torch_private import foreach_mul_, foreach_norm
+
 _SUMMED = 1 << 16
 """A CPU adds squares to float32 sums in order: of 38 M elements the norm is 0.3 % off, of this many 2e-7. A GPU sums
 blocks as small as these by itself."""
@@ -34,7 +36,7 @@ def grad_norm(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (copies, dtype), grads in alike.items():
         # Of bfloat16, the norm would be rounded to bfloat16.
-        norms = torch._foreach_norm(_pieces(grads, device), 2, dtype=torch.promote_types(dtype, torch.float32))
+        norms = foreach_norm(_pieces(grads, device), 2, dtype=torch.promote_types(dtype, torch.float32))
         total += torch.stack(norms).to(torch.float64).square().sum() / copies
     if (dist.get_world_size(group) if world_size is None else world_size) > 1:
         dist.all_reduce(total, group=group)
@@ -62,4 +64,4 @@ def scale(grads: Iterable[Tensor], factor: Tensor) -> None:
         alike.setdefault(grad.dtype, []).append(grad)
     for dtype, some in alike.items():
         # A device does all with one kernel where the dtypes are equal. A half would round the factor by up to 0.4 %.
-        torch._foreach_mul_(some, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)
+        foreach_mul_(some, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
+from nbkit.rank.torch_private import safe_softmax
 
 
 class Mask(Protocol):
@@ -124,7 +125,7 @@ def _attention(
         # Autocast takes a softmax in float32, this one too; but its backward then has two dtypes, which CUDA refuses.
         scores = scores.float()
     # As torch's own: a row in which everything is masked gives zeros, not NaN.
-    weights = torch._safe_softmax(scores, -1)
+    weights = safe_softmax(scores, -1)
     return _scaled(weights, mask(weights.shape, dropout_p), dropout_p, inplace=False).to(value.dtype) @ value
 
 

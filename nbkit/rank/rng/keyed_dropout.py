@@ -40,6 +40,7 @@ from nbkit.rank.rng.dropout_ops import DRAWS, Draw
 from nbkit.rank.rng.keyed_numbers import KeyedNumbers
 from nbkit.rank.rng.random_ops import RANDOM
 from nbkit.rank.rng.shard_offsets import place_of
+from nbkit.rank.torch_private import DropoutNd, graph_task_id
 
 
 @dataclass
@@ -366,7 +367,7 @@ class _Enter:
         if (now := _passing.get()) is not None:
             now.calls[self.path] = number = now.calls.get(self.path, -1) + 1
             now.stack.append(_Call(self.path, number, self.sequence_first, hook=self))
-        elif self.drew and torch._C._current_graph_task_id() != -1:
+        elif self.drew and graph_task_id() != -1:
             raise TrainingError(
                 f"{self.name or 'The model'} is computed again in the backward pass, and would draw other numbers.",
                 numbers="by something else than torch.utils.checkpoint",
@@ -414,7 +415,7 @@ def _settings(module: nn.Module) -> list[tuple[Any, str]]:
     found: list[tuple[Any, str]] = []
     configs: dict[int, Any] = {}
     for part in module.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd):
+        if isinstance(part, DropoutNd):
             found.append((part, "p"))
         found += [(part, name) for name in vars(part) if "drop" in name.lower()]
         configs |= {id(config): config for name in ("config", "cfg", "args") if (config := vars(part).get(name))}

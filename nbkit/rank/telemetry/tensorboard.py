@@ -47,6 +47,10 @@ def _add_values(writer: Any, values: Mapping[str, float], step: int) -> None:
     """tag -> value of a step, in one event of a SummaryWriter: each costs this process as much as all values in it."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
+    if not hasattr(writer, "_get_file_writer"):
+        for tag, value in values.items():
+            writer.add_scalar(tag, float(value), step)
+        return
     made = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in values.items()]
     writer._get_file_writer().add_summary(Summary(value=made), step)
 

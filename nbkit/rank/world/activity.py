@@ -24,6 +24,7 @@ from nbkit.rank.telemetry import collectives
 from nbkit.rank.telemetry.collectives import Call
 from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.telemetry.timed_work import Timed, wait_on_host
+from nbkit.rank.torch_private import group_tables
 from nbkit.rank.world.split_model_call import split_model_call
 from nbkit.wire.activity import ANYONE, Activity, CodeLine, GroupLog, Operation
 from nbkit.wire.user_code import is_users
@@ -154,7 +155,7 @@ def _being_issued(frame: FrameType, line: CodeLine | None) -> Operation | None:
 
 def _being_made(frame: FrameType, line: CodeLine | None) -> Operation:
     """A group: all ranks of the world make it, in one order."""
-    world = dist.distributed_c10d._world
+    world = group_tables
     # torch counts a group when its name is given, which is before anything is waited for.
     ranks = tuple(frame.f_locals.get("ranks") or ())
     everyone = dist.group.WORLD.members if isinstance(dist.group.WORLD, DelegatingGroup) else ()

@@ -25,11 +25,12 @@ def clear_broken_steps() -> None:
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", DistributedDataParallel)
     wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, (DistributedDataParallel, sharded))}
     for module in [one for one in objects if type(one) in wanted]:
-        if isinstance(module, DistributedDataParallel):
-            module._has_rebuilt_buckets = False
-            module.reducer._reset_state()
-        else:
-            _reset_fully_sharded(module)
+        with contextlib.suppress(AttributeError):  # of a torch that is newer: then they have to be made again
+            if isinstance(module, DistributedDataParallel):
+                module._has_rebuilt_buckets = False
+                module.reducer._reset_state()
+            else:
+                _reset_fully_sharded(module)
 
 
 def _reset_fully_sharded(module: Any) -> None:

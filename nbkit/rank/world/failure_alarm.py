@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.background_creation import forming

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 DESTROYED = "the default process group was destroyed by user code"
 

@@ -14,6 +14,9 @@ import sys
 import time
 from collections.abc import Collection
 
+of_plain_groups: frozenset[int] = frozenset()
+"""Of the default group, where it is torch's own; a delegating group knows its own sockets."""
+
 _STILL_SECONDS, _SETTLE_SECONDS = 0.1, 2.0
 _TCP_INFO = struct.Struct("120xQQ")
 """Of Linux' struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received."""

@@ -9,9 +9,9 @@ from types import FrameType
 from torch import nn
 
 from nbkit.rank.parallel.module.forward_wrapper import marked_parts
+from nbkit.rank.torch_private import call_of_module
 from nbkit.wire.user_code import is_users
 
-_CALL = nn.Module._call_impl.__code__
 _TORCH = PurePath(nn.__file__).parents[1]
 
 
@@ -22,7 +22,7 @@ def split_model_call(frames: Sequence[FrameType]) -> tuple[FrameType, str] | Non
     """
     caller, model = None, None
     for frame in frames:
-        if frame.f_code is _CALL:  # the outermost one is the model, those before are its blocks
+        if frame.f_code is call_of_module:  # the outermost one is the model, those before are its blocks
             caller, model = None, frame.f_locals.get("self")
         elif model is not None and caller is None and not PurePath(frame.f_code.co_filename).is_relative_to(_TORCH):
             caller = frame

@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from nbkit.errors import ClusterError, UsageError
 from nbkit.rank.comm.background_creation import BreakableStore, forming
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live, registered, reset_counts
 from nbkit.rank.comm.group_creation import abort, install, reform_group, release
 from nbkit.rank.device import accelerator
-from nbkit.rank.world import init_process_group
+from nbkit.rank.torch_private import default_store, group_tables
+from nbkit.rank.world import init_process_group, sockets
 from nbkit.rank.world.broken_step import clear_broken_steps
 from nbkit.rank.world.rank_place import Place, keep_local, open_listener
 
@@ -102,7 +102,8 @@ class World:
             dist.init_process_group(place.torch_backend)
         else:
             if place.device != "cpu":
-                bound = c10d._get_default_group().bound_device_id
+                default: Any = dist.group.WORLD
+                bound = default.bound_device_id
                 num, current = accelerator().count(), accelerator().chosen()
                 accelerator().choose(place.gpu(num_gpus=num, bound=bound, current=current))
             place = Place(
@@ -110,7 +111,7 @@ class World:
                 "nccl" if "nccl" in dist.get_backend() else "gloo",
             )  # fmt: skip
         world = cls(place)
-        world._store = c10d._get_default_store()
+        world._store = default_store()
         init_process_group.guard(world)
         _current = world
         atexit.register(world.leave)  # a group that is left to the interpreter's own end may abort it
@@ -150,7 +151,7 @@ class World:
         forming.stop("a world of another size is formed")
         abort(live())
         self.leave()
-        c10d._world.pg_coalesce_state.clear()
+        group_tables.pg_coalesce_state.clear()
         clear_broken_steps()
         ends = {"listen": listen, "address": address, "port": port}
         return World.join(place, timeout_s=timeout_s, generation=generation, **ends)  # type: ignore[arg-type]
@@ -229,17 +230,19 @@ class World:
         held, name, count = self._compare(groups)
         # Only now, when all ranks are here: until then a slower one may still be in the last call on an old group.
         release(live(), lambda group: Broken(f"Process group {group.label} was destroyed, or is being re-formed."))
-        c10d._world.pg_coalesce_state.clear()
+        group_tables.pg_coalesce_state.clear()
         if groups:
             clear_broken_steps()
         default = dist.group.WORLD
         if isinstance(default, DelegatingGroup):
             reform_group(default, self._next_store(), meets_as=name)
         else:
-            c10d._world.group_count = int(name)
+            if default is not None:
+                dist.destroy_process_group()  # torch's own group: this torch lets no other stand in its place
+            group_tables.group_count = int(name)
             self._init(self.place.torch_backend)
         # torch names a new group by a running number, which must be the same on all ranks, also on a replaced one.
-        c10d._world.group_count = max(count, c10d._world.group_count)
+        group_tables.group_count = max(count, group_tables.group_count)
         for group in groups:
             if group is default:
                 continue
@@ -265,8 +268,8 @@ class World:
         default = dist.group.WORLD
         mine = {
             "groups": [_key(group) for group in groups],
-            "default": c10d._world.pg_names[default] if default is not None else "",
-            "count": c10d._world.group_count,
+            "default": group_tables.pg_names.get(default, "") if default is not None else "",
+            "count": group_tables.group_count,
         }
         store.set(str(self.place.rank), json.dumps(mine))
         told = [json.loads(store.get(str(rank))) for rank in range(self.place.world_size)]
@@ -275,9 +278,12 @@ class World:
         return [set(one["groups"]) for one in told], name, count
 
     def _init(self, backend: str, **options: Any) -> None:
+        before = sockets.inodes()
         init_process_group.init_process_group(
             backend, store=self._next_store(), rank=self.place.rank, world_size=self.place.world_size, **options
         )
+        if not isinstance(dist.group.WORLD, DelegatingGroup):
+            sockets.of_plain_groups = sockets.inodes() - before
 
     def _next_store(self) -> Store:
         self._num_formed += 1

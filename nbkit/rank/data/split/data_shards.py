@@ -17,10 +17,9 @@ from itertools import islice
 from types import CodeType
 from typing import Any
 
-import torch.utils.data._utils.worker as torch_worker
-
 from nbkit.errors import TrainingError
 from nbkit.rank.data.data_state import Mark, Opened
+from nbkit.rank.torch_private import data_worker
 
 _PARTS = 16
 """Of data that asks for its part and does not say into how many it can be split: degrees of dp mostly divide it."""
@@ -75,12 +74,12 @@ class DataShards:
     def reading(self, shard: int) -> Iterator[_Part]:
         """Inside, who asks is told to read this shard alone; yields who notes whether it has asked."""
         part = _Part(shard, self.number, self.data)
-        outer, torch_worker._worker_info = torch_worker._worker_info, None if self.by_method else part  # type: ignore[assignment]
+        outer, data_worker._worker_info = data_worker._worker_info, None if self.by_method else part  # type: ignore[assignment]
         try:
             with nullcontext() if self.by_method else _one_rank():
                 yield part
         finally:
-            torch_worker._worker_info = outer
+            data_worker._worker_info = outer
 
 
 @dataclass(frozen=True)

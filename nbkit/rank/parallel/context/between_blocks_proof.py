@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from nbkit.rank.parallel.context.block_proof import BlockCall, Cut, refusal
 from nbkit.rank.parallel.context.context_parallel import dim_of_positions, ends
@@ -24,6 +23,7 @@ from nbkit.rank.parallel.proof.graph import nodes_behind
 from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.rank.parallel.tensor.collectives import taken
 from nbkit.rank.rng.seeding import set_seed
+from nbkit.rank.torch_private import tree_flatten, tree_leaves, tree_unflatten
 
 _ROUNDING = 32
 """Times the precision of a dtype: what an operation on fewer positions may round otherwise."""

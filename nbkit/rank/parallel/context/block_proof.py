@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.rank.parallel.context.context_parallel import Spread, Way
@@ -28,6 +27,7 @@ from nbkit.rank.parallel.proof.graph import gradients
 from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
 from nbkit.rank.rng.keyed_dropout import redrawing
 from nbkit.rank.rng.seeding import set_seed
+from nbkit.rank.torch_private import tree_leaves, tree_map_only
 from nbkit.tensor_layout import Parting, contiguous
 
 _EXACT, _ROUNDED = 1e-10, 1e-3

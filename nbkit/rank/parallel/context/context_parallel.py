@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.context.attention import Attention
@@ -36,6 +35,7 @@ from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.tensor.sharded_tensor import whole
 from nbkit.rank.rng.shard_offsets import extent
+from nbkit.rank.torch_private import tree_leaves, tree_map_only
 from nbkit.tensor_layout import contiguous, head_and_tail
 
 # Positions of the sequence in this pass: the first block sets it, on later pipeline stages the model's input.

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.compare import gap
 from nbkit.rank.parallel.tensor.collectives import together
+from nbkit.rank.torch_private import tree_leaves
 from nbkit.tensor_layout import Parting, contiguous, count
 
 _SEEN = 1e-7

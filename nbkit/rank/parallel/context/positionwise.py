@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.rank.parallel.context.between_blocks_proof import Begins, Between, labels, replaced, run_between
@@ -37,6 +36,7 @@ from nbkit.rank.parallel.proof.memory import MemoryUses, memory_of
 from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
 from nbkit.rank.parallel.proof.unchanged import thaw, unchanged
 from nbkit.rank.rng.seeding import set_seed
+from nbkit.rank.torch_private import tree_leaves, tree_map_only
 from nbkit.tensor_layout import Parting, contiguous, head_and_tail
 
 _IS_CAUSAL = 5

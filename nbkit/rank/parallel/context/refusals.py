@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from nbkit.errors import StrategyError
+from nbkit.rank.torch_private import ConvNd, NormBase
 
-_MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._NormBase)
+_MIXERS = (ConvNd, nn.RNNBase, NormBase)
 
 
 def check_attention(module: nn.Module, *, tried: bool) -> None:
@@ -36,7 +37,7 @@ def check_mixing(name: str, block: nn.Module) -> None:
                 numbers="batch_first=False",
                 hint="batch_first=True",
             )
-        one_by_one = isinstance(part, nn.modules.conv._ConvNd) and all(size == 1 for size in part.kernel_size)
+        one_by_one = isinstance(part, ConvNd) and all(size == 1 for size in part.kernel_size)
         if isinstance(part, _MIXERS) and not one_by_one:
             raise StrategyError(
                 f"{where!r} mixes positions, which a part of them cannot do.",

@@ -16,11 +16,11 @@ from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.rank.parallel.context.attention import Attention
 from nbkit.rank.parallel.tensor.collectives import taken
 from nbkit.rank.rng.shard_offsets import gathered
+from nbkit.rank.torch_private import tree_leaves, tree_map_only
 
 MASKS = ("mask", "bias", "padding")
 """What is in the names of arguments that hold no positions to be parted, but who may attend to whom."""

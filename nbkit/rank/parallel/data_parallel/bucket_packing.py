@@ -19,6 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from nbkit.rank.torch_private import foreach_copy_
 from nbkit.tensor_layout import bounds
 
 _BYTES, _BYTES_SMALL, _LARGE = 128, 16, 128 * 100
@@ -124,7 +125,7 @@ class Packing:
             else:
                 pairs += self._pairs(matrix, i, tensor.reshape(-1))
         if pairs:
-            torch._foreach_copy_([there for there, _ in pairs], [here for _, here in pairs])
+            foreach_copy_([there for there, _ in pairs], [here for _, here in pairs])
 
     @torch.no_grad()
     def unpack(self, matrix: Tensor, flats: Sequence[Tensor]) -> None:
@@ -140,7 +141,7 @@ class Packing:
             else:
                 pairs.append((matrix[0, self.starts[i] : self.starts[i] + 1], flats[i]))
         if pairs:
-            torch._foreach_copy_([here for _, here in pairs], [there for there, _ in pairs])
+            foreach_copy_([here for _, here in pairs], [there for there, _ in pairs])
 
     @cached_property
     def _even(self) -> tuple[list[tuple[int | None, int]], int]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.levers import BUCKET, FIRST_BUCKET
 from nbkit.rank.parallel.data_parallel.base import DataAxis
+from nbkit.rank.torch_private import foreach_copy_
 
 
 class Bucket:
@@ -36,7 +37,7 @@ class Bucket:
             if p.grad is not None and p.grad is not view
         ]
         if fresh:
-            torch._foreach_copy_([view for _, view, _ in fresh], [grad for _, _, grad in fresh])
+            foreach_copy_([view for _, view, _ in fresh], [grad for _, _, grad in fresh])
         for p, view, _ in fresh:
             p.grad = view
 

@@ -23,6 +23,7 @@ from nbkit.rank.parallel.data_parallel.gradient_buckets import Bucket, BucketedA
 from nbkit.rank.parallel.data_parallel.late_gather import LateGather, compiles, waiting
 from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
+from nbkit.rank.torch_private import foreach_copy_
 from nbkit.tensor_layout import Layout, bounds
 
 _ANSWER_S = 3.0
@@ -61,7 +62,7 @@ class _Bucket(Bucket):
 
     def _landed(self, row: Tensor) -> None:
         width = self.packing.width
-        torch._foreach_copy_(self.grads, self.packing.shards(row, self.links.index))
+        foreach_copy_(self.grads, self.packing.shards(row, self.links.index))
         self.counts = row[width:].clone() if self.reduction.unused else None
 
     def give(self) -> None:
@@ -77,7 +78,7 @@ class _Bucket(Bucket):
         matrix = like.new_empty(self.links.ranks, aligned(self.packing.width, like))
         row = matrix[self.links.index]
         mine = self.packing.shards(row, self.links.index)
-        torch._foreach_copy_(mine, [p.detach() for p in self.held])
+        foreach_copy_(mine, [p.detach() for p in self.held])
         return all_gather(row, self.links, matrix)
 
     @torch.no_grad()

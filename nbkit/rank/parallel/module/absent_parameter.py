@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.proof.memory import SHAPE_ONLY
+from nbkit.rank.torch_private import disabled_torch_function, pytree
 
 
 class Absent(Tensor):
@@ -24,7 +24,7 @@ class Absent(Tensor):
     param_name: str
     idle: Callable[[], bool]
     _is_param = True  # isinstance(..., nn.Parameter)
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, whole: nn.Parameter, name: str, idle: Callable[[], bool]) -> Absent:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from nbkit.rank.parallel.tensor.sharded_tensor import InParts
+from nbkit.rank.torch_private import call_of_module, graph_task_id, tree_flatten, tree_unflatten
 
 
 class _Passage(torch.autograd.Function):
@@ -55,10 +55,7 @@ def marked(
 
 def in_backward() -> bool:
     """Whether autograd is at work in this thread: a forward now is the recomputation of a checkpointed one."""
-    return torch._C._current_graph_task_id() != -1
-
-
-_CALL = nn.Module._call_impl.__code__
+    return graph_task_id() != -1
 
 
 def is_nested(module: nn.Module) -> bool:
@@ -66,7 +63,7 @@ def is_nested(module: nn.Module) -> bool:
     frame: FrameType | None = sys._getframe(1)
     calls = 0
     while frame is not None:
-        calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
+        calls += frame.f_code is call_of_module and frame.f_locals.get("self") is module
         frame = frame.f_back
     return calls > 1
 

@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Parts, numbers_of
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.torch_private import BatchNorm, graph_task_id
 
 
 def batch_norms(model: nn.Module) -> list[str]:
     """Names of every BatchNorm that takes its statistics from the batch."""
-    return [name for name, part in model.named_modules() if isinstance(part, _BatchNorm) and part.training]
+    return [name for name, part in model.named_modules() if isinstance(part, BatchNorm) and part.training]
 
 
 def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.device) -> nn.Module:
@@ -55,7 +55,7 @@ class CpuSyncBatchNorm(nn.SyncBatchNorm):
             return nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, mean is None, 0.0, self.eps)
         output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, self.process_group)
         # Forward runs again, within backward, where activations are recomputed: the batch counts once.
-        if self.running_mean is not None and torch._C._current_graph_task_id() < 0:
+        if self.running_mean is not None and graph_task_id() < 0:
             self._update(mean, variance * (count / max(count - 1, 1)))
         return output  # type: ignore[no-any-return]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.unchanged import unchanged
+from nbkit.rank.torch_private import pytree
 
 
 def hidden_between(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> tuple[int, int] | None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from nbkit.errors import StrategyError
 from nbkit.rank.device import accelerator
@@ -23,6 +22,7 @@ from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.graph import run_backward
 from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.rank.parallel.proof.unchanged import unchanged
+from nbkit.rank.torch_private import pytree
 
 _APART = 1.4  # pieces that look alike and differ by more than this factor are not
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbkit.errors import StrategyError
@@ -32,6 +31,7 @@ from nbkit.rank.parallel.module.meta_module import copied
 from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, Skip
 from nbkit.rank.parallel.proof.unchanged import plain_attention
 from nbkit.rank.parallel.tensor.sequence_tensor import completed, sendable
+from nbkit.rank.torch_private import no_function_modes, pytree
 
 
 class _Reached(BaseException):
@@ -257,7 +257,7 @@ class _Shapes:
             self.valued = copied(module, {id(b): b for b in module.buffers()} | blank).eval()
         else:
             self.valued = copied(module, {id(b): b.clone() for b in module.buffers()} | blank).eval()
-        self.known: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
+        self.known: dict[Any, tuple[list[Any], Any]] = {}
 
     def zeros(self, args: Any, kwargs: Any) -> Any:
         """The output, all zeros; not even that is computed when it is known."""
@@ -312,7 +312,5 @@ def _kind(value: Any) -> Any:
 @contextmanager
 def _no_modes() -> Iterator[None]:
     """Without the function modes of others (keyed dropout, context parallel): they are for values, not for shapes."""
-    with ExitStack() as stack:
-        for _ in range(torch._C._len_torch_function_stack()):
-            stack.enter_context(torch.overrides._pop_mode_temporarily())
+    with no_function_modes():
         yield

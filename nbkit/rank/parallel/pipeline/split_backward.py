@@ -22,6 +22,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
+from nbkit.rank.torch_private import unsafe_view
+
 
 def enter(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """What a stage computes with, from detached tensors. Those that require a gradient are leaves and get it there.
@@ -34,7 +36,7 @@ def enter(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(_alias(tensor, tensor.shape) if tensor.requires_grad else tensor for tensor in received)
 
 
-_alias = torch.ops.aten._unsafe_view.default
+_alias = unsafe_view
 
 
 def backward(outputs: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:

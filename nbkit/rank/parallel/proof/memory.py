@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, device, dtype, nn, ops
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
+from nbkit.rank.torch_private import pytree
 from nbkit.rank.watching_mode import WatchingMode
 
 Memory = StorageWeakRef

@@ -18,6 +18,7 @@ from nbkit.rank.parallel.tensor.column_row_pair import Link
 from nbkit.rank.parallel.tensor.plan.heads import Heads
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.rng.shard_offsets import extent, gathered
+from nbkit.rank.torch_private import canonical_mask, dtype_of
 
 
 def why_not_packed(module: nn.Module) -> str:
@@ -102,9 +103,9 @@ def _mask(
     """Both masks as one that is added to the scores: (B or 1, heads of this rank or 1, T, S)."""
     rows, count = q.shape[:2]
     if padding is not None:
-        padding = F._canonical_mask(padding, "key_padding_mask", F._none_or_dtype(mask), "attn_mask", q.dtype)
+        padding = canonical_mask(padding, "key_padding_mask", dtype_of(mask), "attn_mask", q.dtype)
     if mask is not None:
-        mask = F._canonical_mask(mask, "attn_mask", None, "", q.dtype, False)
+        mask = canonical_mask(mask, "attn_mask", None, "", q.dtype, False)
     if mask is not None:
         whole = mask[None, None] if mask.ndim == 2 else mask.view(rows, heads, *mask.shape[-2:])
         mask = whole if mask.ndim == 2 else whole[:, first : first + count]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbkit.rank.torch_private import assert_async
 from nbkit.tensor_layout import bounds
 
 
@@ -30,9 +31,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         x = logits.float() if logits.dtype.itemsize < 4 else logits
         start, stop = bounds(total, group.size(), group.rank())
         counted = target != ignore
-        torch._assert_async(
-            (~counted | ((target >= 0) & (target < total))).all(), "a target lies outside of the vocabulary"
-        )
+        assert_async((~counted | ((target >= 0) & (target < total))).all(), "a target lies outside of the vocabulary")
         highest = x.amax(-1)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         shifted = x - highest[:, None]

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,6 +26,7 @@ from nbkit.rank.parallel.tensor.sequence_tensor import PositionShard, for_parts
 from nbkit.rank.parallel.tensor.sharded_tensor import whole
 from nbkit.rank.parallel.tensor.vocab_tensor import VocabShard
 from nbkit.rank.rng.shard_offsets import extent, present, restored
+from nbkit.rank.torch_private import assert_async
 
 
 class Column(nn.Module):
@@ -110,7 +110,7 @@ class Vocabulary(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         itself: Any = self
         start, stop = self._team.bounds(self._total)
-        torch._assert_async(((ids >= 0) & (ids < self._total)).all(), "an id lies outside of the vocabulary")
+        assert_async(((ids >= 0) & (ids < self._total)).all(), "an id lies outside of the vocabulary")
         elsewhere = (ids < start) | (ids >= stop)
         padding = itself.padding_idx
         local = padding - start if padding is not None and start <= padding < stop else None

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbkit.rank.parallel.tensor.collectives import copy_to, gather_seq, split_to
 from nbkit.rank.parallel.tensor.sharded_tensor import InParts, named, whole
+from nbkit.rank.torch_private import tree_leaves, tree_map_only
 from nbkit.tensor_layout import bounds
 
 

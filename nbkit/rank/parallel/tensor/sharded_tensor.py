@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.tensor.collectives import gather_from
+from nbkit.rank.torch_private import tree_map_only, without_subclasses
 from nbkit.tensor_layout import bounds
 
 
@@ -50,14 +50,14 @@ class InParts(Tensor):
         itself._copies = []
         if with_graph:
             # The gradient goes to the part. One that comes here was made by a torch.autograd.Function.
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 itself.register_hook(lambda _: cls._refuse_function("torch.autograd.Function"))
         return itself
 
     @property
     def part(self) -> Tensor:
         """What this rank holds."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             foreign = self.grad_fn
         if foreign is not None:
             self._refuse_function(foreign.name())
@@ -94,7 +94,7 @@ class InParts(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _OF_WRAPPER:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 return func(*args, **kwargs)
         if func in _OF_PART:
             return func(args[0].part)

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.proof.memory import SHAPE_ONLY
+from nbkit.rank.torch_private import disabled_torch_function, tree_leaves
 
 _HINT = (
     "strategy='zero2', which keeps weights whole; or a batch to see it with beforehand: example=batch of "
@@ -36,7 +36,7 @@ class NotGathered(Tensor):
     param_name: str
     unit_name: str
     _is_param = True  # isinstance(..., nn.Parameter)
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, whole: nn.Parameter, name: str, unit: str) -> NotGathered:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from nbkit.planner.reshard.boxes import within
+from nbkit.rank.torch_private import StorageInfo
 from nbkit.rank.train.checkpoint.json_values import viewed
 from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, Kept, opened, read, written
 from nbkit.rank.train.checkpoint.torch_archive import elements_in
@@ -80,7 +81,7 @@ class _Files:
 
 
 @dataclass
-class _Placed(_StorageInfo):
+class _Placed(StorageInfo):  # type: ignore[misc]
     """Where in the file the elements themselves lie, and their CRC-32."""
 
     start: int = 0
@@ -120,7 +121,7 @@ class Writer(FileSystemWriter):
         _, metadata = create_default_global_save_plan([part.plan for part in parts])
         places = {result.index: result.storage_data for part in parts for result in part.results}
         metadata.storage_data = {
-            index: _StorageInfo(info.relative_path, info.offset, info.length) for index, info in places.items()
+            index: StorageInfo(info.relative_path, info.offset, info.length) for index, info in places.items()
         }
         metadata.planner_data = {}
         sizes: dict[str, int] = {}

@@ -29,12 +29,13 @@ def watch(job: Job) -> None:
     # What torch's functions call, since a program may have imported these before.
     _check_before("_get_total_norm", lambda tensors: [tensors] if isinstance(tensors, Tensor) else list(tensors), _norm)
     _check_before("_group_tensors_by_device_and_dtype", lambda lists: lists[0], _none)
-    torch.nn.utils.get_total_norm = clip_grad._get_total_norm
+    if hasattr(clip_grad, "_get_total_norm"):
+        torch.nn.utils.get_total_norm = clip_grad._get_total_norm
 
 
 def _check_before(name: str, gradients: Callable[[Any], list[Tensor]], check: Callable[[list[Tensor]], None]) -> None:
-    function = getattr(clip_grad, name)
-    if hasattr(function, "checked_by_nbkit"):
+    function = getattr(clip_grad, name, None)
+    if function is None or hasattr(function, "checked_by_nbkit"):
         return
 
     @wraps(function)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nbkit.planner.reshard.boxes import within
 from nbkit.rank.device import accelerator
+from nbkit.rank.torch_private import foreach_copy_
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.replace.backup_shares import Shares, beside
 from nbkit.tensor_layout import Box, Layout
@@ -80,7 +81,7 @@ def copy_into(target: JobState, state: JobState) -> None:
             into.append(tensor[here.slices])
             out_of.append(whole[_place(held, there)])
     if on_host[0]:
-        torch._foreach_copy_(*on_host)
+        foreach_copy_(*on_host)
     if on_device[0]:
         # As a foreach from a device to the host, each would be waited for.
         accelerator().fetch_into(*on_device)

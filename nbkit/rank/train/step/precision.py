@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.device import accelerator
+from nbkit.rank.torch_private import unscale_
 from nbkit.rank.train.step.async_copy import Underway
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -84,7 +85,7 @@ class Precision:
             if p.grad is not None and p.grad.numel():
                 alike.setdefault((p.grad.device, p.grad.dtype), []).append(p.grad)
         for grads in alike.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+            unscale_(grads, found, inverse)
         self._found = found
         self._work = dist.all_reduce(found, dist.ReduceOp.MAX, async_op=True) if self.world_size > 1 else None
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.torch_private import DropoutNd
 
 
 class Changes(NamedTuple):
@@ -50,4 +51,4 @@ def follow(everyone: Sequence[Changes], skeleton: nn.Module) -> bool:
 
 
 def _drops(part: nn.Module) -> bool:
-    return isinstance(part, nn.modules.dropout._DropoutNd)
+    return isinstance(part, DropoutNd)

@@ -6,10 +6,10 @@ from collections.abc import Collection, Hashable, Mapping
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from nbkit.rank.parallel.proof.calls import key_of
 from nbkit.rank.parallel.tensor.proof.capture import Call, Given
+from nbkit.rank.torch_private import pytree
 
 
 def kind_of(module: nn.Module, reads: Mapping[str, Collection[str]], call: Call) -> Hashable:

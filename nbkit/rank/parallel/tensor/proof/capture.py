@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from nbkit.rank.parallel.module.forward_wrapper import subclass
 from nbkit.rank.parallel.proof.calls import watched
@@ -24,6 +23,7 @@ from nbkit.rank.parallel.proof.memory import Memory, memory_of, tensors_in, writ
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, is_linear
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, by_itself
 from nbkit.rank.parallel.tensor.proof.paths import inside
+from nbkit.rank.torch_private import pytree
 from nbkit.rank.watching_mode import WatchingMode
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.meta_module import placeholder
@@ -32,6 +31,7 @@ from nbkit.rank.parallel.tensor.proof.shard_run import Differs, Run
 from nbkit.rank.parallel.tensor.proof.twin import Unit
 from nbkit.rank.parallel.tensor.proof.verdict import Proof, Verdict
 from nbkit.rank.parallel.tensor.sequence_parallel import chains
+from nbkit.rank.torch_private import pytree
 
 _LARGE = 1 << 26
 """A module with more parameters than this beside its maps is run with those of the model, in their own dtype; one that

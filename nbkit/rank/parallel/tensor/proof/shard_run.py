@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from nbkit.rank.parallel.proof.compare import unlike
 from nbkit.rank.parallel.proof.random_draws import DroppingNothing
@@ -28,6 +27,7 @@ from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.parallel.tensor.proof.capture import Given
 from nbkit.rank.parallel.tensor.proof.twin import Answers, Unit, twin_of
 from nbkit.rank.rng.seeding import set_seed
+from nbkit.rank.torch_private import pytree
 from nbkit.tensor_layout import bounds
 
 

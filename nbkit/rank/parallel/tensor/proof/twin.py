@@ -18,6 +18,7 @@ from nbkit.rank.parallel.tensor.plan.heads import divide
 from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims, ranges_of, sizes
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.parallel.tensor.proof.capture import Call
+from nbkit.rank.torch_private import DropoutNd
 
 Answers = Mapping[str, Callable[..., Any]]
 """Who answers for the maps of a twin, given the path from the twin and then what the map is called with: "column" and
@@ -66,7 +67,7 @@ def twin_of(unit: Unit, answers: Answers, index: int | None, dtype: torch.dtype)
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 part._buffers[name] = buffer.to(dtype)
-        if isinstance(part, nn.modules.dropout._DropoutNd | nn.MultiheadAttention):
+        if isinstance(part, (DropoutNd, nn.MultiheadAttention)):
             part.eval()
         if isinstance(part, nn.TransformerEncoderLayer):
             part.activation_relu_or_gelu = 0

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import serialization
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 
+from nbkit.private_symbols import Missing
+from nbkit.rank.torch_private import StorageInfo, memory_formats, tensor_layout
 from nbkit.rank.train.checkpoint.manifest import OURS, opened
 
 _PICKLE = b"\x80"
@@ -23,9 +24,10 @@ _NAMED = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
         metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.TensorProperties,
-        metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo, serialization._get_layout, torch.Size, OrderedDict,
+        metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.StorageMeta, memory_formats,
+        StorageInfo, tensor_layout, torch.Size, OrderedDict,
     )
+    if not isinstance(kind, Missing)
 }  # fmt: skip
 # Of the directory that it was written to, whose name is not used.
 _PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}

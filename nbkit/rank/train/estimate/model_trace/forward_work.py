@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from nbkit.rank.torch_private import tree_leaves
 from nbkit.rank.watching_mode import WatchingMode
 
-_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_ON_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 class ForwardWork(WatchingMode):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from nbkit.rank.torch_private import tree_leaves
 from nbkit.rank.watching_mode import WatchingMode
 
 

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from nbkit.planner.peak.activations import Line, Piece, Updating, upper
 from nbkit.rank.data.batch import call, pair, pick, rows_of
@@ -30,6 +28,7 @@ from nbkit.rank.parallel.parallelize import Cut, cut
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.rank.parallel.tensor.sharded_tensor import InParts
+from nbkit.rank.torch_private import FakeTensorMode, tree_map_only
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.estimate.model_trace.forward_work import ForwardWork
 from nbkit.rank.train.estimate.model_trace.live_bytes import LiveBytes

@@ -1,0 +1,45 @@
+"""Every private symbol of ipyparallel that nbkit uses or replaces, with what it is for and what happens without it."""
+
+from __future__ import annotations
+
+from nbkit.private_symbols import listed
+
+_CLIENT = ("call ranks and hear them", "no cluster can be used: pip install 'ipyparallel==9.2.*'")
+
+SYMBOLS = [
+    *listed(
+        "ipyparallel:Client.",
+        "_send _engines _io_loop _registration_callbacks _update_engines _unwrap_exception _dispatch_iopub "
+        "_handle_apply_reply _handle_stranded_msgs",
+        *_CLIENT,
+    ),
+    *listed("ipyparallel:Client.", "_mux_stream _control_stream _query_stream", *_CLIENT, at_use=True),
+    *listed(
+        "ipyparallel.engine.app:IPEngine.",
+        "register complete_registration",
+        "make an engine a rank",
+        "no rank starts: pip install 'ipyparallel==9.2.*'",
+    ),
+    # Not private by name, but replaced in the controller, which nothing public allows.
+    *listed(
+        "ipyparallel.util:",
+        "select_random_ports",
+        "hold the ports of a controller",
+        "a start may fail where another program takes a port",
+    ),
+    *listed(
+        "ipyparallel.controller.app:IPController.",
+        "init_signal terminate_children",
+        "end a controller whose schedulers have ended",
+        "a cell waits for the controller until it is stopped",
+    ),
+    *listed(
+        "ipyparallel.controller.heartmonitor:HeartMonitor.",
+        "beat",
+        "ask engines for signs of life at a fitting pace",
+        "a start takes longer",
+    ),
+    *listed(
+        "ipyparallel.controller.hub:Hub.", "monitor", "keep the hub from copying every message", "it uses more CPU time"
+    ),
+]

@@ -1,0 +1,117 @@
+"""Private symbols of other libraries: what nbkit uses them for, and what is different where one is missing.
+
+Libraries change their private symbols without notice. Each one that nbkit uses is listed, in rank/torch_private.py,
+ipyparallel_private.py or ipython_private.py. A symbol that is missing, or that takes other arguments, degrades one
+feature; it never prevents a start. `nbkit doctor` prints the sentences.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, NoReturn
+
+from nbkit.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One private symbol.
+
+    path: "module:name" or "module:Class.name"; "()" calls what stands before it.
+    purpose: what nbkit does with it. without: what works differently, or does not work, where it is missing.
+    parameters: names that its signature must have, where one can be read. An attribute that is set late has no
+    place to look: for it, `at_use` is True, and whoever uses it handles its absence.
+    """
+
+    path: str
+    purpose: str
+    without: str
+    parameters: tuple[str, ...] = ()
+    at_use: bool = False
+
+    @property
+    def name(self) -> str:
+        """The last part of the path: "_get_backend" of "torch.distributed:ProcessGroup._get_backend"."""
+        return self.path.rpartition(".")[2].rpartition(":")[2]
+
+    def resolve(self) -> Any:
+        """Return the object.
+
+        Raise ImportError or AttributeError where it is missing, TypeError where it takes other arguments.
+        """
+        module, _, names = self.path.partition(":")
+        found: Any = importlib.import_module(module)
+        for name in filter(None, names.split(".")):
+            found = getattr(found, name.removesuffix("()"))
+            found = found() if name.endswith("()") else found
+        if self.parameters:
+            self._check_parameters(found)
+        return found
+
+    def _check_parameters(self, found: Any) -> None:
+        try:
+            taken = inspect.signature(found).parameters
+        except ValueError:
+            return  # made in C++, which tells no signature
+        lacking = [name for name in self.parameters if name not in taken]
+        if lacking:
+            raise TypeError(f"it takes no {', '.join(lacking)}")
+
+    def problem(self) -> str:
+        """Return a sentence about this symbol where it is missing or has changed; "" where it is as expected."""
+        if self.at_use:
+            return ""
+        try:
+            self.resolve()
+        except (ImportError, AttributeError) as error:
+            return self._sentence("has no", error)
+        except TypeError as error:
+            return self._sentence("has another", error)
+        return ""
+
+    def _sentence(self, how: str, error: Exception) -> str:
+        library = self.path.partition(":")[0].partition(".")[0]
+        shown = self.path.replace(":", ".")
+        return (
+            f"{library} {_version(library)} {how} {shown} ({error}). nbkit uses it to {self.purpose}; {self.without}."
+        )
+
+
+class Missing:
+    """Stand in for a symbol that has no plain fallback. Every use of it raises ClusterError."""
+
+    def __init__(self, symbol: Symbol) -> None:
+        self._symbol = symbol
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ClusterError(
+            self._symbol.problem() or f"{self._symbol.path} cannot be used.",
+            hint="nbkit doctor lists the versions that nbkit was tested with",
+        )
+
+
+def listed(owner: str, names: str, purpose: str, without: str, *, at_use: bool = False) -> list[Symbol]:
+    """Return a Symbol for each of `names`, of a module ("torch.utils.checkpoint:") or of a class ("torch:Tensor.")."""
+    return [Symbol(f"{owner}{name}", purpose, without, at_use=at_use) for name in names.split()]
+
+
+def problems(symbols: Iterable[Symbol]) -> list[str]:
+    """Return one sentence for each of `symbols` that is missing or has changed in the installed library."""
+    return [sentence for symbol in symbols if (sentence := symbol.problem())]
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return ""
