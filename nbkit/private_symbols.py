@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, NoReturn
 
 from nbkit.errors import ClusterError
+
+LACKING = "lacking.json"
+"""In the folder of a cluster: what the parent of the ranks found to be missing, a list of sentences."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +71,16 @@ class Symbol:
             return ""
         try:
             self.resolve()
-        except (ImportError, AttributeError) as error:
-            return self._sentence("has no", error)
+        except (ImportError, AttributeError):
+            return self._sentence("has no", "")
         except TypeError as error:
-            return self._sentence("has another", error)
+            return self._sentence("has another", f" ({error})")
         return ""
 
-    def _sentence(self, how: str, error: Exception) -> str:
+    def _sentence(self, how: str, why: str) -> str:
         library = self.path.partition(":")[0].partition(".")[0]
-        shown = self.path.replace(":", ".")
-        return (
-            f"{library} {_version(library)} {how} {shown} ({error}). nbkit uses it to {self.purpose}; {self.without}."
-        )
+        shown = self.path.replace(":", ".").replace("()", "")
+        return f"{library} {_version(library)} {how} {shown}{why}. nbkit uses it to {self.purpose}; {self.without}."
 
 
 class Missing:
@@ -105,9 +107,16 @@ def listed(owner: str, names: str, purpose: str, without: str, *, at_use: bool =
     return [Symbol(f"{owner}{name}", purpose, without, at_use=at_use) for name in names.split()]
 
 
-def problems(symbols: Iterable[Symbol]) -> list[str]:
-    """Return one sentence for each of `symbols` that is missing or has changed in the installed library."""
-    return [sentence for symbol in symbols if (sentence := symbol.problem())]
+def problems(symbols: Iterable[Symbol], *, imported: bool = False) -> list[str]:
+    """Return one sentence for each of `symbols` that is missing or has changed in the installed library.
+
+    imported: look only at modules that this process has imported; others take seconds to import.
+    """
+    return [
+        sentence
+        for symbol in symbols
+        if (not imported or symbol.path.partition(":")[0] in sys.modules) and (sentence := symbol.problem())
+    ]
 
 
 def _version(library: str) -> str:

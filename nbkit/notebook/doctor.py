@@ -6,11 +6,13 @@ nvidia-smi: neither torch nor a widget library is imported.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ from typing import Literal
 
 from nbkit.durations import text_of
 from nbkit.errors import NbkitError
+from nbkit.ipyparallel_private import SYMBOLS as IPYPARALLEL
+from nbkit.ipython_private import SYMBOLS as IPYTHON
 from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.control_result import size
 from nbkit.notebook.cluster.launch.limits import pins_within
@@ -27,6 +31,7 @@ from nbkit.notebook.cluster.launch.platform_check import check_platform, release
 from nbkit.notebook.cluster.machine.gpus import show_mib
 from nbkit.notebook.cluster.machine.machine import Machine, read_machine
 from nbkit.notebook.cluster.machine.remarks import remarks
+from nbkit.private_symbols import problems
 
 _DISTRIBUTION = "nbkit-train"
 _REQUIRED = ("ipyparallel", "ipykernel", "jupyter_client", "numpy", "psutil")
@@ -155,9 +160,28 @@ def _torch(machine: Machine) -> Iterator[Finding]:
         yield Finding("PyTorch", "torch", f"{error.what} {error.numbers}", "missing", error.hint)
         return
     yield Finding("PyTorch", "torch", f"{version}, built for {machine.torch.kind} {machine.torch.cuda}".strip())
+    yield from _private_symbols(version)
     if "torch" in sys.modules:
         text = "is imported in this process too; ranks do not need that, and CUDA memory it takes is missing there"
         yield Finding("PyTorch", "this kernel", text, "note")
+
+
+_TORCH_LACKS = "import json; from nbkit.rank import torch_private; print(json.dumps(torch_private.problems()))"
+
+
+def _private_symbols(torch: str) -> Iterator[Finding]:
+    """What nbkit uses of other libraries' insides and does not find; torch is imported in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", _TORCH_LACKS], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        hint = f"{_python()} -c 'import torch'"
+        yield Finding("PyTorch", "import", f"torch {torch} cannot be imported: {last}", "missing", hint)
+        return
+    lacking = [*json.loads(done.stdout.splitlines()[-1]), *problems([*IPYPARALLEL, *IPYTHON])]
+    for sentence in lacking:
+        yield Finding("PyTorch", "degraded", sentence, "note")
+    if not lacking:
+        yield Finding("PyTorch", "private symbols", "all that nbkit uses of torch, ipyparallel and IPython are there")
 
 
 def _packages() -> Iterator[Finding]:

@@ -56,7 +56,7 @@ def problems() -> list[str]:
 
 def problems_so_far() -> list[str]:
     """Return the same of the modules that this process has imported."""
-    return problems_of(symbol for symbol in SYMBOLS if symbol.path.partition(":")[0] in sys.modules)
+    return problems_of(SYMBOLS, imported=True)
 
 
 # --- Operations on many tensors at once -------------------------------------------------------------------------------
@@ -229,6 +229,16 @@ _attributes(
 _attributes(
     "torch.nn:MultiheadAttention.", "_qkv_same_embed_dim", "split attention over ranks", "it is not split", at_use=True
 )
+_attributes(
+    "torch.nn:BatchNorm1d.", "_check_input_dim", "compute batch normalisation over ranks", "it is refused", at_use=True
+)
+_attributes(
+    "torch.optim:Optimizer.step.",
+    "_wrapped_by_lr_sched",
+    "see that a scheduler was made",
+    "it is not seen",
+    at_use=True,
+)
 BatchNorm: Any = _symbol(
     "torch.nn.modules.batchnorm:_BatchNorm", "find batch normalisations", "torch's public ones are found",
     fallback=(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -269,7 +279,7 @@ def dtype_of(mask: Tensor | None) -> torch.dtype | None:
 
 # --- Process groups ---------------------------------------------------------------------------------------------------
 
-_GROUPS = "process groups are torch's own: no repair after an interrupt, no telemetry of communication"
+_GROUPS = "groups are torch's own: communication is not counted, and DDP and FSDP objects do not outlive an interrupt"
 _PURPOSE = "put a group of its own in the place of each of torch's"
 
 
@@ -351,8 +361,9 @@ _attributes(
     "they end with the process", at_use=True,
 )  # fmt: skip
 _attributes(
-    "torch.utils.checkpoint:", "_checkpoint_without_reentrant_generator",
+    "torch.utils.checkpoint:", "_checkpoint_without_reentrant_generator _checkpoint_without_reentrant_generator_impl",
     "draw the same dropout when a layer is computed again", "a model that checkpoints layers with dropout is refused",
+    at_use=True,
 )  # fmt: skip
 _attributes(
     "torch.nn.utils.clip_grad:", "_get_total_norm _group_tensors_by_device_and_dtype",

@@ -39,6 +39,7 @@ from nbkit.bridge.parent.parent_log import log
 from nbkit.bridge.parent.replacement import Replacer, Seat
 from nbkit.bridge.parent.resizing import Resizer
 from nbkit.bridge.parent.spares import Spares
+from nbkit.private_symbols import LACKING
 from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import interrupts
 from nbkit.wire.link import Link
@@ -432,7 +433,10 @@ def serve(parent: Parent) -> None:
     import torch.distributed.tensor.parallel  # noqa: F401
 
     import nbkit.bridge.engine  # noqa: F401
+    from nbkit.rank import torch_private
 
+    if lacking := torch_private.problems_so_far():
+        (folder / LACKING).write_text(json.dumps(lacking))
     while not Path(parent.spec.engine_file).exists():
         time.sleep(0.01)
         if not parent.spec.launcher.is_alive() or time.monotonic() - began > START_SECONDS:

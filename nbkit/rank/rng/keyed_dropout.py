@@ -272,10 +272,13 @@ def replay_checkpoints() -> None:
 
     For the life of this process. Models hold `checkpoint` under names of their own, so what it calls is replaced.
     """
-    generator = getattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", None)
+    # torch 2.14 calls the first of these, and takes the other from its users.
+    names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    name = next((name for name in names if hasattr(torch.utils.checkpoint, name)), None)
     forward = CheckpointFunction.forward
-    if generator is None:
+    if name is None:
         return  # of a torch that has another way: what is computed once more is refused by _Enter
+    generator = getattr(torch.utils.checkpoint, name)
 
     def without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Called for the recomputation alone.
@@ -287,7 +290,7 @@ def replay_checkpoints() -> None:
         ctx.run_function = once_more
         return outputs
 
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = without_reentrant  # type: ignore[assignment]
+    setattr(torch.utils.checkpoint, name, without_reentrant)
     CheckpointFunction.forward = staticmethod(with_reentrant)  # type: ignore[method-assign]
 
 

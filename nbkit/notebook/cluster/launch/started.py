@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+from nbkit.ipyparallel_private import SYMBOLS as IPYPARALLEL
+from nbkit.ipython_private import SYMBOLS as IPYTHON
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.hosts.start import launch_on_hosts
 from nbkit.notebook.cluster.hosts.start_request import Request
 from nbkit.notebook.cluster.launch.device_pinning import Pinning
 from nbkit.notebook.cluster.launch.launch import launch
+from nbkit.private_symbols import LACKING, problems
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,14 @@ def launched(name: str, pinning: Pinning, ttl: float, options: dict[str, object]
     notes = tuple(pinning.notes)
     if pinning.pins[0].kind == "gpu":
         notes += ("LOCAL_RANK is 0 on every rank: each sees its own GPU alone, as cuda:0.",)
+    notes += (*_of_ranks(connection.entry.folder), *problems((*IPYPARALLEL, *IPYTHON), imported=True))
     return Started(connection, pinning, time.monotonic() - began, notes)
+
+
+def _of_ranks(folder: Path) -> list[str]:
+    """What the parent of the ranks found to be missing in the installed torch."""
+    path = folder / LACKING
+    return list(json.loads(path.read_text())) if path.exists() else []
 
 
 def launched_on_hosts(name: str, request: Request, ttl: float, options: dict[str, object]) -> Started:

@@ -1,6 +1,6 @@
-"""A training on a torch without the private symbols whose paths are given; started twice by test_torch_private.py.
+"""A training on a torch without the private symbols whose paths are given; tests/test_private_symbols.py starts it.
 
-python unknown_torch.py PATH ...    with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment
+python -m tests.support.training_without PATH ...    with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment
 """
 
 from __future__ import annotations
