@@ -7,6 +7,7 @@ BIN := .venv/bin
 READY := .venv/.installed
 T ?=
 P ?=
+V ?=
 Z ?=
 L ?=
 SEEDS ?=
@@ -15,7 +16,7 @@ W ?=
 C ?=
 D ?=
 
-.PHONY: help demo test long lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why chaos drills check clean
+.PHONY: help demo test long versions lab lessons bench parity planted zoo fuzz-tp plan-check machines gpu-check why chaos drills check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +25,7 @@ help:
 	@echo "make lessons execute the notebooks whose code has changed, and store them with their outputs"
 	@echo "make test    the tests; a part of them: make test T=tests/rank"
 	@echo "make long    the tests that take long, which make test leaves out: 10 to 20 minutes"
+	@echo "make versions run a sample of the tests on each version of torch and Python that can be installed: an hour"
 	@echo "make bench   measure against %%px, nbdistributed, a plain kernel and torchrun"
 	@echo "make parity  train every strategy beside one process, and print how far apart they are: about 20 minutes"
 	@echo "make planted put 18 known bugs into the ranks; each has to turn the parity red: about 2 minutes"
@@ -54,6 +56,11 @@ long: export PYTHONDONTWRITEBYTECODE =
 long: $(READY)
 	@$(BIN)/python -m pytest -m long $(if $(T),$(T),--ignore tests/machines --ignore tests/browser -n 4 --dist loadfile)
 	@$(if $(T),,$(BIN)/python -m pytest -m "" tests/browser)
+
+# The sample of tests/support/versions.py on every version, whose table is stored; some only printed:  make versions V=2.14.1
+versions: export PYTHONDONTWRITEBYTECODE =
+versions: $(READY)
+	@$(BIN)/python -m tests.support.versions $(V)
 
 lab: $(READY)
 	@$(BIN)/jupyter lab notebooks/01_quickstart.ipynb
