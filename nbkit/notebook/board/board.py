@@ -24,6 +24,7 @@ from nbkit.errors import BoardError
 from nbkit.notebook.board import address
 from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.naming import notebook_shell
+from nbkit.quoting import shell_words, user_path
 from nbkit.records import tags
 
 _current: Board | None = None
@@ -73,9 +74,11 @@ class Board:
             raise BoardError("TensorBoard is not installed.", hint="pip install tensorboard")
         if height < 1:
             raise BoardError("The frame has no height.", numbers=f"height {height} pixels", hint="--height 700")
-        folder = Path(logdir or site_settings.read().runs).expanduser().absolute()
+        folder = user_path(logdir or site_settings.read().runs).absolute()
         if folder.exists() and not folder.is_dir():
-            raise BoardError("The log directory is a file.", numbers=str(folder), hint=f"%board {folder.parent}")
+            raise BoardError(
+                "The log directory is a file.", numbers=str(folder), hint=f"%board {shell_words(folder.parent)}"
+            )
         if _current is not None and (not _current.is_alive() or _current.logdir != folder):
             _current.stop()
             _current = None

@@ -27,6 +27,7 @@ from typing import Any
 from nbkit.errors import ClusterError, ClusterNotFound
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.site_settings import home_here
+from nbkit.quoting import path_part, shell_words, user_path
 from nbkit.wire import cluster_end, parcel
 from nbkit.wire.processes import STOP_SIGNAL, followers
 from nbkit.wire.processes import Process as Process
@@ -105,7 +106,7 @@ class Entry:
 def home() -> Path:
     """The folder that holds the folders of all clusters."""
     if base := os.environ.get("NBKIT_HOME") or home_here():
-        return Path(base)
+        return user_path(base)
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(data) / "nbkit"
 
@@ -120,6 +121,8 @@ def save(entry: Entry) -> None:
 
 def find(name: str) -> Entry | None:
     """The entry called `name`, if there is one. Raises ClusterError for one that this release cannot read."""
+    if name != path_part(name):  # no cluster's: it might lead out of the folder of clusters
+        return None
     try:
         saved = json.loads((home() / name / "cluster.json").read_text())
     except (OSError, json.JSONDecodeError):
@@ -133,7 +136,8 @@ def find(name: str) -> Entry | None:
     raise ClusterError(
         f"Another release of nbkit has started the cluster {name!r}.",
         numbers=f"its cluster.json is of format {written_in}; this release reads {FORMAT}",
-        hint=f"nbkit stop {name}   with that release; where none of it runs any more: rm -r {home() / name}",
+        hint=f"nbkit stop {name}   with that release; where none of it runs any more: "
+        f"{shell_words('rm', '-r', home() / name)}",
     )
 
 

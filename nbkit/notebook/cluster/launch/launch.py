@@ -29,6 +29,7 @@ from nbkit.notebook.cluster.launch.heartbeat import FAST_MS
 from nbkit.notebook.cluster.launch.platform_check import starts_by_forking
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.notebook.uninterrupted import uninterrupted
+from nbkit.quoting import path_part
 from nbkit.wire.cells import SIGNATURES_KEPT
 from nbkit.wire.processes import Process, followers
 
@@ -109,10 +110,10 @@ def connect(entry: Entry, deadline: float | None = None) -> Client:
 
 
 def make_folder(name: str) -> Path:
-    if not name or any(not (letter.isalnum() or letter in "-_.") for letter in name) or name.startswith("."):
+    if name != path_part(name) or any(not (letter.isalnum() or letter in "-_.") for letter in name):
         raise ClusterError(
-            "A cluster's name is made of letters, digits, '-', '_' and '.'.",
-            numbers=f"--name {name!r}",
+            "A cluster's name is made of letters, digits, '-', '_' and '.', and does not begin with '-' or '.'.",
+            numbers=f"--name {name[:200]!r}",
             hint="--name lesson",
         )
     found = registry.find(name)

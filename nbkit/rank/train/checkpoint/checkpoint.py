@@ -148,21 +148,22 @@ def check_shared(folder: Path, *, rank: int, gather: Callable[[Any], list[Any]])
     write to is not judged: what is wrong with it is said when something is saved.
     """
     own, made = folder / f".nbkit-{secrets.token_hex(8)}", not folder.exists()
+    told = [("", made)]
     try:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             own.touch(exist_ok=False)
         except OSError:
-            told = gather(None)
+            told = gather(("", made))
         else:
-            told = gather(own.name)
-        looks = rank == 0 and told[0] is not None
-        unseen, *_ = gather([each for each, name in enumerate(told) if looks and name and not (folder / name).exists()])
+            told = gather((own.name, made))
+        names = [name for name, _ in told] if rank == 0 and told[0][0] else []
+        unseen, *_ = gather([each for each, name in enumerate(names) if name and not (folder / name).exists()])
     finally:
         with suppress(OSError):
             own.unlink(missing_ok=True)
-            if made:
-                folder.rmdir()
+            if any(was_made for _, was_made in told):
+                folder.rmdir()  # by the last rank, for which nothing is left in it
     if unseen:
         raise not_shared(folder, unseen)
 
