@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from nbkit.errors import ClusterError, ClusterNotFound
+from nbkit.errors import ClusterError, ClusterNotFound, UsageError
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.site_settings import home_here
 from nbkit.quoting import path_part, shell_words, user_path
@@ -185,6 +185,17 @@ def running(name: str) -> Entry:
         numbers=f"running: {', '.join(alive)}" if alive else "no cluster is running",
         hint=f"%cluster attach {alive[0]}" if alive else f"%cluster start --name {name}",
     )
+
+
+def the_only_one() -> Entry:
+    """The running cluster, where there is one. Raises ClusterNotFound for none, UsageError for several."""
+    alive = [entry for entry in entries() if entry.is_alive()]
+    if not alive:
+        raise ClusterNotFound("No cluster is running.", hint="nbkit list")
+    if len(alive) > 1:
+        names = ", ".join(entry.name for entry in alive)
+        raise UsageError("Several clusters are running: say which.", numbers=names, hint=f"nbkit why {alive[0].name}")
+    return alive[0]
 
 
 def how_ended(entry: Entry) -> str:

@@ -128,10 +128,10 @@ def _listed(folder: Path, root: Path) -> Iterator[Path]:
     """Every file of `folder` that git would not ignore in `root`; where there is no git, all but hidden folders."""
     if shutil.which("git"):
         asked = ["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", str(folder)]
-        done = subprocess.run(["git", "-C", str(root), *asked], capture_output=True, check=False)
+        done = subprocess.run(["git", "--literal-pathspecs", "-C", str(root), *asked], capture_output=True, check=False)
         if done.returncode:  # no repository: .gitignore counts all the same
             with tempfile.TemporaryDirectory() as empty:
-                bare = ["git", "-C", str(root), f"--git-dir={empty}", f"--work-tree={root}"]
+                bare = ["git", "--literal-pathspecs", "-C", str(root), f"--git-dir={empty}", f"--work-tree={root}"]
                 subprocess.run(["git", "init", "-q", "--bare", empty], capture_output=True, check=True)
                 done = subprocess.run([*bare, *asked], capture_output=True, check=True)
         names = [Path(os.fsdecode(name)) for name in done.stdout.split(b"\0") if name]
