@@ -39,6 +39,7 @@ from nbkit.rank.world import watchdog, world
 from nbkit.rank.world.rank_place import Place
 from nbkit.wire.cells import ENGINE_OPTIONS
 from nbkit.wire.link import Link
+from nbkit.wire.own_modules import look_in
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]
@@ -72,6 +73,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         capture = Capture(self.rank, Path(self.spec.folder) / "output")
         capture.install(self.kernel.session)
         draw_as_text()
+        look_in("")
         warn_of_cells()
         hide_the_world()
         run_launched_in_place()

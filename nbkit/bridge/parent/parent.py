@@ -42,6 +42,7 @@ from nbkit.bridge.parent.spares import Spares
 from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import interrupts
 from nbkit.wire.link import Link
+from nbkit.wire.own_modules import look_in
 from nbkit.wire.processes import STOP_SIGNAL, Process
 
 START_SECONDS = 180.0  # for the controller to write where it is; as long as the notebook waits
@@ -433,6 +434,7 @@ def serve(parent: Parent) -> None:
 
     import nbkit.bridge.engine  # noqa: F401
 
+    look_in(os.getcwd())
     while not Path(parent.spec.engine_file).exists():
         time.sleep(0.01)
         if not parent.spec.launcher.is_alive() or time.monotonic() - began > START_SECONDS:

@@ -26,6 +26,7 @@ from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.naming import notebook_shell
 from nbkit.quoting import shell_words, user_path
 from nbkit.records import tags
+from nbkit.wire.own_modules import OWN_MODULES
 
 _current: Board | None = None
 _LOG_LINES = 12
@@ -45,7 +46,7 @@ class Board:
         # Of our own session: the notebook's interrupt goes to the kernel's whole process group.
         self._log: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "nbkit.notebook.board.serve", str(os.getpid()), str(logdir)],
+            [sys.executable, *OWN_MODULES, "nbkit.notebook.board.serve", str(os.getpid()), str(logdir)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -13,6 +13,7 @@ somebody else since then is never mistaken for one of ours.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ from nbkit.wire.processes import Process as Process
 
 DETACHED = "detached"  # among the options of one whose notebook has not waited for its ranks
 SPREAD_PATIENCE = 20.0  # seconds; a launcher has to be asked
+_ELSEWHERE = "%env NBKIT_HOME=/tmp/nbkit   or another folder of yours"
 FORMAT = 1
 """Of cluster.json. A release that writes fields which an older one must know counts it up."""
 
@@ -107,8 +109,26 @@ def home() -> Path:
     """The folder that holds the folders of all clusters."""
     if base := os.environ.get("NBKIT_HOME") or home_here():
         return user_path(base)
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(data) / "nbkit"
+    data = Path(os.environ.get("XDG_DATA_HOME") or user_path("~/.local/share"))
+    if data.parts[:1] == ("~",):
+        raise ClusterError("This user has no home directory.", numbers="HOME is not set", hint=_ELSEWHERE)
+    return data / "nbkit"
+
+
+def check_home() -> Path:
+    """Return the folder of all clusters, made if it was not there. Raises ClusterError where that cannot be."""
+    folder = home()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ClusterError(
+            "There is no folder for what belongs to a cluster: its keys, its logs, what ranks print.",
+            numbers=f"{folder}: {error.strerror or error}",
+            hint=_ELSEWHERE,
+        ) from None
+    return folder
 
 
 def save(entry: Entry) -> None:

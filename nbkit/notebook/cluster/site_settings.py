@@ -78,7 +78,7 @@ class Site:
 
 def files() -> tuple[Path, Path, Path]:
     """Of the machine, of the user, of the project."""
-    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    config = os.environ.get("XDG_CONFIG_HOME") or user_path("~/.config")
     return Path("/etc") / _NAME, Path(config) / _NAME, Path.cwd() / _NAME
 
 

@@ -16,11 +16,13 @@ from pathlib import Path
 from nbkit.errors import ClusterError, UsageError
 from nbkit.quoting import file_word, path_part, sbatch_option, shell_words
 from nbkit.wire.cluster_end import END_SIGNALS
+from nbkit.wire.own_modules import OWN_MODULES
 
 SIGNAL, SAVE_BEFORE = "USR2", 120
 """By which Slurm says, so many seconds before the time limit, that it is near. USR1 has a meaning for ranks already."""
 # The one that runs now: a job's PATH may know another.
 _PYTHON = shell_words(sys.executable)
+OWN = " ".join(OWN_MODULES)
 
 
 def add_slurm_options(parser: argparse.ArgumentParser, slurm: str, *, nodes: bool) -> None:
@@ -124,7 +126,7 @@ def script_job(script: str, name: str, ranks: int, options: SlurmOptions) -> str
             "port=$((20000 + SLURM_JOB_ID % 20000))",
             *options.step(
                 [
-                    f"{_PYTHON} -m torch.distributed.run",
+                    f"{_PYTHON} {OWN} torch.distributed.run",
                     f'--nnodes "$SLURM_NNODES" --nproc-per-node {ranks}',
                     '--rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:$port"',
                     f'{shell_words(file_word(script))} "$@"',
@@ -138,7 +140,7 @@ def script_job(script: str, name: str, ranks: int, options: SlurmOptions) -> str
 def notebook_job(notebook: str, name: str, arguments: Sequence[str], options: SlurmOptions) -> str:
     """Runs a notebook, and its cluster, on one node. arguments: of `nbkit submit`; $SLURM_JOB_ID is the job's."""
     words = " ".join([shell_words(file_word(notebook)), *arguments])
-    return "\n".join([*options.head(name), *options.step([f"{_PYTHON} -m nbkit submit {words}"]), ""])
+    return "\n".join([*options.head(name), *options.step([f"{_PYTHON} {OWN} nbkit submit {words}"]), ""])
 
 
 def submit_job(file: Path) -> str:

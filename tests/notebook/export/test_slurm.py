@@ -118,7 +118,7 @@ def test_names_that_hold_anything_become_words_and_never_lines_of_a_batch_script
         exported = json.loads((slurm / f"srun-{number}.json").read_text())
 
         file = f"./{name}" if name.startswith("-") else name
-        words = [sys.executable, "-m", "nbkit", "submit", f"{file}.ipynb", "-p", f"WORD={name}"]
+        words = [sys.executable, "-P", "-m", "nbkit", "submit", f"{file}.ipynb", "-p", f"WORD={name}"]
         assert submitted == [*words, "--output", f"{file}-7.ipynb"]
         assert exported[-1] == f"{file}.py"
         compile(Path(f"{name}.py").read_text(), "script", "exec")

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.hosts.progress import Seen
 from nbkit.quoting import check_host, user_path
+from nbkit.wire.own_modules import OWN_MODULES
 
 _LOG_LINES = 15
 
@@ -141,7 +142,7 @@ def agent_command(request: Request) -> list[str]:
     """What starts the agent on a host: the container's words, then Python."""
     # No shell has replaced a ~, and the one of the host, if there is one, gets each word in quotes.
     container = map(str, map(user_path, shlex.split(request.container)))
-    return [*container, str(user_path(request.python)) if request.python else sys.executable, "-m", AGENT]
+    return [*container, str(user_path(request.python)) if request.python else sys.executable, *OWN_MODULES, AGENT]
 
 
 def saved(request: Request) -> dict[str, Any]:
