@@ -35,6 +35,7 @@ from nbkit.bridge.shell import Shell, end_words, ends_well
 from nbkit.errors import Stopped
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.device import accelerator
+from nbkit.rank.train.control import active_job
 from nbkit.rank.train.control.detached_flag import DETACHED
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import world
@@ -288,6 +289,7 @@ class Runner:
             if words:
                 print("\n".join(words), file=sys.stderr)
             return None
+        saved, step = (running.saved, running.saved_step) if running.saved else _newest_checkpoint()
         return Failure(
             ename=type(error).__name__,
             stopped=isinstance(error, Stopped),
@@ -296,8 +298,8 @@ class Runner:
             moment=time.time(),
             line=self._line(error),
             where=delegating_group.where().partition(", issued")[0],
-            saved=running.saved,
-            saved_step=running.saved_step,
+            saved=saved,
+            saved_step=step,
             device_lost=accelerator().context_lost(error),
         )
 
@@ -323,6 +325,12 @@ class Runner:
         """The line of the cell that led to the error: the innermost frame that is cell code."""
         lines = [line for frame, line in walk_tb(error.__traceback__) if self.own.is_cell(frame)]
         return lines[-1] if lines else 0
+
+
+def _newest_checkpoint() -> tuple[str, int]:
+    """Return path and step of the newest checkpoint of this process's training, ("", 0) where it has none."""
+    last = getattr(getattr(active_job.newest(), "saves", None), "last", None)
+    return ("", 0) if last is None or last.path is None else (str(last.path), last.step)
 
 
 @contextmanager
