@@ -272,9 +272,14 @@ def nbkit_parser() -> MagicParser:
     parser = MagicParser(prog="%nbkit", description="What nbkit can do with a training beside showing it.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan = commands.add_parser("plan", help="which strategy to choose for a model, on hardware described in a line")
-    plan.add_argument("model", metavar="NAME", help="variable: a GPTConfig, a module or a callable that builds one")
-    plan.add_argument("--batch", type=int, required=True, metavar="ROWS", help="rows of a global batch")
-    plan.add_argument("--on", required=True, metavar="HARDWARE", help="'128 x 8 H100': 128 nodes of 8; '8 A100': one")
+    plan.add_argument(
+        "model",
+        nargs="?",
+        metavar="NAME",
+        help="variable: a GPTConfig, a module or a callable that builds one; default: the training that runs",
+    )
+    plan.add_argument("--batch", type=int, metavar="ROWS", help="rows of a global batch; with NAME")
+    plan.add_argument("--on", metavar="HARDWARE", help="'128 x 8 H100': 128 nodes of 8; '8 A100': one; with NAME")
     plan.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="as a Trainer has it (bf16)"
     )

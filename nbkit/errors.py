@@ -135,11 +135,13 @@ class TrainingError(NbkitError, ValueError):
 
 
 class NotFinite(TrainingError):
-    """The loss became NaN or infinite."""
+    """The loss became NaN or infinite. spoiled: the weights are not finite either, so that no step helps."""
 
-    def __init__(self, what: str, *, step: int, rank: int, numbers: str = "", hint: str = "") -> None:
+    def __init__(
+        self, what: str, *, step: int, rank: int, spoiled: bool = False, numbers: str = "", hint: str = ""
+    ) -> None:
         super().__init__(what, numbers=numbers, hint=hint)
-        self.step, self.rank = step, rank
+        self.step, self.rank, self.spoiled = step, rank, spoiled
 
 
 class SwitchError(TrainingError):

@@ -25,7 +25,7 @@ from nbkit.bridge.output.capture import Capture
 from nbkit.bridge.output.progress_bars import draw_as_text
 from nbkit.bridge.parent.spec import Spec
 from nbkit.bridge.programs.launchers import run_launched_in_place
-from nbkit.bridge.programs.spawned_children import warn_of_cells
+from nbkit.bridge.programs.spawned_children import hide_the_world, warn_of_cells
 from nbkit.bridge.replacing.newcomer import Newcomer
 from nbkit.bridge.replacing.survivor import Survivor
 from nbkit.bridge.requests import Requests
@@ -39,6 +39,7 @@ from nbkit.rank.world import watchdog, world
 from nbkit.rank.world.rank_place import Place
 from nbkit.wire.cells import ENGINE_OPTIONS
 from nbkit.wire.link import Link
+from nbkit.wire.own_modules import look_in
 
 
 class RankEngine(IPEngine):  # type: ignore[misc]
@@ -72,7 +73,9 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         capture = Capture(self.rank, Path(self.spec.folder) / "output")
         capture.install(self.kernel.session)
         draw_as_text()
+        look_in("")
         warn_of_cells()
+        hide_the_world()
         run_launched_in_place()
         self.runner = calls.runner = Runner(self.kernel.shell, capture, self.link, self.rank)
         self.stopping = Stopping(self.runner)

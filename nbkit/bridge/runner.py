@@ -35,6 +35,7 @@ from nbkit.bridge.shell import Shell, end_words, ends_well
 from nbkit.errors import Stopped
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.device import accelerator
+from nbkit.rank.train.control import active_job
 from nbkit.rank.train.control.detached_flag import DETACHED
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import world
@@ -45,6 +46,7 @@ from nbkit.wire.text_encoding import encodable
 
 VALUE_LIMIT = 64 << 10  # characters of repr; what is larger is pulled, not returned
 RECORDS_KEPT = 50
+_OWN_SIGNAL = signal.SIGURG  # as SIGINT, where user code has that one: nobody sets a handler for it
 
 
 @dataclass
@@ -86,7 +88,7 @@ class Runner:
         shell.showtraceback = self._showing_traceback
         # For good: a signal that arrives as a cell ends must not meet a handler that raises in our own code.
         shell.kernel.pre_handler_hook = shell.kernel.post_handler_hook = lambda: None
-        signal.signal(signal.SIGINT, self._on_sigint)
+        self._hear_interrupts()
 
     def run(self, request: CellRequest, enters: ast.NodeTransformer | None = None, remark: str = "") -> CellRecord:
         """Run a cell to its end, whatever that is, and say how it went.
@@ -113,15 +115,26 @@ class Runner:
         finally:
             self.in_user_code = outer
 
-    def interrupt(self, running: Running) -> None:
-        """From a thread: raise KeyboardInterrupt in the main thread, if that is in user code and `running` goes on."""
+    def interrupt(self, running: Running, *, insist: bool = False) -> None:
+        """From a thread: raise KeyboardInterrupt in the main thread, if that is in user code and `running` goes on.
+
+        insist: also where the cell has set a handler of its own for SIGINT, which was called before.
+        """
         self.target = running
+        number = _OWN_SIGNAL if insist and signal.getsignal(signal.SIGINT) != self._on_sigint else signal.SIGINT
         ident = threading.main_thread().ident
         if ident is not None:
-            signal.pthread_kill(ident, signal.SIGINT)
+            signal.pthread_kill(ident, number)
+
+    def _hear_interrupts(self) -> None:
+        """A handler that a cell has set for SIGINT is the cell's: the next one can be stopped as ever."""
+        for number in (signal.SIGINT, _OWN_SIGNAL):
+            signal.signal(number, self._on_sigint)
 
     def _run(self, running: Running, enters: ast.NodeTransformer | None, remark: str) -> CellRecord:
         request = running.request
+        if len(self.running) == 1:  # no live cell, within one that may have a handler
+            self._hear_interrupts()
         if not request.post_mortem:
             self.debugger.begin()
         capturing = self.capture.begin(request.id)
@@ -276,6 +289,7 @@ class Runner:
             if words:
                 print("\n".join(words), file=sys.stderr)
             return None
+        saved, step = (running.saved, running.saved_step) if running.saved else _newest_checkpoint()
         return Failure(
             ename=type(error).__name__,
             stopped=isinstance(error, Stopped),
@@ -284,8 +298,8 @@ class Runner:
             moment=time.time(),
             line=self._line(error),
             where=delegating_group.where().partition(", issued")[0],
-            saved=running.saved,
-            saved_step=running.saved_step,
+            saved=saved,
+            saved_step=step,
             device_lost=accelerator().context_lost(error),
         )
 
@@ -311,6 +325,12 @@ class Runner:
         """The line of the cell that led to the error: the innermost frame that is cell code."""
         lines = [line for frame, line in walk_tb(error.__traceback__) if self.own.is_cell(frame)]
         return lines[-1] if lines else 0
+
+
+def _newest_checkpoint() -> tuple[str, int]:
+    """Return path and step of the newest checkpoint of this process's training, ("", 0) where it has none."""
+    last = getattr(getattr(active_job.newest(), "saves", None), "last", None)
+    return ("", 0) if last is None or last.path is None else (str(last.path), last.step)
 
 
 @contextmanager

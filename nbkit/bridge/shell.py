@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from traceback import walk_stack
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
 import IPython
@@ -70,6 +70,7 @@ class Shell:
         self._failed: BaseException | None = None  # in it
         self._raised = 0  # by one that is over
         self._run_cell, self._execfile = shell.run_cell, shell.safe_execfile
+        self._new_main, shell.new_main_mod = shell.new_main_mod, self.new_main_mod
         self._show, self._publish = shell.showtraceback, shell._showtraceback
         shell.run_cell, shell.safe_execfile, shell.safe_run_module = self.run_cell, self.execfile, self.run_module
         shell.showtraceback, shell._showtraceback = self.show, self.publish
@@ -123,6 +124,15 @@ class Shell:
         """IPython's safe_execfile, which shows an error and returns; exit codes other than 0 are errors."""
         options = {"exit_ignore": exit_ignore, "raise_exceptions": True, "shell_futures": shell_futures}
         self._run_script(lambda: self._execfile(fname, *where, **options), exit_ignore, raise_exceptions)
+
+    def new_main_mod(self, filename: str, modname: str) -> ModuleType:
+        """IPython's own, with the __spec__ that a script's module has: a process that is spawned reads it.
+
+        IPython clears the module of a script that has run before, and with it the __spec__.
+        """
+        module: ModuleType = self._new_main(filename, modname)
+        module.__spec__ = None
+        return module
 
     def run_module(self, mod_name: str, where: dict[str, Any]) -> None:
         """IPython's safe_run_module, the same."""

@@ -18,6 +18,7 @@ TICK_SECONDS = 0.05
 SIGINT_SECONDS = 0.15  # Python code needs less than that; what needs more is waiting in C
 AGAIN_SECONDS = 0.5
 ROUNDS = 20
+HANDLED = 2  # rounds
 
 
 class Stopping:
@@ -90,11 +91,14 @@ class Stopping:
         return False
 
     def _insist(self, running: Running) -> None:
-        """User code may swallow one interrupt in a loop of its own; it rarely swallows twenty."""
-        for _ in range(ROUNDS):
+        """User code may swallow one interrupt in a loop of its own; it rarely swallows twenty.
+
+        A handler of its own for SIGINT, which may save something and end, is called some times before it is passed by.
+        """
+        for number in range(ROUNDS):
             if running.ended.wait(AGAIN_SECONDS):
                 return
-            self.runner.interrupt(running)
+            self.runner.interrupt(running, insist=number >= HANDLED)
 
     def _find(self, cell: str) -> Running | None:
         return next((running for running in list(self.runner.running) if running.request.id == cell), None)

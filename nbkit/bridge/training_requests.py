@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import NbkitError, NotFinite, TrainingError, UsageError
+from nbkit.quoting import user_path
 from nbkit.rank.background_threads import giving_way
 from nbkit.rank.train.control import pause, step_boundary
 from nbkit.rank.train.control.active_job import newest
@@ -296,7 +297,7 @@ def _fit(owner: Any, number: int = 0) -> dict[str, Any]:
 def _save(owner: Any, path: str = "") -> dict[str, Any]:
     if not hasattr(owner, "save"):
         raise UsageError("Only a Trainer saves itself.", hint="save in your loop, between two steps")
-    to = (Path(path) if path else (owner.run_dir or Path()) / "checkpoint").absolute()
+    to = (user_path(path) if path else (owner.run_dir or Path()) / "checkpoint").absolute()
     owner.save(to, beside=step_boundary.training() is not None and not pause.is_held())
     return {"path": str(to)}
 

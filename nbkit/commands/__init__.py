@@ -6,11 +6,14 @@ Such a module has a docstring (its help), `prepare_parser(parser)` and `run(argu
 from __future__ import annotations
 
 import argparse
+import codecs
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 from nbkit import __version__
 from nbkit.errors import NbkitError, UsageError
@@ -18,9 +21,14 @@ from nbkit.errors import NbkitError, UsageError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; None takes the command line. Returns 0, 1 for an error, 2 for a wrong argument."""
+    for stream in (sys.stdout, sys.stderr):
+        _spell_out(stream)
     parsed = prepare_parser(subcommands()).parse_args(arguments)
     try:
         return int(parsed.run(parsed))
+    except BrokenPipeError:  # of `nbkit doctor | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except NbkitError as error:
         print(f"nbkit: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
@@ -28,13 +36,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _spell_out(stream: Any) -> None:
+    """Have a terminal or file that takes ASCII alone, or another small set, get `->` for an arrow, and no error."""
+    try:
+        "".join(_IN_ASCII).encode(stream.encoding)
+    except (UnicodeEncodeError, LookupError):
+        codecs.register_error("nbkit", _in_ascii)
+        stream.reconfigure(errors="nbkit")
+    except (AttributeError, TypeError):  # no stream of text, as under a test
+        pass
+
+
+_IN_ASCII = {"→": "->", "✓": "+", "✗": "x", "…": "...", "·": "-", "×": "x", "–": "-", "≈": "~", "—": "-"}
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_IN_ASCII.get(each, "?") for each in error.object[error.start : error.end]), error.end
+
+
 def prepare_parser(modules: Sequence[ModuleType]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nbkit", description="A Jupyter notebook as the cockpit of PyTorch training.")
     parser.add_argument("--version", action="version", version=f"nbkit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in modules:
-        text = (module.__doc__ or "").strip()
         name = module.__name__.rpartition(".")[2]
+        text = (module.__doc__ or name).strip()  # python -OO has no docstrings
         command = commands.add_parser(name, help=text.splitlines()[0], description=text)
         module.prepare_parser(command)
         command.set_defaults(run=module.run)

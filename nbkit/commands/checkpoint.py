@@ -6,6 +6,8 @@ import argparse
 import subprocess
 import sys
 
+from nbkit.wire.own_modules import OWN_MODULES
+
 _MODULES = "nbkit.rank.train.checkpoint"
 
 
@@ -29,4 +31,4 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     # A process of its own: this one never imports torch.
     module, *words = arguments.command(arguments)
-    return subprocess.run([sys.executable, "-m", f"{_MODULES}.{module}", *words], check=False).returncode
+    return subprocess.run([sys.executable, *OWN_MODULES, f"{_MODULES}.{module}", *words], check=False).returncode

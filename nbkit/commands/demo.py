@@ -19,6 +19,7 @@ from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.launch.limits import pins_within
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.notebook.headless import Headless, read_notebook, shown_by, tagged
+from nbkit.notebook.user_files import write_file
 
 NOTEBOOK = Path(nbkit.__file__).resolve().parents[1] / "notebooks" / "02_switch_live.ipynb"
 # Ranks that outlive a killed demo let go of their devices after this.
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         terminal.clear()
         # What was done up to here is worth reading, above all when it failed.
-        arguments.output.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_file(arguments.output, json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
     story.tell()
     return _close(terminal, story, arguments.steps, arguments.output, time.monotonic() - began)
 

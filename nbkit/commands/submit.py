@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbkit.errors import CellError, UsageError
+from nbkit.errors import CellError, NbkitError, UsageError
 from nbkit.notebook.export.sbatch_file import (
     SlurmOptions,
     add_slurm_options,
     check_resumes,
+    log_of,
     notebook_job,
     submit_job,
 )
 from nbkit.notebook.headless import Headless, read_notebook
 from nbkit.notebook.parameters import set_parameters
+from nbkit.notebook.user_files import write_file
+from nbkit.quoting import file_word, shell_words
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -65,13 +67,13 @@ def _parameter(text: str) -> tuple[str, str]:
 
 
 def _submit(path: Path, parameters: Mapping[str, str], output: Path | None, options: SlurmOptions) -> int:
-    kept = shlex.quote(str(output)) if output else f'{shlex.quote(path.stem)}-"$SLURM_JOB_ID".ipynb'
-    words = [f"-p {shlex.quote(f'{name}={value}')}" for name, value in parameters.items()]
+    kept = shell_words(file_word(output)) if output else f'{shell_words(file_word(path.stem))}-"$SLURM_JOB_ID".ipynb'
+    words = [shell_words("-p", f"{name}={value}") for name, value in parameters.items()]
     file = Path(f"{path.stem}.sbatch")
-    file.write_text(notebook_job(str(path), path.stem, [*words, f"--output {kept}"], options), encoding="utf-8")
+    write_file(file, notebook_job(str(path), path.stem, [*words, f"--output {kept}"], options))
     job = submit_job(file)
     print(f"job {job}, from {file}")
-    print(f"  outputs   {output or f'{path.stem}-{job}.ipynb'}, cell by cell; what it prints: {path.stem}-{job}.log")
+    print(f"  outputs   {output or f'{path.stem}-{job}.ipynb'}, cell by cell; what it prints: {log_of(path.stem, job)}")
     print(f"  squeue --job {job}   or   scancel {job}")
     return 0
 
@@ -80,10 +82,13 @@ def _run_here(path: Path, notebook: dict[str, Any], output: Path) -> int:
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
     def keep() -> None:
-        output.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_file(output, json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
 
     def on_cell(cell: dict[str, Any]) -> None:
-        keep()
+        try:
+            keep()
+        except NbkitError as error:  # what trains goes on; the last one ends with it
+            print(f"{error.what} {error.numbers}", flush=True)
         first = next((line for line in "".join(cell["source"]).splitlines() if line.strip()), "")
         print(f"cell {code.index(cell) + 1} of {len(code)}: {first}", flush=True)
 

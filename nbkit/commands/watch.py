@@ -14,6 +14,7 @@ from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.run.reader import RunReader, read_run
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
+from nbkit.quoting import user_path
 from nbkit.records.record_file import check_format, newest_run, written
 
 _EVERY_S = 1.0
@@ -83,7 +84,7 @@ def _newest(what: str, run: RunReader) -> RunReader:
 
 def _run_of(what: str) -> Path:
     """Raises UsageError when there is no run."""
-    folder = Path(what).expanduser().absolute()
+    folder = user_path(what).absolute()
     entry = next((one for one in registry.entries() if one.name == what), None)
     found = newest_run(folder) if entry is None or folder.is_dir() else _run_of_cluster(entry)
     if found is None:

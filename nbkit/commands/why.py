@@ -11,12 +11,12 @@ from nbkit.notebook.cluster.why.why import ask_why
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="of the cluster; nbkit list has them")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of the cluster; default: the only one that runs")
     parser.add_argument("--stacks", action="store_true", help="with the stack of every thread")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    entry = registry.running(arguments.name)
+    entry = registry.running(arguments.name) if arguments.name else registry.the_only_one()
     client = connect(entry)
     try:
         client.wait_for(entry.n, 1.0)

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from nbkit.durations import text_of
 from nbkit.errors import NbkitError
 from nbkit.ipyparallel_private import SYMBOLS as IPYPARALLEL
 from nbkit.ipython_private import SYMBOLS as IPYTHON
-from nbkit.notebook.cluster import site_settings
+from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.control_result import size
 from nbkit.notebook.cluster.launch.limits import pins_within
 from nbkit.notebook.cluster.launch.platform_check import check_platform, release, starts_by_forking
@@ -32,6 +31,8 @@ from nbkit.notebook.cluster.machine.gpus import show_mib
 from nbkit.notebook.cluster.machine.machine import Machine, read_machine
 from nbkit.notebook.cluster.machine.remarks import remarks
 from nbkit.private_symbols import problems
+from nbkit.quoting import shell_words
+from nbkit.wire.own_modules import hiding
 
 _DISTRIBUTION = "nbkit-train"
 _REQUIRED = ("ipyparallel", "ipykernel", "jupyter_client", "numpy", "psutil")
@@ -147,6 +148,10 @@ def _machine() -> Iterator[Finding]:
             yield Finding("Machine", "shared memory", f"{text}: little for DataLoader workers", "note", hint)
         else:
             yield Finding("Machine", "shared memory", text)
+    if hidden := hiding(os.getcwd()):
+        text = f"{', '.join(hidden)} in this folder: programs started here import it instead of Python's own module"
+        hint = f"{shell_words('mv', hidden[0], f'my_{hidden[0]}')}   (in a terminal)"
+        yield Finding("Machine", "names of files", text, "note", hint)
     if found := [name for name in _LAUNCHER_VARIABLES if name in os.environ]:
         text = f"{', '.join(found)} set in this process; every rank gets its own"
         yield Finding("Machine", "launcher variables", text, "note")
@@ -198,7 +203,7 @@ def _packages() -> Iterator[Finding]:
 def _package(name: str, minimum: Mapping[str, str], state: State, purpose: str) -> Finding:
     needed = minimum.get(name, "")
     wanted = f"{name}>={needed}" if needed else name
-    hint = f"{_python()} -m pip install {shlex.quote(wanted)}"
+    hint = f"{_python()} -m pip install {shell_words(wanted)}"
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -255,6 +260,10 @@ def _settings() -> Iterator[Finding]:
 def _cluster(machine: Machine) -> Iterator[Finding]:
     """What `%cluster start` without options would do now."""
     try:
+        yield Finding("%cluster start would use", "folder", str(registry.check_home()))
+    except NbkitError as error:
+        yield Finding("%cluster start would use", "folder", f"{error.what} {error.numbers}", "missing", error.hint)
+    try:
         plan = pins_within(site_settings.read(), machine)
     except NbkitError as error:
         yield Finding("%cluster start would use", "ranks", f"{error.what} {error.numbers}", "note", error.hint)
@@ -268,4 +277,4 @@ def _cluster(machine: Machine) -> Iterator[Finding]:
 
 
 def _python() -> str:
-    return shlex.quote(sys.executable)
+    return shell_words(sys.executable)

@@ -23,6 +23,7 @@ from nbkit.unfit_calls import says_what_it_takes
 PRECISIONS = {None: 4, "bf16": 2, "fp16": 2}
 """Bytes of what is computed."""
 _EXAMPLE = 'nbkit.plan(nbkit.GPTConfig(width=768, layers=12, heads=12), batch=64, on="8 H100")'
+_TABLE_SECONDS = 10.0  # for what every strategy would take, which is worked out when somebody asks first
 _IN_THE_RANK_WING = "nbkit.rank.train.estimate.model_pieces"
 
 T = TypeVar("T")
@@ -65,14 +66,27 @@ def explain(model: Any, first: str, second: str, *, batch: int, on: str, **setti
 def planned(
     variables: Mapping[str, Any],
     *,
-    model: str,
-    batch: int,
-    on: str,
+    model: str | None,
+    batch: int | None,
+    on: str | None,
     precision: str,
     why: list[str] | None,
     **others: str | None,
 ) -> Plan | Words:
-    """What `%nbkit plan` shows. variables: of the notebook; model and others (example, loss, optimizer) name some."""
+    """What `%nbkit plan` shows. variables: of the notebook; model and others (example, loss, optimizer) name some.
+
+    Without a model: the training that runs, see `training_plan`.
+    """
+    given_too = {"--batch": batch, "--on": on, "--why": why, **{f"--{name}": value for name, value in others.items()}}
+    if model is None and not any(value is not None for value in given_too.values()):
+        return training_plan()
+    if model is None or batch is None or on is None:
+        missing = [name for name, value in {"NAME": model, "--batch": batch, "--on": on}.items() if value is None]
+        raise UsageError(
+            "%nbkit plan takes a model, its batch and the hardware, or nothing, for the training that runs.",
+            numbers=f"missing: {', '.join(missing)}",
+            hint="%nbkit plan config --batch 512 --on '8 H100'   or   %nbkit plan",
+        )
     named = {"model": model, **{setting: name for setting, name in others.items() if name is not None}}
     for setting, name in named.items():
         if name not in variables:
@@ -89,6 +103,27 @@ def planned(
     if why is not None:
         return explain(settings.pop("model"), *why, **settings)
     return plan(**settings)
+
+
+def training_plan() -> Words:
+    """What every strategy would take of the training on this notebook's cluster, as the strategy panel has it.
+
+    Raises UsageError where nothing trains there, ClusterError without a cluster.
+    """
+    from nbkit.notebook.cluster.cluster import current
+    from nbkit.notebook.widgets.panel.state import Looked, State, reduce
+    from nbkit.notebook.widgets.panel.view import text_of
+
+    cluster = current()
+    cluster.training.look_well(_TABLE_SECONDS)
+    state = reduce(State(cluster.entry.name, cluster.entry.n), Looked(cluster.training.look()))
+    if state.phase == "none":
+        raise UsageError(
+            "There is no training to plan on the ranks yet.",
+            numbers=f"cluster {cluster.entry.name}, {cluster.entry.n} ranks",
+            hint="%nbkit plan config --batch 512 --on '8 H100'   or   trainer = nbkit.Trainer(...)",
+        )
+    return Words(text_of(state))
 
 
 @dataclass(frozen=True)

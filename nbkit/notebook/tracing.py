@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbkit.errors import TrainingError
-from nbkit.records.chrome_trace import chrome_trace, write_trace
+from nbkit.notebook.user_files import write_file
+from nbkit.quoting import user_path
+from nbkit.records.chrome_trace import chrome_trace, compressed
 from nbkit.records.record_file import START, cursor_near_end, rank_files, read_head, read_since
 from nbkit.records.record_lookup import groups_of
 from nbkit.records.records import Detail, EventRecord, Header, Record, StepRecord
@@ -112,13 +114,13 @@ class Kept:
                 hint="again while it trains",
             )
         name = f"trace-{self._folder.name}-{found[0]}-{found[-1]}.json.gz"
-        to = Path(path if path is not None else name).expanduser().absolute()
+        to = user_path(path if path is not None else name).absolute()
         files = rank_files(self._folder)
         heads = {rank: next(one for one in read_head(files[rank]) if isinstance(one, Header)) for rank in self.details}
         groups = [group for rank in self.details for group in groups_of(files[rank])]
         details = {rank: [one for _, one in sorted(those.items())] for rank, those in self.details.items()}
         steps = [(rank, record) for (rank, _), record in self._steps.items()]
-        write_trace(to, chrome_trace(details, heads, groups, steps))
+        write_file(to, compressed(chrome_trace(details, heads, groups, steps)))
         return Traced(to, found[0], found[-1], len(details))
 
     def _take(self, rank: int, record: Record) -> None:

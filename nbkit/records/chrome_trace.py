@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from nbkit.records.records import Detail, Group, Header, StepRecord, TimedCall
@@ -58,9 +57,9 @@ def chrome_trace(
     }
 
 
-def write_trace(path: Path, trace: dict[str, Any]) -> None:
-    """Write it, compressed: both viewers open it as it is."""
-    path.write_bytes(gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), mtime=0))
+def compressed(trace: dict[str, Any]) -> bytes:
+    """Return the contents of a trace's file: both viewers open it as it is."""
+    return gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), mtime=0)
 
 
 class _Track:

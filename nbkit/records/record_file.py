@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 from nbkit.errors import UsageError
+from nbkit.quoting import shell_words
 from nbkit.records.records import FORMAT, Header, Record, StepRecord, from_line
 
 START = (-1, 0)
@@ -41,7 +42,7 @@ def check_format(run_dir: Path) -> None:
             raise UsageError(
                 f"Another release of nbkit has recorded the run {run_dir.name!r}.",
                 numbers=f"its {path.name} is of format {written_in}; this release reads {FORMAT}",
-                hint=f"nbkit watch {run_dir}   with that release",
+                hint=f"{shell_words('nbkit', 'watch', run_dir)}   with that release",
             )
 
 

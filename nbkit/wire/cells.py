@@ -69,7 +69,7 @@ class Failure:
 
     moment: time.time() when it happened; the earliest of several is the root cause.
     line: in the cell, 0 if unknown. where: the collective the rank was in, or "". stopped: nbkit has ended the cell,
-    which was asked for. saved, saved_step: the newest checkpoint of a training that it has ended, "" without one.
+    which was asked for. saved, saved_step: the newest checkpoint of the rank's newest training, "" without one.
     device_lost: what the rank's device says when it computes nothing any more, else "".
     """
 

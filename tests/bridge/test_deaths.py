@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from nbkit import Cluster
+from nbkit.errors import RankDied
 from nbkit.wire.cells import CellRecord, CellRequest
 
 REFORM = "nbkit.bridge.calls:reform"
@@ -32,5 +34,29 @@ def test_a_rank_that_dies_keeps_nobody_waiting_for_it(nbkit_home: object) -> Non
         assert record.status == "released"
 
         assert "Rank 1 has died" in str(wire.call([0], REFORM, 3, "127.0.0.1", port)[0].result(timeout=20))
+    finally:
+        cluster.stop()
+
+
+TRAINED = """
+import torch
+data = [(torch.ones(4), torch.ones(2))] * 8
+trainer = nbkit.Trainer(
+    model=lambda: torch.nn.Linear(4, 2), loss=torch.nn.functional.mse_loss,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    data=data, batch_size=8, log_dir=None, progress=False)
+trainer.fit(2)
+trainer.save(PATH)
+"""
+
+
+def test_where_a_rank_dies_beside_a_training_its_newest_checkpoint_is_named(nbkit_home: object, tmp_path: Path) -> None:
+    cluster = Cluster.start(2, cpu=True, name="between", ttl=600)
+    try:
+        cluster.run(TRAINED.replace("PATH", repr(str(tmp_path / "it's saved"))))
+        with pytest.raises(RankDied) as died:  # while a cell of its own loads, compares or saves
+            cluster.run("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntrainer.load('x')")
+        path = str(tmp_path / "it's saved")
+        assert died.value.hint.endswith(f"then build the Trainer again, and trainer.load({path!r})   of step 2")
     finally:
         cluster.stop()

@@ -93,7 +93,16 @@ class Rows:
         return i * i
 
 def child(index, queue, rows):
-    queue.put([index + 10, *(rows[i] for i in range(len(rows)))])
+    # A world of its own, as programs form one in what mp.spawn starts.
+    import os, socket, torch, torch.distributed as dist
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert os.environ.setdefault("MASTER_PORT", str(port)) == str(port) and "RANK" in os.environ
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    dist.init_process_group("gloo", rank=index, world_size=1)
+    number = torch.tensor(index + 10)
+    dist.all_reduce(number)
+    queue.put([int(number), *(rows[i] for i in range(len(rows)))])
 
 def main():
     queue = mp.get_context("spawn").SimpleQueue()
@@ -106,11 +115,25 @@ if __name__ == "__main__":
 """
 
 
-def test_processes_that_a_script_spawns_find_its_functions_and_classes(two: Cluster, tmp_path: Path) -> None:
+def test_processes_that_a_script_spawns_find_its_functions_and_classes_and_form_a_world(
+    two: Cluster, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SPAWNS)
 
-    assert two.run(f"%run {script}\nanswer").values[1] == [10, 0, 1, 4, 9, 16, 25, 36, 49]
+    assert two.run(f"%run {script}\nanswer", timeout=60).values[1] == [10, 0, 1, 4, 9, 16, 25, 36, 49]
+    # And the rank is still in its own.
+    assert two.run("import os\n(os.environ['MASTER_ADDR'], 'TORCHELASTIC_USE_AGENT_STORE' in os.environ)").values[1][1]
+
+
+def test_a_script_that_spawns_runs_a_second_time(two: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(
+        "import multiprocessing as mp\ndef double(x):\n    return 2 * x\nif __name__ == '__main__':\n"
+        "    with mp.get_context('spawn').Pool(1) as pool:\n        answer = pool.map(double, [21])\n"
+    )
+    for _ in range(3):
+        assert two.run(f"%run {script}\nanswer", "1", timeout=60).values == {1: [42]}
 
 
 @pytest.mark.long

@@ -126,3 +126,13 @@ def test_clean_ends_what_a_half_dead_cluster_has_left_and_leaves_the_others(
     assert all(process.is_alive() for process in processes(sound))
     main(["clean"])
     assert capsys.readouterr().out == "Nothing to clean.\n"
+
+
+def test_why_without_a_name_means_the_only_cluster(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why"]) == 1 and "No cluster is running." in capsys.readouterr().err
+    one = start("one")
+    assert registry.the_only_one().name == one.name
+    start("two")
+    assert main(["why"]) == 2
+    said = capsys.readouterr().err
+    assert "Several clusters are running: say which.\none, two\n→ nbkit why one" in said

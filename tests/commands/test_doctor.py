@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -157,3 +158,39 @@ def test_a_wrong_argument_is_answered_on_stderr_and_exit_status_2(capsys: pytest
 
     assert done.value.code == 2
     assert "dance" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "words", "said"),
+    [
+        (("-OO",), {}, ("--help",), "watch"),
+        ((), {"PYTHONIOENCODING": "ascii"}, ("doctor",), "  + Python "),
+        ((), {"HOME": "/dev/null/x"}, ("doctor",), "Not a directory"),
+        ((), {"PYTHONWARNINGS": "error"}, ("list",), "No cluster."),
+    ],
+)
+def test_the_command_works_in_odd_environments(
+    options: tuple[str, ...], environment: dict[str, str], words: tuple[str, ...], said: str
+) -> None:
+    left_out = ("NBKIT_HOME", "XDG_DATA_HOME")
+    env = {name: value for name, value in os.environ.items() if name not in left_out} | environment
+    done = subprocess.run(
+        [sys.executable, *options, "-P", "-m", "nbkit", *words], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert said in done.stdout and "Traceback" not in done.stderr, (done.stdout, done.stderr)
+
+
+def test_who_reads_no_further_is_no_error() -> None:
+    command = f"'{sys.executable}' -P -m nbkit --help | head -n 0"
+    done = subprocess.run(["sh", "-c", f"{command}; {command}"], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+
+
+def test_files_that_hide_modules_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not [each for each in doctor().findings if each.subject == "names of files"]
+    (tmp_path / "queue.py").touch()
+    (tmp_path / "random").mkdir()
+    found = finding(doctor(), "names of files")
+    assert found.state == "note" and found.text.startswith("queue.py in this folder: ")
+    assert found.hint.startswith("mv queue.py my_queue.py")

@@ -47,6 +47,10 @@ def test_without_a_trainer_it_says_what_to_type(kernel: Kernel) -> None:
     refused = kernel.run("%strategy zero3")
     assert refused.status == "error"
     assert "There is no Trainer on the ranks" in refused.text
+    unplanned = kernel.run("%nbkit plan")
+    assert "There is no training to plan on the ranks yet." in unplanned.text and "Traceback" not in unplanned.text
+    assert "missing: --batch, --on" in kernel.run("%nbkit plan config").text
+    assert "missing: NAME" in kernel.run("%nbkit plan --batch 8 --on '2 A100'").text
     assert "Traceback" not in refused.text
 
 
@@ -57,6 +61,8 @@ def test_a_trainer_that_rests_is_switched_at_once(kernel: Kernel) -> None:
 
     assert shown.status == "ok", shown.text
     assert "dp=2 → dp=2 zero=3 after step 0" in shown.text
+    planned = panel(kernel, "%nbkit plan").text
+    assert "steer: not training" in planned and "memory per rank" in planned and "recommended: " in planned
     assert "state identical" in shown.text
     assert "'dp=2 zero=3'" in kernel.run("%%rank 0\nstr(trainer.strategy)").text
 

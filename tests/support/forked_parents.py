@@ -146,8 +146,7 @@ def _be(args: list[str], environment: dict[str, str], work_dir: str, output: str
         os.dup2(opened, fd)
         os.close(opened)
     os.dup2(1, 2)
-    sys.argv = args[2:]
-    sys.path.insert(0, work_dir)
+    sys.argv = args[args.index("-m") + 1 :]
     if sys.argv[0] == "ipyparallel.controller":
         from ipyparallel.controller.app import main
 

@@ -43,6 +43,7 @@ from nbkit.private_symbols import LACKING
 from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import interrupts
 from nbkit.wire.link import Link
+from nbkit.wire.own_modules import look_in
 from nbkit.wire.processes import STOP_SIGNAL, Process
 
 START_SECONDS = 180.0  # for the controller to write where it is; as long as the notebook waits
@@ -437,6 +438,7 @@ def serve(parent: Parent) -> None:
 
     if lacking := torch_private.problems_so_far():
         (folder / LACKING).write_text(json.dumps(lacking))
+    look_in(os.getcwd())
     while not Path(parent.spec.engine_file).exists():
         time.sleep(0.01)
         if not parent.spec.launcher.is_alive() or time.monotonic() - began > START_SECONDS:

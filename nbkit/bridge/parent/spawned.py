@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from nbkit.wire.own_modules import OWN_MODULES
+
 _started: list[subprocess.Popen[bytes]] = []  # kept, or subprocess would reap them before the parent has seen their end
 
 
@@ -16,7 +18,7 @@ def start(
     """Start rank `rank` in a session of its own; returns its pid. It inherits its end of the line."""
     fds = [line.fileno()] + ([listener.fileno()] if listener else [])
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(folder), str(port), str(rank), str(int(replaces)), *map(str, fds)],
+        [sys.executable, *OWN_MODULES, __name__, str(folder), str(port), str(rank), str(int(replaces)), *map(str, fds)],
         pass_fds=fds,
         start_new_session=True,
     )

@@ -1,10 +1,11 @@
-"""Says why a process that is spawned does not find what a cell has defined: there is no file to import it from."""
+"""What processes find that a program starts by multiprocessing: no world of the rank's, and why no name of a cell."""
 
 from __future__ import annotations
 
 import io
+import os
 import sys
-from multiprocessing import reduction
+from multiprocessing import reduction, util
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -12,6 +13,35 @@ _SAID = (
     "a spawned process imports what it runs, and cannot import what a cell has defined. Put it into a .py file and "
     'import it; or fork: multiprocessing_context="fork" of a DataLoader, mp.get_context("fork")'
 )
+
+
+_OF_THE_WORLD = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def hide_the_world() -> None:
+    """From now on, from processes that this one starts by multiprocessing: they are no ranks of this world.
+
+    `mp.spawn` is how a program starts a world of its own. Where its processes found the last of these variables, all of
+    them would join a store that nobody serves. RANK and WORLD_SIZE stay: workers of a DataLoader read them.
+    """
+    os.register_at_fork(after_in_child=_leave_the_world)
+    plain: Any = getattr(util, "spawnv_passfds", None)
+    if plain is None:  # a Python that starts them otherwise: they see what the rank does
+        return
+
+    def spawnv_passfds(*args: Any) -> Any:
+        held = {name: os.environ.pop(name) for name in _OF_THE_WORLD if name in os.environ}
+        try:
+            return plain(*args)
+        finally:
+            os.environ.update(held)
+
+    util.spawnv_passfds = spawnv_passfds  # type: ignore[assignment]
+
+
+def _leave_the_world() -> None:
+    for name in _OF_THE_WORLD:
+        os.environ.pop(name, None)
 
 
 def warn_of_cells() -> None:

@@ -24,7 +24,9 @@ from nbkit.errors import BoardError
 from nbkit.notebook.board import address
 from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.naming import notebook_shell
+from nbkit.quoting import shell_words, user_path
 from nbkit.records import tags
+from nbkit.wire.own_modules import OWN_MODULES
 
 _current: Board | None = None
 _LOG_LINES = 12
@@ -44,7 +46,7 @@ class Board:
         # Of our own session: the notebook's interrupt goes to the kernel's whole process group.
         self._log: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "nbkit.notebook.board.serve", str(os.getpid()), str(logdir)],
+            [sys.executable, *OWN_MODULES, "nbkit.notebook.board.serve", str(os.getpid()), str(logdir)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -73,9 +75,11 @@ class Board:
             raise BoardError("TensorBoard is not installed.", hint="pip install tensorboard")
         if height < 1:
             raise BoardError("The frame has no height.", numbers=f"height {height} pixels", hint="--height 700")
-        folder = Path(logdir or site_settings.read().runs).expanduser().absolute()
+        folder = user_path(logdir or site_settings.read().runs).absolute()
         if folder.exists() and not folder.is_dir():
-            raise BoardError("The log directory is a file.", numbers=str(folder), hint=f"%board {folder.parent}")
+            raise BoardError(
+                "The log directory is a file.", numbers=str(folder), hint=f"%board {shell_words(folder.parent)}"
+            )
         if _current is not None and (not _current.is_alive() or _current.logdir != folder):
             _current.stop()
             _current = None

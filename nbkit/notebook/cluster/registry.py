@@ -13,6 +13,7 @@ somebody else since then is never mistaken for one of ours.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -24,15 +25,17 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from nbkit.errors import ClusterError, ClusterNotFound
+from nbkit.errors import ClusterError, ClusterNotFound, UsageError
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.site_settings import home_here
+from nbkit.quoting import path_part, shell_words, user_path
 from nbkit.wire import cluster_end, parcel
 from nbkit.wire.processes import STOP_SIGNAL, followers
 from nbkit.wire.processes import Process as Process
 
 DETACHED = "detached"  # among the options of one whose notebook has not waited for its ranks
 SPREAD_PATIENCE = 20.0  # seconds; a launcher has to be asked
+_ELSEWHERE = "%env NBKIT_HOME=/tmp/nbkit   or another folder of yours"
 FORMAT = 1
 """Of cluster.json. A release that writes fields which an older one must know counts it up."""
 
@@ -105,9 +108,27 @@ class Entry:
 def home() -> Path:
     """The folder that holds the folders of all clusters."""
     if base := os.environ.get("NBKIT_HOME") or home_here():
-        return Path(base)
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(data) / "nbkit"
+        return user_path(base)
+    data = Path(os.environ.get("XDG_DATA_HOME") or user_path("~/.local/share"))
+    if data.parts[:1] == ("~",):
+        raise ClusterError("This user has no home directory.", numbers="HOME is not set", hint=_ELSEWHERE)
+    return data / "nbkit"
+
+
+def check_home() -> Path:
+    """Return the folder of all clusters, made if it was not there. Raises ClusterError where that cannot be."""
+    folder = home()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ClusterError(
+            "There is no folder for what belongs to a cluster: its keys, its logs, what ranks print.",
+            numbers=f"{folder}: {error.strerror or error}",
+            hint=_ELSEWHERE,
+        ) from None
+    return folder
 
 
 def save(entry: Entry) -> None:
@@ -120,6 +141,8 @@ def save(entry: Entry) -> None:
 
 def find(name: str) -> Entry | None:
     """The entry called `name`, if there is one. Raises ClusterError for one that this release cannot read."""
+    if name != path_part(name):  # no cluster's: it might lead out of the folder of clusters
+        return None
     try:
         saved = json.loads((home() / name / "cluster.json").read_text())
     except (OSError, json.JSONDecodeError):
@@ -133,7 +156,8 @@ def find(name: str) -> Entry | None:
     raise ClusterError(
         f"Another release of nbkit has started the cluster {name!r}.",
         numbers=f"its cluster.json is of format {written_in}; this release reads {FORMAT}",
-        hint=f"nbkit stop {name}   with that release; where none of it runs any more: rm -r {home() / name}",
+        hint=f"nbkit stop {name}   with that release; where none of it runs any more: "
+        f"{shell_words('rm', '-r', home() / name)}",
     )
 
 
@@ -181,6 +205,17 @@ def running(name: str) -> Entry:
         numbers=f"running: {', '.join(alive)}" if alive else "no cluster is running",
         hint=f"%cluster attach {alive[0]}" if alive else f"%cluster start --name {name}",
     )
+
+
+def the_only_one() -> Entry:
+    """The running cluster, where there is one. Raises ClusterNotFound for none, UsageError for several."""
+    alive = [entry for entry in entries() if entry.is_alive()]
+    if not alive:
+        raise ClusterNotFound("No cluster is running.", hint="nbkit list")
+    if len(alive) > 1:
+        names = ", ".join(entry.name for entry in alive)
+        raise UsageError("Several clusters are running: say which.", numbers=names, hint=f"nbkit why {alive[0].name}")
+    return alive[0]
 
 
 def how_ended(entry: Entry) -> str:

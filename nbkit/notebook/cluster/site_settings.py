@@ -29,6 +29,7 @@ from typing import Any
 
 from nbkit.durations import seconds_given, seconds_of, text_of
 from nbkit.errors import UsageError
+from nbkit.quoting import user_path
 
 _NAME = "nbkit.toml"
 
@@ -77,7 +78,7 @@ class Site:
 
 def files() -> tuple[Path, Path, Path]:
     """Of the machine, of the user, of the project."""
-    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    config = os.environ.get("XDG_CONFIG_HOME") or user_path("~/.config")
     return Path("/etc") / _NAME, Path(config) / _NAME, Path.cwd() / _NAME
 
 
@@ -136,9 +137,9 @@ def _count(value: object) -> int:
 
 
 def _folder(value: object) -> Path:
-    if not isinstance(value, str) or not Path(value).is_absolute():
+    if not isinstance(value, str) or not user_path(value).is_absolute():
         raise ValueError
-    return Path(value)
+    return user_path(value)
 
 
 def _time(value: object) -> float:

@@ -6,7 +6,6 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shlex import quote
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
@@ -15,6 +14,8 @@ from nbkit.notebook.export.saved_notebook import read_saved
 from nbkit.notebook.export.sbatch_file import SlurmOptions, check_resumes, script_job
 from nbkit.notebook.export.script import MARK, script_of
 from nbkit.notebook.export.source import Code, LeftOut, Switch
+from nbkit.notebook.user_files import write_file
+from nbkit.quoting import file_word, shell_words, user_path
 
 
 @dataclass(frozen=True)
@@ -60,19 +61,19 @@ def export(
     written beside the script, for --switches. A file that nobody has exported is not overwritten. Raises
     UsageError, with nothing written, for what a script cannot have.
     """
-    to = Path(path)
+    to = user_path(os.fspath(path))
     options = SlurmOptions(nodes, partition, time, gpus, cpus, requeue)
     if not slurm and options != SlurmOptions():
         raise UsageError("This is for an sbatch file.", numbers=f"{options}", hint="--slurm")
     _check_free(to)
-    source = read_running(current()) if notebook is None else read_saved(Path(notebook))
+    source = read_running(current()) if notebook is None else read_saved(user_path(os.fspath(notebook)))
     script = script_of(source, to.name)
     check_resumes(script.text, options)
-    run = f"torchrun --nproc-per-node {source.num_ranks} {quote(str(to))}"
+    run = f"torchrun --nproc-per-node {source.num_ranks} {shell_words(file_word(to))}"
     files = [(to, script.text, "")]
     if source.switches:
         plan = to.with_suffix(".switches.json")
-        typed = f"{run} --switches {quote(str(plan))}   as the notebook was switched"
+        typed = f"{run} --switches {shell_words(file_word(plan))}   as the notebook was switched"
         files.append((plan, json.dumps(_plan(source.switches), indent=2) + "\n", typed))
     if slurm:
         batch = to.with_suffix(".sbatch")
@@ -81,9 +82,9 @@ def export(
         elif source.threads:
             options = replace(options, cpus=cpus or source.num_ranks * source.threads)
         text = script_job(str(to), to.stem, source.num_ranks, options)
-        files.append((batch, text, f"sbatch {quote(str(batch))}"))
+        files.append((batch, text, f"sbatch {shell_words(file_word(batch))}"))
     for file, text, _ in files:
-        file.write_text(text, encoding="utf-8")
+        write_file(file, text)
     return Exported(
         to,
         run,

@@ -7,7 +7,6 @@ job in the queue again. Slurm itself would tell every process, and most end by a
 from __future__ import annotations
 
 import argparse
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbkit.errors import ClusterError, UsageError
+from nbkit.quoting import file_word, path_part, sbatch_option, shell_words
 from nbkit.wire.cluster_end import END_SIGNALS
+from nbkit.wire.own_modules import OWN_MODULES
 
 SIGNAL, SAVE_BEFORE = "USR2", 120
 """By which Slurm says, so many seconds before the time limit, that it is near. USR1 has a meaning for ranks already."""
 # The one that runs now: a job's PATH may know another.
-_PYTHON = shlex.quote(sys.executable)
+_PYTHON = shell_words(sys.executable)
+OWN = " ".join(OWN_MODULES)
 
 
 def add_slurm_options(parser: argparse.ArgumentParser, slurm: str, *, nodes: bool) -> None:
@@ -61,19 +63,19 @@ class SlurmOptions:
     def head(self, name: str) -> list[str]:
         """The first lines of the file of a job called `name`."""
         asked = {
-            "job-name": name,
+            "job-name": path_part(name),
             "nodes": self.nodes,
             "ntasks-per-node": 1,
             "cpus-per-task": self.cpus,
             "gpus-per-node": self.gpus,
             "partition": self.partition,
             "time": self.time,
-            "output": f"{name}-%j.log",
+            "output": log_of(name, "%j"),
         }
-        lines = [f"--{option}={value}" for option, value in asked.items() if value]
+        lines = [sbatch_option(option, value) for option, value in asked.items() if value]
         if self.requeue:
-            lines += ["--requeue", "--open-mode=append", f"--signal=B:{SIGNAL}@{SAVE_BEFORE}"]
-        return ["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), ""]
+            lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append", f"#SBATCH --signal=B:{SIGNAL}@{SAVE_BEFORE}"]
+        return ["#!/bin/bash", *lines, ""]
 
     def step(self, command: Sequence[str]) -> list[str]:
         """The lines that run `command` on each node: its first words, then what follows on lines of their own."""
@@ -91,6 +93,11 @@ class SlurmOptions:
             'if [ $code -ne 0 ] && [ -n "$again" ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
             "exit $code",
         ]
+
+
+def log_of(name: str, job: str) -> str:
+    """Return the file that gets what a job called `name` prints."""
+    return f"{path_part(name)}-{job}.log"
 
 
 def _joined(words: Sequence[str]) -> list[str]:
@@ -119,10 +126,10 @@ def script_job(script: str, name: str, ranks: int, options: SlurmOptions) -> str
             "port=$((20000 + SLURM_JOB_ID % 20000))",
             *options.step(
                 [
-                    f"{_PYTHON} -m torch.distributed.run",
+                    f"{_PYTHON} {OWN} torch.distributed.run",
                     f'--nnodes "$SLURM_NNODES" --nproc-per-node {ranks}',
                     '--rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:$port"',
-                    f'{shlex.quote(script)} "$@"',
+                    f'{shell_words(file_word(script))} "$@"',
                 ]
             ),
             "",
@@ -132,14 +139,14 @@ def script_job(script: str, name: str, ranks: int, options: SlurmOptions) -> str
 
 def notebook_job(notebook: str, name: str, arguments: Sequence[str], options: SlurmOptions) -> str:
     """Runs a notebook, and its cluster, on one node. arguments: of `nbkit submit`; $SLURM_JOB_ID is the job's."""
-    words = " ".join([shlex.quote(notebook), *arguments])
-    return "\n".join([*options.head(name), *options.step([f"{_PYTHON} -m nbkit submit {words}"]), ""])
+    words = " ".join([shell_words(file_word(notebook)), *arguments])
+    return "\n".join([*options.head(name), *options.step([f"{_PYTHON} {OWN} nbkit submit {words}"]), ""])
 
 
 def submit_job(file: Path) -> str:
     """Hand `file` to sbatch; the number of the job. Raises UsageError without sbatch, ClusterError when it refuses."""
     try:
-        done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False)
+        done = subprocess.run(["sbatch", "--parsable", file_word(file)], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UsageError(
             "There is no sbatch on this machine.",

@@ -11,6 +11,7 @@ from nbkit.errors import UsageError
 from nbkit.notebook.export.cell_source import indented, names_of
 from nbkit.notebook.export.source import Code, Source, Values
 from nbkit.notebook.export.strategy_argument import with_arguments
+from nbkit.quoting import file_word, shell_words
 
 MARK = '"""Exported by nbkit from '
 READY = ("rank", "world_size", "local_rank", "device", "torch", "dist", "nbkit")
@@ -57,8 +58,8 @@ def script_of(source: Source, name: str) -> Script:
 
 def _docstring(source: Source, name: str) -> str:
     order = "which they stand" if source.name else "which they ran"
-    title = re.sub(r'[\\"]', "", source.name) or "a notebook"
-    run = f"torchrun --nproc-per-node {source.num_ranks} {name}"
+    title = _quoted(source.name) or "a notebook"
+    run = f"torchrun --nproc-per-node {source.num_ranks} {_quoted(shell_words(file_word(name)))}"
     lines = [
         f"{MARK}{title}: its cells for the ranks, in the order in {order}.",
         "",
@@ -74,9 +75,15 @@ def _docstring(source: Source, name: str) -> str:
     return "\n".join(lines)
 
 
+def _quoted(text: str) -> str:
+    """Return `text` as part of a docstring, on one line."""
+    seen = "".join(each if each.isprintable() else "?" for each in text)
+    return seen.replace("\\", r"\\").replace('"', r"\"")
+
+
 def _line(text: str, why: str) -> str:
     room = _LONGEST_LINE - len(why) - 4
-    text = " ".join(text.split("\n"))
+    text = " ".join(text.splitlines())  # also what ends a line in Python alone
     text = text if len(text) <= room else text[: room - 1] + "…"
     return f"{text}   ({why})" if why else text
 

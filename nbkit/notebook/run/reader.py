@@ -17,6 +17,7 @@ from nbkit.notebook.run.curve import Curve
 from nbkit.notebook.run.follower import Run
 from nbkit.notebook.run.run_timeline import short
 from nbkit.notebook.run.step_picture import picture
+from nbkit.quoting import user_path
 from nbkit.records.record_file import changed, check_format, rank_files
 
 _LIVE_S = 15.0
@@ -44,7 +45,7 @@ def read_run(path: str | os.PathLike[str]) -> RunReader:
 
     Each call first reads what has been written since the last one.
     """
-    folder = Path(path).expanduser().absolute()
+    folder = user_path(path).absolute()
     if not rank_files(folder):
         raise UsageError("There are no records of a run.", numbers=str(path), hint='nbkit.read_run("runs/NAME")')
     check_format(folder)

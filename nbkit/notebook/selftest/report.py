@@ -14,6 +14,7 @@ from typing import Literal
 
 import nbkit
 from nbkit.notebook.doctor import doctor
+from nbkit.notebook.user_files import write_file
 
 _PACKAGES = ("torch", "ipyparallel", "ipykernel", "jupyter_client", "numpy", "psutil")
 _TELLING = ("TORCH", "PYTORCH", "NCCL", "CUDA")
@@ -64,7 +65,7 @@ class Report:
     def write(self, path: Path) -> None:
         """As Markdown."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self._text(), encoding="utf-8")
+        write_file(path, self._text())
 
     def _text(self) -> str:
         rows = [f"| {one.name} | {one.state} | {one.seconds:.1f} | {_cell(one.said)} |" for one in self.outcomes]

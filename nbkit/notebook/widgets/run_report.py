@@ -11,6 +11,7 @@ from typing import Any
 
 from nbkit.notebook.cluster.control_result import size
 from nbkit.notebook.run.reader import RunReader
+from nbkit.notebook.user_files import write_file
 from nbkit.notebook.widgets.javascript import joined, style
 
 _PAGE = """<!doctype html>
@@ -43,9 +44,8 @@ class Written:
 
 
 def write_report(run_dir: Path, path: Path) -> Path:
-    """Write the page of a run, as it stands now, to `path`; returns where."""
-    path.write_text(page_of(RunReader(run_dir).snapshot()), encoding="utf-8")
-    return path.absolute()
+    """Write the page of a run, as it stands now, to `path`; return where. Raises NbkitError where that fails."""
+    return write_file(path, page_of(RunReader(run_dir).snapshot()))
 
 
 def page_of(snapshot: dict[str, Any]) -> str:

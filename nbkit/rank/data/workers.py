@@ -7,6 +7,8 @@ nothing happens; where something does (a switch, a step that is made again, anot
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import sys
 import threading
 import traceback
@@ -14,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from typing import Any
 
@@ -28,6 +31,7 @@ Draws = tuple[int, int, int]
 """(seed of the job, step, rank): what reading a batch draws from."""
 
 _BATCHES_PER_WORKER = 2
+_SHARED = "/dev/shm"
 _ENDS_IN_S = 0.2  # a thread that nothing holds up
 
 
@@ -42,12 +46,16 @@ class ToRead:
 
 @dataclass(frozen=True)
 class _Failed:
-    """What reading raised, in words. index: of the sample; None where all were read together, or collating failed."""
+    """What reading raised, in words. index: of the sample; None where all were read together, or collating failed.
+
+    shared: the memory that was full through which workers hand over what they have read, "" where it was not that.
+    """
 
     index: int | None
     error: str
     trace: str
     worker: int
+    shared: str = ""
 
 
 class Reader(Dataset[Any]):
@@ -72,16 +80,27 @@ class Reader(Dataset[Any]):
             yield self.data[self._at]
         self._at = None
 
-    def __getitem__(self, wanted: ToRead) -> Any:
-        """In a worker."""
+    def __getitem__(self, wanted: ToRead) -> bytes | _Failed:
+        """In a worker: the batch as torch's queue would pack it.
+
+        The queue packs in a thread of its own. What cannot be packed would be lost there, and waited for without end.
+        """
         info = get_worker_info()
         try:
             if wanted.draws is not None:
                 data_rng.seed_host(*wanted.draws)
-            return self.read(wanted)
+            return bytes(ForkingPickler.dumps(self.read(wanted)))
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            return _Failed(self._at, text, traceback.format_exc(), info.id if info is not None else 0)
+            text, worker = f"{type(error).__name__}: {error}", info.id if info is not None else 0
+            return _Failed(self._at, text, traceback.format_exc(), worker, _shared_memory_full(error))
+
+
+def _shared_memory_full(error: Exception) -> str:
+    """Return how much there is of the shared memory that `error` tells to be full, "" where it tells something else."""
+    if not ("shared memory" in str(error) or "/torch_" in str(error)) or not os.path.isdir(_SHARED):
+        return ""
+    total, _, free = shutil.disk_usage(_SHARED)
+    return f"{_SHARED} has {total / 1e6:,.1f} MB, {free / 1e6:,.1f} MB of them free"
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -145,7 +164,8 @@ class _BatchThread:
     def _receive(self) -> None:
         while self._wanted.get():
             try:
-                self._come.put((next(self.batches), None))
+                batch = next(self.batches)
+                self._come.put((ForkingPickler.loads(batch) if isinstance(batch, bytes) else batch, None))
             except BaseException as error:
                 self._come.put((None, error))
 
@@ -193,6 +213,13 @@ class ReadAhead:
         except BaseException:
             self.close()
             raise
+        if isinstance(batch, _Failed) and batch.shared:
+            self.close()
+            raise TrainingError(
+                "The shared memory of this host is full, through which workers hand over the batches that they read.",
+                numbers=f"{batch.shared}; worker {batch.worker}: {batch.error}",
+                hint="workers=0   or more of it: docker run --shm-size=8g",
+            ) from RuntimeError(batch.trace)
         if isinstance(batch, _Failed):
             self.close()
             what = "A batch" if batch.index is None else f"Sample {batch.index}"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.planner.reshard.boxes import halves
+from nbkit.quoting import user_path
 from nbkit.rank.parallel.module.meta_module import homes, replace, window
 from nbkit.rank.parallel.reshard.load_local_shards import copy_part
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -37,7 +38,7 @@ def from_pretrained(
     one to train, for example lambda model: peft.get_peft_model(model, peft.LoraConfig(...)); what it adds is
     initialised by itself. The Trainer raises TrainingError when the directory does not hold every weight.
     """
-    return Pretrained(Path(directory), adapt, overrides)
+    return Pretrained(user_path(directory), adapt, overrides)
 
 
 @dataclass(frozen=True)

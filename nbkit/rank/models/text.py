@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from nbkit.errors import TrainingError
+from nbkit.quoting import user_path
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
 
@@ -57,7 +58,7 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, path: str | None = None, *, block: int = 128, split: str = "train", limit: int = 16_000_000):
         if split not in ("train", "heldout"):
             raise TrainingError(f"There is no split {split!r}.", numbers="splits: train, heldout", hint="split='train'")
-        text = stdlib_source(limit) if path is None else Path(path).read_bytes()[:limit]
+        text = stdlib_source(limit) if path is None else user_path(path).read_bytes()[:limit]
         self.path, self.block, self.split = path, block, split
         self.bytes = _split(torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0), block)[
             split == "heldout"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,24 +77,48 @@ def check_finite(numbers: StepNumbers, pending: Pending, *, steps_since: int) ->
     """Raises NotFinite, the same on every rank. steps_since: optimizer steps made with or after these gradients."""
     if not numbers.not_finite:
         return
-    where = []
-    for rank in numbers.not_finite[:4]:
-        rows = numbers_of(pending.parts, pending.samples, pending.mesh.dp, pending.mesh.index(rank)["dp"])
-        shown = ", ".join(str(pending.indices[row]) for row in rows[:16]) + ", ..." * (len(rows) > 16)
-        where.append(f"rank {rank}: samples {shown}")
     ranks = ", ".join(map(str, numbers.not_finite))
     made = (
         f"the weights have taken {steps_since} step{'s' * (steps_since > 1)} with it: load a checkpoint"
         if steps_since > 0
         else "the weights have not been touched"
     )
+    again = "; fit() again goes on with the next batch"
+    if steps_since > 0:  # the weights are not finite in either case, and do not say since when
+        again = " and those of the step before, whose loss was finite and whose gradients need not have been"
     raise NotFinite(
         f"The loss of step {pending.step} is not finite on rank{'s' * (len(numbers.not_finite) > 1)} {ranks}.",
         step=pending.step,
         rank=numbers.not_finite[0],
-        numbers=f"{'; '.join(where)}; {made}",
-        hint="look at these samples (data[i]); fit() again goes on with the next batch",
+        spoiled=steps_since > 0,
+        numbers=f"{_samples_of(pending, numbers.not_finite)}; {made}",
+        hint=f"look at these samples (data[i]){again}",
     )
+
+
+def blame_weights(error: NotFinite, names: str, before: Pending | None) -> None:
+    """Have `error` say that its step began with weights that are not finite, so that no sample of it is to blame.
+
+    names: of those weights. before: the step before it, None where this process has made none.
+    """
+    past = "they were so before the first step"
+    if before is not None:
+        past = (
+            f"a step up to {before.step} had a finite loss and gradients that were not; step {before.step}: "
+            f"{_samples_of(before, range(before.mesh.size))}"
+        )
+    error.what = f"{error.what.removesuffix('.')}, because the weights are not."
+    error.args, error.spoiled, error.numbers = (error.what,), True, f"{names}; {past}"
+    error.hint = "trainer.load(path) of a checkpoint; torch.autograd.set_detect_anomaly(True) names the operation"
+
+
+def _samples_of(pending: Pending, ranks: Sequence[int]) -> str:
+    where = []
+    for rank in ranks[:4]:
+        rows = numbers_of(pending.parts, pending.samples, pending.mesh.dp, pending.mesh.index(rank)["dp"])
+        shown = ", ".join(str(pending.indices[row]) for row in rows[:16]) + ", ..." * (len(rows) > 16)
+        where.append(f"rank {rank}: samples {shown}")
+    return "; ".join(where)
 
 
 def check_streams(numbers: StepNumbers, pending: Pending) -> None:

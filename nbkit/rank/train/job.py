@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from nbkit.errors import NotFinite, Stopped, StrategyError, SwitchError, TrainingError
+from nbkit.quoting import user_path
 from nbkit.rank.data import data_rng
 from nbkit.rank.data.batch import Shard
 from nbkit.rank.device import accelerator
@@ -142,8 +143,8 @@ class Job(Switchable):
             self.run_dir = record_run(
                 self.recorder,
                 self.ledger.listeners,
-                log_dir,
-                name=name,
+                str(user_path(log_dir)),
+                name=None if name is None else str(name),
                 batch=batch,
                 strategy=str(self.strategy),
                 rank=self.rank,
@@ -259,6 +260,8 @@ class Job(Switchable):
             except BaseException as error:
                 self.integrity.broken_off = not isinstance(error, NotFinite)
                 self.optimizer.zero_grad()
+                if isinstance(error, NotFinite) and not error.spoiled and (names := self.not_finite()):
+                    argument_checks.blame_weights(error, names, self.ledger.made_last)
                 # The body of a loop over `batches` was left, and its generator does not know. Where a rank that died is
                 # replaced, the loop goes on.
                 if self._own is None or not self._own.goes_on(error):

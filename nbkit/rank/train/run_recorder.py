@@ -19,6 +19,7 @@ from torch import nn
 
 from nbkit.errors import NbkitError, TrainingError, UsageError
 from nbkit.planner import forecast
+from nbkit.quoting import path_part
 from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.memory import bytes_held, memory_of, reset_peak
@@ -26,7 +27,7 @@ from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, clock, phase
 from nbkit.rank.telemetry.session import FIRST_IN_DETAIL, Session
 from nbkit.rank.telemetry.tensorboard import BoardWriter, ScalarWriter
 from nbkit.rank.train.estimate.cost_model import CostModel
-from nbkit.rank.train.runs_dir import check_room
+from nbkit.rank.train.runs_dir import check_room, note_name
 from nbkit.rank.world import world
 from nbkit.records.events import Event, RunStarted, Switched
 from nbkit.records.records import StepRecord
@@ -202,13 +203,14 @@ def record_into(
 
 def _new_run_dir(log_dir: str, name: str | None, strategy: str, batch: int | None) -> tuple[str, str]:
     """(log_dir/<name or time>-<strategy>[-b<batch>], numbered where that is there already, "") or ("", the problem)."""
-    words = [name or time.strftime("%Y%m%d-%H%M%S"), strategy.replace("=", "").replace(" ", "-")]
+    words = [path_part(name) if name else time.strftime("%Y%m%d-%H%M%S"), strategy.replace("=", "").replace(" ", "-")]
     stem = "-".join([*words, f"b{batch}"] if batch else words)
     number = 1
     while True:
         path = Path(log_dir) / (stem if number == 1 else f"{stem}-{number}")
         try:
             path.mkdir(mode=0o700, parents=True)  # losses and texts of errors are nobody else's business
+            note_name(path, name)
         except FileExistsError:
             number += 1
             continue

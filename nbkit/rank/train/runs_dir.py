@@ -5,6 +5,7 @@ A cluster hands both to its ranks in their environment, so that they are there b
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from contextlib import suppress
@@ -13,11 +14,31 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nbkit.errors import TrainingError
+from nbkit.quoting import shell_words
 
 DEFAULT = os.environ.get("NBKIT_RUNS") or "runs"
 MAX_BYTES = int(os.environ.get("NBKIT_MAX_DISK") or 0)  # 0: no limit
 
 _LISTED = 3
+_ABOUT = "run.json"
+
+
+def note_name(run_dir: Path, name: str | None) -> None:
+    """Write into the directory of a run which `name` the user gave it: the directory's own name does not tell."""
+    (run_dir / _ABOUT).write_text(json.dumps({"name": name}) + "\n", encoding="utf-8")
+
+
+def runs_named(runs: Path, name: str) -> list[Path]:
+    """Return the directories in `runs` of the runs with exactly this `name`."""
+    return [folder for folder in runs.iterdir() if _name_in(folder) == name] if runs.is_dir() else []
+
+
+def _name_in(run_dir: Path) -> str | None:
+    try:
+        found = json.loads((run_dir / _ABOUT).read_text(encoding="utf-8"))["name"]
+    except (OSError, ValueError, KeyError, TypeError):  # of an older release, or no run
+        return None
+    return found if isinstance(found, str) else None
 
 
 def check_room(runs: Path, to: Path, what: str, *, run: str = "") -> None:
@@ -51,8 +72,8 @@ def _full(runs: Path, what: str, run: str) -> TrainingError | None:
     return TrainingError(
         f"The folder of runs is full: {what}.",
         numbers=f"{_text(held.total())} in {runs}, max_disk is {_text(MAX_BYTES)}; the largest: {largest}",
-        hint=f"!rm -r '{runs / old}'   if you need it no more"
-        if old
+        hint=f"!{shell_words('rm', '-r', runs / old)}   if you need it no more"
+        if old and str(runs / old).isprintable()
         else f"trainer.save(...)   with a path outside of {runs}",
     )
 

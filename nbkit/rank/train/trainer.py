@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from nbkit.durations import seconds_of
 from nbkit.errors import NotFinite, TrainingError
+from nbkit.quoting import user_path
 from nbkit.rank.data.balanced.balanced import check_packed
 from nbkit.rank.data.batch_size import Arithmetic
 from nbkit.rank.data.data_position import Feed
@@ -145,6 +146,7 @@ class Trainer:
         check_clip_norm(clip_norm)
         check_places(log_dir, save_path, saves=bool(save_every), balances=balance)
         settings = example_of(data, collate, example), stages, tp_plan, recompute, offload, compile, dropout
+        name = None if name is None else str(name)
         config = TrainConfig(
             *(loss, seed, inputs, precision, microbatch_size, *settings),
             sample=lambda: sample_of(data, collate),
@@ -162,7 +164,7 @@ class Trainer:
             eval_every=eval_every,
             save_steps=save_steps,
             save_seconds=save_seconds,
-            save_path=save_path,
+            save_path=None if save_path is None else user_path(save_path).absolute(),
             saves_if_detached=save_every is None and (save_path is not None or log_dir is not None),
             keep=keep,
             snapshot_every=snapshot_every,
@@ -346,10 +348,11 @@ class Trainer:
         Any strategy on any number of ranks can load it. Killed half-way, what was at `path` before stands. beside: go
         on once it is copied to host memory; a thread writes it, and says what fails. `fit` and the next save wait.
         """
-        self.saves.save(path, beside=beside)
+        self.saves.save(user_path(path), beside=beside)
 
     def load(self, path: str | Path) -> None:
         """Go on from what `save` wrote, on any number of ranks, or plain FSDP2 or torchtitan. Collective."""
+        path = user_path(path)
         self.saves.collect(wait=True)
         self.job.ledger.settle()
         # Everything that can refuse, before anything is changed.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.planner.link_speed import Link, ranks_of_node
+from nbkit.quoting import user_path
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.comm.link_probe import link_of
 from nbkit.rank.data.data_position import Feed
@@ -270,19 +271,39 @@ class Training:
     def save(self, path: str | Path, *, beside: bool = False, then: Callable[[], None] | None = None) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
 
-        Raises TrainingError on every rank when one could not write, or max_disk is reached: what was at `path` stands.
+        Raises TrainingError on every rank when one could not write or the ranks do not share `path`, when weights are
+        not finite, or when max_disk is reached: what was at `path` stands.
         beside: a thread writes it, once it has been copied to host memory: see `writing`. then: what rank 0 does when
         it is whole.
         """
+        path = user_path(path).absolute()  # a thread writes it, and a cell may change the working directory
         if self.run_dir is not None:
-            check_room(self.run_dir.parent, Path(path), "no checkpoint is written", run=self.run_dir.name)
+            check_room(self.run_dir.parent, path, "no checkpoint is written", run=self.run_dir.name)
         self.unite()
+        if names := self.not_finite():
+            raise TrainingError(
+                "The weights are not finite: no checkpoint is written of them, and none is replaced by them.",
+                numbers=f"step {self.step}: {names}; not written to {str(path)!r}",
+                hint="trainer.load(path) of a checkpoint before it   (to keep these: trainer.full_state_dict())",
+            )
         about = {"history": list(self.ledger.records), "seed": self.seed, "data": writable(self.feed.where())}
         self.checkpoint_writer.begin(checkpoint.take(path, self.state, self.builder, about), beside=beside, then=then)
 
+    def not_finite(self) -> str:
+        """Return which weights are not finite, on which ranks; "" where all are. Collective: one small all-gather."""
+        own = job_state.not_finite(self.sharded_model)
+        told = all_gather_objects((own[:1], len(own)), world_size=self.world_size, device=self.device)
+        ranks = [rank for rank, (_, count) in enumerate(told) if count]
+        if not ranks:
+            return ""
+        (first,), count = told[ranks[0]]
+        more = f" and {count - 1} more" if count > 1 else ""
+        shown = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+        return f"{first}{more} on rank{'s' * (len(ranks) > 1)} {shown}"
+
     def opened(self, path: str | Path) -> checkpoint.Saved:
         """The checkpoint at `path`, if it fits; changes nothing. Collective. Raises as checkpoint.opened does."""
-        return checkpoint.opened(path, self.state, self.builder, seed=self.seed, place_after=self.feed.after)
+        return checkpoint.opened(user_path(path), self.state, self.builder, seed=self.seed, place_after=self.feed.after)
 
     def load(self, saved: checkpoint.Saved) -> None:
         """Weights, optimizer, step, seed and history as they were saved; not the position in the data. Collective.

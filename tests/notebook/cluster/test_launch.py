@@ -48,10 +48,28 @@ def processes_of(home: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or [])]
 
 
+HIDING = ("queue", "random", "profile", "logging", "socket")
+"""Modules of Python's own that have the name of a file in the folder in which `as_a_user` starts."""
+
+
 @pytest.fixture
-def as_a_user(nbkit_home: Path) -> Cluster:
+def as_a_user(nbkit_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Of two ranks, started as a user does: seconds of a core, so that tests take over the one that is there."""
-    return Cluster.attach("gone") if registry.find("gone") else Cluster.start(2, cpu=True, name="gone")
+    if registry.find("gone"):
+        return Cluster.attach("gone")
+    for name in HIDING:
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('the {name} of the user')")
+    (tmp_path / "of_mine.py").write_text("answer = 42")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONWARNINGS", "error,ignore::ImportWarning")
+    return Cluster.start(2, cpu=True, name="gone")
+
+
+def test_files_of_the_folder_hide_no_module_of_pythons_and_warnings_end_no_start(as_a_user: Cluster) -> None:
+    source = f"import os, {', '.join(HIDING)}, of_mine\n(of_mine.answer, os.environ['PYTHONWARNINGS'])"
+    assert as_a_user.run(source).values[1] == (42, "default,ignore::ImportWarning")
+    # Where a cell goes elsewhere they are found as well.
+    assert as_a_user.run("os.chdir('/'); import importlib; importlib.reload(of_mine).answer").values[1] == 42
 
 
 def test_what_every_rank_imports_its_parent_has_imported(as_a_user: Cluster) -> None:

@@ -198,6 +198,21 @@ def test_where_the_processes_are_on_another_host_their_parent_interrupts(
     assert {record.status for record in handle._execution.records.values()} == {"interrupted"}
 
 
+def test_a_handler_of_a_cells_own_is_called_first_and_keeps_no_stop_from_its_end(two: Cluster) -> None:
+    # As programs have one that saves at Ctrl-C. It is gone in the next cell.
+    handler = """
+import signal, time
+pressed = []
+signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
+"""
+    for source in (f"{handler}while True: time.sleep(0.05)", "import time; time.sleep(600)"):
+        error = run_pressed(two, source, lambda: (time.sleep(1), press(two)))
+        assert isinstance(error, CellStopped) and "variables live on" in str(error), error
+    found = two.run("(len(pressed), signal.getsignal(signal.SIGINT).__qualname__)").values
+    assert all(1 <= count <= 4 and name == "Runner._on_sigint" for count, name in found.values()), found
+    assert two.run(f"{handler}len(pressed)").values == {0: 0, 1: 0}
+
+
 @pytest.mark.long
 def test_a_rank_that_never_answers_is_warned_of_before_a_press_ends_it(mortal: Cluster, shown: Shown) -> None:
     def presses() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import nbkit
 from nbkit.commands import main
+from nbkit.notebook.export.sbatch_file import SlurmOptions, script_job
 
 STAND_INS = {
     "sbatch": 'shift; export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1 SLURM_NNODES=1; bash "$@" >job.log 2>&1; echo 7',
@@ -32,9 +36,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def notebook(folder: Path, *sources: str) -> None:
+def notebook(folder: Path, *sources: str, name: str = "my lesson") -> None:
     cells = [{"cell_type": "code", "metadata": {}, "source": source, "outputs": []} for source in sources]
-    (folder / "my lesson.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4}))
+    (folder / f"{name}.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4}))
 
 
 @pytest.mark.long
@@ -74,3 +78,53 @@ def test_without_slurm_it_is_said(
     assert (refused, missing) == (1, 2)
     assert "Slurm has refused the job.\ninvalid partition specified: gpu" in said
     assert "There is no sbatch on this machine." in said
+
+
+NAMES = [
+    "two words",
+    "new\nline",
+    "a\n#SBATCH --exclusive",
+    "it's",
+    '"b"',
+    "$(touch made)",
+    "c;touch made",
+    "-rf",
+    "%j",
+    "größe",
+    "d\\e",
+    '"""; assert 0; """',
+]
+
+
+def test_names_that_hold_anything_become_words_and_never_lines_of_a_batch_script(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # What srun is given is written down, a file for each job.
+    (slurm / "bin" / "srun").write_text(
+        f"#!{sys.executable}\nimport json, os, sys\njson.dump(sys.argv[1:], open(os.environ['SRUN'], 'w'))\n"
+    )
+    (slurm / "bin" / "sbatch").write_text(
+        f'#!/bin/bash\n[ $# = 2 ] && [ -f "$2" ] || exit 1\n{STAND_INS["sbatch"].replace("job.log", "/dev/null")}\n'
+    )
+    for number, name in enumerate(NAMES):
+        notebook(slurm, "%cluster start -n 2", "WORD = 'old'", "%%distributed\nprint(1)", name=name)
+        monkeypatch.setenv("SRUN", str(slurm / f"srun-{number}.json"))
+
+        assert main(["submit", "-p", f"WORD={name}", "--slurm", "--", f"{name}.ipynb"]) == 0
+        script = nbkit.export(f"{name}.py", f"{name}.ipynb", slurm=True)
+        submitted = json.loads((slurm / f"srun-{number}.json").read_text())
+        typed = script.beside[-1][1].replace("sbatch ", "sbatch --parsable ", 1)
+        subprocess.run(["bash", "-c", typed], check=True, stdout=subprocess.DEVNULL)
+        exported = json.loads((slurm / f"srun-{number}.json").read_text())
+
+        file = f"./{name}" if name.startswith("-") else name
+        words = [sys.executable, "-P", "-m", "nbkit", "submit", f"{file}.ipynb", "-p", f"WORD={name}"]
+        assert submitted == [*words, "--output", f"{file}-7.ipynb"]
+        assert exported[-1] == f"{file}.py"
+        compile(Path(f"{name}.py").read_text(), "script", "exec")
+        for batch in (Path(f"{name}.sbatch").read_text(), script_job("train.py", name, 2, SlurmOptions())):
+            # Slurm reads no further than the first line that is neither empty nor a comment.
+            comments = itertools.takewhile(lambda line: not line or line[0] == "#", batch.splitlines()[1:])
+            asked = [line for line in comments if line.startswith("#SBATCH")]
+            assert asked and all(re.fullmatch(r"#SBATCH --[\w-]+=[\w.%=+@,-]+", line) for line in asked)
+    assert not (slurm / "made").exists() and capfd.readouterr().err == ""

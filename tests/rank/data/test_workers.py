@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import resource
 import threading
 import time
 import warnings
@@ -97,6 +98,36 @@ def test_a_sample_that_cannot_be_read_is_named_and_the_others_are_read_on() -> N
         assert len(data.next((7, 3, 1)).data[0]) == 8
     finally:
         data.close()
+
+
+def stacked(samples: list[Any]) -> Any:
+    """As default_collate, which puts tensors of workers into shared memory; here torch's queue does."""
+    return tuple(map(torch.stack, zip(*samples, strict=True)))
+
+
+def without_shared_memory(rank: int) -> list[str]:
+    """A write of a worker beyond the limit fails, as where shared memory is full."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    told = []
+    for collate in (default_collate, stacked, lambda samples: lambda: samples):
+        data = stream([(torch.ones(500), torch.ones(1))] * 32, workers=1, collate=collate)
+        try:
+            with pytest.raises(TrainingError) as raised:
+                data.next()
+            told.append(str(raised.value))
+        finally:
+            data.close()
+    return told
+
+
+def test_full_shared_memory_is_said_as_that_and_what_cannot_be_handed_over_is_not_waited_for() -> None:
+    ((by_collate, by_the_queue, unpacked),) = run_ranks(without_shared_memory, 1, join=False)
+
+    for said in (by_collate, by_the_queue):
+        assert said.startswith("The shared memory of this host is full, through which workers hand over the batches")
+        assert "\n/dev/shm has " in said and "worker 0: RuntimeError: " in said and "sample" not in said.lower()
+    assert "A batch could not be read by worker 0: " in unpacked and "pickle" in unpacked
 
 
 class Received:

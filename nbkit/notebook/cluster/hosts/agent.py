@@ -28,6 +28,7 @@ from nbkit.notebook.cluster.launch.device_pinning import Pinning, pins_on
 from nbkit.notebook.cluster.launch.platform_check import check_platform, starts_by_forking
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.wire.link import SignedLink, key_of
+from nbkit.wire.own_modules import OWN_MODULES
 from nbkit.wire.processes import Process, node_name
 
 PAYLOAD = "NBKIT_AGENT"  # the variable that holds it, where it does not come over standard input
@@ -180,7 +181,7 @@ def _environment(payload: dict[str, Any], address: str) -> None:
 def _become_parent(folder: Path, link: SignedLink) -> NoReturn:
     link.sock.set_inheritable(True)
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "nbkit.bridge.parent.parent", str(folder)])
+    os.execv(sys.executable, [sys.executable, *OWN_MODULES, "nbkit.bridge.parent.parent", str(folder)])
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from nbkit.notebook.cluster.registry import DETACHED, Entry
 from nbkit.notebook.cluster.world_generation import form
 from nbkit.notebook.uninterrupted import uninterrupted
 from nbkit.wire.cells import ranks_named
+from nbkit.wire.own_modules import OWN_MODULES
 from nbkit.wire.processes import Process
 
 _LINE_SECONDS = 0.1  # between two looks at how far it is
@@ -53,7 +54,7 @@ class CoordinatorLauncher(LocalProcessLauncher):  # type: ignore[misc]
 
     def find_args(self) -> list[str]:
         module = "nbkit.notebook.cluster.hosts.coordinator.coordinator"
-        return [sys.executable, "-m", module, str(Path(self.profile_dir).parent)]
+        return [sys.executable, *OWN_MODULES, module, str(Path(self.profile_dir).parent)]
 
 
 def launch_on_hosts(

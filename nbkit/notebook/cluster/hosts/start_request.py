@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.hosts.progress import Seen
+from nbkit.quoting import check_host, user_path
+from nbkit.wire.own_modules import OWN_MODULES
 
 _LOG_LINES = 15
 
@@ -66,7 +68,7 @@ class SshRequest:
     spare_hosts: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hosts", tuple((name, count) for name, count in self.hosts))
+        object.__setattr__(self, "hosts", tuple((check_host(name), count) for name, count in self.hosts))
         if self.spare_hosts:
             _check_spare_hosts(self.hosts, self.spare_hosts)
 
@@ -83,7 +85,7 @@ class MpiRequest:
     spares: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hosts", tuple((name, count) for name, count in self.hosts))
+        object.__setattr__(self, "hosts", tuple((check_host(name), count) for name, count in self.hosts))
         object.__setattr__(self, "options", tuple(self.options))
 
 
@@ -138,7 +140,9 @@ class Starter(Protocol):
 
 def agent_command(request: Request) -> list[str]:
     """What starts the agent on a host: the container's words, then Python."""
-    return [*shlex.split(request.container), request.python or sys.executable, "-m", AGENT]
+    # No shell has replaced a ~, and the one of the host, if there is one, gets each word in quotes.
+    container = map(str, map(user_path, shlex.split(request.container)))
+    return [*container, str(user_path(request.python)) if request.python else sys.executable, *OWN_MODULES, AGENT]
 
 
 def saved(request: Request) -> dict[str, Any]:

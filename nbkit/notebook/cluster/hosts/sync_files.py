@@ -17,6 +17,7 @@ from pathlib import Path
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cells.client import Client
+from nbkit.quoting import user_path
 
 LIMIT_FILE, LIMIT = 16 << 20, 64 << 20
 """Bytes of a file, and of all: code and what belongs to it, not data."""
@@ -70,7 +71,7 @@ def project_at(path: str | os.PathLike[str], root: Path) -> Project:
 
     Raises UsageError where there is nothing, outside of `root`, and above LIMIT.
     """
-    folder = Path(os.path.normpath(root / Path(path).expanduser()))
+    folder = Path(os.path.normpath(root / user_path(path)))
     if not folder.exists() or not folder.is_relative_to(root):
         why = "is not there" if not folder.exists() else f"is not within {root}"
         raise UsageError(f"{path} cannot be brought to the hosts.", numbers=f"{folder} {why}", hint="%cluster sync .")
@@ -127,10 +128,10 @@ def _listed(folder: Path, root: Path) -> Iterator[Path]:
     """Every file of `folder` that git would not ignore in `root`; where there is no git, all but hidden folders."""
     if shutil.which("git"):
         asked = ["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", str(folder)]
-        done = subprocess.run(["git", "-C", str(root), *asked], capture_output=True, check=False)
+        done = subprocess.run(["git", "--literal-pathspecs", "-C", str(root), *asked], capture_output=True, check=False)
         if done.returncode:  # no repository: .gitignore counts all the same
             with tempfile.TemporaryDirectory() as empty:
-                bare = ["git", "-C", str(root), f"--git-dir={empty}", f"--work-tree={root}"]
+                bare = ["git", "--literal-pathspecs", "-C", str(root), f"--git-dir={empty}", f"--work-tree={root}"]
                 subprocess.run(["git", "init", "-q", "--bare", empty], capture_output=True, check=True)
                 done = subprocess.run([*bare, *asked], capture_output=True, check=True)
         names = [Path(os.fsdecode(name)) for name in done.stdout.split(b"\0") if name]

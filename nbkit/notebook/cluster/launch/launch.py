@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,7 +30,9 @@ from nbkit.notebook.cluster.launch.heartbeat import FAST_MS
 from nbkit.notebook.cluster.launch.platform_check import starts_by_forking
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.notebook.uninterrupted import uninterrupted
+from nbkit.quoting import path_part
 from nbkit.wire.cells import SIGNATURES_KEPT
+from nbkit.wire.own_modules import OWN_MODULES
 from nbkit.wire.processes import Process, followers
 
 START_SECONDS = 180.0
@@ -40,7 +43,7 @@ class ParentLauncher(LocalProcessLauncher, EngineLauncher):  # type: ignore[misc
     """ipyparallel's launcher for the one process that forks the ranks of this host."""
 
     def find_args(self) -> list[str]:
-        return [sys.executable, "-m", "nbkit.bridge.parent.parent", str(Path(self.profile_dir).parent)]
+        return [sys.executable, *OWN_MODULES, "nbkit.bridge.parent.parent", str(Path(self.profile_dir).parent)]
 
 
 def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) -> tuple[Entry, Client]:
@@ -109,10 +112,10 @@ def connect(entry: Entry, deadline: float | None = None) -> Client:
 
 
 def make_folder(name: str) -> Path:
-    if not name or any(not (letter.isalnum() or letter in "-_.") for letter in name) or name.startswith("."):
+    if name != path_part(name) or any(not (letter.isalnum() or letter in "-_.") for letter in name):
         raise ClusterError(
-            "A cluster's name is made of letters, digits, '-', '_' and '.'.",
-            numbers=f"--name {name!r}",
+            "A cluster's name is made of letters, digits, '-', '_' and '.', and does not begin with '-' or '.'.",
+            numbers=f"--name {name[:200]!r}",
             hint="--name lesson",
         )
     found = registry.find(name)
@@ -126,6 +129,7 @@ def make_folder(name: str) -> Path:
         registry.end(found)
     registry.forget(name)
     folder = registry.home() / name
+    registry.check_home()
     for part in ("logs", "output", "profile/security"):
         (folder / part).mkdir(parents=True, mode=0o700)
     folder.chmod(0o700)
@@ -170,7 +174,15 @@ def environment_of_ranks() -> dict[str, str]:
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # as an engine sets it, before the parent imports the debugger
         "NBKIT_RUNS": str(site.runs),
         "NBKIT_MAX_DISK": str(site.max_disk or ""),
+        **without_errors(os.environ),
     }
+
+
+def without_errors(environment: Mapping[str, str]) -> dict[str, str]:
+    """Where PYTHONWARNINGS makes warnings errors, it as of a process that lives on when a library of it warns."""
+    filters = environment.get("PYTHONWARNINGS", "")
+    parts = [re.sub("^ *error", "default", part) for part in filters.split(",")]
+    return {"PYTHONWARNINGS": ",".join(parts)} if "error" in filters else {}
 
 
 def controller_launcher(folder: Path, name: str, address: str = "") -> LocalControllerLauncher:
@@ -193,10 +205,12 @@ def controller_launcher(folder: Path, name: str, address: str = "") -> LocalCont
     # The hub would give up a rank that shows no heartbeat within 30 s, and it could not register any more.
     patience = f"--IPController.registration_timeout={START_SECONDS:.0f}"
     return LocalControllerLauncher(
+        controller_cmd=[sys.executable, *OWN_MODULES, "ipyparallel.controller"],
         work_dir=os.getcwd(),
         profile_dir=str(folder / "profile"),
         cluster_id=name,
         output_file=str(folder / "logs" / "controller.log"),
+        environment=without_errors(os.environ),
         controller_args=[f"--HeartMonitor.period={FAST_MS}", patience, "--nodb", "--log-level=40", *network],
         log=quiet(),
     )

@@ -111,22 +111,27 @@ def cell_error(
         ranks=ranks,
         traceback="\n".join(cause.traceback),
         numbers=lines,
-        hint=_hint_of_lost(same) if cause.device_lost else _hint(cause.ename, cause.evalue, hint_names),
+        hint=_hint_of_lost(same, records) if cause.device_lost else _hint(cause.ename, cause.evalue, hint_names),
     )
 
 
 def _hint_of_death(records: Mapping[int, CellRecord]) -> str:
+    return f"%cluster restart   {_goes_on(records) or '(a whole world again; variables of all ranks are lost)'}"
+
+
+def _hint_of_lost(ranks: tuple[int, ...], records: Mapping[int, CellRecord]) -> str:
+    whose = f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
+    what = f"(the CUDA context of {whose} is gone, and with it what is on the GPU)"
+    return "   ".join(filter(None, ["%cluster restart", what, _goes_on(records)]))
+
+
+def _goes_on(records: Mapping[int, CellRecord]) -> str:
+    """Return how a training goes on from its newest checkpoint; "" without one."""
     failures = [record.failure for record in records.values() if record.failure is not None]
     newest = max((each for each in failures if each.saved), key=lambda each: each.saved_step, default=None)
     if newest is None:
-        return "%cluster restart   (a whole world again; variables of all ranks are lost)"
-    saved = f"trainer.load({newest.saved!r})   of step {newest.saved_step}"
-    return f"%cluster restart   then build the Trainer again, and {saved}"
-
-
-def _hint_of_lost(ranks: tuple[int, ...]) -> str:
-    whose = f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
-    return f"%cluster restart   (the CUDA context of {whose} is gone, and with it what is on the GPU)"
+        return ""
+    return f"then build the Trainer again, and trainer.load({newest.saved!r})   of step {newest.saved_step}"
 
 
 def _hint(ename: str, evalue: str, names: frozenset[str]) -> str:

@@ -65,7 +65,8 @@ def _activity(reply: Future[Any]) -> Activity:
 def looks_from_outside(
     entry: Entry, client: Client, silent: Iterable[int], answering: list[int]
 ) -> dict[int, ProcessState]:
-    """Of processes of this host directly, of others by a rank beside them that answers."""
+    """Of processes of this host directly, of others by a rank beside them that answers; none where they are unknown."""
+    silent = [rank for rank in silent if rank < len(entry.ranks)]  # a cluster that is being started has none yet
     if entry.is_here and not entry.is_spread:
         logs = entry.folder / "logs"
         deadline = time.monotonic() + LOOK_SECONDS

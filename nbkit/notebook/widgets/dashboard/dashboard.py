@@ -25,6 +25,7 @@ from nbkit.notebook.widgets.javascript import joined, style
 from nbkit.notebook.widgets.messages_during_cells import hear_always, here, lost_words
 from nbkit.notebook.widgets.run_report import write_report
 from nbkit.notebook.widgets.widget_output import display_until_stopped, with_widget
+from nbkit.quoting import user_path
 
 
 class Dashboard:
@@ -55,7 +56,7 @@ class Dashboard:
         folder = self._directory()
         if folder is None:
             raise UsageError("There is no run to report on yet.", hint="trainer.fit(...)")
-        return write_report(folder, Path(path).expanduser())
+        return write_report(folder, user_path(path))
 
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> Traced:
         """The next steps of the training that is shown, all ranks in one file for Perfetto: see Cluster.trace."""
@@ -113,7 +114,7 @@ class Dashboard:
 
 
 def _always(folder: str | Path) -> Callable[[], Path]:
-    path = Path(folder).expanduser().absolute()
+    path = user_path(folder).absolute()
     if not path.is_dir():
         raise UsageError("There is no such run.", numbers=str(folder), hint="%dashboard runs/NAME")
     return lambda: path

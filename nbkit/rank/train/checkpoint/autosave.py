@@ -13,7 +13,9 @@ import torch.distributed as dist
 from nbkit.durations import seconds_of
 from nbkit.errors import NbkitError, TornCheckpoint, TrainingError
 from nbkit.rank.comm.agree import largest
+from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.train.checkpoint import retention
+from nbkit.rank.train.checkpoint.checkpoint import check_shared
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
 from nbkit.rank.train.control.detached_flag import DETACHED
 from nbkit.rank.train.job import Job
@@ -48,6 +50,16 @@ class Autosave:
             (tried,) = largest([self.last.tried], device=self._job.device)
             self._unsaved_s = sum(one["seconds"] for one in self._job.history if one["step"] > tried)
 
+    def check_shared(self) -> None:
+        """Raise TrainingError where it was asked to save by itself into a folder that the ranks do not share.
+
+        Before a step is made: what is saved there could not be read. Collective.
+        """
+        job, loop = self._job, self._loop
+        if job.world_size > 1 and (loop.save_steps or loop.save_seconds is not None):
+            gather = partial(all_gather_objects, world_size=job.world_size, device=job.device)
+            check_shared(self.folder, rank=job.rank, gather=gather)
+
     def trained(self, seconds: float) -> None:
         """A step took so long; the same on every rank, and so is what is done by it."""
         self._unsaved_s += seconds
@@ -75,15 +87,15 @@ class Autosave:
 
     def save(self, path: str | Path, *, beside: bool) -> None:
         """Collective. See Trainer.save."""
-        job = self._job
+        job, path = self._job, Path(path).absolute()
         with job.ledger.clock.stopped():
             job.level()
             job.ledger.settle()
             self.collect(wait=True)
             self.last, self._unsaved_s = replace(self.last, tried=job.step), 0.0
             prune = None
-            if self._keep is not None and Path(path).parent == self.folder:
-                prune = partial(self._keep.prune, self.folder, Path(path))
+            if self._keep is not None and path.parent == self.folder:
+                prune = partial(self._keep.prune, self.folder, path)
             job.save(path, beside=beside, then=prune)
         self.pending = Future()
         self.collect()
@@ -129,7 +141,7 @@ class Autosave:
         job, loop = self._job, self._loop
         if asked != "auto":
             raise TrainingError(f"There is no resume {asked!r}.", numbers="'auto', None", hint="trainer.load(path)")
-        if loop.save_path is None and (loop.name is None or job.run_dir is None):
+        if loop.save_path is None and (not loop.name or job.run_dir is None):
             raise TrainingError(
                 "Nobody can say which checkpoints are of this training: its directory is another one each time.",
                 numbers=f"save_path=None, name={loop.name!r}",
@@ -137,7 +149,7 @@ class Autosave:
             )
         paths: list[list[Path]] = [[]]
         if job.rank == 0:
-            named = [] if loop.name is None or job.run_dir is None else retention.of_runs(job.run_dir.parent, loop.name)
+            named = [] if not loop.name or job.run_dir is None else retention.of_runs(job.run_dir.parent, loop.name)
             paths = [retention.found(named if loop.save_path is None else [Path(loop.save_path)])]
         if job.world_size > 1:
             dist.broadcast_object_list(paths, src=0, device=job.device)

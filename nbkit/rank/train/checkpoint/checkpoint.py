@@ -7,8 +7,10 @@ it (manifest.py): a directory from elsewhere, whatever is in it, can run nothing
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,7 +107,8 @@ def _beginning(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def write(taken: Taken, *, rank: int, gather: Callable[[Any], list[Any]]) -> None:
     """Write it. Collective, in any thread: `gather` gives every rank what each gave it.
 
-    Raises TrainingError on every rank when one could not write: what was at the path before stands.
+    Raises TrainingError on every rank when one could not write, or wrote where others do not read: what was at the
+    path before stands.
     """
     # Its import takes a while, which only those who save wait for.
     from nbkit.rank.train.checkpoint.dcp_io import Saving, Writer
@@ -113,10 +116,56 @@ def write(taken: Taken, *, rank: int, gather: Callable[[Any], list[Any]]) -> Non
     writer = Writer(taken.path, rank)
     try:
         parts = _everywhere(lambda: writer.write(Saving(taken.held, taken.shares)), taken.path, gather)
-        _everywhere(lambda: writer.put_in_place(parts, encoded(taken.about)) if rank == 0 else None, taken.path, gather)
+
+        def put_in_place() -> list[int]:
+            # Who sees the files of all ranks, writes in the folder in which they write.
+            if not (unseen := writer.unseen(parts)):
+                writer.put_in_place(parts, encoded(taken.about))
+            return unseen
+
+        unseen, *_ = _everywhere(lambda: put_in_place() if rank == 0 else None, taken.path, gather)
+        if unseen:
+            raise not_shared(taken.path, unseen)
     except BaseException:
         writer.discard()
         raise
+
+
+def not_shared(path: Path, ranks: Sequence[int]) -> TrainingError:
+    """The error of a folder that is another one on these `ranks` than on rank 0."""
+    named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+    return TrainingError(
+        "A checkpoint cannot be written here: the ranks do not share this folder, and none could read it.",
+        numbers=f"{str(path)!r}: rank 0 does not see what {named} wrote",
+        hint="an absolute path on a file system that all hosts share: trainer.save('/shared/NAME'), save_path=",
+    )
+
+
+def check_shared(folder: Path, *, rank: int, gather: Callable[[Any], list[Any]]) -> None:
+    """Raise TrainingError, on every rank, where `folder` is not the same one for all of them. Collective.
+
+    Each rank leaves a file there and rank 0 looks for all of them; then nothing is left. A folder that a rank cannot
+    write to is not judged: what is wrong with it is said when something is saved.
+    """
+    own, made = folder / f".nbkit-{secrets.token_hex(8)}", not folder.exists()
+    told = [("", made)]
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            own.touch(exist_ok=False)
+        except OSError:
+            told = gather(("", made))
+        else:
+            told = gather((own.name, made))
+        names = [name for name, _ in told] if rank == 0 and told[0][0] else []
+        unseen, *_ = gather([each for each, name in enumerate(names) if name and not (folder / name).exists()])
+    finally:
+        with suppress(OSError):
+            own.unlink(missing_ok=True)
+            if any(was_made for _, was_made in told):
+                folder.rmdir()  # by the last rank, for which nothing is left in it
+    if unseen:
+        raise not_shared(folder, unseen)
 
 
 def _everywhere(act: Callable[[], Any], path: Path, gather: Callable[[Any], list[Any]]) -> list[Any]:

@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import secrets
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,6 +39,8 @@ from nbkit.rank.train.checkpoint.json_values import viewed
 from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, Kept, opened, read, written
 from nbkit.rank.train.checkpoint.torch_archive import elements_in
 from nbkit.tensor_layout import Box, Layout
+
+_PATIENCE = 1.0  # seconds that the files of other hosts may take to be seen
 
 State = Mapping[str, tuple[Tensor, Layout]]
 """What a rank holds: key -> (its part, which part that is)."""
@@ -90,10 +93,11 @@ class _Placed(StorageInfo):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written: torch's plan of it, and where each part lies."""
+    """What one rank has written: torch's plan of it, and where each part lies. files: their names, at least one."""
 
     plan: SavePlan
     results: list[WriteResult]
+    files: tuple[str, ...]
 
 
 class Writer(FileSystemWriter):
@@ -113,7 +117,27 @@ class Writer(FileSystemWriter):
             results = self.write_data(plan, planner).wait()
         finally:
             set_crc32_options(before)
-        return Written(SavePlan(plan.items), _placed(Path(self.path), results))
+        files = {result.storage_data.relative_path for result in results}
+        if not files:  # other ranks hold all that this one does, and still look whether they see what it wrote
+            files = {f"{self._prefix}0.distcp"}
+            Path(self.path, *files).touch(exist_ok=False)
+        return Written(SavePlan(plan.items), _placed(Path(self.path), results), tuple(sorted(files)))
+
+    def unseen(self, parts: Sequence[Written]) -> list[int]:
+        """Return the ranks whose files this one does not see, though they have written them. Waits a moment for them.
+
+        Their names were never looked for before, so that no file system remembers that they are not there.
+        """
+        until = time.monotonic() + _PATIENCE
+        while True:
+            missing = [
+                rank
+                for rank, part in enumerate(parts)
+                if not all(Path(self.path, name).exists() for name in part.files)
+            ]
+            if not missing or time.monotonic() > until:
+                return missing
+            time.sleep(0.1)
 
     def put_in_place(self, parts: Sequence[Written], about: str) -> None:
         """On one rank, when all data is on the disk. about: what is no tensor, `encoded`."""

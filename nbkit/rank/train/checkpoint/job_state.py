@@ -26,6 +26,20 @@ def weights(sharded_model: ShardedModel) -> JobState:
     }
 
 
+@torch.no_grad()
+def not_finite(sharded_model: ShardedModel) -> list[str]:
+    """Return the names of the weights that train and of which this rank holds a NaN or an infinity. Waits for them."""
+    alike: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for name, p in sharded_model.held.items():
+        if p.requires_grad and p.numel() and p.element_size() > 1:  # of one byte: no operation knows them
+            alike.setdefault((p.device, p.dtype), {})[name] = p
+    found: list[str] = []
+    for some in alike.values():
+        largest = torch.stack(torch._foreach_norm(list(some.values()), torch.inf))
+        found += [name for name, good in zip(some, largest.isfinite().tolist(), strict=True) if not good]
+    return found
+
+
 def buffers(sharded_model: ShardedModel) -> JobState:
     """The buffers that a checkpoint holds, of modules that run here, by "buffer/NAME"; each is whole."""
     here = {name: buffer for name, buffer in sharded_model.module.named_buffers() if sharded_model.runs(name)}

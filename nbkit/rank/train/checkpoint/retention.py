@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nbkit.durations import seconds_of
 from nbkit.rank.train.argument_checks import check_counts
+from nbkit.rank.train.runs_dir import runs_named
 
 _NAMED = re.compile(r"step-\d+")
 _MANIFEST = ".metadata"
@@ -68,10 +69,8 @@ def found(folders: Iterable[Path]) -> list[Path]:
 
 
 def of_runs(log_dir: Path, name: str) -> list[Path]:
-    """Where the runs called `name` keep their checkpoints."""
-    # A run is called "<name>-<strategy>-b<batch>": see record_run.
-    ours = re.compile(re.escape(name) + r"-(ddp|fsdp|hsdp|(dp|zero|tp|pp|cp|shard)\d*)(-.*)?")
-    return [path / "checkpoint" for path in log_dir.glob(f"{name}-*") if ours.fullmatch(path.name)]
+    """Where the runs called exactly `name` keep their checkpoints."""
+    return [run / "checkpoint" for run in runs_named(log_dir, name)]
 
 
 def _written(path: Path) -> float:

@@ -37,6 +37,8 @@ def make_steps(
     """
     heed_end_signals()
     job, loop, left = trainer.job, trainer.loop, span.goal - trainer.step
+    if not joins:
+        trainer.saves.check_shared()
     with (
         job.running(total=left, owner=trainer, arithmetic=str(trainer.arithmetic), joins=joins),
         rebalancing.listening() if loop.balance else nullcontext(),
@@ -67,8 +69,10 @@ def make_steps(
                     if replaceable:
                         job.arrive()
                     arrived = True
-            except (NotFinite, Stopped):
+            except (NotFinite, Stopped) as ended:
                 trainer.saves.collect(wait=True)
+                if isinstance(ended, NotFinite) and ended.spoiled and (saved := trainer.saves.last).path is not None:
+                    ended.hint = f"trainer.load({str(saved.path)!r}), of step {saved.step};   {ended.hint}"
                 raise
             except Exception as error:
                 if replaceable:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import TrainingError
+from nbkit.quoting import user_path
 from nbkit.strategy import Strategy
 
 Given = Mapping[int, str] | str | Path | None
@@ -22,7 +23,7 @@ class SwitchPlan:
 
     def __init__(self, given: Given) -> None:
         source = "switches=" if given is None or isinstance(given, Mapping) else str(given)
-        read: Any = _read(Path(given)) if isinstance(given, str | Path) else given or {}
+        read: Any = _read(user_path(given)) if isinstance(given, str | Path) else given or {}
         if not isinstance(read, Mapping) or not all(isinstance(text, str) for text in read.values()):
             raise _wrong(source, "it is no mapping from steps to strategies")
         self._ahead: dict[int, str] = {_step(source, key): text for key, text in read.items()}

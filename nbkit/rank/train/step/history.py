@@ -61,6 +61,7 @@ class History:
         self.agreed = 0  # the newest request that all ranks hold
         self.ends = False  # a rank was told that the training is to end
         self.data_ends = False  # a rank has seen shards of the data end: the next batch is read accordingly
+        self.settled: Pending | None = None  # the step whose record is the last
         self.newest: StepNumbers | None = None  # of the step whose record is the last
         self.remarks: dict[str, str] = {}  # go into the record of the next step
         self._torn = self._silent = False
@@ -78,7 +79,7 @@ class History:
         self._first += (step - self.step) * loaded
         self.step, self.records[:] = step, records
         self.paces = Paces(self.records)
-        self.newest = None  # a rank that has just joined knows nothing of it
+        self.newest = self.settled = None  # a rank that has just joined knows nothing of it
 
     @property
     def acts(self) -> bool:
@@ -94,6 +95,11 @@ class History:
     def _longest(self) -> float:
         """Seconds of the longest of the last steps."""
         return max((record["seconds"] for record in self.records[-_LAST_STEPS:]), default=0.0)
+
+    @property
+    def made_last(self) -> Pending | None:
+        """The newest step that was made; None where none was since the history was replaced."""
+        return next((step for step in reversed(self.pending) if step.made), self.settled)
 
     def log(self, numbers: Mapping[str, float | Tensor]) -> None:
         """Add numbers to the record of the newest step; `loss` is there already."""
@@ -118,7 +124,7 @@ class History:
             if not pending.made:
                 continue
             numbers = self.newest = self.check(pending)
-            record = pending.record(numbers)
+            self.settled, record = pending, pending.record(numbers)
             self.add(record)
             if not self._silent:
                 if not record["step"] % _THINNED_EVERY:

@@ -16,7 +16,7 @@ from jobs import flat, net, quiet
 from ranks import run_ranks
 
 from nbkit.errors import TrainingError, UsageError
-from nbkit.rank.train.checkpoint.retention import Keep, found, of_runs
+from nbkit.rank.train.checkpoint.retention import Keep, found
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -154,11 +154,3 @@ def test_checkpoints_stay_by_number_and_by_age(tmp_path: Path) -> None:
         Keep.of(0)
     with pytest.raises(UsageError, match="soon"):
         Keep.of("soon")
-
-
-def test_only_runs_of_that_name_are_looked_at(tmp_path: Path) -> None:
-    for name in ("gpt-ddp-b8", "gpt-zero3-b8-2", "gpt-dp2-tp2", "gpt-large-ddp-b8", "gpt"):
-        (tmp_path / name).mkdir()
-
-    names = sorted(path.parent.name for path in of_runs(tmp_path, "gpt"))
-    assert names == ["gpt-ddp-b8", "gpt-dp2-tp2", "gpt-zero3-b8-2"]

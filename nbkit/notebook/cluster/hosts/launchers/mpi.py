@@ -7,7 +7,6 @@ alone; the shell around each agent reports success, or mpirun would end them all
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 from collections import Counter
@@ -20,6 +19,7 @@ from nbkit.notebook.cluster.hosts.launchers.ssh import hostname_of
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
 from nbkit.notebook.cluster.hosts.start_request import MpiRequest, agent_command
+from nbkit.quoting import shell_words
 
 # Files of PBS and LSF: the host of each slot, a line each.
 _NODE_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
@@ -74,7 +74,7 @@ class MpiHosts(AgentsCommand):
 
     def start(self, payload: str) -> None:
         """Start the agents, one on each host."""
-        agent = ("sh", "-c", f"{shlex.join(agent_command(self.request))}; true")
+        agent = ("sh", "-c", f"{shell_words(*agent_command(self.request))}; true")
         said = subprocess.run([self.program, "--version"], capture_output=True, text=True, check=False).stdout
         of_open_mpi = any(name in said for name in _NAMES_OF_OPEN_MPI)
         here = self.request.hosts == (("localhost", self.counts[0]),)

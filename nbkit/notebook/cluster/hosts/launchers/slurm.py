@@ -6,7 +6,6 @@ One task runs on each node, the agent; srun starts it. A rank or an agent that e
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import time
@@ -21,6 +20,7 @@ from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import JobState, ans
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
 from nbkit.notebook.cluster.hosts.start_request import SlurmRequest, agent_command, last_lines
+from nbkit.quoting import shell_words, slurm_file
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class SlurmJob:
             "gpus-per-node": self.size.gpus,
             "partition": self.request.partition,
             "time": self.request.time,
-            "output": self.folder / "logs" / "job.log",
+            "output": slurm_file(self.folder / "logs" / "job.log"),
             "export": "ALL",
         }
         kept = ["--no-kill"] if self.request.spare_hosts else []  # the job goes on when a node is gone
@@ -208,7 +208,7 @@ class SlurmJob:
         return (
             "#!/bin/sh\n"
             'exec srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
-            f"{'--no-kill ' * (self.request.spare_hosts > 0)}{shlex.join(agent_command(self.request))}\n"
+            f"{'--no-kill ' * (self.request.spare_hosts > 0)}{shell_words(*agent_command(self.request))}\n"
         )
 
     def look(self) -> Seen:

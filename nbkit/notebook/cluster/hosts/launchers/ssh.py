@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
 from nbkit.notebook.cluster.hosts.start_request import SshRequest, agent_command, last_lines
+from nbkit.quoting import check_host, shell_words, ssh_command, user_path
 
 # A host that answers nothing for 15 s has died: while it starts nobody else would notice.
 _ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
@@ -30,7 +30,7 @@ def read_hosts(text: str) -> tuple[tuple[str, int], ...]:
 
     A host without a number has one rank. Raises UsageError for what is neither.
     """
-    path = Path(text).expanduser()
+    path = user_path(text)
     parts = text.split(",")
     if "," not in text and path.is_file():
         lines = (line.partition("#")[0] for line in path.read_text().splitlines())
@@ -38,7 +38,12 @@ def read_hosts(text: str) -> tuple[tuple[str, int], ...]:
     found = []
     for part in parts:
         name, _, count = part.strip().partition(":")
-        if not re.fullmatch(r"[\w.@-]+", name) or name.startswith("-") or not (count or "1").isdigit() or count == "0":
+        try:
+            check_host(name)
+            fits = (count or "1").isdecimal() and int(count or 1) > 0
+        except UsageError:
+            fits = False
+        if not fits:
             raise UsageError(
                 f"{part.strip()!r} is not a host with a number of ranks.",
                 numbers=f"--hosts {text}",
@@ -65,7 +70,7 @@ class SshHosts:
 
     def start(self, payload: str) -> None:
         """Start the agents, all at once."""
-        command = f"exec {shlex.join(agent_command(self.request))}"
+        command = f"exec {shell_words(*agent_command(self.request))}"
         for index, (name, _) in enumerate(self.request.hosts):
             with open(self._log(index), "ab") as log:
                 started = subprocess.Popen(
@@ -95,12 +100,13 @@ class SshHosts:
             said = last = f"Timeout, server not responding: ssh has ended with code {_OWN_ERROR}"
         for mark, what, hint in _FAILURES:
             if re.search(mark, said):
-                fill = {"host": name, "python": self.python}
+                install = ssh_command(name, self.python, "-m", "pip", "install", "nbkit")
+                fill = {"host": name, "python": self.python, "install": install}
                 return ClusterError(what.format(**fill), numbers=last, hint=hint.format(**fill))
         return ClusterError(
             f"The agent on {name} ended before the cluster was ready.",
             numbers=f"the last lines of what it said:\n    {said.strip().replace(chr(10), chr(10) + '    ')}",
-            hint=f"ssh {name} {self.python} -m nbkit doctor   (in a terminal)",
+            hint=f"{ssh_command(name, self.python, '-m', 'nbkit', 'doctor')}   (in a terminal)",
         )
 
     def log(self) -> str:
@@ -156,6 +162,6 @@ _FAILURES = (
     (
         r"No module named '?(nbkit|psutil|ipyparallel|IPython|zmq)",
         "nbkit is not installed on the host {host}.",
-        "ssh {host} {python} -m pip install nbkit   or   --python PATH",
+        "{install}   or   --python PATH",
     ),
 )

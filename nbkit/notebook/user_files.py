@@ -1,0 +1,53 @@
+"""Writes the files that a user asks for: whole, or what was there before stays and one error says why.
+
+What a library writes to a full disk otherwise is half a file and a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from nbkit.errors import NbkitError
+
+
+def write_file(path: Path, content: str | bytes) -> Path:
+    """Write `content` to `path`, text as UTF-8; return the absolute path. Raises NbkitError where that fails.
+
+    Text may hold names that came from a file system and are no UTF-8: their bytes stay as they are.
+    """
+    if isinstance(content, str):
+        content = content.encode("utf-8", "surrogateescape")
+    target = path.absolute()
+    # What a link leads to is written, not the link. A pipe or a device takes what it is given.
+    target = Path(os.path.realpath(target))
+    beside = target.with_name(f".nbkit-{secrets.token_hex(6)}")
+    try:
+        if target.exists() and not target.is_file():
+            target.write_bytes(content)
+        else:
+            try:
+                beside.write_bytes(content)
+                if target.exists():
+                    shutil.copymode(target, beside)
+                beside.replace(target)
+            finally:
+                with suppress(OSError):
+                    beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise NbkitError(
+            f"{str(path)!r} could not be written; what was there before stays.",
+            numbers=f"{error.strerror or error}; {len(content):,} bytes{_free(target)}",
+            hint="another path, on a disk with room",
+        ) from None
+    return path.absolute()
+
+
+def _free(path: Path) -> str:
+    with suppress(OSError, StopIteration):
+        folder = next(folder for folder in path.parents if folder.is_dir())
+        return f", and {shutil.disk_usage(folder).free / 1e6:,.1f} MB are free there"
+    return ""
