@@ -325,6 +325,7 @@ class Job(Switchable):
             )
         if not joins:
             self.level()  # a step of zero 3 that was broken off shows whole parameters until then
+        self.sharded_model.data.follow()
         argument_checks.check_parameters(
             self.optimizer, self.model, known=self._known, held=self.sharded_model.held.values()
         )

@@ -1,0 +1,219 @@
+"""What a user does to a model between two steps, by hand: as in one process, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import SEED, points
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
+from torch.nn.utils.parametrizations import weight_norm
+
+from nbkit.errors import NbkitError, TrainingError
+from nbkit.rank.train.trainer import Trainer
+
+DATA = [(x.double(), y) for x, y in points(64)]
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "dp=1 tp=2", "pp"]
+
+pytestmark = pytest.mark.usefixtures("rows_are_known")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+class Picture(nn.Module):
+    """Has weights that may lie in memory in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grow, self.head = nn.Conv2d(1, 4, (2, 3)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.grow(x.view(-1, 1, 2, 3))).flatten(1))
+
+
+def built(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(SEED)
+    return make().double()
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def trainer_of(make: Callable[[], nn.Module], strategy: str, **changed: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "model": lambda: built(make),
+        "loss": F.cross_entropy,
+        "optimizer": momentum,
+        "data": DATA,
+        "batch_size": 8,
+        "shuffle": False,
+        "strategy": strategy,
+        "log_dir": None,
+        "progress": False,
+    }
+    return Trainer(**(settings | changed))
+
+
+class Alone:
+    """The same in one process, in plain torch."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self.model = built(make)
+        self.optimizer, self.step = momentum(self.model), 0
+
+    def fit(self, steps: int) -> None:
+        for _ in range(steps):
+            x, y = (torch.stack(part) for part in zip(*DATA[8 * self.step : 8 * self.step + 8], strict=True))
+            F.cross_entropy(self.model(x), y).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+def other_memory(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 0.5
+
+
+def by_vector(model: nn.Module) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()) * 0.5, model.parameters())
+
+
+def there_and_back(model: nn.Module) -> None:
+    model.float().double()
+
+
+def other_order(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last)
+
+
+def assigned(model: nn.Module) -> None:
+    """As load_state_dict(assign=True) does. In plain torch the optimizer would not know of them."""
+    for part in model.modules():
+        for name, p in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(p.detach() * 0.5))
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+
+
+def edited(world: Any, folder: str, cases: list[Any]) -> list[list[dict[str, Tensor]]]:
+    """Of each: the weights after an edit; after a step and another edit, those of a job that loads them, those after a
+    switch, and after a step under that."""
+    found = []
+    for make, edit, strategy in cases:
+        trainer = trainer_of(make, strategy)
+        trainer.fit(2)
+        edit(trainer.model)
+        states = [trainer.full_state_dict()]
+        trainer.fit(1)
+        edit(trainer.model)
+        trainer.save(folder)
+        other = trainer_of(make, "ddp")
+        other.load(folder)
+        trainer.switch("zero2" if strategy == "ddp" else "ddp")
+        states += [other.full_state_dict(), trainer.full_state_dict()]
+        trainer.fit(1)
+        found.append([*states, trainer.full_state_dict()])
+    return found
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_that_the_user_puts_in_place_of_a_parameters_is_what_is_trained_saved_and_switched(
+    tmp_path: Path, strategy: str
+) -> None:
+    edits = [(Net, other_memory), (Net, assigned)]
+    edits += [(Picture, other_order)] if strategy in STRATEGIES[:3] else [(Net, by_vector)]
+    edits += [(Net, there_and_back)] if strategy == "ddp" else []
+    cases = [(make, edit, strategy) for make, edit in edits]
+    for rank in run_ranks(edited, 2, str(tmp_path / "saved"), cases):
+        for (after, loaded, switched, on), (make, edit, _) in zip(rank, cases, strict=True):
+            same = edit if edit in (there_and_back, other_order) else in_place
+            alone = Alone(make)
+            alone.fit(2)
+            same(alone.model)
+            assert_alike(after, alone.full_state_dict())
+            alone.fit(1)
+            same(alone.model)
+            assert_alike(loaded, alone.full_state_dict())
+            assert_alike(switched, alone.full_state_dict())
+            alone.fit(1)
+            assert_alike(on, alone.full_state_dict())
+
+
+def pruned(model: nn.Module) -> None:
+    prune.random_unstructured(model.head, "weight", 0.5)
+
+
+def normed(model: nn.Module) -> None:
+    weight_norm(model.head)
+
+
+def tied(model: nn.Module) -> None:
+    model.blocks[0].up.weight = model.blocks[1].up.weight
+
+
+def halved(model: nn.Module) -> None:
+    model.half()
+
+
+def refused(world: Any, edits: list[Any], strategies: list[str]) -> list[list[str]]:
+    found = []
+    for strategy in strategies:
+        for edit in edits:
+            said = []
+            trainer = trainer_of(Net, strategy)
+            trainer.fit(1)
+            edit(trainer.model)
+            for act in (trainer.full_state_dict, lambda trainer=trainer: trainer.fit(1)):
+                with pytest.raises(NbkitError) as raised:
+                    act()
+                said.append(str(raised.value))
+            found.append(said)
+    return found
+
+
+def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
+    edits = {pruned: "'head.weight' is not", normed: "'head.weight' is not", tied: "'blocks.0.up.weight' is not"}
+    edits[halved] = "has become another one"
+    (first, second) = run_ranks(refused, 2, list(edits), ["ddp", "zero1", "zero3"])
+    assert first == second
+    found = iter(first)
+    for _ in range(3):
+        for wanted in edits.values():
+            assert all(wanted in said for said in next(found))
