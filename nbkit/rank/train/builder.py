@@ -172,7 +172,7 @@ class Builder:
         )
 
     def first(self, strategy: Strategy) -> tuple[ShardedModel, torch.optim.Optimizer]:
-        """The sharded model that a job starts with, and its optimizer. The whole model is let go of."""
+        """The sharded model that a job starts with, and its optimizer."""
         own = None if self.shells else self.module
         sharded_model, optimizer = self.build(strategy, self.connect(strategy, alike=self._alike(strategy)), own=own)
         if self.shells:
@@ -184,8 +184,6 @@ class Builder:
         fill_state(sharded_model, optimizer, self.template.state)
         for p in sharded_model.module.parameters():
             p.grad = None  # of a backward pass that the user made before
-        # The user's own object shows from now on what this rank holds, and the whole weights are free.
-        self.module.__dict__ = sharded_model.module.__dict__
         return sharded_model, optimizer
 
     def build(

@@ -325,10 +325,9 @@ class Job(Switchable):
             )
         if not joins:
             self.level()  # a step of zero 3 that was broken off shows whole parameters until then
-        self.sharded_model.data.follow()
-        argument_checks.check_parameters(
-            self.optimizer, self.model, known=self._known, held=self.sharded_model.held.values()
-        )
+        else:
+            self.check_model()
+        argument_checks.check_groups(self.optimizer, held=self.sharded_model.held.values())
         reason = "error"
         try:
             # Inside: an interrupt from here on must leave again, or every later training is refused.

@@ -18,6 +18,7 @@ from nbkit.rank.comm.link_probe import link_of
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Builder, Model, Optimizer
 from nbkit.rank.train.checkpoint import checkpoint, job_state
 from nbkit.rank.train.checkpoint.job_state import bytes_per_element
@@ -32,6 +33,7 @@ from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.run_recorder import Recorder
 from nbkit.rank.train.runs_dir import check_room
 from nbkit.rank.train.step.history import History
+from nbkit.rank.train.step.model_handle import ModelHandle, show_again, shown_by
 from nbkit.rank.train.step.optimizer_handle import OptimizerHandle
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.step.step import TrainingStep
@@ -86,7 +88,7 @@ class Training:
     def _begin(self, builder: Builder) -> None:
         self.builder, self.config, self.seed = builder, builder.config, builder.config.seed
         self.precision = Precision(self.config.precision, device=self.device, world_size=self.world_size)
-        self.model = builder.module
+        self.model, self._handle = builder.module, ModelHandle(builder.module)
         self.ledger = History(world_size=self.world_size)
         self.integrity, self.feed = Integrity(), Feed()
         self.backups = Backups(rank=self.rank, world_size=self.world_size, device=self.device)
@@ -105,7 +107,8 @@ class Training:
     def _take(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
         self.sharded_model = sharded_model
         self.optimizer.inner = inner
-        self.model.__dict__ = sharded_model.module.__dict__
+        # What the user holds of the model shows from now on what this rank holds; what it held before is free.
+        self._handle.show(sharded_model.module, str(sharded_model.strategy))
         self._known = {id(p) for p in self.model.parameters()}
         self.builder.took(sharded_model)
         self.training_step = TrainingStep(
@@ -154,12 +157,12 @@ class Training:
         """What is in force now, between two steps."""
         sharded_model, inner = self.sharded_model, self.optimizer.inner
         position, precision = self.feed.position(), self.precision.state_dict()
-        return TrainingState(sharded_model, inner, sharded_model.module.__dict__, self.step, position, precision)
+        return TrainingState(sharded_model, inner, shown_by(sharded_model.module), self.step, position, precision)
 
     def adopt(self, state: TrainingState) -> None:
         """Compute with the sharded model of `state` and update with its optimizer from now on."""
         self.training_step.release()
-        state.sharded_model.module.__dict__ = state.attributes
+        show_again(state.shown)
         self._take(state.sharded_model, state.optimizer)
         self.feed.recut()
 
@@ -182,6 +185,7 @@ class Training:
         that finished it: all of them were interrupted within it, or a part of the state is nowhere else; or when they
         are under different strategies.
         """
+        self.check_model()
         if not self._running:
             self.level_now()
         if self.sharded_model.data.apart > 1:
@@ -209,6 +213,13 @@ class Training:
         if progress is not mine:
             self._stand_at(progress)
         self._whole_again()
+
+    def check_model(self) -> None:
+        """What the user has put in the place of parameters, or their memory, is taken over. Raises TrainingError where
+        that cannot be, or where the model is another job's."""
+        self._handle.check()
+        self.sharded_model.data.follow()
+        argument_checks.check_model(self.model, known=self._known)
 
     def unite(self) -> None:
         """Replicas that train apart are one state, the optimizer's too: somebody takes it from any rank. Collective."""
@@ -276,6 +287,7 @@ class Training:
         """
         if self.run_dir is not None:
             check_room(self.run_dir.parent, Path(path), "no checkpoint is written", run=self.run_dir.name)
+        self.check_model()
         self.unite()
         about = {"history": list(self.ledger.records), "seed": self.seed, "data": writable(self.feed.where())}
         self.checkpoint_writer.begin(checkpoint.take(path, self.state, self.builder, about), beside=beside, then=then)

@@ -217,3 +217,37 @@ def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
     for _ in range(3):
         for wanted in edits.values():
             assert all(wanted in said for said in next(found))
+
+
+def held_parts(world: Any, chains: list[str]) -> list[list[list[Any]]]:
+    """By chain: for parts that a variable held before the job and since, whether they are those in force; then what
+    their weights are; then what a parameter says that was held before."""
+    found = []
+    for chain in chains:
+        first, *later = chain.split(" > ")
+        model = built(Net)
+        blocks, head, weight = model.blocks, model.head, model.head.weight
+        trainer = trainer_of(Net, first, model=model)
+        trainer.fit(1)
+        since = trainer.model.head
+        for strategy in later:
+            trainer.switch(strategy)
+            trainer.fit(1)
+        now = trainer.model
+        parts = [blocks is now.blocks, head is now.head, since is now.head, head.weight is now.head.weight]
+        trainer.switch("ddp")
+        found.append([all(parts), head.weight.detach().clone(), trainer.full_state_dict()["head.weight"]])
+        trainer.switch("zero1")
+        try:
+            found[-1].append(str(weight.sum()))
+        except TrainingError as error:
+            found[-1].append(str(error))
+    return found
+
+
+def test_parts_in_a_variable_are_those_that_train_and_a_parameter_raises_once_it_is_left() -> None:
+    for rank in run_ranks(held_parts, 2, ["ddp", "zero1 > dp=1 tp=2", "zero3 > pp", "pp > zero2"]):
+        for alike, held, whole, said in rank:
+            assert alike and torch.equal(held, whole)
+            assert "'head.weight' before zero1 took over" in said or "'head.weight' before" in said, said
+            assert "get_parameter('head.weight')" in said
