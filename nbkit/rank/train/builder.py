@@ -24,6 +24,7 @@ from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.loss_check import examine
+from nbkit.rank.loss.reads_model import reading_no_parameter
 from nbkit.rank.models.pretrained import Pretrained, Shell
 from nbkit.rank.parallel.check_findings import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
@@ -281,7 +282,7 @@ class Builder:
                 strategy,
                 self.options,
                 config.example,
-                loss=config.loss,
+                loss=reading_no_parameter(config.loss, strategy, self.module),
                 inputs=config.inputs,
                 optimizer=self.template.on_cpu,
                 microbatch_size=config.microbatch_size,

@@ -37,7 +37,7 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.switch_plan import Given, SwitchPlan
 from nbkit.rank.train.evaluate import evaluate
-from nbkit.rank.train.own_loop import torch_clip
+from nbkit.rank.train.own_loop import own_gradients, torch_clip
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.run_recorder import record_into, record_run
 from nbkit.rank.train.step.step_stats import StepResult
@@ -135,6 +135,7 @@ class Job(Switchable):
         self._own: Any = None  # the OwnLoop in which batches were read last, if a rank is replaced in it
         note(self)
         torch_clip.watch(self)
+        own_gradients.watch(self)
 
     def record(self, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> None:
         """Have everything recorded from now on, in a new directory under `log_dir`; None: nothing. See record_run."""
@@ -250,6 +251,8 @@ class Job(Switchable):
             )
         if not self._running:
             self.ledger.settle(keep=1)
+        if not self.integrity.broken_off:
+            own_gradients.refuse_before(self)
         new, place = str(self.strategy), self._place()
         while True:
             try:
@@ -272,6 +275,12 @@ class Job(Switchable):
                     numbers=f"data-parallel place {place}, now {self._place()}",
                     hint="job.backward(batch) with the global batch, or the next one",
                 )
+
+    def drop_gradients(self) -> None:
+        """The step has no gradients any more, on this rank: `backward` may be called again."""
+        self.optimizer.zero_grad()
+        for p in self.sharded_model.data.leaves():
+            p.grad = None
 
     def _place(self) -> tuple[int, int]:
         """(number of this rank's part of a global batch, how many parts there are)."""

@@ -214,6 +214,12 @@ class Training:
             self._stand_at(progress)
         self._whole_again()
 
+    @property
+    def waits_for_update(self) -> bool:
+        """Whether gradients are summed over the ranks, and the optimizer has not stepped with them."""
+        pending = self.ledger.pending
+        return self.training_step.reduced and bool(pending) and not pending[-1].made
+
     def check_model(self) -> None:
         """What the user has put in the place of parameters, or their memory, is taken over. Raises TrainingError where
         that cannot be, or where the model is another job's."""

@@ -15,13 +15,14 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.nn.utils.parametrizations import weight_norm
 
-from nbkit.errors import NbkitError, TrainingError
+from nbkit.errors import NbkitError, StrategyError, TrainingError
+from nbkit.rank.train.job import prepare
 from nbkit.rank.train.trainer import Trainer
 
 DATA = [(x.double(), y) for x, y in points(64)]
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "dp=1 tp=2", "pp"]
 
-pytestmark = pytest.mark.usefixtures("rows_are_known")
+QUICKLY = pytest.mark.usefixtures("rows_are_known")
 
 
 class Block(nn.Module):
@@ -84,10 +85,10 @@ class Alone:
         self.model = built(make)
         self.optimizer, self.step = momentum(self.model), 0
 
-    def fit(self, steps: int) -> None:
+    def fit(self, steps: int, penalty: Callable[[nn.Module], Any] = lambda model: 0.0) -> None:
         for _ in range(steps):
             x, y = (torch.stack(part) for part in zip(*DATA[8 * self.step : 8 * self.step + 8], strict=True))
-            F.cross_entropy(self.model(x), y).backward()
+            (F.cross_entropy(self.model(x), y) + penalty(self.model)).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
@@ -154,6 +155,7 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@QUICKLY
 def test_memory_that_the_user_puts_in_place_of_a_parameters_is_what_is_trained_saved_and_switched(
     tmp_path: Path, strategy: str
 ) -> None:
@@ -208,6 +210,7 @@ def refused(world: Any, edits: list[Any], strategies: list[str]) -> list[list[st
     return found
 
 
+@QUICKLY
 def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
     edits = {pruned: "'head.weight' is not", normed: "'head.weight' is not", tied: "'blocks.0.up.weight' is not"}
     edits[halved] = "has become another one"
@@ -245,9 +248,81 @@ def held_parts(world: Any, chains: list[str]) -> list[list[list[Any]]]:
     return found
 
 
+@QUICKLY
 def test_parts_in_a_variable_are_those_that_train_and_a_parameter_raises_once_it_is_left() -> None:
     for rank in run_ranks(held_parts, 2, ["ddp", "zero1 > dp=1 tp=2", "zero3 > pp", "pp > zero2"]):
         for alike, held, whole, said in rank:
             assert alike and torch.equal(held, whole)
             assert "'head.weight' before zero1 took over" in said or "'head.weight' before" in said, said
             assert "get_parameter('head.weight')" in said
+
+
+def penalised(world: Any, strategies: list[str]) -> list[list[str]]:
+    """What a backward pass of the user's own says before and after that of the job, and what the job says then."""
+    found = []
+    batches = [tuple(torch.stack(part) for part in zip(*DATA[at : at + 8], strict=True)) for at in (0, 8)]
+    for strategy in strategies:
+        job = prepare(
+            lambda: built(Net), momentum, loss=F.cross_entropy, strategy=strategy, example=batches[0], log_dir=None
+        )
+
+        def penalty(job: Any = job) -> None:
+            sum(p.pow(2).sum() for p in job.model.parameters()).backward()
+
+        penalty()
+        said = []
+        for act in (lambda job=job: job.backward(batches[0]), penalty):
+            with pytest.raises(TrainingError) as raised:
+                act()
+            said.append(str(raised.value))
+            job.backward(batches[0])
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        penalty()  # as one that goes on to another model would leave it
+        job.model.zero_grad()
+        job.optimizer.zero_grad(set_to_none=False)
+        job.backward(batches[1])
+        job.optimizer.step()
+        found.append([*said, job.full_state_dict()])
+    return found
+
+
+@QUICKLY
+def test_a_backward_pass_of_the_users_own_is_refused_before_and_after_that_of_the_job() -> None:
+    alone = Alone(Net)
+    alone.fit(2)
+    hybrid = "zero=3 dp=4 shard=2"
+    for rank in [*run_ranks(penalised, 2, STRATEGIES), *run_ranks(penalised, 4, [hybrid])]:
+        for before, after, state in rank:
+            assert "from before job.backward" in before and "penalty(model)" in before, before
+            assert "of your own has added" in after and "penalty(model)" in after, after
+            assert_alike(state, alone.full_state_dict())
+
+
+def in_the_loss(world: Any, strategies: list[str]) -> list[Any]:
+    found: list[Any] = []
+    for strategy in strategies:
+        model = built(Net)
+        head, made = model.head, {"model": model}
+
+        def loss(output: Tensor, target: Tensor, head: Any = head, made: Any = made) -> Tensor:
+            penalty = head.weight.norm() + sum(p.pow(2).sum() for p in made["model"].parameters())
+            return F.cross_entropy(output, target) + 0.1 * penalty
+
+        try:
+            trainer = trainer_of(Net, strategy, model=model, loss=loss)
+            trainer.fit(2)
+            found.append(trainer.full_state_dict())
+        except StrategyError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_penalty_in_the_loss_counts_once_or_is_refused_where_a_rank_has_a_part() -> None:
+    alone = Alone(Net)
+    penalty = lambda model: model.head.weight.norm() + sum(p.pow(2).sum() for p in model.parameters())  # noqa: E731
+    alone.fit(2, lambda model: 0.1 * penalty(model))
+    for *whole, tp, pp in run_ranks(in_the_loss, 2, ["ddp", "zero2", "zero3", "dp=1 tp=2", "pp"]):
+        for state in whole:
+            assert_alike(state, alone.full_state_dict())
+        assert all("The loss reads the model's parameter 'head.weight'" in said for said in (tp, pp)), (tp, pp)

@@ -115,6 +115,10 @@ class DataAxis:
         """Give up the memory of gradients, between two steps; no step before `begin_again`."""
         raise NotImplementedError
 
+    def leaves(self) -> list[nn.Parameter]:
+        """Every parameter to which a backward pass of the user's may give a gradient."""
+        return list({id(p): p for p in (*self._shown.values(), *self.held.values())}.values())
+
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that shows memory of the weights."""
         yield from self.held.values()

@@ -81,6 +81,9 @@ class ShardedParameters(GatherOrder, DataAxis):
         self.follow()  # by hand no step has
         super()._begin_forward(number)
 
+    def leaves(self) -> list[nn.Parameter]:
+        return [*super().leaves(), *(p for unit in self._units for slot in unit.slots for p in slot.used)]
+
     def reset(self, *, passes: int = 1) -> None:
         self._passes, self._made = passes, 0
         self._armed = False
