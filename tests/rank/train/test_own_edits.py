@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.swa_utils import AveragedModel
 
 from nbkit.errors import NbkitError, StrategyError, TrainingError
 from nbkit.rank.train.job import prepare
@@ -326,3 +329,51 @@ def test_a_penalty_in_the_loss_counts_once_or_is_refused_where_a_rank_has_a_part
         for state in whole:
             assert_alike(state, alone.full_state_dict())
         assert all("The loss reads the model's parameter 'head.weight'" in said for said in (tp, pp)), (tp, pp)
+
+
+def copied(world: Any, strategies: list[str]) -> list[list[Any]]:
+    """By strategy: the weights in a state dict, a copy, an average and a pickle, or what is said; and the whole."""
+    found = []
+    for strategy in strategies:
+        trainer = trainer_of(Net, strategy)
+        trainer.fit(1)
+        model, head = trainer.model, trainer.model.head
+        asked: list[Callable[[], Any]] = [
+            lambda model=model: model.state_dict(),
+            lambda head=head: {f"head.{name}": tensor for name, tensor in head.state_dict().items()},
+            lambda model=model: nn.ModuleList([model])[0].state_dict(),
+            lambda model=model: copy.deepcopy(model).state_dict(),
+            lambda head=head: {f"head.{name}": tensor for name, tensor in copy.deepcopy(head).state_dict().items()},
+            lambda model=model: AveragedModel(model).module.state_dict(),
+            lambda model=model: saved_by_torch(model).state_dict(),
+        ]
+        said: list[Any] = []
+        for ask in asked:
+            try:
+                said.append({name: tensor.clone() for name, tensor in ask().items()})
+            except StrategyError as error:
+                said.append(str(error))
+        trainer.switch("ddp")
+        said.append(dict(trainer.model.state_dict()))
+        found.append([*said, trainer.full_state_dict()])
+    return found
+
+
+def saved_by_torch(model: nn.Module) -> nn.Module:
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    found: nn.Module = torch.load(file, weights_only=False)
+    return found
+
+
+@QUICKLY
+def test_what_would_copy_a_part_of_the_weights_says_how_to_have_the_whole() -> None:
+    for rank in run_ranks(copied, 2, STRATEGIES):
+        for strategy, (*asked, switched, whole) in zip(STRATEGIES, rank, strict=True):
+            assert_alike(switched, whole)
+            for found in asked:
+                if strategy in ("ddp", "zero1", "zero2"):
+                    assert_alike(found, {name: tensor for name, tensor in whole.items() if name in found})
+                    assert "head.weight" in found
+                else:
+                    assert "trainer.full_state_dict()" in found and "splits them over the ranks" in found, found
