@@ -44,7 +44,7 @@ class _Watched:
 
     def _refuse(self, name: str, tensor: Tensor, how: str, changed: bool) -> None:
         raise ReadsParameters(
-            f"The loss reads the model's parameter {name!r}, of which {self._strategy} leaves a rank a part or nothing.",
-            numbers=f"shape {tuple(tensor.shape)}, by {how}",
+            f"The loss reads the model's parameter {name!r}, of which a rank has a part or nothing.",
+            numbers=f"under {self._strategy}, shape {tuple(tensor.shape)}, by {how}",
             hint="strategy='zero3', which has it where the loss is computed; so do ddp, zero1 and zero2",
         )

@@ -251,6 +251,7 @@ class Job(Switchable):
             )
         if not self._running:
             self.ledger.settle(keep=1)
+        self._handle.check()
         if not self.integrity.broken_off:
             own_gradients.refuse_before(self)
         new, place = str(self.strategy), self._place()

@@ -72,7 +72,9 @@ class Training:
             chosen = recommended.strategy
             if self.rank == 0:
                 print(recommended)
-        self.start(*builder.first(ordered(builder, chosen)))
+        chosen = ordered(builder, chosen)
+        self._handle.check_alone(chosen)
+        self.start(*builder.first(chosen))
 
     def parsed(self, text: str) -> Strategy:
         """The strategy that `text` means on these ranks, which may be on several nodes. Raises StrategyError."""
@@ -108,7 +110,7 @@ class Training:
         self.sharded_model = sharded_model
         self.optimizer.inner = inner
         # What the user holds of the model shows from now on what this rank holds; what it held before is free.
-        self._handle.show(sharded_model.module, str(sharded_model.strategy))
+        self._handle.show(sharded_model.module, sharded_model.strategy)
         self._known = {id(p) for p in self.model.parameters()}
         self.builder.took(sharded_model)
         self.training_step = TrainingStep(

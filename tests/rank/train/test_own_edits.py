@@ -377,3 +377,65 @@ def test_what_would_copy_a_part_of_the_weights_says_how_to_have_the_whole() -> N
                     assert "head.weight" in found
                 else:
                     assert "trainer.full_state_dict()" in found and "splits them over the ranks" in found, found
+
+
+class Two(nn.Module):
+    def __init__(self, trunk: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(x))
+
+
+def two_jobs(world: Any) -> list[Any]:
+    batches = [tuple(torch.stack(part) for part in zip(*DATA[at : at + 8], strict=True)) for at in (0, 8)]
+
+    def jobs(strategies: list[str]) -> list[Any]:
+        torch.manual_seed(SEED)
+        trunk = Block().double()
+        models = [Two(trunk, nn.Linear(6, 3).double()) for _ in strategies]
+        return [
+            prepare(model, momentum, loss=F.cross_entropy, strategy=strategy, example=batches[0], log_dir=None)
+            for model, strategy in zip(models, strategies, strict=True)
+        ]
+
+    found: list[Any] = []
+    for strategies in (["zero1", "zero1"], ["ddp", "zero3"], ["zero2", "ddp"]):
+        with pytest.raises(TrainingError) as raised:
+            jobs(strategies)
+        found.append(str(raised.value))
+    both = jobs(["ddp", "ddp"])
+    for batch in batches:
+        for job in both:
+            job.backward(batch)
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+    found += [job.full_state_dict() for job in both]
+    with pytest.raises(TrainingError) as raised:
+        both[0].switch("zero1")
+    found.append(str(raised.value))
+
+    first = prepare(both[0].model, momentum, loss=F.cross_entropy, strategy="ddp", log_dir=None)
+    del both, job
+    prepare(first.model, momentum, loss=F.cross_entropy, strategy="zero1", log_dir=None)
+    with pytest.raises(TrainingError) as raised:
+        first.backward(batches[0])
+    return [*found, str(raised.value)]
+
+
+@QUICKLY
+def test_jobs_of_one_model_or_of_models_that_share_parameters_train_the_same_or_are_refused() -> None:
+    torch.manual_seed(SEED)
+    trunk = Block().double()
+    models = [Two(trunk, nn.Linear(6, 3).double()) for _ in range(2)]
+    alone = [Alone(lambda model=model: model) for model in models]
+    for _ in range(2):
+        for each in alone:
+            each.fit(1)
+    for refused, hybrid, later, one, two, switched, taken in run_ranks(two_jobs, 2):
+        for said in (refused, hybrid, later, switched):
+            assert "Another job trains the parameter 'trunk." in said and "strategy='ddp'" in said, said
+        assert "taken over the model" in taken, taken
+        assert_alike(one, alone[0].full_state_dict())
+        assert_alike(two, alone[1].full_state_dict())

@@ -56,9 +56,9 @@ def mark_parts(module: nn.Module, strategy: str) -> None:
 
 
 def refuse_copies(module: nn.Module, strategy: str) -> None:
-    """Have `module` and all in it raise where a part of the weights would go for all: in a state dict, a copy, a pickle.
+    """Have `module` and all in it raise where a part of the weights would go for all of them.
 
-    What asks for them is `model.state_dict()`, `copy.deepcopy(model)`, an AveragedModel, `torch.save(model)`.
+    What asks is `model.state_dict()`, `copy.deepcopy(model)`, an AveragedModel, `torch.save(model)`.
     """
     methods = {name: _OfParts(name, strategy) for name in ("state_dict", "__deepcopy__", "__reduce_ex__")}
     for part in module.modules():

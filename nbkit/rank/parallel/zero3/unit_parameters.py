@@ -16,6 +16,7 @@ from nbkit.rank.parallel.zero3.gather_dtypes import Casts
 from nbkit.rank.parallel.zero3.placeholder import NotGathered
 from nbkit.tensor_layout import Layout
 
+
 class Slot:
     """One parameter of a unit: `shard` at rest, `whole` while it is used, at all `places` that share it.
 

@@ -1,12 +1,14 @@
 """The model as its user holds it: stable objects for it and for each of its parts, whatever strategy is in force.
 
 A strategy computes with modules of its own. Each object that the user may hold (`model`, `head = model.head`) takes on
-the class and the attributes of the one at its place, and stands there itself. Parameters cannot do that: those of before
-raise when their values are used.
+the class and the attributes of the one at its place, and stands there itself. Parameters cannot do that: those of an
+earlier strategy raise when their values are used.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -14,22 +16,53 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nbkit.errors import TrainingError
+from nbkit.strategy import Strategy
 
 Shown = list[tuple[nn.Module, type[nn.Module], dict[str, Any]]]
 """Each module of a tree, with its class and attributes."""
 
 
+_handles: weakref.WeakSet[ModelHandle] = weakref.WeakSet()
+
+
 class ModelHandle:
-    """`model` and every module in it, and what they show."""
+    """`model` and every module in it, and what they show. whole: the parameters are those that the user made."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model, self.whole = model, True
+        _handles.add(self)
         self._parts = dict(model.named_modules(remove_duplicate=False))
         self._params = dict(model.named_parameters())
         self._shows = vars(model)
 
-    def show(self, module: nn.Module, strategy: str) -> None:
+    def check_alone(self, strategy: Strategy) -> None:
+        """Raises TrainingError where the model of another job has parameters of this one that would be two after this.
+
+        Under ddp both jobs train the same tensors; any other strategy gives a job tensors of its own.
+        """
+        if self._sharing(strategy) is not None:
+            gc.collect()  # a job that nobody holds any more
+        if (found := self._sharing(strategy)) is not None:
+            name, other = found
+            raise TrainingError(
+                f"Another job trains the parameter {name!r} too, and under {strategy} each would have its own.",
+                numbers=f"a model {type(other).__name__}, beside this {type(self.model).__name__}",
+                hint="strategy='ddp' for both; or one model that holds both, in one job; or del the other job",
+            )
+
+    def _sharing(self, strategy: Strategy) -> tuple[str, nn.Module] | None:
+        whole = strategy.mesh.size == strategy.dp and not strategy.zero
+        own = {id(p): name for name, p in self._params.items()}
+        for other in list(_handles):
+            if other.model is not self.model and not (whole and other.whole):
+                for param in other._params.values():
+                    if id(param) in own:
+                        return own[id(param)], other.model
+        return None
+
+    def show(self, module: nn.Module, strategy: Strategy) -> None:
         """From now on the model and its parts are those of `module`, under `strategy`."""
+        self.whole = strategy.mesh.size == strategy.dp and not strategy.zero
         places = list(module.named_modules(remove_duplicate=False))
         stable: dict[int, nn.Module] = {}
         for path, part in places:
@@ -46,7 +79,7 @@ class ModelHandle:
             _revive(param)
         for name, param in self._params.items():
             if id(param) not in new:
-                _retire(param, name, strategy)
+                _retire(param, name, str(strategy))
         self._params, self._shows = params, vars(self.model)
 
     def check(self) -> None:
@@ -92,13 +125,12 @@ class Retired(nn.Parameter):
         return f"<the parameter {self.retired[1]!r} of before {self.retired[2]}>"
 
 
-def _getter(name: str) -> Any:
-    return getattr(Tensor, name).__get__
-
+_TENSOR: Any = Tensor
+_READ = ("shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse", "is_meta")
 
 _HARMLESS = {
-    *map(_getter, ("shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse", "is_meta")),
-    *(Tensor.requires_grad.__set__, Tensor.data.__set__, Tensor.grad.__set__, Tensor.grad.__delete__),  # type: ignore[attr-defined]
+    *(getattr(_TENSOR, name).__get__ for name in _READ),
+    *(_TENSOR.requires_grad.__set__, _TENSOR.data.__set__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.untyped_storage),
     *(Tensor.data_ptr, Tensor.is_set_to, Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex),
 }
@@ -107,10 +139,11 @@ _HARMLESS = {
 def _retire(param: nn.Parameter, name: str, strategy: str) -> None:
     if not isinstance(param, Retired):
         param.retired = type(param), name, strategy  # type: ignore[attr-defined]
-        param.__class__ = Retired
+        param.__class__ = Retired  # type: ignore[assignment]
 
 
 def _revive(param: nn.Parameter) -> None:
     if isinstance(param, Retired):
-        param.__class__ = param.retired[0]
+        before: Any = param.retired[0]
+        param.__class__ = before
         del param.__dict__["retired"]

@@ -107,6 +107,7 @@ class Switchable(Training):
         self.feed.fits(new)
         if str(new) == str(old) and not keep:
             return Switched(self.step, old=str(old), new=str(new), identical=True)
+        self._handle.check_alone(new)
         self.builder.learn([new])
         began, ranks = time.perf_counter(), Consensus(old, self.world_size, self.device)
         try:
