@@ -155,25 +155,19 @@ def check_optimizer(optimizer: Any, *models: nn.Module) -> None:
         )
 
 
-def check_model(model: nn.Module, *, known: Container[int]) -> None:
-    """Raises TrainingError when `model` holds parameters that came after the job was built.
+def check_parameters(optimizer: Any, model: nn.Module, *, known: Container[int], held: Iterable[nn.Parameter]) -> None:
+    """Raises TrainingError when model or optimizer hold parameters that came after the job was built.
 
-    known: ids of the parameters that it had then. Others would never be summed over the ranks.
+    known: ids of the parameters that the model had then; held: what the optimizer was given. Others would never be
+    summed over the ranks.
     """
-    if new := [name for name, p in model.named_parameters() if id(p) not in known]:
-        raise _came_later(f"in the model: {', '.join(new[:3])}{', ...' * (len(new) > 3)}")
-
-
-def check_groups(optimizer: Any, *, held: Iterable[nn.Parameter]) -> None:
-    """Raises TrainingError when `optimizer` holds other parameters than those that it was given."""
     own = {id(p) for p in held}
-    if strange := sum(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-        raise _came_later(f"in the optimizer: {strange}")
-
-
-def _came_later(numbers: str) -> TrainingError:
-    return TrainingError(
-        "There are parameters that were not there when the job was built; the ranks do not sum their gradients.",
-        numbers=numbers,
-        hint="build the Trainer (or job) again around the changed model",
-    )
+    new = [name for name, p in model.named_parameters() if id(p) not in known]
+    strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if new or strange:
+        raise TrainingError(
+            "There are parameters that were not there when the job was built; the ranks do not sum their gradients.",
+            numbers=f"in the model: {', '.join(new[:3]) or 'none'}{', ...' * (len(new) > 3)}; "
+            f"in the optimizer: {strange}",
+            hint="build the Trainer (or job) again around the changed model",
+        )

@@ -277,12 +277,6 @@ class Job(Switchable):
                     hint="job.backward(batch) with the global batch, or the next one",
                 )
 
-    def drop_gradients(self) -> None:
-        """The step has no gradients any more, on this rank: `backward` may be called again."""
-        self.optimizer.zero_grad()
-        for p in self.sharded_model.data.leaves():
-            p.grad = None
-
     def _place(self) -> tuple[int, int]:
         """(number of this rank's part of a global batch, how many parts there are)."""
         axes = self.sharded_model.axes
@@ -337,7 +331,6 @@ class Job(Switchable):
             self.level()  # a step of zero 3 that was broken off shows whole parameters until then
         else:
             self.check_model()
-        argument_checks.check_groups(self.optimizer, held=self.sharded_model.held.values())
         reason = "error"
         try:
             # Inside: an interrupt from here on must leave again, or every later training is refused.

@@ -187,9 +187,9 @@ class Training:
         that finished it: all of them were interrupted within it, or a part of the state is nowhere else; or when they
         are under different strategies.
         """
-        self.check_model()
         if not self._running:
             self.level_now()
+        self.check_model()
         if self.sharded_model.data.apart > 1:
             with self.integrity.changing():
                 self.sharded_model.data.unite()
@@ -227,7 +227,9 @@ class Training:
         that cannot be, or where the model is another job's."""
         self._handle.check()
         self.sharded_model.data.follow()
-        argument_checks.check_model(self.model, known=self._known)
+        argument_checks.check_parameters(
+            self.optimizer, self.model, known=self._known, held=self.sharded_model.held.values()
+        )
 
     def unite(self) -> None:
         """Replicas that train apart are one state, the optimizer's too: somebody takes it from any rank. Collective."""
@@ -295,7 +297,8 @@ class Training:
         """
         if self.run_dir is not None:
             check_room(self.run_dir.parent, Path(path), "no checkpoint is written", run=self.run_dir.name)
-        self.check_model()
+        if not self.integrity.broken_off:
+            self.check_model()
         self.unite()
         about = {"history": list(self.ledger.records), "seed": self.seed, "data": writable(self.feed.where())}
         self.checkpoint_writer.begin(checkpoint.take(path, self.state, self.builder, about), beside=beside, then=then)
@@ -361,8 +364,13 @@ class Training:
             cost_model=self.cost_model,
         )
 
-    def _forgotten(self) -> None:
+    def _forgotten(self, are_none: bool) -> None:
         self.training_step.reduced = False
+        # Of parameters that are in no group too: the next step would sum theirs once more.
+        inside = set() if are_none else {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for p in self.sharded_model.data.leaves():
+            if p.grad is not None and id(p) not in inside:
+                p.grad = None
 
 
 def _parsed(text: str, world_size: int, link: Link | None) -> Strategy:

@@ -88,10 +88,13 @@ class Alone:
         self.model = built(make)
         self.optimizer, self.step = momentum(self.model), 0
 
-    def fit(self, steps: int, penalty: Callable[[nn.Module], Any] = lambda model: 0.0) -> None:
+    def fit(
+        self, steps: int, penalty: Callable[[nn.Module], Any] = lambda _: 0.0, after: Callable[[Any], Any] = id
+    ) -> None:
         for _ in range(steps):
             x, y = (torch.stack(part) for part in zip(*DATA[8 * self.step : 8 * self.step + 8], strict=True))
             (F.cross_entropy(self.model(x), y) + penalty(self.model)).backward()
+            after(self.model)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
@@ -439,3 +442,26 @@ def test_jobs_of_one_model_or_of_models_that_share_parameters_train_the_same_or_
         assert "taken over the model" in taken, taken
         assert_alike(one, alone[0].full_state_dict())
         assert_alike(two, alone[1].full_state_dict())
+
+
+def in_no_group(world: Any, strategies: list[str]) -> list[tuple[dict[str, Tensor], list[float]]]:
+    found = []
+    for strategy in strategies:
+        trainer = trainer_of(Net, strategy, optimizer=lambda model: momentum(model.head), log_every=1)
+        trainer.fit(3)
+        found.append((trainer.full_state_dict(), [record["grad_norm"] for record in trainer.history]))
+    return found
+
+
+@QUICKLY
+def test_gradients_of_parameters_that_no_group_has_do_not_add_up_over_steps() -> None:
+    alone = Alone(Net)
+    alone.optimizer = momentum(alone.model.head)  # type: ignore[arg-type]
+    norms = []
+    for _ in range(3):
+        alone.fit(1, after=lambda model: norms.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
+        alone.model.zero_grad()
+    for rank in run_ranks(in_no_group, 2, ["ddp", "zero1", "zero3", "pp"]):
+        for state, found in rank:
+            assert_alike(state, alone.full_state_dict())
+            assert found == pytest.approx([float(norm) for norm in norms], rel=1e-6)

@@ -37,6 +37,7 @@ class DataAxis:
         self._places: list[tuple[dict[str, Any], str]] = []
         self._there: list[nn.Parameter] = []
         self._pointers: list[int] = []
+        self._leaves: list[nn.Parameter] = []
 
     def _add(
         self,
@@ -117,7 +118,9 @@ class DataAxis:
 
     def leaves(self) -> list[nn.Parameter]:
         """Every parameter to which a backward pass of the user's may give a gradient."""
-        return list({id(p): p for p in (*self._shown.values(), *self.held.values())}.values())
+        if not self._leaves:
+            self._leaves = list({id(p): p for p in (*self._shown.values(), *self.held.values())}.values())
+        return self._leaves
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that shows memory of the weights."""

@@ -82,7 +82,9 @@ class ShardedParameters(GatherOrder, DataAxis):
         super()._begin_forward(number)
 
     def leaves(self) -> list[nn.Parameter]:
-        return [*super().leaves(), *(p for unit in self._units for slot in unit.slots for p in slot.used)]
+        if not self._leaves:
+            self._leaves = [*super().leaves(), *(p for unit in self._units for slot in unit.slots for p in slot.used)]
+        return self._leaves
 
     def reset(self, *, passes: int = 1) -> None:
         self._passes, self._made = passes, 0

@@ -51,7 +51,7 @@ def _refuse_added(job: Job, before: Standing) -> None:
     after = _standing(job)
     if all(old is new and was == now for (old, was), (new, now) in zip(before, after, strict=True)):
         return
-    job.drop_gradients()
+    job.optimizer.zero_grad()
     raise TrainingError(
         "A backward pass of your own has added to gradients that are summed over the ranks already.",
         numbers=f"step {job.step + 1}, under {job.strategy}; its gradients are dropped",
@@ -63,7 +63,7 @@ def refuse_before(job: Job) -> None:
     """Raises TrainingError where a parameter has a gradient, other than zero, before the backward pass of a step."""
     grads = [grad for p in job.sharded_model.data.leaves() if (grad := p.grad) is not None]
     if grads and any(bool(grad.any()) for grad in grads):
-        job.drop_gradients()
+        job.optimizer.zero_grad()
         raise TrainingError(
             "There are gradients from before job.backward, which would be summed over the ranks with its own.",
             numbers=f"step {job.step + 1}, under {job.strategy}: {len(grads)} parameters had one; they are dropped",
