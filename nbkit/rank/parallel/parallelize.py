@@ -25,7 +25,7 @@ from nbkit.rank.parallel.module.activation_checkpoint import recompute
 from nbkit.rank.parallel.module.batch_norm import synchronised
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.compile import compilable, compile_blocks
-from nbkit.rank.parallel.module.forward_wrapper import mark_parts
+from nbkit.rank.parallel.module.forward_wrapper import mark_parts, refuse_copies
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
 from nbkit.rank.parallel.options import Options, casts_of, need_chain
 from nbkit.rank.parallel.pipeline.executor import Pipeline
@@ -84,6 +84,8 @@ class Cut:
         )
         if self.strategy.mesh.size > self.strategy.dp or (self.strategy.zero == 3 and axes.size("shard") > 1):
             mark_parts(self.module, str(self.strategy))
+            if self.strategy.tp > 1 or self.strategy.pp > 1 or self.strategy.zero == 3:
+                refuse_copies(self.module, str(self.strategy))
         return ShardedModel(
             self.strategy, self.connections, self.module, data, self.staged, pipeline, self.partial, self.notes
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from nbkit.errors import TrainingError
 from nbkit.rank.device import accelerator
@@ -111,6 +112,7 @@ def build(model: nn.Module | Callable[[], nn.Module], *, seed: int, device: torc
             hint="model=lambda: MyModule(...)",
         )
     _refuse_wrapped(module)
+    _refuse_kinds(module)
     if not any(p.requires_grad for p in module.parameters()):
         frozen = sum(1 for _ in module.parameters())
         raise TrainingError(
@@ -130,6 +132,45 @@ def build(model: nn.Module | Callable[[], nn.Module], *, seed: int, device: torc
         # A model loaded for inference; modules that are frozen inside a training model stay as they are.
         module.train()
     return module.to(device)
+
+
+def _refuse_kinds(module: nn.Module) -> None:
+    """Raises TrainingError for tensors and modules that cannot be sent, cut or copied as others are."""
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TrainingError(
+                "A module is scripted or traced: its code cannot be cut for ranks, nor copied.",
+                numbers=path or type(part).__name__,
+                hint="the module before torch.jit.script or torch.jit.trace; compile=True of the Trainer compiles blocks",
+            )
+    every: list[tuple[str, torch.Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in every:
+        is_param = isinstance(tensor, nn.Parameter)
+        if is_lazy(tensor):
+            odd, hint = (
+                "has no shape before its lazy module is called",
+                "model(example) once, before it is given to nbkit",
+            )
+        elif tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
+            kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)[6:]
+            dense = "torch.nested.to_padded_tensor(t, 0)" if tensor.is_nested else "t.dequantize()"
+            dense = dense if tensor.is_nested or tensor.is_quantized else "t.to_dense()"
+            odd, hint = f"is {kind}; ranks send dense ones", f"{dense}, in place of the tensor t"
+        elif any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            odd, hint = (
+                "has several elements in one place of memory, as expand() gives them",
+                "t.expand(...).contiguous()",
+            )
+        elif is_param and tensor.dtype == torch.bool:
+            odd, hint = "is of bool, which no optimizer updates", f"self.register_buffer({name.split('.')[-1]!r}, t)"
+        else:
+            continue
+        shape = "no shape" if is_lazy(tensor) or tensor.is_nested else f"shape {tuple(tensor.shape)}"
+        raise TrainingError(
+            f"The {'parameter' if is_param else 'buffer'} {name!r} {odd}.",
+            numbers=f"{shape}, {str(tensor.dtype)[6:]}",
+            hint=hint,
+        )
 
 
 def _refuse_wrapped(module: nn.Module) -> None:

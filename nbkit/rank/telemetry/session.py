@@ -64,19 +64,19 @@ class Session:
         first_of_host: bool = True,
     ) -> None:
         self.path = record_path(run_dir, rank)
-        self._cuda = accelerator().holds(device)
+        self._cuda = cuda = accelerator().holds(device)
         self._detail_every, self._until = detail_every, FIRST_IN_DETAIL
         self._made_steps, self._next = 0, 1
         begun, unix = now(), time.time()
         base = 0 if self._cuda else bytes_held(device)[0] if base_bytes is None else base_bytes
 
-        def head(part: int) -> Sequence[Record]:
+        def head(part: int) -> Sequence[Record]:  # kept by the thread: it must not hold this object
             header = Header(
                 rank,
                 world_size,
                 part,
                 host=node_name(),
-                clock="cuda" if self._cuda else "host",
+                clock="cuda" if cuda else "host",
                 strategy=strategy,
                 clock_ns=begun,
                 offset_ns=offset_ns,

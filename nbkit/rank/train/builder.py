@@ -24,6 +24,7 @@ from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.loss_check import examine
+from nbkit.rank.loss.reads_model import reading_no_parameter
 from nbkit.rank.models.pretrained import Pretrained, Shell
 from nbkit.rank.parallel.check_findings import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
@@ -172,7 +173,7 @@ class Builder:
         )
 
     def first(self, strategy: Strategy) -> tuple[ShardedModel, torch.optim.Optimizer]:
-        """The sharded model that a job starts with, and its optimizer. The whole model is let go of."""
+        """The sharded model that a job starts with, and its optimizer."""
         own = None if self.shells else self.module
         sharded_model, optimizer = self.build(strategy, self.connect(strategy, alike=self._alike(strategy)), own=own)
         if self.shells:
@@ -184,8 +185,6 @@ class Builder:
         fill_state(sharded_model, optimizer, self.template.state)
         for p in sharded_model.module.parameters():
             p.grad = None  # of a backward pass that the user made before
-        # The user's own object shows from now on what this rank holds, and the whole weights are free.
-        self.module.__dict__ = sharded_model.module.__dict__
         return sharded_model, optimizer
 
     def build(
@@ -283,7 +282,7 @@ class Builder:
                 strategy,
                 self.options,
                 config.example,
-                loss=config.loss,
+                loss=reading_no_parameter(config.loss, strategy, self.module),
                 inputs=config.inputs,
                 optimizer=self.template.on_cpu,
                 microbatch_size=config.microbatch_size,

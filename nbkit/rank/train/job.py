@@ -38,7 +38,7 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.switch_plan import Given, SwitchPlan
 from nbkit.rank.train.evaluate import evaluate
-from nbkit.rank.train.own_loop import torch_clip
+from nbkit.rank.train.own_loop import own_gradients, torch_clip
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.run_recorder import record_into, record_run
 from nbkit.rank.train.step.step_stats import StepResult
@@ -136,6 +136,7 @@ class Job(Switchable):
         self._own: Any = None  # the OwnLoop in which batches were read last, if a rank is replaced in it
         note(self)
         torch_clip.watch(self)
+        own_gradients.watch(self)
 
     def record(self, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> None:
         """Have everything recorded from now on, in a new directory under `log_dir`; None: nothing. See record_run."""
@@ -251,6 +252,9 @@ class Job(Switchable):
             )
         if not self._running:
             self.ledger.settle(keep=1)
+        self._handle.check()
+        if not self.integrity.broken_off:
+            own_gradients.refuse_before(self)
         new, place = str(self.strategy), self._place()
         while True:
             try:
@@ -328,9 +332,8 @@ class Job(Switchable):
             )
         if not joins:
             self.level()  # a step of zero 3 that was broken off shows whole parameters until then
-        argument_checks.check_parameters(
-            self.optimizer, self.model, known=self._known, held=self.sharded_model.held.values()
-        )
+        else:
+            self.check_model()
         reason = "error"
         try:
             # Inside: an interrupt from here on must leave again, or every later training is refused.

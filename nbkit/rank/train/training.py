@@ -19,6 +19,7 @@ from nbkit.rank.comm.link_probe import link_of
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Builder, Model, Optimizer
 from nbkit.rank.train.checkpoint import checkpoint, job_state
 from nbkit.rank.train.checkpoint.job_state import bytes_per_element
@@ -33,6 +34,7 @@ from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.run_recorder import Recorder
 from nbkit.rank.train.runs_dir import check_room
 from nbkit.rank.train.step.history import History
+from nbkit.rank.train.step.model_handle import ModelHandle, show_again, shown_by
 from nbkit.rank.train.step.optimizer_handle import OptimizerHandle
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.step.step import TrainingStep
@@ -71,7 +73,9 @@ class Training:
             chosen = recommended.strategy
             if self.rank == 0:
                 print(recommended)
-        self.start(*builder.first(ordered(builder, chosen)))
+        chosen = ordered(builder, chosen)
+        self._handle.check_alone(chosen)
+        self.start(*builder.first(chosen))
 
     def parsed(self, text: str) -> Strategy:
         """The strategy that `text` means on these ranks, which may be on several nodes. Raises StrategyError."""
@@ -87,7 +91,7 @@ class Training:
     def _begin(self, builder: Builder) -> None:
         self.builder, self.config, self.seed = builder, builder.config, builder.config.seed
         self.precision = Precision(self.config.precision, device=self.device, world_size=self.world_size)
-        self.model = builder.module
+        self.model, self._handle = builder.module, ModelHandle(builder.module)
         self.ledger = History(world_size=self.world_size)
         self.integrity, self.feed = Integrity(), Feed()
         self.backups = Backups(rank=self.rank, world_size=self.world_size, device=self.device)
@@ -106,7 +110,8 @@ class Training:
     def _take(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
         self.sharded_model = sharded_model
         self.optimizer.inner = inner
-        self.model.__dict__ = sharded_model.module.__dict__
+        # What the user holds of the model shows from now on what this rank holds; what it held before is free.
+        self._handle.show(sharded_model.module, sharded_model.strategy)
         self._known = {id(p) for p in self.model.parameters()}
         self.builder.took(sharded_model)
         self.training_step = TrainingStep(
@@ -155,12 +160,12 @@ class Training:
         """What is in force now, between two steps."""
         sharded_model, inner = self.sharded_model, self.optimizer.inner
         position, precision = self.feed.position(), self.precision.state_dict()
-        return TrainingState(sharded_model, inner, sharded_model.module.__dict__, self.step, position, precision)
+        return TrainingState(sharded_model, inner, shown_by(sharded_model.module), self.step, position, precision)
 
     def adopt(self, state: TrainingState) -> None:
         """Compute with the sharded model of `state` and update with its optimizer from now on."""
         self.training_step.release()
-        state.sharded_model.module.__dict__ = state.attributes
+        show_again(state.shown)
         self._take(state.sharded_model, state.optimizer)
         self.feed.recut()
 
@@ -185,6 +190,7 @@ class Training:
         """
         if not self._running:
             self.level_now()
+        self.check_model()
         if self.sharded_model.data.apart > 1:
             with self.integrity.changing():
                 self.sharded_model.data.unite()
@@ -210,6 +216,21 @@ class Training:
         if progress is not mine:
             self._stand_at(progress)
         self._whole_again()
+
+    @property
+    def waits_for_update(self) -> bool:
+        """Whether gradients are summed over the ranks, and the optimizer has not stepped with them."""
+        pending = self.ledger.pending
+        return self.training_step.reduced and bool(pending) and not pending[-1].made
+
+    def check_model(self) -> None:
+        """What the user has put in the place of parameters, or their memory, is taken over. Raises TrainingError where
+        that cannot be, or where the model is another job's."""
+        self._handle.check()
+        self.sharded_model.data.follow()
+        argument_checks.check_parameters(
+            self.optimizer, self.model, known=self._known, held=self.sharded_model.held.values()
+        )
 
     def unite(self) -> None:
         """Replicas that train apart are one state, the optimizer's too: somebody takes it from any rank. Collective."""
@@ -279,6 +300,8 @@ class Training:
         path = user_path(path).absolute()  # a thread writes it, and a cell may change the working directory
         if self.run_dir is not None:
             check_room(self.run_dir.parent, path, "no checkpoint is written", run=self.run_dir.name)
+        if not self.integrity.broken_off:
+            self.check_model()
         self.unite()
         if names := self.not_finite():
             raise TrainingError(
@@ -362,8 +385,13 @@ class Training:
             cost_model=self.cost_model,
         )
 
-    def _forgotten(self) -> None:
+    def _forgotten(self, are_none: bool) -> None:
         self.training_step.reduced = False
+        # Of parameters that are in no group too: the next step would sum theirs once more.
+        inside = set() if are_none else {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for p in self.sharded_model.data.leaves():
+            if p.grad is not None and id(p) not in inside:
+                p.grad = None
 
 
 def _parsed(text: str, world_size: int, link: Link | None) -> Strategy:

@@ -9,19 +9,20 @@ import torch
 
 from nbkit.rank.parallel.reshard.plain_attributes import take_along
 from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.train.step.model_handle import Shown, shown_by
 
 
 @dataclass(frozen=True)
 class TrainingState:
     """Where a training stands between two steps on this rank.
 
-    attributes: of the sharded model's module. That may be the user's own module, which takes on the attributes of
-    whatever is in force. position: in the data. precision: the loss scale (see Precision.state_dict).
+    shown: by the sharded model's modules. They may be the user's own, which take on the attributes of whatever is in
+    force. position: in the data. precision: the loss scale (see Precision.state_dict).
     """
 
     sharded_model: ShardedModel
     optimizer: torch.optim.Optimizer
-    attributes: dict[str, Any]
+    shown: Shown
     step: int
     position: Any
     precision: dict[str, Any]
@@ -30,4 +31,4 @@ class TrainingState:
         """The same place in the training, with another sharded model, which takes plain attributes along, and its
         optimizer."""
         take_along(self.sharded_model.module, self.sharded_model.built, sharded_model.module)
-        return replace(self, sharded_model=sharded_model, optimizer=optimizer, attributes=sharded_model.module.__dict__)
+        return replace(self, sharded_model=sharded_model, optimizer=optimizer, shown=shown_by(sharded_model.module))

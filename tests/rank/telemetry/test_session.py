@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from pathlib import Path
@@ -204,3 +205,15 @@ def test_who_waits_for_the_disk_after_the_end_does_not_wait_for_ever(tmp_path: P
     waiting.join(20)
 
     assert not waiting.is_alive()
+
+
+def test_a_session_that_nobody_holds_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    session = Session(tmp_path, rank=0, world_size=1)
+    own = set(threading.enumerate()) - before
+    assert len(own) == 2
+    del session
+    gc.collect()
+    for thread in own:
+        thread.join(10)
+        assert not thread.is_alive(), thread.name

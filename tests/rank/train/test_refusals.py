@@ -206,3 +206,48 @@ def test_settings_without_effect_are_named() -> None:
 def test_the_arithmetic_is_said_in_one_line() -> None:
     assert str(Arithmetic.of(64, Strategy(dp=4), microbatch_size=8)) == "global 64 = micro 8 x accum 2 x dp 4"
     assert str(Arithmetic.of(64, Strategy(dp=4), microbatch_size=None)) == "global 64 = micro 16 x accum 1 x dp 4"
+
+
+class WithTensor(nn.Module):
+    def __init__(self, tensor: torch.Tensor, is_param: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        if is_param:
+            self.odd = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+        else:
+            self.register_buffer("odd", tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+ODD_KINDS: dict[str, tuple[Any, str, str]] = {
+    "sparse": (lambda: WithTensor(torch.eye(4).to_sparse()), "buffer 'odd' is sparse_coo", "to_dense()"),
+    "csr": (lambda: WithTensor(torch.eye(4).to_sparse_csr()), "buffer 'odd' is sparse_csr", "to_dense()"),
+    "expanded": (lambda: WithTensor(torch.ones(1).expand(6)), "one place of memory", "contiguous()"),
+    "nested": (lambda: WithTensor(torch.nested.nested_tensor([torch.ones(2)])), "is nested", "to_padded_tensor"),
+    "expanded parameter": (lambda: WithTensor(torch.ones(1).expand(6), True), "parameter 'odd' has", "contiguous()"),
+    "sparse parameter": (lambda: WithTensor(torch.eye(4).to_sparse(), True), "parameter 'odd' is sparse", "to_dense"),
+    "bool": (
+        lambda: WithTensor(torch.ones(4, dtype=torch.bool), True),
+        "'odd' is of bool",
+        "register_buffer('odd', t)",
+    ),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "'0.weight' has no shape", "model(example)"),
+    "scripted": (lambda: nn.Sequential(torch.jit.script(nn.Linear(6, 3))), "scripted or traced", "compile=True"),
+}
+
+
+def odd_kinds(world: Any) -> dict[str, str]:
+    found = {}
+    for name, (make, *_) in ODD_KINDS.items():
+        with pytest.raises(TrainingError) as raised:
+            quiet(model=make)
+        found[name] = str(raised.value)
+    return found
+
+
+def test_tensors_and_modules_of_odd_kinds_are_refused_by_name() -> None:
+    for rank in run_ranks(odd_kinds, 2):
+        for name, (_, what, hint) in ODD_KINDS.items():
+            assert what in rank[name] and hint in rank[name].partition("→")[2], rank[name]

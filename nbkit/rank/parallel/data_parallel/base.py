@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from nbkit.errors import TrainingError
 from nbkit.tensor_layout import Layout
+
+Place = tuple[nn.Module, str]
+"""A module, and the name of a parameter in it."""
 
 
 class DataAxis:
@@ -18,19 +25,85 @@ class DataAxis:
     held: canonical name -> the parameter that the optimizer gets. layouts: name -> what it is of the global tensor.
     """
 
+    _takes_memory = False
+    """Whether a parameter may stay in memory that somebody else has given it."""
+
     def __init__(self) -> None:
         self.held: dict[str, nn.Parameter] = {}
         self.layouts: dict[str, Layout] = {}
         self._weights: dict[str, tuple[Tensor, Layout]] = {}
+        # By name, what the module shows between two steps; where it does; and the memory that was found there last.
+        self._shown: dict[str, nn.Parameter] = {}
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._there: list[nn.Parameter] = []
+        self._pointers: list[int] = []
+        self._leaves: list[nn.Parameter] = []
 
-    def _add(self, name: str, held: nn.Parameter, layout: Layout, weight: tuple[Tensor, Layout]) -> None:
+    def _add(
+        self,
+        name: str,
+        held: nn.Parameter,
+        layout: Layout,
+        weight: tuple[Tensor, Layout],
+        shown: nn.Parameter,
+        places: Sequence[Place],
+    ) -> None:
         self.held[name], self.layouts[name], self._weights[name] = held, layout, weight
+        self._shown[name] = shown
+        for part, attribute in places:
+            self._places.append((vars(part)["_parameters"], attribute))
+            self._there.append(shown)
 
     @property
     def weights(self) -> dict[str, tuple[Tensor, Layout]]:
         """name -> (the tensor to be filled with a weight, what it is of the global one); `refresh` after filling."""
         self.settle()
+        self._pointers = []  # a transposed view begins where the whole does
+        self.follow()
         return self._weights
+
+    def follow(self) -> None:
+        """Between two steps: find what the user has put in the place of a parameter, or of its memory, since.
+
+        `p.data = x`, `model.to(...)` and `load_state_dict(assign=True)` do so. The values count, and go where the job
+        keeps this parameter. Raises TrainingError for values of another shape, dtype or device, and where a parameter
+        is gone.
+        """
+        if not all(map(is_, [place.get(attribute) for place, attribute in self._places], self._there)):
+            self._put_back()
+        if [p.data_ptr() for p in self._shown.values()] == self._pointers:
+            return
+        self.settle()
+        for name, shown in self._shown.items():
+            known, layout = self._weights[name]
+            if not shown.is_set_to(known):
+                check_alike(name, shown, known)
+                if self._takes_memory:
+                    self._weights[name] = shown.data, layout
+                else:
+                    known.copy_(shown.data)
+                    shown.data = known
+        self._pointers = [p.data_ptr() for p in self._shown.values()]
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        """Take the values of parameters that stand where the job's own did, and put those back."""
+        names = {id(p): name for name, p in self._shown.items()}
+        seen: dict[int, nn.Parameter] = {}
+        for (place, attribute), own in zip(self._places, self._there, strict=True):
+            found = place.get(attribute)
+            if found is own:
+                continue
+            name = names[id(own)]
+            if not isinstance(found, nn.Parameter) or id(found) in names or seen.setdefault(id(found), own) is not own:
+                raise TrainingError(
+                    f"The model's parameter {name!r} is not where it was when the job was built.",
+                    numbers="gone" if found is None else f"another one's is there, shape {tuple(found.shape)}",
+                    hint="parametrize, prune and tie before: nbkit.Trainer(model=lambda: changed(build()), ...)",
+                )
+            check_alike(name, found, own)
+            own.copy_(found)
+            place[attribute] = own
 
     def refresh(self) -> None:
         """The weights were filled from outside."""
@@ -42,6 +115,12 @@ class DataAxis:
     def let_go(self) -> None:
         """Give up the memory of gradients, between two steps; no step before `begin_again`."""
         raise NotImplementedError
+
+    def leaves(self) -> list[nn.Parameter]:
+        """Every parameter to which a backward pass of the user's may give a gradient."""
+        if not self._leaves:
+            self._leaves = list({id(p): p for p in (*self._shown.values(), *self.held.values())}.values())
+        return self._leaves
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that shows memory of the weights."""
@@ -100,6 +179,17 @@ class DataAxis:
 
     def close(self) -> None:
         """Take the hooks off the module: it serves another strategy, or none."""
+
+
+def check_alike(name: str, found: Tensor, known: Tensor) -> None:
+    """Raises TrainingError where what the user has put in the place of the parameter `name` cannot be taken over."""
+    kinds = [(tuple(t.shape), str(t.dtype).removeprefix("torch."), str(t.device)) for t in (known, found)]
+    if kinds[0] != kinds[1]:
+        raise TrainingError(
+            f"The parameter {name!r} has become another one since the job was built.",
+            numbers=" -> ".join(" ".join(map(str, kind)) for kind in kinds),
+            hint="build the Trainer (or job) again around the changed model; precision='bf16' computes in fewer bits",
+        )
 
 
 def fresh(data: Tensor, old: nn.Parameter) -> nn.Parameter:

@@ -22,6 +22,7 @@ from nbkit.levers import BUCKET
 from nbkit.rank.parallel.data_parallel.gradient_buckets import Bucket, BucketedAxis
 from nbkit.rank.parallel.data_parallel.two_levels import TwoLevelSum, all_reduce
 from nbkit.rank.parallel.device_mesh import LevelGroups
+from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.tensor_layout import Layout
 
@@ -91,6 +92,8 @@ class Replicas(BucketedAxis[GradientBucket]):
     levels: of that group, where it has two. On one rank it does nothing, and gradients stay where autograd puts them.
     """
 
+    _takes_memory = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -101,13 +104,14 @@ class Replicas(BucketedAxis[GradientBucket]):
         bucket: int = BUCKET,
     ) -> None:
         super().__init__(dict(model.named_parameters()), bucket=bucket)
+        self._homes = homes(model)
         self.world_size, self.group, self.levels = world_size, group, levels
         self.begin_again()
 
     def lay_out(self, layouts: Mapping[str, Layout]) -> None:
         """Every rank holds every parameter, of which it has what `layouts` say."""
         for name, param in self._params.items():
-            self._add(name, param, layouts[name], (param.data, layouts[name]))
+            self._add(name, param, layouts[name], (param.data, layouts[name]), param, self._homes[name])
 
     def begin_again(self) -> None:
         # Ranks that were interrupted may have other buckets than these.

@@ -77,8 +77,9 @@ class BucketedAxis(DataAxis, Generic[B]):
 
     def reset(self, *, passes: int = 1) -> None:
         self._armed, self._next = False, 0
+        self.follow()
         # A live cell may freeze and unfreeze.
-        if self._trained != {name for name, p in self._params.items() if p.requires_grad}:
+        if self._trains != [p.requires_grad for p in self._params.values()]:
             self._build(self._backward_order())
 
     def hold(self) -> None:
@@ -109,8 +110,9 @@ class BucketedAxis(DataAxis, Generic[B]):
         self.close()
         self._buckets: list[B] = []
         self._home: dict[str, B] = {}
-        self._trained = {name for name, p in self._params.items() if p.requires_grad}
-        for names in chunks([(name, self._params[name]) for name in order if name in self._trained], self._bytes):
+        self._trains = [p.requires_grad for p in self._params.values()]
+        trained = [(name, p) for name in order if (p := self._params[name]).requires_grad]
+        for names in chunks(trained, self._bytes):
             bucket = self._bucket(names)
             self._buckets.append(bucket)
             for name in names:

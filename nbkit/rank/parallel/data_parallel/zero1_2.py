@@ -94,7 +94,8 @@ class ShardedOptimizer(BucketedAxis[_Bucket]):
         self, module: nn.Module, layouts: Mapping[str, Layout], links: Links, *, zero: int, bucket: int = BUCKET
     ) -> None:
         wholes: dict[str, nn.Parameter] = {}
-        for name, places in homes(module).items():
+        found = homes(module)
+        for name, places in found.items():
             old = getattr(*places[0])
             wholes[name] = fresh(torch.empty(layouts[name].local, dtype=old.dtype, device=old.device), old)
             replace(places, wholes[name])
@@ -106,7 +107,7 @@ class ShardedOptimizer(BucketedAxis[_Bucket]):
             if layout.local:
                 part = layout.part(0, links.ranks, links.index)
                 mine = mine[slice(*bounds(layout.local[0], links.ranks, links.index))]
-            self._add(name, fresh(mine, whole), part, (whole.data, layout))
+            self._add(name, fresh(mine, whole), part, (whole.data, layout), whole, found[name])
             emptied(whole.data)
         self._flight = InFlight()
         self.begin_again()

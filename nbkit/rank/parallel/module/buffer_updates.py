@@ -12,9 +12,18 @@ from nbkit.rank.parallel.device_mesh import Axes
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns
 
 
+def kept_buffers(model: nn.Module) -> set[str]:
+    """Return the names of the buffers that a state dict of `model` has. Of a model in parts one cannot ask for that."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, part in model.named_modules(remove_duplicate=False)
+        for name in part._buffers.keys() - part._non_persistent_buffers_set
+    }
+
+
 def watched(model: nn.Module) -> list[str]:
     """Names of the buffers to compare: floating ones that a checkpoint holds. Others are scratch by declaration."""
-    kept = model.state_dict().keys()
+    kept = kept_buffers(model)
     return [name for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point()]
 
 

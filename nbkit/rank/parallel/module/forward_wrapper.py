@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from nbkit.errors import StrategyError
+
 _MARK = "_nbkit_parts_of"
 
 _subclasses: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}
@@ -51,6 +53,33 @@ def mark_parts(module: nn.Module, strategy: str) -> None:
     """Note on `module` and all in it that `strategy` has left a part of each on this rank. Copies have it too."""
     for part in module.modules():
         vars(part)[_MARK] = strategy
+
+
+def refuse_copies(module: nn.Module, strategy: str) -> None:
+    """Have `module` and all in it raise where a part of the weights would go for all of them.
+
+    What asks is `model.state_dict()`, `copy.deepcopy(model)`, an AveragedModel, `torch.save(model)`.
+    """
+    methods = {name: _OfParts(name, strategy) for name in ("state_dict", "__deepcopy__", "__reduce_ex__")}
+    for part in module.modules():
+        vars(part).update(methods)
+
+
+class _OfParts:
+    """Stands for a method of a module."""
+
+    def __init__(self, method: str, strategy: str) -> None:
+        self._method, self._strategy = method, strategy
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        is_state = self._method == "state_dict"
+        raise StrategyError(
+            f"{'state_dict()' if is_state else 'A copy'} of the model would have this rank's part of the weights for "
+            f"the whole: {self._strategy} splits them over the ranks.",
+            numbers="" if is_state else "by copy.deepcopy" if self._method == "__deepcopy__" else "by pickle",
+            hint="trainer.full_state_dict()   or job.full_state_dict(), on every rank, is the whole"
+            + ("" if is_state else "; load it into a model that you build anew"),
+        )
 
 
 def marked_parts(module: nn.Module) -> str | None:

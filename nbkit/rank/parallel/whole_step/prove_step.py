@@ -23,6 +23,7 @@ from nbkit.rank.data.batch import pick, rows_of
 from nbkit.rank.host_memory import free_on_host
 from nbkit.rank.loss.mean_over_rows import coarsest
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
+from nbkit.rank.loss.reads_model import ReadsParameters
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.meta_module import homes
@@ -150,6 +151,8 @@ def _proof(
             batch = Batch(data, rows, loss or _sum_of_output, inputs, optimizer or _Descent, microbatch_size and 1)
             with coarsest() as seen:
                 whole = _alone(drawn_model(skeleton, dtype, positive=positive), batch, options, in_parts)
+        except ReadsParameters as error:
+            return StepProof(error)
         except Exception as error:
             why = why or f"a step of {rows} rows in one process fails: {_told(error)}"
             continue

@@ -8,15 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.data_parallel.base import fresh
+from nbkit.rank.parallel.data_parallel.base import Place, fresh
 from nbkit.rank.parallel.data_parallel.bucket_collectives import Links, Reduction, all_gather
 from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, aligned, flat_with_views
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.rank.parallel.zero3.gather_dtypes import Casts
 from nbkit.rank.parallel.zero3.placeholder import NotGathered
 from nbkit.tensor_layout import Layout
-
-Place = tuple[nn.Module, str]
 
 
 class Slot:

@@ -48,10 +48,10 @@ class ShardedParameters(GatherOrder, DataAxis):
         self.units = self._units
         self._proven = proven
         slots = {slot.name: slot for unit in self._units for slot in unit.slots}
-        for name in homes(module):
+        for name, places in homes(module).items():
             slot = slots[name]
             part = slot.layout.part(0, links.ranks, links.index) if slot.layout.local else slot.layout
-            self._add(name, slot.shard, part, (slot.shard.data, part))
+            self._add(name, slot.shard, part, (slot.shard.data, part), slot.shard, places)
         self._passes = 1
         self._hooks = watch(self, self._units, blocks)
         self.reset()
@@ -73,6 +73,19 @@ class ShardedParameters(GatherOrder, DataAxis):
         for unit in self._units:
             yield from unit.tensors()
 
+    def follow(self) -> None:
+        if not (self._computing or self._running or self._root.guarded or self._root.here):
+            super().follow()
+
+    def _begin_forward(self, number: int) -> None:
+        self.follow()  # by hand no step has
+        super()._begin_forward(number)
+
+    def leaves(self) -> list[nn.Parameter]:
+        if not self._leaves:
+            self._leaves = [*super().leaves(), *(p for unit in self._units for slot in unit.slots for p in slot.used)]
+        return self._leaves
+
     def reset(self, *, passes: int = 1) -> None:
         self._passes, self._made = passes, 0
         self._armed = False
@@ -92,6 +105,7 @@ class ShardedParameters(GatherOrder, DataAxis):
 
     @contextmanager
     def computing(self, *, autocast: bool = False) -> Iterator[None]:
+        self.follow()
         self._computing = True
         self._set_autocast(autocast)
         self._guard(True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nbkit.rank.parallel.module.buffer_updates import kept_buffers
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.tensor_layout import Layout
@@ -43,7 +44,7 @@ def not_finite(sharded_model: ShardedModel) -> list[str]:
 def buffers(sharded_model: ShardedModel) -> JobState:
     """The buffers that a checkpoint holds, of modules that run here, by "buffer/NAME"; each is whole."""
     here = {name: buffer for name, buffer in sharded_model.module.named_buffers() if sharded_model.runs(name)}
-    kept = sharded_model.module.state_dict().keys() if here else ()  # asked for at each step
+    kept = kept_buffers(sharded_model.module) if here else ()  # asked for at each step
     return {f"buffer/{name}": (buffer, Layout.whole(buffer.shape)) for name, buffer in here.items() if name in kept}
 
 

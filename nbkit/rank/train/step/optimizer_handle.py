@@ -13,7 +13,7 @@ from nbkit.rank.telemetry.phases import phase
 class OptimizerHandle(torch.optim.Optimizer):
     """Delegates to the optimizer behind it. An Optimizer by type, so that torch's LR schedulers take it.
 
-    update: makes the step. forgotten: hears that the gradients are gone.
+    update: makes the step. forgotten: hears that the gradients are gone, and whether they are None.
     """
 
     inner: torch.optim.Optimizer
@@ -24,7 +24,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         *,
         update: Callable[[], None],
-        forgotten: Callable[[], None],
+        forgotten: Callable[[bool], None],
     ) -> None:
         self.__dict__.update(inner=inner, _update=update, _forgotten=forgotten)
 
@@ -39,7 +39,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         """Forget the gradients."""
         with phase("optimizer"):
             self.inner.zero_grad(set_to_none=set_to_none)
-            self._forgotten()
+            self._forgotten(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self.inner.state_dict()

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Shard, pair, shapes_of, shard_of
 from nbkit.rank.device import accelerator
+from nbkit.rank.loss.reads_model import reading_no_parameter
 from nbkit.rank.loss.row_losses import row_losses
 from nbkit.rank.parallel.grad_norm import clip, scale
 from nbkit.rank.parallel.micro_batch import ForwardPass, Micro, micro_batches, most_passes, whole_of
@@ -79,7 +80,8 @@ class TrainingStep:
         self.microbatch_size = builder.config.microbatch_size
         self.rank, self.world_size, self.device = builder.rank, builder.world_size, builder.device
         self.reduced = False
-        self._forward = ForwardPass(sharded_model, builder.config.loss, builder.config.inputs)
+        loss = reading_no_parameter(builder.config.loss, sharded_model.strategy, builder.module)
+        self._forward = ForwardPass(sharded_model, loss, builder.config.inputs)
         fused = builder.config.fuses_dropout(self.device)
         self._dropout = KeyedDropout(sharded_model.module, seed, builder.options.draws, fused=fused)
         self._watched, self._drift_unknown = watched(sharded_model.module), True

@@ -91,7 +91,7 @@ class Switchable(Training):
         Raises TrainingError where gradients wait for the optimizer: another sharded model would not have them.
         """
         self.level()
-        if self.training_step.reduced and self.ledger.pending and not self.ledger.pending[-1].made:
+        if self.waits_for_update:
             raise TrainingError(
                 "A switch between backward() and optimizer.step() would drop the update.",
                 numbers=f"step {self.step + 1}",
@@ -107,6 +107,7 @@ class Switchable(Training):
         self.feed.fits(new)
         if str(new) == str(old) and not keep:
             return Switched(self.step, old=str(old), new=str(new), identical=True)
+        self._handle.check_alone(new)
         self.builder.learn([new])
         began, ranks = time.perf_counter(), Consensus(old, self.world_size, self.device)
         try:

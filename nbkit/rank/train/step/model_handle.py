@@ -1,0 +1,149 @@
+"""The model as its user holds it: stable objects for it and for each of its parts, whatever strategy is in force.
+
+A strategy computes with modules of its own. Each object that the user may hold (`model`, `head = model.head`) takes on
+the class and the attributes of the one at its place, and stands there itself. Parameters cannot do that: those of an
+earlier strategy raise when their values are used.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from nbkit.errors import TrainingError
+from nbkit.strategy import Strategy
+
+Shown = list[tuple[nn.Module, type[nn.Module], dict[str, Any]]]
+"""Each module of a tree, with its class and attributes."""
+
+
+_handles: weakref.WeakSet[ModelHandle] = weakref.WeakSet()
+
+
+class ModelHandle:
+    """`model` and every module in it, and what they show. whole: the parameters are those that the user made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.whole = model, True
+        _handles.add(self)
+        self._parts = dict(model.named_modules(remove_duplicate=False))
+        self._params = dict(model.named_parameters())
+        self._shows = vars(model)
+
+    def check_alone(self, strategy: Strategy) -> None:
+        """Raises TrainingError where the model of another job has parameters of this one that would be two after this.
+
+        Under ddp both jobs train the same tensors; any other strategy gives a job tensors of its own.
+        """
+        if self._sharing(strategy) is not None:
+            gc.collect()  # a job that nobody holds any more
+        if (found := self._sharing(strategy)) is not None:
+            name, other = found
+            raise TrainingError(
+                f"Another job trains the parameter {name!r} too, and under {strategy} each would have its own.",
+                numbers=f"a model {type(other).__name__}, beside this {type(self.model).__name__}",
+                hint="strategy='ddp' for both; or one model that holds both, in one job; or del the other job",
+            )
+
+    def _sharing(self, strategy: Strategy) -> tuple[str, nn.Module] | None:
+        whole = strategy.mesh.size == strategy.dp and not strategy.zero
+        own = {id(p): name for name, p in self._params.items()}
+        for other in list(_handles):
+            if other.model is not self.model and not (whole and other.whole):
+                for param in other._params.values():
+                    if id(param) in own:
+                        return own[id(param)], other.model
+        return None
+
+    def show(self, module: nn.Module, strategy: Strategy) -> None:
+        """From now on the model and its parts are those of `module`, under `strategy`."""
+        self.whole = strategy.mesh.size == strategy.dp and not strategy.zero
+        places = list(module.named_modules(remove_duplicate=False))
+        stable: dict[int, nn.Module] = {}
+        for path, part in places:
+            handle = stable.setdefault(id(part), self._parts.setdefault(path, part))
+            if handle is not part:
+                handle.__class__, handle.__dict__ = part.__class__, part.__dict__
+        for _, part in places:
+            for name, child in part._modules.items():
+                if child is not None:
+                    part._modules[name] = stable[id(child)]
+        params = dict(module.named_parameters())
+        new = set(map(id, params.values()))
+        for param in params.values():
+            _revive(param)
+        for name, param in self._params.items():
+            if id(param) not in new:
+                _retire(param, name, str(strategy))
+        self._params, self._shows = params, vars(self.model)
+
+    def check(self) -> None:
+        """Raises TrainingError where another job has taken the model over."""
+        if vars(self.model) is not self._shows:
+            raise TrainingError(
+                "Another job has taken over the model of this one.",
+                numbers=type(self.model).__name__,
+                hint="go on with the newer job; or model=lambda: build() for each, which builds two",
+            )
+
+
+def shown_by(module: nn.Module) -> Shown:
+    """What `show_again` brings back."""
+    return [(part, type(part), vars(part)) for part in module.modules()]
+
+
+def show_again(shown: Shown) -> None:
+    """The modules are what they were, whatever they have shown since."""
+    for part, kind, attributes in shown:
+        part.__class__, part.__dict__ = kind, attributes
+
+
+class Retired(nn.Parameter):
+    """A parameter that the model had under another strategy: it answers for its shape, and has no values to use."""
+
+    retired: tuple[type[nn.Parameter], str, str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Retired))
+        _, name, strategy = first.retired
+        raise TrainingError(
+            f"This tensor was the model's parameter {name!r} before {strategy} took over, and is not trained any more.",
+            numbers=f"shape {tuple(first.shape)}, used by {getattr(func, '__name__', func)}",
+            hint=f"job.model.get_parameter({name!r}), or trainer.model, each time that you use it",
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<the parameter {self.retired[1]!r} of before {self.retired[2]}>"
+
+
+_TENSOR: Any = Tensor
+_READ = ("shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "is_sparse", "is_meta")
+
+_HARMLESS = {
+    *(getattr(_TENSOR, name).__get__ for name in _READ),
+    *(_TENSOR.requires_grad.__set__, _TENSOR.data.__set__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.untyped_storage),
+    *(Tensor.data_ptr, Tensor.is_set_to, Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex),
+}
+
+
+def _retire(param: nn.Parameter, name: str, strategy: str) -> None:
+    if not isinstance(param, Retired):
+        param.retired = type(param), name, strategy  # type: ignore[attr-defined]
+        param.__class__ = Retired  # type: ignore[assignment]
+
+
+def _revive(param: nn.Parameter) -> None:
+    if isinstance(param, Retired):
+        before: Any = param.retired[0]
+        param.__class__ = before
+        del param.__dict__["retired"]

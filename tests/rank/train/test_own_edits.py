@@ -1,0 +1,467 @@
+"""What a user does to a model between two steps, by hand: as in one process, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import SEED, points
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
+from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.swa_utils import AveragedModel
+
+from nbkit.errors import NbkitError, StrategyError, TrainingError
+from nbkit.rank.train.job import prepare
+from nbkit.rank.train.trainer import Trainer
+
+DATA = [(x.double(), y) for x, y in points(64)]
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "dp=1 tp=2", "pp"]
+
+QUICKLY = pytest.mark.usefixtures("rows_are_known")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+class Picture(nn.Module):
+    """Has weights that may lie in memory in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grow, self.head = nn.Conv2d(1, 4, (2, 3)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.grow(x.view(-1, 1, 2, 3))).flatten(1))
+
+
+def built(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(SEED)
+    return make().double()
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def trainer_of(make: Callable[[], nn.Module], strategy: str, **changed: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "model": lambda: built(make),
+        "loss": F.cross_entropy,
+        "optimizer": momentum,
+        "data": DATA,
+        "batch_size": 8,
+        "shuffle": False,
+        "strategy": strategy,
+        "log_dir": None,
+        "progress": False,
+    }
+    return Trainer(**(settings | changed))
+
+
+class Alone:
+    """The same in one process, in plain torch."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self.model = built(make)
+        self.optimizer, self.step = momentum(self.model), 0
+
+    def fit(
+        self, steps: int, penalty: Callable[[nn.Module], Any] = lambda _: 0.0, after: Callable[[Any], Any] = id
+    ) -> None:
+        for _ in range(steps):
+            x, y = (torch.stack(part) for part in zip(*DATA[8 * self.step : 8 * self.step + 8], strict=True))
+            (F.cross_entropy(self.model(x), y) + penalty(self.model)).backward()
+            after(self.model)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+def other_memory(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 0.5
+
+
+def by_vector(model: nn.Module) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()) * 0.5, model.parameters())
+
+
+def there_and_back(model: nn.Module) -> None:
+    model.float().double()
+
+
+def other_order(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last)
+
+
+def assigned(model: nn.Module) -> None:
+    """As load_state_dict(assign=True) does. In plain torch the optimizer would not know of them."""
+    for part in model.modules():
+        for name, p in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(p.detach() * 0.5))
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+
+
+def edited(world: Any, folder: str, cases: list[Any]) -> list[list[dict[str, Tensor]]]:
+    """Of each: the weights after an edit; after a step and another edit, those of a job that loads them, those after a
+    switch, and after a step under that."""
+    found = []
+    for make, edit, strategy in cases:
+        trainer = trainer_of(make, strategy)
+        trainer.fit(2)
+        edit(trainer.model)
+        states = [trainer.full_state_dict()]
+        trainer.fit(1)
+        edit(trainer.model)
+        trainer.save(folder)
+        other = trainer_of(make, "ddp")
+        other.load(folder)
+        trainer.switch("zero2" if strategy == "ddp" else "ddp")
+        states += [other.full_state_dict(), trainer.full_state_dict()]
+        trainer.fit(1)
+        found.append([*states, trainer.full_state_dict()])
+    return found
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@QUICKLY
+def test_memory_that_the_user_puts_in_place_of_a_parameters_is_what_is_trained_saved_and_switched(
+    tmp_path: Path, strategy: str
+) -> None:
+    edits = [(Net, other_memory), (Net, assigned)]
+    edits += [(Picture, other_order)] if strategy in STRATEGIES[:3] else [(Net, by_vector)]
+    edits += [(Net, there_and_back)] if strategy == "ddp" else []
+    cases = [(make, edit, strategy) for make, edit in edits]
+    for rank in run_ranks(edited, 2, str(tmp_path / "saved"), cases):
+        for (after, loaded, switched, on), (make, edit, _) in zip(rank, cases, strict=True):
+            same = edit if edit in (there_and_back, other_order) else in_place
+            alone = Alone(make)
+            alone.fit(2)
+            same(alone.model)
+            assert_alike(after, alone.full_state_dict())
+            alone.fit(1)
+            same(alone.model)
+            assert_alike(loaded, alone.full_state_dict())
+            assert_alike(switched, alone.full_state_dict())
+            alone.fit(1)
+            assert_alike(on, alone.full_state_dict())
+
+
+def pruned(model: nn.Module) -> None:
+    prune.random_unstructured(model.head, "weight", 0.5)
+
+
+def normed(model: nn.Module) -> None:
+    weight_norm(model.head)
+
+
+def tied(model: nn.Module) -> None:
+    model.blocks[0].up.weight = model.blocks[1].up.weight
+
+
+def halved(model: nn.Module) -> None:
+    model.half()
+
+
+def refused(world: Any, edits: list[Any], strategies: list[str]) -> list[list[str]]:
+    found = []
+    for strategy in strategies:
+        for edit in edits:
+            said = []
+            trainer = trainer_of(Net, strategy)
+            trainer.fit(1)
+            edit(trainer.model)
+            for act in (trainer.full_state_dict, lambda trainer=trainer: trainer.fit(1)):
+                with pytest.raises(NbkitError) as raised:
+                    act()
+                said.append(str(raised.value))
+            found.append(said)
+    return found
+
+
+@QUICKLY
+def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
+    edits = {pruned: "'head.weight' is not", normed: "'head.weight' is not", tied: "'blocks.0.up.weight' is not"}
+    edits[halved] = "has become another one"
+    (first, second) = run_ranks(refused, 2, list(edits), ["ddp", "zero1", "zero3"])
+    assert first == second
+    found = iter(first)
+    for _ in range(3):
+        for wanted in edits.values():
+            assert all(wanted in said for said in next(found))
+
+
+def held_parts(world: Any, chains: list[str]) -> list[list[list[Any]]]:
+    """By chain: for parts that a variable held before the job and since, whether they are those in force; then what
+    their weights are; then what a parameter says that was held before."""
+    found = []
+    for chain in chains:
+        first, *later = chain.split(" > ")
+        model = built(Net)
+        blocks, head, weight = model.blocks, model.head, model.head.weight
+        trainer = trainer_of(Net, first, model=model)
+        trainer.fit(1)
+        since = trainer.model.head
+        for strategy in later:
+            trainer.switch(strategy)
+            trainer.fit(1)
+        now = trainer.model
+        parts = [blocks is now.blocks, head is now.head, since is now.head, head.weight is now.head.weight]
+        trainer.switch("ddp")
+        found.append([all(parts), head.weight.detach().clone(), trainer.full_state_dict()["head.weight"]])
+        trainer.switch("zero1")
+        try:
+            found[-1].append(str(weight.sum()))
+        except TrainingError as error:
+            found[-1].append(str(error))
+    return found
+
+
+@QUICKLY
+def test_parts_in_a_variable_are_those_that_train_and_a_parameter_raises_once_it_is_left() -> None:
+    for rank in run_ranks(held_parts, 2, ["ddp", "zero1 > dp=1 tp=2", "zero3 > pp", "pp > zero2"]):
+        for alike, held, whole, said in rank:
+            assert alike and torch.equal(held, whole)
+            assert "'head.weight' before zero1 took over" in said or "'head.weight' before" in said, said
+            assert "get_parameter('head.weight')" in said
+
+
+def penalised(world: Any, strategies: list[str]) -> list[list[str]]:
+    """What a backward pass of the user's own says before and after that of the job, and what the job says then."""
+    found = []
+    batches = [tuple(torch.stack(part) for part in zip(*DATA[at : at + 8], strict=True)) for at in (0, 8)]
+    for strategy in strategies:
+        job = prepare(
+            lambda: built(Net), momentum, loss=F.cross_entropy, strategy=strategy, example=batches[0], log_dir=None
+        )
+
+        def penalty(job: Any = job) -> None:
+            sum(p.pow(2).sum() for p in job.model.parameters()).backward()
+
+        penalty()
+        said = []
+        for act in (lambda job=job: job.backward(batches[0]), penalty):
+            with pytest.raises(TrainingError) as raised:
+                act()
+            said.append(str(raised.value))
+            job.backward(batches[0])
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        penalty()  # as one that goes on to another model would leave it
+        job.model.zero_grad()
+        job.optimizer.zero_grad(set_to_none=False)
+        job.backward(batches[1])
+        job.optimizer.step()
+        found.append([*said, job.full_state_dict()])
+    return found
+
+
+@QUICKLY
+def test_a_backward_pass_of_the_users_own_is_refused_before_and_after_that_of_the_job() -> None:
+    alone = Alone(Net)
+    alone.fit(2)
+    hybrid = "zero=3 dp=4 shard=2"
+    for rank in [*run_ranks(penalised, 2, STRATEGIES), *run_ranks(penalised, 4, [hybrid])]:
+        for before, after, state in rank:
+            assert "from before job.backward" in before and "penalty(model)" in before, before
+            assert "of your own has added" in after and "penalty(model)" in after, after
+            assert_alike(state, alone.full_state_dict())
+
+
+def in_the_loss(world: Any, strategies: list[str]) -> list[Any]:
+    found: list[Any] = []
+    for strategy in strategies:
+        model = built(Net)
+        head, made = model.head, {"model": model}
+
+        def loss(output: Tensor, target: Tensor, head: Any = head, made: Any = made) -> Tensor:
+            penalty = head.weight.norm() + sum(p.pow(2).sum() for p in made["model"].parameters())
+            return F.cross_entropy(output, target) + 0.1 * penalty
+
+        try:
+            trainer = trainer_of(Net, strategy, model=model, loss=loss)
+            trainer.fit(2)
+            found.append(trainer.full_state_dict())
+        except StrategyError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_penalty_in_the_loss_counts_once_or_is_refused_where_a_rank_has_a_part() -> None:
+    alone = Alone(Net)
+    penalty = lambda model: model.head.weight.norm() + sum(p.pow(2).sum() for p in model.parameters())  # noqa: E731
+    alone.fit(2, lambda model: 0.1 * penalty(model))
+    for *whole, tp, pp in run_ranks(in_the_loss, 2, ["ddp", "zero2", "zero3", "dp=1 tp=2", "pp"]):
+        for state in whole:
+            assert_alike(state, alone.full_state_dict())
+        assert all("The loss reads the model's parameter 'head.weight'" in said for said in (tp, pp)), (tp, pp)
+
+
+def copied(world: Any, strategies: list[str]) -> list[list[Any]]:
+    """By strategy: the weights in a state dict, a copy, an average and a pickle, or what is said; and the whole."""
+    found = []
+    for strategy in strategies:
+        trainer = trainer_of(Net, strategy)
+        trainer.fit(1)
+        model, head = trainer.model, trainer.model.head
+        asked: list[Callable[[], Any]] = [
+            lambda model=model: model.state_dict(),
+            lambda head=head: {f"head.{name}": tensor for name, tensor in head.state_dict().items()},
+            lambda model=model: nn.ModuleList([model])[0].state_dict(),
+            lambda model=model: copy.deepcopy(model).state_dict(),
+            lambda head=head: {f"head.{name}": tensor for name, tensor in copy.deepcopy(head).state_dict().items()},
+            lambda model=model: AveragedModel(model).module.state_dict(),
+            lambda model=model: saved_by_torch(model).state_dict(),
+        ]
+        said: list[Any] = []
+        for ask in asked:
+            try:
+                said.append({name: tensor.clone() for name, tensor in ask().items()})
+            except StrategyError as error:
+                said.append(str(error))
+        trainer.switch("ddp")
+        said.append(dict(trainer.model.state_dict()))
+        found.append([*said, trainer.full_state_dict()])
+    return found
+
+
+def saved_by_torch(model: nn.Module) -> nn.Module:
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    found: nn.Module = torch.load(file, weights_only=False)
+    return found
+
+
+@QUICKLY
+def test_what_would_copy_a_part_of_the_weights_says_how_to_have_the_whole() -> None:
+    for rank in run_ranks(copied, 2, STRATEGIES):
+        for strategy, (*asked, switched, whole) in zip(STRATEGIES, rank, strict=True):
+            assert_alike(switched, whole)
+            for found in asked:
+                if strategy in ("ddp", "zero1", "zero2"):
+                    assert_alike(found, {name: tensor for name, tensor in whole.items() if name in found})
+                    assert "head.weight" in found
+                else:
+                    assert "trainer.full_state_dict()" in found and "splits them over the ranks" in found, found
+
+
+class Two(nn.Module):
+    def __init__(self, trunk: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(x))
+
+
+def two_jobs(world: Any) -> list[Any]:
+    batches = [tuple(torch.stack(part) for part in zip(*DATA[at : at + 8], strict=True)) for at in (0, 8)]
+
+    def jobs(strategies: list[str]) -> list[Any]:
+        torch.manual_seed(SEED)
+        trunk = Block().double()
+        models = [Two(trunk, nn.Linear(6, 3).double()) for _ in strategies]
+        return [
+            prepare(model, momentum, loss=F.cross_entropy, strategy=strategy, example=batches[0], log_dir=None)
+            for model, strategy in zip(models, strategies, strict=True)
+        ]
+
+    found: list[Any] = []
+    for strategies in (["zero1", "zero1"], ["ddp", "zero3"], ["zero2", "ddp"]):
+        with pytest.raises(TrainingError) as raised:
+            jobs(strategies)
+        found.append(str(raised.value))
+    both = jobs(["ddp", "ddp"])
+    for batch in batches:
+        for job in both:
+            job.backward(batch)
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+    found += [job.full_state_dict() for job in both]
+    with pytest.raises(TrainingError) as raised:
+        both[0].switch("zero1")
+    found.append(str(raised.value))
+
+    first = prepare(both[0].model, momentum, loss=F.cross_entropy, strategy="ddp", log_dir=None)
+    del both, job
+    prepare(first.model, momentum, loss=F.cross_entropy, strategy="zero1", log_dir=None)
+    with pytest.raises(TrainingError) as raised:
+        first.backward(batches[0])
+    return [*found, str(raised.value)]
+
+
+@QUICKLY
+def test_jobs_of_one_model_or_of_models_that_share_parameters_train_the_same_or_are_refused() -> None:
+    torch.manual_seed(SEED)
+    trunk = Block().double()
+    models = [Two(trunk, nn.Linear(6, 3).double()) for _ in range(2)]
+    alone = [Alone(lambda model=model: model) for model in models]
+    for _ in range(2):
+        for each in alone:
+            each.fit(1)
+    for refused, hybrid, later, one, two, switched, taken in run_ranks(two_jobs, 2):
+        for said in (refused, hybrid, later, switched):
+            assert "Another job trains the parameter 'trunk." in said and "strategy='ddp'" in said, said
+        assert "taken over the model" in taken, taken
+        assert_alike(one, alone[0].full_state_dict())
+        assert_alike(two, alone[1].full_state_dict())
+
+
+def in_no_group(world: Any, strategies: list[str]) -> list[tuple[dict[str, Tensor], list[float]]]:
+    found = []
+    for strategy in strategies:
+        trainer = trainer_of(Net, strategy, optimizer=lambda model: momentum(model.head), log_every=1)
+        trainer.fit(3)
+        found.append((trainer.full_state_dict(), [record["grad_norm"] for record in trainer.history]))
+    return found
+
+
+@QUICKLY
+def test_gradients_of_parameters_that_no_group_has_do_not_add_up_over_steps() -> None:
+    alone = Alone(Net)
+    alone.optimizer = momentum(alone.model.head)  # type: ignore[arg-type]
+    norms = []
+    for _ in range(3):
+        alone.fit(1, after=lambda model: norms.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))
+        alone.model.zero_grad()
+    for rank in run_ranks(in_no_group, 2, ["ddp", "zero1", "zero3", "pp"]):
+        for state, found in rank:
+            assert_alike(state, alone.full_state_dict())
+            assert found == pytest.approx([float(norm) for norm in norms], rel=1e-6)
