@@ -220,7 +220,7 @@ call_of_module: Any = _symbol(
     fallback=nn.Module.__call__,
 ).__code__  # fmt: skip
 _attributes(
-    "torch.nn:Module().", "_parameters _buffers _modules _forward_hooks _forward_pre_hooks",
+    "torch.nn:Module().", "_parameters _buffers _modules _non_persistent_buffers_set _forward_hooks _forward_pre_hooks",
     "replace a model's parameters and see who calls it", "no strategy can be applied",
 )  # fmt: skip
 _attributes(

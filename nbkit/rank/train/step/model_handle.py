@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from nbkit.errors import TrainingError
+from nbkit.rank.torch_private import tree_leaves
 from nbkit.strategy import Strategy
 
 Shown = list[tuple[nn.Module, type[nn.Module], dict[str, Any]]]
