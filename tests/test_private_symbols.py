@@ -102,12 +102,13 @@ def losses_without(paths: list[str]) -> list[float]:
         environment = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "tests.support.training_without", *paths]
         ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     losses: list[float] = json.loads(outputs[0].splitlines()[-1])
     return losses
 
 
+@pytest.mark.timeout(400)
 def test_a_training_on_a_torch_without_them_has_the_same_losses() -> None:
     assert len(WITHOUT) == 19
     assert losses_without(WITHOUT) == pytest.approx(losses_without([]), rel=1e-5)
