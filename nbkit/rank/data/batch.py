@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from nbkit.device_speeds import rows_by_speed
 from nbkit.errors import TrainingError
@@ -84,6 +85,8 @@ def numbers_of(parts: Parts, total: int, ranks: int, rank: int) -> Sequence[int]
 def rows_of(batch: Any) -> int:
     """Rows of a collated batch: the length of its first tensor (or list of values)."""
     if isinstance(batch, Tensor):
+        if batch.is_nested or batch.layout is not torch.strided:
+            raise _in_no_rows(*(_NESTED if batch.is_nested else _SPARSE))
         if batch.ndim == 0:
             raise TrainingError(
                 "A batch holds a tensor without rows.",
@@ -98,7 +101,68 @@ def rows_of(batch: Any) -> int:
     raise TrainingError(
         "A batch has no tensor whose rows could be counted.",
         numbers=f"got {type(batch).__name__}",
-        hint="yield (input, target) tensors, or a dict of tensors with inputs=[...]",
+        hint="yield (input, target) tensors, or a dict of tensors with inputs=[...]; of graphs, nodes that are padded "
+        "to one number, with a mask",
+    )
+
+
+def check_rows(batch: Any, samples: int) -> None:
+    """Raises TrainingError for a collated batch that has no row for each of `samples` samples."""
+    if (rows := rows_of(batch)) != samples:
+        raise _without_rows(batch, samples) or TrainingError(
+            "The collated batch has another number of rows than samples.",
+            numbers=f"{samples} samples, {rows} rows",
+            hint="collate so that dim 0 of every tensor is the sample",
+        )
+
+
+def _without_rows(batch: Any, samples: int | None) -> TrainingError | None:
+    """What to raise for a batch of a kind that is not cut by rows; None where it is none of these."""
+    if (found := _ragged(batch)) is not None:
+        return _in_no_rows(*found)
+    first = next(_tensors(batch), None)
+    if samples is not None and first is not None and first.ndim > 1 and first.shape[1] == samples:
+        return TrainingError(
+            "The batch has another dim in front of its rows, such as time.",
+            numbers=f"shape {tuple(first.shape)}, {samples} samples in dim 1",
+            hint="samples in front, as default_collate gives them, and x.transpose(0, 1) in the model's forward; or "
+            "batch_first=True of its layers",
+        )
+    return None
+
+
+_SPARSE = "a sparse tensor", "collate= with t.to_dense()"
+_NESTED = "a nested tensor", "collate= with torch.nested.to_padded_tensor(t, 0), and a mask"
+
+
+def _in_no_rows(kind: str, hint: str) -> TrainingError:
+    return TrainingError(f"A batch holds {kind}: it cannot be cut into rows.", hint=hint)
+
+
+def _ragged(part: Any) -> tuple[str, str] | None:
+    """What it is that has no rows of one size, and what to give in its place."""
+    if isinstance(part, PackedSequence):
+        return "a PackedSequence", (
+            "collate= with pad_sequence(rows, batch_first=True) and the lengths; pack_padded_sequence(x, "
+            "lengths.cpu(), batch_first=True, enforce_sorted=False) in the model's forward"
+        )
+    if isinstance(part, Tensor):
+        if part.is_nested:
+            return _NESTED
+        return _SPARSE if part.layout != torch.strided else None
+    if isinstance(part, list) and part and all(isinstance(one, Tensor) for one in part):
+        return None if len({one.shape for one in part}) == 1 else _list("tensors of unequal shapes")
+    if isinstance(part, list) and part and all(isinstance(one, Mapping) for one in part):
+        return _list("dicts")
+    if isinstance(part, tuple | list | Mapping):
+        each = part.values() if isinstance(part, Mapping) else part
+        return next((found for one in each if (found := _ragged(one)) is not None), None)
+    return None
+
+
+def _list(of: str) -> tuple[str, str]:
+    return f"a list of {of}", (
+        "collate= that gives one tensor of each kind: images of one size, boxes padded to one number with a mask"
     )
 
 
@@ -124,6 +188,24 @@ def pick(batch: Any, chosen: Sequence[int], *, rows: int) -> Any:
 
 
 def _cut(batch: Any, of: Callable[[Any], Any], rows: int) -> Any:
+    try:
+        return _cut_parts(batch, of, rows)
+    except _Uneven as uneven:
+        raise _without_rows(batch, uneven.rows) or TrainingError(
+            "A part of the batch has another number of rows, so that it cannot be cut for ranks or micro-batches.",
+            numbers=f"{uneven.what}, beside {rows} rows",
+            hint="give it a row per sample: mask.expand(rows, ...); or keep it in the model as a buffer",
+        ) from None
+
+
+class _Uneven(Exception):
+    """A part of a batch has another number of rows than its first part."""
+
+    def __init__(self, what: str, rows: int | None) -> None:
+        self.what, self.rows = what, rows
+
+
+def _cut_parts(batch: Any, of: Callable[[Any], Any], rows: int) -> Any:
     if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor | Mapping | tuple | list):
         # The parts of a batch (input, target), never one entry per row, however many there are.
         return [_rows(part, of, rows) for part in batch]
@@ -138,16 +220,15 @@ def _rows(part: Any, of: Callable[[Any], Any], rows: int) -> Any:
             return of(part)
         if any(isinstance(inner, Tensor | Mapping | tuple | list) for inner in part):
             return [_rows(inner, of, rows) for inner in part]
+    if isinstance(part, Tensor) and (part.is_nested or part.layout is not torch.strided):
+        raise _Uneven("a nested or sparse tensor", None)
     # Arrays of numpy have a shape too.
     shape = getattr(part, "shape", None)
     if shape is not None and tuple(shape[:1]) == (rows,):
         return of(part)
     if shape is not None or (isinstance(part, tuple | list) and part):
-        raise TrainingError(
-            "A part of the batch has another number of rows, so that it cannot be cut for ranks or micro-batches.",
-            numbers=f"{f'shape {tuple(shape)}' if shape is not None else f'{len(part)} values'}, beside {rows} rows",
-            hint="give it a row per sample: mask.expand(rows, ...); or keep it in the model as a buffer",
-        )
+        count = len(part) if shape is None else int(shape[0]) if len(shape) else None
+        raise _Uneven(f"shape {tuple(shape)}" if shape is not None else f"{count} values", count)
     return part
 
 

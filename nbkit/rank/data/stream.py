@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.batch import Shard, rows_of
+from nbkit.rank.data.batch import Shard, check_rows
 from nbkit.rank.data.workers import Draws
 
 Collate = Callable[[list[Any]], Any]
@@ -114,12 +114,7 @@ def fetched(data: Any, indices: list[int], mine: Sequence[int], collate: Collate
 
 def checked(batch: Any, samples: int) -> Any:
     """`batch`, which has a row for each of so many samples."""
-    if (rows := rows_of(batch)) != samples:
-        raise TrainingError(
-            "The collated batch has another number of rows than samples.",
-            numbers=f"{samples} samples, {rows} rows",
-            hint="collate so that dim 0 of every tensor is the sample",
-        )
+    check_rows(batch, samples)
     return batch
 
 

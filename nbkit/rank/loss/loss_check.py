@@ -320,12 +320,27 @@ class _Look:
                 hint="a mask over the padding, also where positions are averaged, or collate= that pads to one length; "
                 "statistics of a batch need whole batches: one rank, or strategy='tp', without microbatch_size=",
             )
+        if (path := self._time_first(name)) is not None:
+            return Coupled(
+                f"The model mixes the rows of a batch: {path!r} has batch_first=False and takes dim 1 for the rows",
+                numbers=mixed,
+                hint="batch_first=True; or x.transpose(0, 1) before it in the model's forward, and behind it",
+            )
         return Coupled(
             f"The model mixes the rows of a batch: what {name or 'its forward'} gives for one depends on the others",
             numbers=mixed,
             hint="experts that choose their tokens, or drop them by a capacity, and statistics of a batch need whole "
             "batches: one rank, or strategy='tp', without microbatch_size=; or let each token choose (top-k)",
         )
+
+    def _time_first(self, name: str) -> str | None:
+        """Path of the module with batch_first=False that the module `name`, quoted, is or is in; None without one."""
+        path = name.strip("'")
+        while path:
+            if getattr(self.trial.module.get_submodule(path), "batch_first", None) is False:
+                return path
+            path = path.rpartition(".")[0]
+        return None
 
     def _first_to_mix(self, seen: RowPair) -> str:
         """The first module, innermost, that gets the same for some rows beside others, and gives something else."""

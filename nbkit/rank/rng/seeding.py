@@ -135,7 +135,7 @@ def build(model: nn.Module | Callable[[], nn.Module], *, seed: int, device: torc
 
 
 def _refuse_kinds(module: nn.Module) -> None:
-    """Raises TrainingError for tensors and modules that cannot be sent, cut or copied as others are."""
+    """Raise TrainingError for tensors and modules that cannot be sent, cut or copied as others are."""
     for path, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise TrainingError(
