@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -465,3 +466,51 @@ def test_gradients_of_parameters_that_no_group_has_do_not_add_up_over_steps() ->
         for state, found in rank:
             assert_alike(state, alone.full_state_dict())
             assert found == pytest.approx([float(norm) for norm in norms], rel=1e-6)
+
+
+def normalised(world: Any, strategies: list[str]) -> list[Any]:
+    """The weights where columns are normalised between steps, and what is warned of."""
+    found = []
+    for strategy in strategies:
+        trainer = trainer_of(Net, strategy)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                trainer.fit(1)
+                columns(trainer.model)
+        said = [str(each.message) for each in caught if "changed between two steps" in str(each.message)]
+        found.append([trainer.full_state_dict(), said])
+    return found
+
+
+@torch.no_grad()
+def columns(model: nn.Module) -> None:
+    weight = model.blocks[0].up.weight
+    weight.div_(weight.norm(dim=0, keepdim=True))
+
+
+def quietly(world: Any, strategies: list[str]) -> list[str]:
+    """What is warned of where nobody changes weights: steps, a load, a switch."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for strategy in strategies:
+            trainer = trainer_of(Net, strategy)
+            trainer.fit(2)
+            trainer.evaluate(DATA)
+            trainer.switch("dp=1 tp=2" if strategy == "zero3" else "zero3")
+            trainer.fit(2)
+    return [str(each.message) for each in caught if "changed between" in str(each.message)]
+
+
+@QUICKLY
+def test_columns_that_are_normalised_between_steps_are_right_or_warned_of_once() -> None:
+    alone = Alone(Net)
+    for _ in range(3):
+        alone.fit(1)
+        columns(alone.model)
+    for zero2, zero3, tp in run_ranks(normalised, 2, ["zero2", "zero3", "dp=1 tp=2"])[:1]:
+        assert zero2[1] == []
+        assert_alike(zero2[0], alone.full_state_dict())
+        for parts in (zero3, tp):
+            assert len(parts[1]) == 1 and "switch('zero2')" in parts[1][0]
+    assert run_ranks(quietly, 2, ["zero3", "dp=1 tp=2"]) == [[], []]

@@ -122,6 +122,10 @@ class DataAxis:
             self._leaves = list({id(p): p for p in (*self._shown.values(), *self.held.values())}.values())
         return self._leaves
 
+    def parts(self) -> list[nn.Parameter]:
+        """What the module shows between two steps of parameters of which this rank has a part alone."""
+        return [p for name, p in self._shown.items() if not self._weights[name][1].is_whole]
+
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that shows memory of the weights."""
         yield from self.held.values()

@@ -15,6 +15,7 @@ pass; it travels beside the backward pass. So does that of a mean over the targe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ class TrainingStep:
         self._dropout = KeyedDropout(sharded_model.module, seed, builder.options.draws, fused=fused)
         self._watched, self._drift_unknown = watched(sharded_model.module), True
         self._coupled = any(isinstance(module, nn.SyncBatchNorm) for module in sharded_model.module.modules())
+        # Parameters of which a rank has a part, and how often they had been changed when the last step was made.
+        self._parts, self._changes = sharded_model.data.parts(), list[int]()
         # Whether the loss function gives (sum, weight): only who calls it knows, until the first step is read.
         self._summed: bool | None = None
 
@@ -101,7 +104,7 @@ class TrainingStep:
         """Do again, on every rank alike, what is done once in the first step."""
         self.sharded_model.begin_again()
         self.precision.level()
-        self._drift_unknown = True
+        self._drift_unknown, self._changes = True, []
 
     def rows(self, batch: Any) -> Shard:
         """This rank's rows of a global batch. Ranks that work on the same rows draw the same."""
@@ -132,6 +135,8 @@ class TrainingStep:
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
         apart = sharded_model.data.apart
         sharded_model.data.reset(passes=most_passes(shard, sharded_model, self.microbatch_size))
+        if self._changes and [p._version for p in self._parts] != self._changes:
+            self._warn_of_changes()
         if self._coupled:
             dp, parts = sharded_model.axes.size("dp"), shard.parts
             check_level(shard.total, ranks=dp, microbatch_size=self.microbatch_size, parts=parts)
@@ -252,7 +257,21 @@ class TrainingStep:
             self.sharded_model.data.after_step()
             if not late:
                 self.sharded_model.data.settle()
+        if self._parts:
+            self._changes = [p._version for p in self._parts]
         self.ledger.made()
+
+    def _warn_of_changes(self) -> None:
+        """Once: somebody has changed weights between two steps, of which no rank sees the whole."""
+        self._parts, self._changes = [], []
+        if self.rank == 0:
+            strategy = self.sharded_model.strategy
+            warnings.warn(
+                f"weights were changed between two steps, and a rank has a part of each under {strategy}: that is right "
+                "where each element is changed by itself, as p.mul_(0.9) does, and wrong for norms, means and rows of "
+                "the whole: trainer.switch('zero2') first, or 'ddp'",
+                stacklevel=2,
+            )
 
     def boundary(self) -> None:
         """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""
