@@ -150,8 +150,10 @@ def _ragged(part: Any) -> tuple[str, str] | None:
         if part.is_nested:
             return _NESTED
         return _SPARSE if part.layout != torch.strided else None
-    if isinstance(part, list) and part and all(isinstance(one, Tensor) for one in part):
-        return None if len({one.shape for one in part}) == 1 else _list("tensors of unequal shapes")
+    # Two may be the inputs of a model, one of which has another number of rows.
+    if isinstance(part, list) and len(part) > 2 and all(isinstance(one, Tensor) for one in part):
+        alike = len({(one.ndim, one.dtype) for one in part}) == 1
+        return _list("tensors of unequal shapes") if alike and len({one.shape for one in part}) > 1 else None
     if isinstance(part, list) and part and all(isinstance(one, Mapping) for one in part):
         return _list("dicts")
     if isinstance(part, tuple | list | Mapping):

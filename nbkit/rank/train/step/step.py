@@ -267,9 +267,9 @@ class TrainingStep:
         if self.rank == 0:
             strategy = self.sharded_model.strategy
             warnings.warn(
-                f"weights were changed between two steps, and a rank has a part of each under {strategy}: that is right "
-                "where each element is changed by itself, as p.mul_(0.9) does, and wrong for norms, means and rows of "
-                "the whole: trainer.switch('zero2') first, or 'ddp'",
+                f"weights were changed between two steps, and a rank has a part of each under {strategy}: that is "
+                "right where each element is changed by itself, as p.mul_(0.9) does, and wrong for norms, means and "
+                "rows of the whole: trainer.switch('zero2') first, or 'ddp'",
                 stacklevel=2,
             )
 
