@@ -229,7 +229,8 @@ def _rows(part: Any, of: Callable[[Any], Any], rows: int) -> Any:
     if shape is not None and tuple(shape[:1]) == (rows,):
         return of(part)
     if shape is not None or (isinstance(part, tuple | list) and part):
-        count = len(part) if shape is None else int(shape[0]) if len(shape) else None
+        # With as many dims as what it stands beside, it is no target of samples that lie along dim 1.
+        count = len(part) if shape is None else int(shape[0]) if len(shape) == 1 else None
         raise _Uneven(f"shape {tuple(shape)}" if shape is not None else f"{count} values", count)
     return part
 
