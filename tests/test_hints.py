@@ -119,8 +119,9 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
             yield from _options(below)
 
 
+_OF_OTHER_PROGRAMS = ("--upgrade", "--index-url", "--install", "--shm-size")  # of pip, wsl and docker
 OPTIONS = {option for make in PARSERS.values() for option in _options(make())}
-OPTIONS |= {*_options(prepare_parser(subcommands())), "--upgrade", "--index-url", "--install", "--shm-size"}  # of pip, wsl, docker
+OPTIONS |= {*_options(prepare_parser(subcommands())), *_OF_OTHER_PROGRAMS}
 COMMANDS = {module.__name__.rpartition(".")[2] for module in subcommands()}
 ALL_SOURCE = "".join(path.read_text() for path in SOURCES)
 
