@@ -98,7 +98,7 @@ class Missing:
     def _refuse(self) -> NoReturn:
         raise ClusterError(
             self._symbol.problem() or f"{self._symbol.path} cannot be used.",
-            hint="nbkit doctor lists the versions that nbkit was tested with",
+            hint="nbkit doctor lists the versions that were tested",
         )
 
 

@@ -91,7 +91,7 @@ def missing(hint: str) -> Iterator[str]:
     """What a hint tells to type that is not there."""
     typed = re.findall(r"(%%?)([a-z_]+)(?: +([a-z]+)\b)?", hint)
     for sign, name, word in typed:
-        if name not in ("load_ext", "run") and sign + name not in PARSERS:
+        if name not in ("load_ext", "run", "env") and sign + name not in PARSERS:
             yield sign + name
         elif word and (verbs := _verbs(PARSERS.get(sign + name))) and word not in verbs:
             yield f"{sign}{name} {word}"
@@ -119,8 +119,9 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
             yield from _options(below)
 
 
+_OF_OTHER_PROGRAMS = ("--upgrade", "--index-url", "--install", "--shm-size")  # of pip, wsl and docker
 OPTIONS = {option for make in PARSERS.values() for option in _options(make())}
-OPTIONS |= {*_options(prepare_parser(subcommands())), "--upgrade", "--index-url", "--install"}  # of pip and wsl
+OPTIONS |= {*_options(prepare_parser(subcommands())), *_OF_OTHER_PROGRAMS}
 COMMANDS = {module.__name__.rpartition(".")[2] for module in subcommands()}
 ALL_SOURCE = "".join(path.read_text() for path in SOURCES)
 

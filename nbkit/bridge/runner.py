@@ -118,18 +118,18 @@ class Runner:
     def interrupt(self, running: Running, *, insist: bool = False) -> None:
         """From a thread: raise KeyboardInterrupt in the main thread, if that is in user code and `running` goes on.
 
-        insist: also where the cell has set a handler of its own for SIGINT, which was called before.
+        insist: also where the cell has a handler of its own for SIGINT, which was called before, or has blocked it.
         """
         self.target = running
-        number = _OWN_SIGNAL if insist and signal.getsignal(signal.SIGINT) != self._on_sigint else signal.SIGINT
         ident = threading.main_thread().ident
         if ident is not None:
-            signal.pthread_kill(ident, number)
+            signal.pthread_kill(ident, _OWN_SIGNAL if insist else signal.SIGINT)
 
     def _hear_interrupts(self) -> None:
-        """A handler that a cell has set for SIGINT is the cell's: the next one can be stopped as ever."""
+        """Hear SIGINT: a handler that a cell has set for it is that cell's, and the next one can be stopped as ever."""
         for number in (signal.SIGINT, _OWN_SIGNAL):
             signal.signal(number, self._on_sigint)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, _OWN_SIGNAL))
 
     def _run(self, running: Running, enters: ast.NodeTransformer | None, remark: str) -> CellRecord:
         request = running.request

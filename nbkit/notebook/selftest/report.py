@@ -15,6 +15,7 @@ from typing import Literal
 import nbkit
 from nbkit.notebook.doctor import doctor
 from nbkit.notebook.user_files import write_file
+from nbkit.quoting import user_path
 
 _PACKAGES = ("torch", "ipyparallel", "ipykernel", "jupyter_client", "numpy", "psutil")
 _TELLING = ("TORCH", "PYTORCH", "NCCL", "CUDA")
@@ -117,5 +118,5 @@ def _cell(text: str) -> str:
 
 
 def _without_home(text: str) -> str:
-    home = str(Path.home())
+    home = str(user_path("~"))
     return text.replace(home, "~") if len(home) > 1 else text

@@ -113,11 +113,16 @@ def blame_weights(error: NotFinite, names: str, before: Pending | None) -> None:
 
 
 def _samples_of(pending: Pending, ranks: Sequence[int]) -> str:
+    """Say which samples these ranks had in a step; those of one pipeline or one tensor group have the same."""
+    by_part: dict[int, list[int]] = {}
+    for rank in ranks:
+        by_part.setdefault(pending.mesh.index(rank)["dp"], []).append(rank)
     where = []
-    for rank in ranks[:4]:
-        rows = numbers_of(pending.parts, pending.samples, pending.mesh.dp, pending.mesh.index(rank)["dp"])
+    for part, same in list(by_part.items())[:4]:
+        rows = numbers_of(pending.parts, pending.samples, pending.mesh.dp, part)
         shown = ", ".join(str(pending.indices[row]) for row in rows[:16]) + ", ..." * (len(rows) > 16)
-        where.append(f"rank {rank}: samples {shown}")
+        names = ", ".join(map(str, same[:8])) + ", ..." * (len(same) > 8)
+        where.append(f"rank{'s' * (len(same) > 1)} {names}: samples {shown}")
     return "; ".join(where)
 
 

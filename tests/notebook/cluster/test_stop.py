@@ -205,7 +205,9 @@ import signal, time
 pressed = []
 signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
 """
-    for source in (f"{handler}while True: time.sleep(0.05)", "import time; time.sleep(600)"):
+    blocked = f"{handler}signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\n"
+    loop = "while True: time.sleep(0.05)"
+    for source in (f"{handler}{loop}", "import time; time.sleep(600)", f"{blocked}{loop}", f"{handler}{loop}"):
         error = run_pressed(two, source, lambda: (time.sleep(1), press(two)))
         assert isinstance(error, CellStopped) and "variables live on" in str(error), error
     found = two.run("(len(pressed), signal.getsignal(signal.SIGINT).__qualname__)").values

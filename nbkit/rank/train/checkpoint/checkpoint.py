@@ -125,18 +125,20 @@ def write(taken: Taken, *, rank: int, gather: Callable[[Any], list[Any]]) -> Non
 
         unseen, *_ = _everywhere(lambda: put_in_place() if rank == 0 else None, taken.path, gather)
         if unseen:
-            raise not_shared(taken.path, unseen)
+            raise not_shared([part.folder for part in parts], unseen)
     except BaseException:
         writer.discard()
         raise
 
 
-def not_shared(path: Path, ranks: Sequence[int]) -> TrainingError:
-    """The error of a folder that is another one on these `ranks` than on rank 0."""
+def not_shared(folders: Sequence[str], ranks: Sequence[int]) -> TrainingError:
+    """The error of a folder that is another one on these `ranks` than on rank 0. folders: what each rank calls it."""
     named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+    first, other = folders[0], folders[ranks[0]]
+    where = f"rank 0 writes to {first!r}, rank {ranks[0]} to {other!r}"
     return TrainingError(
         "A checkpoint cannot be written here: the ranks do not share this folder, and none could read it.",
-        numbers=f"{str(path)!r}: rank 0 does not see what {named} wrote",
+        numbers=f"rank 0 does not see what {named} wrote: {where if first != other else f'{first!r} is not shared'}",
         hint="an absolute path on a file system that all hosts share: trainer.save('/shared/NAME'), save_path=",
     )
 
@@ -148,24 +150,24 @@ def check_shared(folder: Path, *, rank: int, gather: Callable[[Any], list[Any]])
     write to is not judged: what is wrong with it is said when something is saved.
     """
     own, made = folder / f".nbkit-{secrets.token_hex(8)}", not folder.exists()
-    told = [("", made)]
+    told = [("", made, str(folder))]
     try:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             own.touch(exist_ok=False)
         except OSError:
-            told = gather(("", made))
+            told = gather(("", made, str(folder)))
         else:
-            told = gather((own.name, made))
-        names = [name for name, _ in told] if rank == 0 and told[0][0] else []
+            told = gather((own.name, made, str(folder)))
+        names = [name for name, _, _ in told] if rank == 0 and told[0][0] else []
         unseen, *_ = gather([each for each, name in enumerate(names) if name and not (folder / name).exists()])
     finally:
         with suppress(OSError):
             own.unlink(missing_ok=True)
-            if any(was_made for _, was_made in told):
+            if any(was_made for _, was_made, _ in told):
                 folder.rmdir()  # by the last rank, for which nothing is left in it
     if unseen:
-        raise not_shared(folder, unseen)
+        raise not_shared([each for _, _, each in told], unseen)
 
 
 def _everywhere(act: Callable[[], Any], path: Path, gather: Callable[[Any], list[Any]]) -> list[Any]:

@@ -93,11 +93,15 @@ class _Placed(StorageInfo):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written: torch's plan of it, and where each part lies. files: their names, at least one."""
+    """What one rank has written: torch's plan of it, and where each part lies. files: their names, at least one.
+
+    folder: in which they are, as this rank sees it.
+    """
 
     plan: SavePlan
     results: list[WriteResult]
     files: tuple[str, ...]
+    folder: str
 
 
 class Writer(FileSystemWriter):
@@ -120,8 +124,8 @@ class Writer(FileSystemWriter):
         files = {result.storage_data.relative_path for result in results}
         if not files:  # other ranks hold all that this one does, and still look whether they see what it wrote
             files = {f"{self._prefix}0.distcp"}
-            Path(self.path, *files).touch(exist_ok=False)
-        return Written(SavePlan(plan.items), _placed(Path(self.path), results), tuple(sorted(files)))
+            Path(self.path, *files).touch()
+        return Written(SavePlan(plan.items), _placed(Path(self.path), results), tuple(sorted(files)), str(self.path))
 
     def unseen(self, parts: Sequence[Written]) -> list[int]:
         """Return the ranks whose files this one does not see, though they have written them. Waits a moment for them.
