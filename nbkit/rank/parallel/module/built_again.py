@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
@@ -28,8 +28,8 @@ Build = Callable[[], nn.Module]
 def built_again(build: Build, like: nn.Module, *, first: nn.Module | None = None) -> nn.Module:
     """What `build` gives now, as the skeleton `like` is: without memory, with its buffers, attributes and modes.
 
-    first: what `build` gave at first, if that is still there. `build` prints nothing, and random generators are afterwards as before. Raises TrainingError where it gives another
-    model than before, or the same object again.
+    first: what `build` gave at first, if that is still there. `build` prints nothing, and random generators are
+    afterwards as before. Raises TrainingError where it gives another model than before, or the same object again.
     """
     made = _called(build, like)
     if not isinstance(made, nn.Module) or parts_of(made) & parts_of(like if first is None else first):
@@ -80,11 +80,12 @@ def _called(build: Build, like: nn.Module) -> Any:
 class _Unfilled(TorchFunctionMode):
     """Leaves out the drawing of random numbers into tensors: most of the time that it takes to build a model."""
 
-    _FILLS = frozenset({"uniform_", "normal_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "trunc_normal_"})
+    _FILLS = frozenset({"uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "bernoulli_", "exponential_"})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], Tensor) and getattr(func, "__name__", "") in self._FILLS:
-            return args[0]
+        if getattr(func, "__name__", "") in self._FILLS:
+            # What is given to torch.nn.init comes by name.
+            return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
 
 

@@ -68,7 +68,7 @@ def _astray(
     if reads.found:
         who, what = next(iter(reads.found.items()))
         return f"{_holder(module, who)} reads {what!r} of the model that was copied"
-    if (off := _unlike(expected, found)) and not _unlike(expected, _output(module, module, run)):
+    if (off := _unlike(expected, found)) and not _unlike(expected, _output(module, module, run, nullcontext())):
         return f"the output of a copy is {off:.2g} off"
     return ""
 
@@ -78,7 +78,7 @@ def _tensors(module: nn.Module, *, buffers: bool = True) -> dict[int, tuple[Tens
     return {id(tensor): (tensor, name) for name, tensor in held}
 
 
-def _output(module: nn.Module, runs: nn.Module, run: Run, reads: AbstractContextManager[Any] = nullcontext()) -> Any:
+def _output(module: nn.Module, runs: nn.Module, run: Run, reads: AbstractContextManager[Any]) -> Any:
     """Of `runs`, a forward that draws what every other one here draws, within `reads`."""
     drawn = Drawn.so_far()
     try:
