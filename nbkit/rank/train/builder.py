@@ -410,7 +410,7 @@ class Builder:
             try:
                 options = self._copies_seen(options)
             except TrainingError as error:
-                refused = error
+                refused = error if self.world_size > 1 else None
             except Exception:
                 pass
             if wanted := lacking(options, asked):

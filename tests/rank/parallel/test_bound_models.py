@@ -21,7 +21,7 @@ from nbkit.rank.parallel.module.meta_module import homes, replace, skeleton_of
 from nbkit.rank.train.trainer import Trainer
 
 NOT_COPIED = {"local class", "global"}
-SAMPLE = ["lambda", "partial of weights", "borrowed", "lora and hook", "local class"]
+SAMPLE = ["lambda", "partial of weights", "borrowed", "lora and hook", "lazy hooks", "local class"]
 REST = [name for name in MODELS if name not in SAMPLE]
 CHAIN = "zero1 > dp=1 tp=2 > zero3 > ddp"
 NO_TP = {"patched block", "shared part", "lambda and patch"}
@@ -117,7 +117,7 @@ def test_a_callable_is_called_again_without_a_trace() -> None:
     for same in (lambda: first, lambda: nn.Sequential(first[0], nn.BatchNorm1d(8))):
         with pytest.raises(TrainingError, match="same object each time"):
             built_again(same, skeleton_of(first), first=first)
-    with pytest.raises(TrainingError, match="parameter .* is another"):
+    with pytest.raises(TrainingError, match=r"parameter .* is another"):
         built_again(lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), skeleton_of(first))
 
 

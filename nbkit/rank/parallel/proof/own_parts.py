@@ -32,14 +32,27 @@ def look_at_copies(module: nn.Module, skeleton: nn.Module, copies: Sequence[nn.M
     """For each of `copies` of `module`, what shows that it is not one of its own; "" where it is.
 
     skeleton: of which they were made. run: a forward pass on some rows. All are afterwards as before.
-    Raises TrainingError where the model itself computes with parts of a copy, which its callable has built.
+    Raises TrainingError where the model itself computes with parts of a copy, which its callable has built, and where
+    it registers parameters or buffers while it runs.
     """
     made = [_tensors(each, buffers=False) for each in copies]
     foreign: dict[int, tuple[Tensor, str]] = {}
     for each in (*made, _tensors(skeleton)):
         foreign |= each
-    reads = _Reads(foreign, module)
-    expected = _output(module, module, run, reads)
+    reads, kept, late = _Reads(foreign, module), set(module.state_dict()), list[str]()
+
+    def first(runs: nn.Module) -> Any:
+        output = run(runs)
+        late.extend(name for name in module.state_dict() if name not in kept)
+        return output
+
+    expected = _output(module, module, first, reads)
+    if late:
+        raise TrainingError(
+            f"The first forward registers {late[0]!r}, which no other rank or copy has then.",
+            numbers=f"{len(late)} more in state_dict() behind it",
+            hint="self.register_buffer(...) in __init__; or persistent=False, for what each rank makes for itself",
+        )
     if reads.found:
         raise TrainingError(
             "Calling model= again changes what the model that it built before computes with.",

@@ -172,6 +172,13 @@ def plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+def set_evaluation(module: nn.Module) -> None:
+    """Every part is in evaluation, within `unchanged`. A `train()` of the model's own, which may merge weights, is not
+    called."""
+    for part in module.modules():
+        part.training = False
+
+
 def thaw(module: nn.Module) -> None:
     """Every parameter is trained, within `unchanged`: the graph tells what hangs on frozen ones, too."""
     for p in module.parameters():
