@@ -230,19 +230,31 @@ def test_what_the_first_forward_registers_is_refused_by_name() -> None:
         assert not said.ok and "The first forward registers '0.size'" in str(said), str(said)
 
 
-class Dropping(nn.Module):
-    """Leaves out its second block in every other step."""
+class Attending(nn.Module):
+    """Its queries are normed head by head: each rank of a tensor axis has a part of that gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.unused = nn.Linear(WIDTH, WIDTH)
-        self.calls = 0
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.RMSNorm(WIDTH // 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        q, k, v = (part(x).unflatten(-1, (2, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v)
+        return x + self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Dropping(nn.Module):
+    """Leaves out its second block when it is told to, and its last layer always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attending() for _ in range(2))
+        self.unused, self.fewer = nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.blocks[0](x)
-        return self.blocks[1](y) if self.calls % 2 else y
+        return y if self.fewer else self.blocks[1](y)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -263,7 +275,9 @@ def dropped_losses(world: Any, chain: list[str]) -> list[float]:
     )
     for strategy in chain:
         trainer.switch(strategy)
-        trainer.fit(4)
+        for fewer in (False, True):
+            trainer.model.fewer = fewer  # type: ignore[assignment]
+            trainer.fit(2)
     return [record["loss"] for record in trainer.history]
 
 
@@ -273,6 +287,7 @@ def test_a_block_that_a_step_leaves_out_is_not_moved() -> None:
     for step in range(8):
         first = step % STEPS * ROWS
         values, targets = (torch.stack(part) for part in zip(*data[first : first + ROWS], strict=True))
+        model.fewer = step % 4 > 1  # type: ignore[assignment]
         loss = F.mse_loss(model(values), targets)
         optimizer.zero_grad()
         loss.backward()
