@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from nbkit.errors import TrainingError
 from nbkit.rank.loss.output_tensors import leaves
@@ -24,6 +23,7 @@ from nbkit.rank.parallel.proof.compare import gap
 from nbkit.rank.parallel.proof.unchanged import attributes_kept, unchanged
 from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
 from nbkit.rank.rng.seeding import Drawn, generators_kept
+from nbkit.rank.torch_private import tree_leaves
 
 Run = Callable[[nn.Module], Any]
 
@@ -123,7 +123,7 @@ class _Reads(TorchFunctionMode):
             if isinstance(value, Tensor):
                 self._look(value)
             elif isinstance(value, list | tuple | dict):
-                for inner in pytree.tree_leaves(value):
+                for inner in tree_leaves(value):
                     self._look(inner)
         return func(*args, **(kwargs or {}))
 
