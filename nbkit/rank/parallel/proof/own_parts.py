@@ -51,7 +51,7 @@ def look_at_copies(module: nn.Module, skeleton: nn.Module, copies: Sequence[nn.M
         raise TrainingError(
             f"The first forward registers {late[0]!r}, which no other rank or copy has then.",
             numbers=f"{len(late)} more in state_dict() behind it",
-            hint="self.register_buffer(...) in __init__; or persistent=False, for what each rank makes for itself",
+            hint="self.register_buffer(...) in __init__, or one that is not persistent",
         )
     if reads.found:
         raise TrainingError(
