@@ -8,7 +8,8 @@ copy, with the same weights, are run on the same rows, while every argument of e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from math import inf
 from types import FunctionType
 from typing import Any, Self
 
@@ -20,9 +21,9 @@ from nbkit.rank.loss.output_tensors import leaves
 from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.module.rebound_functions import parts_of, reaches
 from nbkit.rank.parallel.proof.compare import gap
-from nbkit.rank.parallel.proof.unchanged import attributes_kept, unchanged
+from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
-from nbkit.rank.rng.seeding import Drawn, generators_kept
+from nbkit.rank.rng.seeding import Drawn
 from nbkit.rank.torch_private import tree_leaves
 
 Run = Callable[[nn.Module], Any]
@@ -67,22 +68,21 @@ def _astray(
 ) -> str:
     weights, empty = dict(module.named_parameters()), list[tuple[Any, Any]]()
     reads = _Reads(foreign, copied)
-    with attributes_kept(copied):
-        for name, places in homes(copied).items():
-            empty.append((places, getattr(*places[0])))
-            replace(places, nn.Parameter(weights[name].detach(), requires_grad=weights[name].requires_grad))
-        try:
-            found = _output(module, copied, run, reads)
-        except Exception as error:
-            return f"a copy does not run: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        finally:
-            for places, param in empty:
-                replace(places, param)
+    for name, places in homes(copied).items():
+        empty.append((places, getattr(*places[0])))
+        replace(places, nn.Parameter(weights[name].detach(), requires_grad=weights[name].requires_grad))
+    try:
+        found = _output(module, copied, run, reads)
+    except Exception as error:
+        return f"a copy does not run: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    finally:
+        for places, param in empty:
+            replace(places, param)
     if reads.found:
         who, what = next(iter(reads.found.items()))
         return f"{_holder(module, who)} reads {what!r} of the model that was copied"
     if (off := _unlike(expected, found)) and not _unlike(expected, _output(module, module, run, nullcontext())):
-        return f"the output of a copy is {off:.2g} off"
+        return f"the output of a copy is {off:.2g} off" if off < inf else "the output of a copy has other tensors"
     return ""
 
 
@@ -95,7 +95,11 @@ def _output(module: nn.Module, runs: nn.Module, run: Run, reads: AbstractContext
     """Of `runs`, a forward that draws what every other one here draws, within `reads`."""
     drawn = Drawn.so_far()
     try:
-        with unchanged(module), generators_kept([p.device for p in module.parameters()]), reads:
+        with ExitStack() as around:
+            around.enter_context(unchanged(module))
+            if runs is not module:
+                around.enter_context(unchanged(runs))
+            around.enter_context(reads)
             return run(runs)
     finally:
         drawn.restore()
@@ -105,8 +109,9 @@ def _unlike(a: Any, b: Any) -> float:
     ours, theirs = leaves(a), leaves(b)
     if ours.keys() != theirs.keys():
         return float("inf")
-    off = max((gap(ours[name], theirs[name]) for name in ours), default=0.0)
-    return off if off > 1e-5 else 0.0
+    # On a GPU a kernel may add in another order each time.
+    gaps = [(gap(own, theirs[name]), 3e-2 if own.dtype.itemsize < 4 else 1e-5) for name, own in ours.items()]
+    return max((off for off, least in gaps if off > least), default=0.0)
 
 
 class _Reads(TorchFunctionMode):
