@@ -110,6 +110,22 @@ class PartialWeightsBlock(Block):
         return x + F.linear(y, self.down.weight) + self.g(x, x, value=0.1)
 
 
+class AttentionBlock(Block):
+    """Attention whose projections are closures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        q, k, v, self.mix = (nn.Linear(D, D) for _ in range(4))
+        self.q, self.k, self.v = q, k, v
+        mix = self.mix
+        self.project: Any = lambda x: [part(x).unflatten(-1, (2, -1)).transpose(1, 2) for part in (q, k, v)]
+        self.join = {"mix": lambda y: mix(y.transpose(1, 2).flatten(2))}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.join["mix"](F.scaled_dot_product_attention(*self.project(self.norm(x)), is_causal=True))
+        return super().forward(x)
+
+
 class ListBlock(Block):
     """Functions in lists, dicts and tuples."""
 
@@ -415,6 +431,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "partial": lambda: Net(PartialBlock),
     "weights": lambda: Net(WeightsBlock),
     "partial of weights": lambda: Net(PartialWeightsBlock),
+    "attention": lambda: Net(AttentionBlock),
     "list": lambda: Net(ListBlock),
     "nested": lambda: Net(NestedBlock),
     "wrapped": lambda: Net(WrappedBlock),

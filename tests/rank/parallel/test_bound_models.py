@@ -90,6 +90,10 @@ def test_a_model_that_cannot_be_copied_is_built_again() -> None:
     compare(["local class"], [CHAIN])
 
 
+def test_attention_in_closures_is_split_over_positions_and_stages() -> None:
+    compare(["attention"], ["cp=2 > dp=1 tp=2 > pp > ddp"])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("instance", [False, True])
 def test_every_model_is_right_under_what_takes_it(instance: bool) -> None:
