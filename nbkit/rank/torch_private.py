@@ -239,6 +239,10 @@ _attributes(
     "it is not seen",
     at_use=True,
 )
+sync_batch_norm: Any = _symbol(
+    "torch.nn.modules._functions:SyncBatchNorm", "compute a BatchNorm with a forward of its own over ranks with GPUs",
+    "it is refused",
+)  # fmt: skip
 BatchNorm: Any = _symbol(
     "torch.nn.modules.batchnorm:_BatchNorm", "find batch normalisations", "torch's public ones are found",
     fallback=(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),

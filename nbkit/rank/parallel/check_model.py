@@ -10,13 +10,14 @@ import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbkit.errors import NbkitError, StrategyError
+from nbkit.errors import NbkitError, StrategyError, TrainingError
 from nbkit.planner.stage_partition import ranks_of_stages, spelled, stage_ranges
 from nbkit.planner.validate import Finding
 from nbkit.rank.data.batch import call, check_inputs, on_device, pair, rows_of, take
@@ -27,11 +28,14 @@ from nbkit.rank.parallel.check_findings import findings, warn_of_coupled, warn_o
 from nbkit.rank.parallel.context.positionwise import try_in_parts
 from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
-from nbkit.rank.parallel.module.meta_module import homes, hooked_gradient, skeleton_of
+from nbkit.rank.parallel.module.built_again import built_again
+from nbkit.rank.parallel.module.meta_module import build_again, homes, hooked_gradient, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import (
     Options,
+    keeps_whole,
     need_chain,
+    need_copies,
     need_gathers,
     need_positionwise,
     need_rows,
@@ -39,10 +43,12 @@ from nbkit.rank.parallel.options import (
     parts_rows,
 )
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
+from nbkit.rank.parallel.proof.own_parts import look_at_copies
 from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
+from nbkit.rank.parallel.whole_step.drawn_model import Reference
 from nbkit.rank.parallel.whole_step.prove_step import prove_step
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.rng.keyed_dropout import repeating
@@ -156,6 +162,21 @@ def check(
         positionwise=positionwise,
         draws=look.draws,
     )
+    reference = None
+    if example is not None:
+        with suppress(TrainingError):
+            reference = None if model is module else Reference(built_again(model, skeleton, first=module))
+        copies = [skeleton_of(skeleton), *([] if reference is None else [reference.module])]
+        try:
+            astray, *again = look_at_copies(module, skeleton, copies, lambda each: _runner(each, example, inputs)())
+            if again != [""]:
+                reference, options = None, replace(options, astray=astray)
+            elif astray:
+                build_again(skeleton, partial(built_again, model))  # type: ignore[arg-type]
+        except TrainingError as error:
+            found.append(Finding(True, error.what, error.numbers or "", error.hint or ""))
+        except Exception:
+            reference = None  # it does not run, which is said where it trains
     if batch is not None and not isinstance(batch, int) and parts_rows(options, chosen):
         seen = examine(module, lambda value: call(module, value), loss, Sample(batch), inputs, look=look)
         options = replace(options, coupled=seen.coupled, counted=seen.counted)
@@ -167,6 +188,8 @@ def check(
             for note in gathers.notes
         ]
     run_too = (need_chain, need_gathers, need_positionwise) if batch is not None and not isinstance(batch, int) else ()
+    if not keeps_whole(chosen):
+        run_too = (need_copies, *run_too)
     for needed in (need_whole_gradients, need_rows, *run_too):
         try:
             needed(options, chosen)
@@ -175,7 +198,17 @@ def check(
     found += _norms(module, chosen)
     if not any(finding.error for finding in found):
         many = None if example is None else batch
-        step = prove_step(skeleton, chosen, options, example, loss=loss, inputs=inputs, short=look.short, many=many)
+        step = prove_step(
+            skeleton,
+            chosen,
+            options,
+            example,
+            loss=loss,
+            inputs=inputs,
+            short=look.short,
+            many=many,
+            reference=reference,
+        )
         found += [finding] if (finding := step.finding(chosen)) is not None else []
     columns = ("module", *(["tensor axis"] if chosen.tp > 1 else []), *(["stage"] if chosen.pp > 1 else []))
     columns += (*(["over dp"] if chosen.dp > 1 else []), "why not")

@@ -22,6 +22,7 @@ from nbkit.rank.parallel.pipeline.hidden_shape import hidden_between
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.layer_costs import measure_costs
 from nbkit.rank.parallel.proof.random_draws import DroppingNothing
+from nbkit.rank.parallel.proof.unchanged import set_evaluation
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.rng.keyed_dropout import repeating
@@ -125,7 +126,7 @@ class _evaluating:
         self._module, self._modes = module, [(part, part.training) for part in module.modules()]
 
     def __enter__(self) -> None:
-        self._module.eval()
+        set_evaluation(self._module)
 
     def __exit__(self, *_: object) -> None:
         for part, mode in self._modes:

@@ -39,7 +39,9 @@ class Options:
     """chain: the blocks of the model, None when none were found; no_chain: why not. costs: of its pieces, in seconds.
 
     tp_plan: see tensor.choose. recompute: compute the activations of the blocks again in the backward pass. experts:
-    the first mixture of experts, "" without one. hooked: the first parameter with a hook on its gradient. coupled: what
+    the first mixture of experts, "" without one. astray: what in a copy of the model reads the original, "" where none
+    does; again: the callable that built the model builds it again; rebuilt: so it does for copies, since none is right.
+    hooked: the first parameter with a hook on its gradient. coupled: what
     couples the rows of a batch, None where nothing was found. counted: the loss weighs the targets that count, None
     where it weighs rows. draws: what the model draws itself, None where nothing was found. cut: a rank cuts its rows
     into several forwards, whatever the strategy. compile: blocks are compiled where that is sound. hidden: (positions,
@@ -56,6 +58,9 @@ class Options:
     tp_plan: Mapping[str, str] | None = None
     recompute: bool = False
     experts: str = ""
+    astray: str = ""
+    rebuilt: bool = False
+    again: bool = False
     hooked: str = ""
     coupled: Coupled | None = None
     counted: Counted | None = None
@@ -88,6 +93,21 @@ def need_chain(options: Options, strategy: Strategy) -> None:
             f"{block!r} is recomputed by the model in a way that no stage of {strategy} can repeat.",
             numbers=how,
             hint="checkpoint(block, x, use_reentrant=False) around each block; or recompute=True of the Trainer",
+        )
+
+
+def keeps_whole(strategy: Strategy) -> bool:
+    """Whether each rank holds the whole model, as the user built it: a job may begin with that itself."""
+    return strategy.mesh.size == strategy.dp and strategy.zero == 0
+
+
+def need_copies(options: Options, strategy: Strategy) -> None:
+    """Raises StrategyError where `strategy` would compute with a copy of the model that is none of its own."""
+    if options.astray:
+        raise StrategyError(
+            f"{strategy} computes with a copy of the model, and no copy is right.",
+            numbers=options.astray,
+            hint="self.part = part, in place of a global name or a class of its own; or model=lambda: MyModule(...)",
         )
 
 

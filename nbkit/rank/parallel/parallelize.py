@@ -27,7 +27,7 @@ from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.compile import compilable, compile_blocks
 from nbkit.rank.parallel.module.forward_wrapper import mark_parts, refuse_copies
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
-from nbkit.rank.parallel.options import Options, casts_of, need_chain
+from nbkit.rank.parallel.options import Options, casts_of, keeps_whole, need_chain, need_copies
 from nbkit.rank.parallel.pipeline.executor import Pipeline
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.process_groups import Connections
@@ -123,8 +123,9 @@ def cut(
     Raises StrategyError or TrainingError, the same on every rank, for what cannot be split.
     """
     axes = connections.axes
-    whole = strategy.mesh.size == strategy.dp and strategy.zero == 0
-    module = own if whole and own is not None else skeleton_of(skeleton)
+    if (module := own if keeps_whole(strategy) else None) is None:
+        need_copies(options, strategy)
+        module = skeleton_of(skeleton)
     need_chain(options, strategy)
     chain, notes = options.chain, []
 

@@ -17,7 +17,9 @@ from nbkit.rank.parallel.model_facts import need_facts
 from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
 from nbkit.rank.parallel.options import (
     Options,
+    keeps_whole,
     need_chain,
+    need_copies,
     need_gathers,
     need_positionwise,
     need_rows,
@@ -82,6 +84,8 @@ class ShardLayouts:
     def check(self, strategy: Strategy) -> None:
         """Raises StrategyError for what cannot be split, with the reason, and for what was not tried. Takes no time."""
         need_facts(self.options, strategy)
+        if not keeps_whole(strategy):
+            need_copies(self.options, strategy)
         need_whole_gradients(self.options, strategy)
         need_rows(self.options, strategy)
         need_chain(self.options, strategy)

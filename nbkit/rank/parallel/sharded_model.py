@@ -18,6 +18,7 @@ from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.grad_norm import grad_norm
+from nbkit.rank.parallel.module.forward_wrapper import overrides_train
 from nbkit.rank.parallel.pipeline.executor import Forward, OnOp, Pipeline
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.process_groups import Connections
@@ -180,16 +181,24 @@ class ShardedModel:
 
     @torch.no_grad()
     def _sum(self, names: Sequence[str], group: dist.ProcessGroup) -> None:
-        """One all-reduce of the gradients of `names`; a missing one counts as zeros."""
+        """One all-reduce of the gradients of `names`.
+
+        One that every rank lacks stays missing: an optimizer such as Adam moves a weight whose gradient is zero.
+        """
         params = [p for name in names if (p := self.held[name]).requires_grad and p.numel()]
         for dtype in dict.fromkeys(p.dtype for p in params):
             own = [p for p in params if p.dtype == dtype]
-            flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in own])
+            there = [p.grad is not None for p in own]
+            grads = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in own]
+            flat = torch.cat([*grads, torch.tensor(there).to(grads[0])])
             dist.all_reduce(flat, group=group)
-            for p, summed in zip(own, flat.split([p.numel() for p in own]), strict=True):
-                if p.grad is None:
-                    p.grad = torch.empty_like(p)
-                p.grad.copy_(summed.view_as(p))
+            *sums, counts = flat.split([*(p.numel() for p in own), len(own)])
+            # Who has them all knows enough, and need not wait for the device.
+            anywhere = there if all(there) else [count > 0 for count in counts.tolist()]
+            for p, summed, some in zip(own, sums, anywhere, strict=True):
+                if some:
+                    p.grad = torch.empty_like(p) if p.grad is None else p.grad
+                    p.grad.copy_(summed.view_as(p))
 
     @property
     def holds_all_gradients(self) -> bool:
@@ -218,5 +227,8 @@ class ShardedModel:
             with torch.no_grad(), plain_attention(), self.data.computing(autocast=autocast):
                 yield
         finally:
+            if overrides_train(self.module):
+                # It may have done more than set modes, such as to merge adapters for evaluation.
+                self.module.train(modes[0][1])
             for module, mode in modes:
                 module.training = mode

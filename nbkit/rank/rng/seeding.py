@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from nbkit.errors import TrainingError
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.module.forward_wrapper import marked_parts, unwrap
+from nbkit.rank.parallel.module.forward_wrapper import marked_parts, overrides_train, unwrap
 from nbkit.rank.rng.keyed_dropout import unfollow
 
 # In the place of a rank: of what every rank draws alike, for a step, and in an epoch of iterable data.
@@ -131,6 +131,12 @@ def build(model: nn.Module | Callable[[], nn.Module], *, seed: int, device: torc
     if not module.training:
         # A model loaded for inference; modules that are frozen inside a training model stay as they are.
         module.train()
+    elif overrides_train(module):
+        # As a loop of torch's does before it trains. What is frozen stays so.
+        modes = [(part, part.training) for part in module.modules()]
+        module.train()
+        for part, mode in modes:
+            part.training = part.training and mode
     return module.to(device)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbkit.errors import TrainingError
 from nbkit.planner.link_speed import Link
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
@@ -30,16 +31,19 @@ from nbkit.rank.parallel.check_findings import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
 from nbkit.rank.parallel.model_facts import facts_for, find_facts, find_later, lacking, told
-from nbkit.rank.parallel.module.meta_module import hooked_gradient, skeleton_of
+from nbkit.rank.parallel.module.built_again import built_again
+from nbkit.rank.parallel.module.meta_module import build_again, hooked_gradient, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_rows
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
 from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, meet_groups, served
+from nbkit.rank.parallel.proof.own_parts import look_at_copies
 from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
-from nbkit.rank.parallel.whole_step.prove_step import StepProof, prove_step
+from nbkit.rank.parallel.whole_step.drawn_model import Reference
+from nbkit.rank.parallel.whole_step.prove_step import WIDE, StepProof, prove_step
 from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.step.optimizer_factory import Template
@@ -78,6 +82,7 @@ class Builder:
 
     _short: Any = None  # of the example, where few positions show as much
     _many: Any = None  # rows of the data, more than the example has
+    reference: Reference | None = None  # what proofs run as one process, where the model's callable gave it once more
 
     def __init__(
         self,
@@ -108,9 +113,10 @@ class Builder:
         else:
             self.module = build(model, seed=config.seed, device=device)
             broadcast_from_first(self.module, world_size=world_size)
-        self.skeleton = skeleton_of(self.module)
+        self.skeleton = self._skeleton(model)
+        self.reference = self._built_again(model)
         self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
-        self.options = self._look(config, asked)
+        self.options = self._look(config, asked, model)
         self._warned: set[Strategy] = set()
         self._agreed: set[Strategy] = set()
         self._told = {strategy.composed for strategy in asked}
@@ -288,6 +294,7 @@ class Builder:
                 microbatch_size=config.microbatch_size,
                 short=self._short,
                 many=self._many,
+                reference=self.reference,
             )
         return self.step_proofs[strategy]
 
@@ -352,7 +359,34 @@ class Builder:
         """The job computes with `sharded_model` now."""
         self.template.follow(sharded_model.held)
 
-    def _look(self, config: TrainConfig, asked: Sequence[Strategy]) -> Options:
+    def _skeleton(self, model: Model) -> nn.Module:
+        """The shapes of the model. Raises TrainingError where it can neither be copied nor built again."""
+        try:
+            return skeleton_of(self.module)
+        except Exception as error:
+            if isinstance(model, nn.Module | Pretrained):
+                raise TrainingError(
+                    "The model cannot be copied, as every strategy does.",
+                    numbers=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+                    hint="model=lambda: MyModule(...), which builds it again for each",
+                ) from error
+            skeleton = built_again(model, self.module)
+            build_again(skeleton, partial(built_again, model))
+            return skeleton
+
+    def _built_again(self, model: Model) -> Reference | None:
+        """A second model of the same callable, on every rank as the first one was; None where it gives no such.
+
+        `_copies_seen` looks whether the first one computes as before.
+        """
+        few = sum(p.numel() for p in self.skeleton.parameters()) <= WIDE
+        if isinstance(model, nn.Module | Pretrained) or self.config.example is None or self.world_size == 1 or not few:
+            return None
+        with suppress(Exception):
+            return Reference(built_again(model, self.skeleton, first=self.module))
+        return None
+
+    def _look(self, config: TrainConfig, asked: Sequence[Strategy], model: Model) -> Options:
         """The options, with what running the model on the example shows: of its rows, and what `asked` need to know.
 
         On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals.
@@ -368,17 +402,43 @@ class Builder:
         )
         if config.example is None:
             return options
+        refused: TrainingError | None = None
         if self.rank == 0:
             options = replace(options, looked=frozenset[str]())
             with suppress(Exception):  # what is wrong with the model is said, in full, where it is trained
                 options = self._seen(config, options)
+            try:
+                options = self._copies_seen(options)
+            except TrainingError as error:
+                refused = error if self.world_size > 1 else None
+            except Exception:
+                pass
             if wanted := lacking(options, asked):
                 found = find_facts(self.module, config.runs(self.module, self._short, self.device), options, wanted)
                 options = replace(options, **found)
         if self.world_size > 1:
-            dist.broadcast_object_list(sent := [options], src=0, device=self.device)
-            options = sent[0]
+            sent: list[Any] = [options, refused]
+            dist.broadcast_object_list(sent, src=0, device=self.device)
+            options, refused = sent
+        if refused is not None:
+            raise refused
+        if not options.again:
+            self.reference = None
+        if options.rebuilt:
+            build_again(self.skeleton, partial(built_again, model))  # type: ignore[arg-type]
         return options
+
+    def _copies_seen(self, options: Options) -> Options:
+        """`options` with whether copies of the model compute as it does, with parts of their own."""
+
+        def run(module: nn.Module) -> Any:
+            runs = self.config.runs(module, self._short, self.device)
+            return runs.whole() if self._short is None else runs.brief()
+
+        built = [] if self.reference is None else [self.reference.module]
+        astray, *rebuilt = look_at_copies(self.module, self.skeleton, [skeleton_of(self.skeleton), *built], run)
+        again = rebuilt == [""]
+        return replace(options, astray="" if again else astray, rebuilt=bool(astray) and again, again=again)
 
     def _seen(self, config: TrainConfig, options: Options) -> Options:
         """`options` with what the model draws itself, and what couples the rows of a batch."""

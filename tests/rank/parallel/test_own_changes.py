@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -175,6 +176,126 @@ def test_a_look_leaves_attributes_as_they_were() -> None:
     part: Any = model[0]  # type: ignore[index]
     assert part.seen is seen and not seen and part.by_name == {} and not hasattr(part, "new")
     assert part.size is size and size == 0
+
+
+class Frozen(OrderedDict[str, int]):
+    """As diffusers keeps a config."""
+
+    def __setitem__(self, key: str, value: int) -> None:
+        if vars(self).get("done"):
+            raise TypeError("frozen")
+        super().__setitem__(key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("frozen")
+
+
+def test_a_look_leaves_what_is_frozen_alone_and_what_is_installed_to_the_training() -> None:
+    class Installing(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Frozen(width=WIDTH)
+            self.config.done = True  # type: ignore[attr-defined]
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "installed"):
+                self.up.register_forward_hook(lambda part, args, y: y + 1)
+                self.register_buffer("size", torch.ones(()))
+                self.late, self.installed = nn.Identity(), True
+            return super().forward(x)
+
+    model: Any = built(lambda: nn.Sequential(Installing()))
+    names = set(model.state_dict())
+    with unchanged(model):
+        output = model(batch()[0])
+    assert dict(model[0].config) == {"width": WIDTH}
+    assert not model[0].up._forward_hooks and not hasattr(model[0], "installed")
+    assert set(model.state_dict()) == names and not hasattr(model[0], "late")
+    assert torch.equal(model(batch()[0]), output) and len(model[0].up._forward_hooks) == 1
+
+
+class Registering(Block):
+    """Keeps a size of its first batch, which a checkpoint then has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "size" not in self._buffers:
+            self.register_buffer("size", x.detach().abs().mean())
+        return super().forward(x)
+
+
+def test_what_the_first_forward_registers_is_refused_by_name() -> None:
+    model = built(lambda: nn.Sequential(Registering(), Block()))
+    for strategy in ("ddp", "zero3"):
+        said = nbkit.check(model, strategy, batch(), 2, loss=F.mse_loss)
+        assert not said.ok and "The first forward registers '0.size'" in str(said), str(said)
+
+
+class Attending(nn.Module):
+    """Its queries are normed head by head: each rank of a tensor axis has a part of that gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.RMSNorm(WIDTH // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (2, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v)
+        return x + self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Dropping(nn.Module):
+    """Leaves out its second block when it is told to, and its last layer always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attending() for _ in range(2))
+        self.unused, self.fewer = nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks[0](x)
+        return y if self.fewer else self.blocks[1](y)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def dropped_losses(world: Any, chain: list[str]) -> list[float]:
+    trainer = Trainer(
+        model=lambda: built(Dropping),
+        loss=F.mse_loss,
+        optimizer=adam,
+        data=rows(),
+        batch_size=ROWS,
+        shuffle=False,
+        strategy=chain[0],
+        log_dir=None,
+        progress=False,
+    )
+    for strategy in chain:
+        trainer.switch(strategy)
+        for fewer in (False, True):
+            trainer.model.fewer = fewer  # type: ignore[assignment]
+            trainer.fit(2)
+    return [record["loss"] for record in trainer.history]
+
+
+def test_a_block_that_a_step_leaves_out_is_not_moved() -> None:
+    model, data, wanted = built(Dropping), rows(), []
+    optimizer = adam(model)
+    for step in range(8):
+        first = step % STEPS * ROWS
+        values, targets = (torch.stack(part) for part in zip(*data[first : first + ROWS], strict=True))
+        model.fewer = step % 4 > 1  # type: ignore[assignment]
+        loss = F.mse_loss(model(values), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+
+    for found in run_ranks(dropped_losses, 2, ["dp=1 tp=2", "zero2"]):
+        assert found == pytest.approx(wanted, rel=1e-10)
 
 
 def annealed(module: nn.Module, step: int) -> None:

@@ -329,7 +329,7 @@ def test_what_is_not_run_is_said(facts: Facts, monkeypatch: pytest.MonkeyPatch) 
     assert facts.proof("pp=2 tp=2") == StepProof()
     monkeypatch.setattr(proof_of_step, "free_on_host", lambda: 10_000)
     assert "of the 0.0 GB that are free on the host" in facts.proof("pp=2 tp=2").unproven
-    monkeypatch.setattr(proof_of_step, "_WIDE", 1000)
+    monkeypatch.setattr(proof_of_step, "WIDE", 1000)
     assert "more than 0 M" in facts.proof("pp=2 tp=2").unproven
 
 

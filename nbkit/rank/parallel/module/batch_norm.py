@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Parts, numbers_of
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.torch_private import BatchNorm, graph_task_id
+from nbkit.rank.parallel.module.forward_wrapper import Wrapper, subclass
+from nbkit.rank.torch_private import BatchNorm, graph_task_id, sync_batch_norm
 
 
 def batch_norms(model: nn.Module) -> list[str]:
@@ -22,7 +26,7 @@ def batch_norms(model: nn.Module) -> list[str]:
 
 
 def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.device) -> nn.Module:
-    """`model` with every BatchNorm replaced by one whose statistics are those of the rows of all ranks of `dp`.
+    """`model`, in which every BatchNorm takes its statistics of the rows of all ranks of `dp` from now on.
 
     Without BatchNorm that trains, or where every rank sees whole batches, the model itself. micros: micro-batches that
     a pipeline makes of a rank's rows. Raises TrainingError under a pipeline that cuts the batch.
@@ -36,35 +40,106 @@ def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.dev
             numbers=f"{len(found)} BatchNorm module{'s' * (len(found) > 1)}, {micros} micro-batches",
             hint="microbatches=1; or nn.GroupNorm or nn.LayerNorm; or module.eval() on it: that freezes its statistics",
         )
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model, axes.group("dp"))
-    if not accelerator().holds(device):
-        for module in model.modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                module.__class__ = CpuSyncBatchNorm
+    on_device = accelerator().holds(device)
+    for part in model.modules():
+        if isinstance(part, BatchNorm):
+            vars(part)["process_group"] = axes.group("dp")
+            if takes_all_ranks(part):
+                continue
+            if type(part).forward is not nn.BatchNorm1d.forward or "forward" in vars(part):
+                part.forward = _OwnForward(part, on_device)  # type: ignore[method-assign, assignment]
+            else:
+                kind: Any = subclass(type(part), nn.SyncBatchNorm if on_device else OfAllRanks)
+                part.__class__ = kind
     return model
 
 
-class CpuSyncBatchNorm(nn.SyncBatchNorm):
-    """nn.SyncBatchNorm for tensors on the CPU, which torch refuses there."""
+class OfAllRanks(nn.Module):
+    """What nn.SyncBatchNorm does, for tensors on the CPU, which torch refuses there. Stands before the class of a
+    BatchNorm, which stays where it is in the model: a function may hold it."""
+
+    process_group: Any
+    momentum: float | None
+    eps: float
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    _check_input_dim: Callable[[Tensor], None]
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, C, ...) -> the same shape. Running statistics are those of the rows of all ranks."""
-        self._check_input_dim(input)
         if not self.training:
-            mean, variance = self.running_mean, self.running_var
-            return nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, mean is None, 0.0, self.eps)
-        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, self.process_group)
-        # Forward runs again, within backward, where activations are recomputed: the batch counts once.
-        if self.running_mean is not None and graph_task_id() < 0:
-            self._update(mean, variance * (count / max(count - 1, 1)))
-        return output  # type: ignore[no-any-return]
+            return super().forward(input)  # type: ignore[no-any-return, misc]
+        self._check_input_dim(input)
+        tracked = self.num_batches_tracked
+        if tracked is not None and not _runs_again():
+            tracked.add_(1)
+        factor = self.momentum if self.momentum is not None or tracked is None else 1 / float(tracked)
+        held = self.running_mean, self.running_var
+        return _of_all_ranks(input, *held, self.weight, self.bias, factor, self.eps, self.process_group)
 
-    def _update(self, mean: Tensor, variance: Tensor) -> None:
-        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
+
+def _runs_again() -> bool:
+    """Whether a forward runs within backward, to recompute activations: a batch counts once."""
+    return graph_task_id() >= 0
+
+
+def takes_all_ranks(part: nn.Module) -> bool:
+    """Whether `part` is a BatchNorm that waits for all ranks in each forward."""
+    return isinstance(part, nn.SyncBatchNorm | OfAllRanks) or isinstance(vars(part).get("forward"), _OwnForward)
+
+
+class _OwnForward(Wrapper, TorchFunctionMode):
+    """The forward of a BatchNorm that adds something of its own, such as an activation: what it normalizes, it does by
+    the rows of all ranks."""
+
+    def __init__(self, part: nn.Module, on_device: bool) -> None:
+        TorchFunctionMode.__init__(self)
+        Wrapper.__init__(self, part.forward)
+        self._part, self._on_device = part, on_device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tracked = self._part._buffers.get("num_batches_tracked")
+        before = tracked.clone() if tracked is not None and _runs_again() else None
+        with self:
+            output = self.plain(*args, **kwargs)
+        if before is not None and tracked is not None:
+            tracked.copy_(before)
+        return output
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.batch_norm:
+            return func(*args, **(kwargs or {}))
+        given = inspect.signature(func).bind(*args, **(kwargs or {}))
+        given.apply_defaults()
+        input, mean, variance, weight, bias, training, factor, eps = given.arguments.values()
+        if not training or not self._part.training:
+            return func(*args, **(kwargs or {}))
+        group: Any = self._part.process_group
+        if self._on_device:
+            size = dist.get_world_size(group)
+            return sync_batch_norm.apply(input, weight, bias, mean, variance, eps, factor, group, size)
+        return _of_all_ranks(input, mean, variance, weight, bias, factor, eps, group)
+
+
+def _of_all_ranks(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    factor: float | None,
+    eps: float,
+    group: Any,
+) -> Tensor:
+    """F.batch_norm in training, on the CPU, over the rows of all ranks of `group`."""
+    output, mean, variance, count = _Normalize.apply(input, weight, bias, eps, group)
+    if running_mean is not None and running_var is not None and factor is not None and not _runs_again():
+        running_mean.lerp_(mean.to(running_mean.dtype), factor)
+        running_var.lerp_((variance * (count / max(count - 1, 1))).to(running_var.dtype), factor)
+    return output  # type: ignore[no-any-return]
 
 
 class _Normalize(torch.autograd.Function):

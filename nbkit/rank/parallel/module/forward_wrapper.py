@@ -49,6 +49,11 @@ def unwrap(module: nn.Module) -> None:
                 part.forward = wrapper.plain  # type: ignore[method-assign]
 
 
+def overrides_train(module: nn.Module) -> bool:
+    """Whether a part of `module` has a `train()` of its own: it keeps parts in evaluation, or does more than that."""
+    return any(type(part).train is not nn.Module.train or "train" in vars(part) for part in module.modules())
+
+
 def mark_parts(module: nn.Module, strategy: str) -> None:
     """Note on `module` and all in it that `strategy` has left a part of each on this rank. Copies have it too."""
     for part in module.modules():

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.module.parameter_aliases import note_aliases, put_aliases, tensors_beside
+from nbkit.rank.parallel.module.parameter_aliases import note_aliases, notes_of, put_aliases, tensors_beside
+from nbkit.rank.parallel.module.rebound_functions import rebind
 
 
 def placeholder(shape: Sequence[int], like: nn.Parameter) -> nn.Parameter:
@@ -32,14 +33,29 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
 
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """`copy.deepcopy(module, memo)`, in half the time: of the dicts that each module has for its hooks most are empty,
-    and `copy` takes an empty OrderedDict apart as it does a full one.
+    """Return `copy.deepcopy(module, memo)`, with functions that compute with the copy's own parts.
+
+    It takes half the time: most of the dicts that each module has for its hooks are empty, and `copy` takes an empty
+    OrderedDict apart as it does a full one.
     """
     for part in module.modules():
         for value in vars(part).values():
             if type(value) is OrderedDict and not value:
                 memo.setdefault(id(value), OrderedDict())
-    return copy.deepcopy(module, memo)
+    for note in notes_of(module):
+        memo[id(note)] = {}
+    made = copy.deepcopy(module, memo)
+    rebind(made, module, memo)
+    note_aliases(made)
+    return made
+
+
+_AGAIN = "_nbkit_built_again"
+
+
+def build_again(skeleton: nn.Module, build: Callable[[nn.Module], nn.Module]) -> None:
+    """Let `build`, given what the new one is to be like, build the copies of `skeleton`: it cannot be copied."""
+    vars(skeleton)[_AGAIN] = build
 
 
 def skeleton_of(module: nn.Module) -> nn.Module:
@@ -47,14 +63,16 @@ def skeleton_of(module: nn.Module) -> nn.Module:
 
     Also of a skeleton: `copy.deepcopy` of one would give every placeholder memory.
     """
+    if (build := vars(module).get(_AGAIN)) is not None:
+        made: nn.Module = build(module)
+        build_again(made, build)
+        return made
     memo: dict[int, Any] = {id(p): placeholder(p.shape, p) for p in module.parameters()}
     for _, tensor in tensors_beside(module):
         if not tensor.is_leaf:
             # A weight that a hook computes before each forward (torch.nn.utils.weight_norm) cannot be copied.
             memo.setdefault(id(tensor), tensor.detach().clone())
-    skeleton = copied(module, memo)
-    note_aliases(skeleton)
-    return skeleton
+    return copied(module, memo)
 
 
 def hooked_gradient(module: nn.Module) -> str:

@@ -27,7 +27,7 @@ from nbkit.rank.parallel.proof.compare import gap
 from nbkit.rank.parallel.proof.graph import run_backward
 from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.rank.parallel.proof.random_draws import Draws
-from nbkit.rank.parallel.proof.unchanged import unchanged
+from nbkit.rank.parallel.proof.unchanged import set_evaluation, unchanged
 
 _HINT = "stages=['...'] with the names of the modules that begin stages 1, 2, ..."
 
@@ -98,7 +98,7 @@ def find_chain(
 def _found(module: nn.Module, call: Callable[[], Any], stages: Sequence[str] | None) -> Chain:
     modes = [(part, part.training) for part in module.modules()]
     with unchanged(module):
-        module.eval()
+        set_evaluation(module)
         with torch.no_grad():
             calls = call_counts(module, call)
         found = structural_blocks(module)
@@ -137,7 +137,7 @@ def _watch(
         flow.run(call)
     if any(mode for _, mode in modes):
         _watch_training(flow, modes, skipped, call)
-        module.eval()
+        set_evaluation(module)
     return flow
 
 
@@ -258,7 +258,7 @@ def _skipped(flow: Flow, module: nn.Module, path: str, blocks: Sequence[str], *,
 
 def _prove(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> None:
     """Run the model whole and cut everywhere, in evaluation, where nothing is drawn; the outputs must be equal."""
-    module.eval()
+    set_evaluation(module)
     gates, drawn = None, list[str]()
     try:
         with torch.no_grad(), Draws(drawn):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 import torch
@@ -21,7 +20,9 @@ from nbkit.rank.watching_mode import WatchingMode
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Parameters, buffers, gradients, modes, what is frozen and random generators are afterwards as before.
 
-    So are plain attributes of the modules: numbers, text, tensors, and what lists, dicts and sets of them hold.
+    So are plain attributes of the modules: numbers, text, tensors, and what lists, dicts and sets of them hold. So are
+    their hooks, and what a forward registers is gone again: a library that installs hooks in the first forward, and
+    notes in an attribute that it did, does so once in the training too.
     Meanwhile HF models keep no cache, and attention is plain.
     """
     buffers = [
@@ -32,7 +33,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     cached = torch.is_autocast_cache_enabled()
     configs = {id(c): c for part in module.modules() if getattr(c := getattr(part, "config", None), "use_cache", False)}
     generators = generators_kept([p.device for p, _, _ in params])
-    with generators, plain_attention(), _weights_kept(module), _attributes_kept(module):
+    with generators, plain_attention(), _weights_kept(module), attributes_kept(module):
         for config in configs.values():
             config.use_cache = False  # type: ignore[union-attr]
         for p, _, _ in params:
@@ -57,25 +58,39 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """A forward may count its calls, or keep what it has seen, in attributes that no state_dict has."""
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Restore what a forward changes beside weights and buffers: attributes, hooks, what it registers.
+
+    A forward may count its calls, keep what it has seen, or install hooks, and no state_dict has that.
+    """
     kept = []
     for part in module.modules():
-        plain = {name: value for name, value in vars(part).items() if name not in OF_MODULES and _is_plain(value)}
-        kept.append((part, plain, {name: _copy(value) for name, value in plain.items()}))
+        held = vars(part)
+        plain = {name: value for name, value in held.items() if name not in OF_MODULES and _is_plain(value)}
+        own = {name: value for name, value in held.items() if name in OF_MODULES and isinstance(value, dict | set)}
+        kept.append((part, plain, own, {name: _copy(value) for name, value in (plain | own).items()}))
     try:
         yield
     finally:
-        for part, before, contents in kept:
+        for part, before, own, contents in kept:
             now = vars(part)
             for name in [name for name in now if name not in OF_MODULES | before.keys() and _is_plain(now[name])]:
                 del now[name]
             for name, value in before.items():
                 now[name] = value
                 _fill(value, contents[name])
+            for name, value in own.items():
+                now[name] = value
+                if name in _REGISTERED:
+                    # What is registered under a name may be another tensor by now: who put it there looks after it.
+                    for new in [key for key in value if key not in contents[name]]:
+                        del value[new]  # type: ignore[union-attr]
+                else:
+                    _fill(value, contents[name])
 
 
 _HOLDERS = (list, dict, set, deque)
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
 
 
 def _is_plain(value: Any) -> bool:
@@ -86,17 +101,30 @@ def _copy(value: Any) -> Any:
     """What `_fill` needs to make `value` hold again what it holds now; None where it cannot be changed."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else (value._version, value.detach().clone())
-    return copy(value) if isinstance(value, _HOLDERS) else None
+    if isinstance(value, dict):
+        return dict(value.items())
+    return list(value) if isinstance(value, _HOLDERS) else None
 
 
 def _fill(value: Any, content: Any) -> None:
-    if isinstance(value, Tensor) and content is not None:
-        version, before = content
-        if value._version != version:
-            value.detach().copy_(before)
-    elif isinstance(value, _HOLDERS):
+    """Let `value` hold `content` again. Leave alone what still holds it: it may be frozen, as a config of diffusers."""
+    if isinstance(value, Tensor):
+        if content is not None and value._version != content[0]:
+            value.detach().copy_(content[1])
+    elif isinstance(value, dict):
+        if not (_same(value, content) and _same(value.values(), content.values())):
+            kind = OrderedDict if isinstance(value, OrderedDict) else dict
+            kind.clear(value)
+            for key, held in content.items():
+                kind.__setitem__(value, key, held)
+    elif isinstance(value, _HOLDERS) and not _same(value, content):
         value.clear()
-        value.extend(content) if isinstance(value, list | deque) else value.update(content)
+        value.update(content) if isinstance(value, set) else value.extend(content)  # type: ignore[union-attr]
+
+
+def _same(now: Collection[Any], before: Collection[Any]) -> bool:
+    """Whether they hold the same objects, in the same order."""
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
 @contextmanager
@@ -142,6 +170,13 @@ def plain_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def set_evaluation(module: nn.Module) -> None:
+    """Every part is in evaluation, within `unchanged`. A `train()` of the model's own, which may merge weights, is not
+    called."""
+    for part in module.modules():
+        part.training = False
 
 
 def thaw(module: nn.Module) -> None:

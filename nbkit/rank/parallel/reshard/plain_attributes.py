@@ -7,6 +7,7 @@ A temperature or a dropout rate that a live cell sets, the mode of a frozen part
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -18,14 +19,23 @@ Attributes = Mapping[tuple[str, str], Plain]
 """(name of a module, name of an attribute of it) -> its value."""
 
 
+_HOOKS = "_forward_hooks", "_forward_pre_hooks"
+
+
 def plain_attributes(module: nn.Module) -> dict[tuple[str, str], Plain]:
-    """Numbers, text and modes of all parts of `module`."""
-    return {
-        (path, name): value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, Plain) and (name == "training" or name not in OF_MODULES)
-    }
+    """Numbers, text and modes of all parts of `module`, and how many hooks each part has."""
+    found: dict[tuple[str, str], Plain] = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Plain) and (name == "training" or name not in OF_MODULES):
+                found[path, name] = value
+            elif name in _HOOKS and value:
+                found[path, name] = sum(not _is_own(hook) for hook in value.values())
+    return found
+
+
+def _is_own(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("nbkit.")
 
 
 def take_along(old: nn.Module, built: Attributes, new: nn.Module) -> None:
@@ -37,9 +47,22 @@ def take_along(old: nn.Module, built: Attributes, new: nn.Module) -> None:
 
 
 def set_since(module: nn.Module, built: Attributes) -> Attributes:
-    """What is another in `module` than when that was `built`."""
+    """What is another in `module` than when that was `built`.
+
+    An attribute that came together with hooks is left out: it notes that they are installed, as transformers does for
+    outputs that it collects, and a module without them installs them in its next forward.
+    """
     found = plain_attributes(module)
-    return {at: value for at, value in found.items() if at not in built or built[at] != value}
+    hooked = {path for (path, name), value in found.items() if name in _HOOKS and built.get((path, name), 0) != value}
+    above = {"", *hooked, *(path[:dot] for path in hooked for dot, letter in enumerate(path) if letter == ".")}
+    return {
+        at: value
+        for at, value in found.items()
+        if at[1] not in _HOOKS and not (at not in built and hooked and at[0] in above) and built.get(at, _NONE) != value
+    }
+
+
+_NONE = object()
 
 
 def put(attributes: Attributes, module: nn.Module) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from nbkit.rank.parallel.data_parallel.base import fresh
-from nbkit.rank.parallel.module.meta_module import homes, replace, skeleton_of
+from nbkit.rank.parallel.module.built_again import take_buffers
+from nbkit.rank.parallel.module.meta_module import homes, placeholder, replace, skeleton_of
+from nbkit.rank.parallel.proof.unchanged import attributes_kept
+from nbkit.rank.parallel.reshard.plain_attributes import plain_attributes, put
 
 _PERIOD = 65521  # a prime, so that no two rows of a matrix get the same numbers
 
@@ -18,7 +24,35 @@ def drawn_model(skeleton: nn.Module, dtype: torch.dtype, *, positive: bool = Fal
 
     positive: all weights are above zero. Draws from a generator of its own: another thread may be training.
     """
-    model = skeleton_of(skeleton)
+    return _draw(skeleton_of(skeleton), dtype, positive)
+
+
+class Reference:
+    """The model as its callable built it a second time, which a proof runs as one process does.
+
+    No code that a strategy's copies are made by has touched it. It has memory only while it runs.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self._one = module, threading.Lock()
+
+    @contextmanager
+    def drawn(self, like: nn.Module, dtype: torch.dtype, *, positive: bool = False) -> Iterator[nn.Module]:
+        """The model, with the weights of `drawn_model(like)` and what has been changed in the skeleton `like`."""
+        with self._one, attributes_kept(self.module):
+            put(plain_attributes(like), self.module)
+            take_buffers(self.module, like)
+            empty = {name: getattr(*places[0]) for name, places in homes(like).items()}
+            for name, places in homes(self.module).items():
+                replace(places, placeholder(empty[name].shape, empty[name]))
+            try:
+                yield _draw(self.module, dtype, positive)
+            finally:
+                for name, places in homes(self.module).items():
+                    replace(places, placeholder(empty[name].shape, empty[name]))
+
+
+def _draw(model: nn.Module, dtype: torch.dtype, positive: bool) -> nn.Module:
     numbers = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0), dtype=torch.float64).repeat(2)
     numbers = (numbers.abs() + 0.01 if positive else numbers).to(dtype)
     start = 0

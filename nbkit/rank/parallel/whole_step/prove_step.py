@@ -29,12 +29,12 @@ from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.options import Options, parts_rows
 from nbkit.rank.parallel.whole_step.compare_steps import buffers_off, differences, updates_off
-from nbkit.rank.parallel.whole_step.drawn_model import drawn_model
+from nbkit.rank.parallel.whole_step.drawn_model import Reference, drawn_model
 from nbkit.rank.parallel.whole_step.steps import Batch, Optimizer, Stepped, step_of_one, steps_of_ranks
 from nbkit.strategy import Strategy, divisors
 
-_EXACT, _EXACT_NORMS, _WIDE = 1 << 22, 1 << 26, 1 << 30
-"""Models of more parameters than _EXACT are run in float32 on fewer rows, of more than _WIDE not at all: it takes
+_EXACT, _EXACT_NORMS, WIDE = 1 << 22, 1 << 26, 1 << 30
+"""Models of more parameters than _EXACT are run in float32 on fewer rows, of more than WIDE not at all: it takes
 minutes. With BatchNorm, of up to _EXACT_NORMS in float64 as a last trial."""
 
 _OF_HOST = 0.5
@@ -96,18 +96,23 @@ def prove_step(
     microbatch_size: int | None = None,
     short: Any = None,
     many: Any = None,
+    reference: Reference | None = None,
 ) -> StepProof:
     """Whether `strategy` trains the model as one process does. Sends nothing.
 
     skeleton: the shapes of the model, whose weights are drawn; example: some rows of the data. loss: None takes a sum
     over the first tensor that the model gives; optimizer: None takes SGD. A cut of the model (tp, pp, cp, zero 3) is
     refused where one process makes no step that could be compared; what only parts the rows trains, and the reason is
-    given. short: few positions of those rows, which prove as much (see short_example.py): where positions are split,
-    blocks were compared on all of them. What the few do not prove, all may. many: more rows than example has, where
-    they are known, for a model whose BatchNorm takes its statistics of them: of two rows with one position it divides
-    by the difference of two numbers, and layer by layer a rounding grows to a misfit. In float64, as a last trial.
+    given. reference: the same model, built again, to make the step of one process; None takes a copy. short: few
+    positions of those rows, which prove as much (see short_example.py): where positions are split, blocks were compared
+    on all of them. What the few do not prove, all may. many: more rows than example has, where they are known, for a
+    model whose BatchNorm takes its statistics of them: of two rows with one position it divides by the difference of
+    two numbers, and layer by layer a rounding grows to a misfit. In float64, as a last trial.
     """
+    if options.astray:
+        return StepProof(unproven=options.astray)
     how: dict[str, Any] = {"loss": loss, "inputs": inputs, "optimizer": optimizer, "microbatch_size": microbatch_size}
+    how["reference"] = reference
     proof = None
     if short is not None:
         proof = _proof(skeleton, strategy, options, short, **how)
@@ -130,6 +135,7 @@ def _proof(
     inputs: Sequence[str] | None,
     optimizer: Optimizer | None,
     microbatch_size: int | None,
+    reference: Reference | None,
     each: int = 2,
     exact: int = _EXACT,
 ) -> StepProof:
@@ -150,7 +156,7 @@ def _proof(
             data = _data(example, rows, dtype)
             batch = Batch(data, rows, loss or _sum_of_output, inputs, optimizer or _Descent, microbatch_size and 1)
             with coarsest() as seen:
-                whole = _alone(drawn_model(skeleton, dtype, positive=positive), batch, options, in_parts)
+                whole = _alone(skeleton, reference, dtype, positive, batch, options, in_parts)
         except ReadsParameters as error:
             return StepProof(error)
         except Exception as error:
@@ -164,7 +170,7 @@ def _proof(
         if refusal is None:
             return StepProof(unproven=whole.unmade and f"the optimizer makes no step on the CPU: {whole.unmade}")
         # One process may differ from itself: then its step says nothing about the ranks.
-        again = _alone(drawn_model(skeleton, dtype, positive=positive), batch, options, in_parts)
+        again = _alone(skeleton, reference, dtype, positive, batch, options, in_parts)
         if not any(differences(whole, again, max(1e-9, 64 * seen.eps))):
             return StepProof(refusal)
         why = f"one process does not repeat its own step: loss {whole.loss:.6g}, then {again.loss:.6g}"
@@ -191,8 +197,8 @@ def _unmakeable(small: Strategy, options: Options, example: Any, size: int) -> s
         return f"the model draws numbers that are not keyed: {options.draws.unkeyed[0]}"
     if small.mesh.size > _RANKS:
         return f"{small.mesh.size} ranks in one process, of which at most {_RANKS} are run"
-    if size > _WIDE:
-        return f"{size / 1e6:,.0f} M parameters, more than {_WIDE / 1e6:,.0f} M; blocks were run by themselves"
+    if size > WIDE:
+        return f"{size / 1e6:,.0f} M parameters, more than {WIDE / 1e6:,.0f} M; blocks were run by themselves"
     if size > _EXACT:
         needed, free = size * _bytes_of_parameter(small), free_on_host()
         if free is not None and needed > _OF_HOST * free:
@@ -216,8 +222,20 @@ def _unprovable(strategy: Strategy, why: str) -> StrategyError:
     )
 
 
-def _alone(model: nn.Module, batch: Batch, options: Options, in_parts: bool) -> Stepped:
+def _alone(
+    skeleton: nn.Module,
+    reference: Reference | None,
+    dtype: torch.dtype,
+    positive: bool,
+    batch: Batch,
+    options: Options,
+    in_parts: bool,
+) -> Stepped:
     """By one process; in_parts: a forward for each row, as the ranks make them."""
+    if reference is not None and not in_parts:
+        with reference.drawn(skeleton, dtype, positive=positive) as model:
+            return step_of_one(model, batch, options)
+    model = drawn_model(skeleton, dtype, positive=positive)
     if not in_parts:
         return step_of_one(model, batch, options)
     (stepped,) = steps_of_ranks(model, Strategy(), replace(batch, microbatch_size=1), replace(options, cut=True), None)

@@ -14,6 +14,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links
 from nbkit.rank.parallel.module.backward_hooks import in_backward
 from nbkit.rank.parallel.module.meta_module import homes
+from nbkit.rank.parallel.proof.unchanged import set_evaluation
 from nbkit.rank.parallel.zero3.gather_dtypes import Casts
 from nbkit.rank.parallel.zero3.unit import Unit, assigned
 from nbkit.rank.parallel.zero3.unit_parameters import Slot
@@ -74,7 +75,7 @@ def rehearse(
                 value.backward()
             axis.finish()
         axis.reset()
-        module.eval()
+        set_evaluation(module)
         with _runnable(), torch.no_grad(), axis.computing(), settings, weight_uses(axis.units, uses.note, runs):
             run()
     finally:

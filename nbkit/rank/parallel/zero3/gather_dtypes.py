@@ -21,7 +21,7 @@ from torch import Tensor, nn, ops
 
 from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.proof.memory import SHAPE_ONLY, Memory, memory_of, tensors_in
-from nbkit.rank.parallel.proof.unchanged import unchanged
+from nbkit.rank.parallel.proof.unchanged import set_evaluation, unchanged
 from nbkit.rank.watching_mode import WatchingMode
 
 
@@ -51,7 +51,7 @@ def find_casts(module: nn.Module, run: Callable[[], Tensor], dtype: torch.dtype)
         if value.requires_grad:
             value.backward()
     with unchanged(module), _autocast(module, dtype), reads, torch.no_grad():
-        module.eval()
+        set_evaluation(module)
         run()
     casts = Casts(dtype, frozenset(reads.found))
     if not casts.names:

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Shard, pair, shapes_of, shard_of
@@ -32,7 +32,7 @@ from nbkit.rank.loss.reads_model import reading_no_parameter
 from nbkit.rank.loss.row_losses import row_losses
 from nbkit.rank.parallel.grad_norm import clip, scale
 from nbkit.rank.parallel.micro_batch import ForwardPass, Micro, micro_batches, most_passes, whole_of
-from nbkit.rank.parallel.module.batch_norm import check_level
+from nbkit.rank.parallel.module.batch_norm import check_level, takes_all_ranks
 from nbkit.rank.parallel.module.buffer_updates import check_buffers, watched
 from nbkit.rank.parallel.options import parts_rows
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -86,7 +86,7 @@ class TrainingStep:
         fused = builder.config.fuses_dropout(self.device)
         self._dropout = KeyedDropout(sharded_model.module, seed, builder.options.draws, fused=fused)
         self._watched, self._drift_unknown = watched(sharded_model.module), True
-        self._coupled = any(isinstance(module, nn.SyncBatchNorm) for module in sharded_model.module.modules())
+        self._coupled = any(takes_all_ranks(module) for module in sharded_model.module.modules())
         # Parameters of which a rank has a part, and how often they had been changed when the last step was made.
         self._parts, self._changes = sharded_model.data.parts(), list[int]()
         # Whether the loss function gives (sum, weight): only who calls it knows, until the first step is read.

@@ -32,17 +32,49 @@ def test_what_does_not_couple_samples_passes_as_it_is() -> None:
         assert synchronised(norm := nn.BatchNorm1d(3), axes=alone, micros=1, device=CPU) is norm
 
 
+class Activated(nn.BatchNorm2d):
+    """Adds an activation to what it normalizes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class Written(nn.BatchNorm2d):
+    """Normalizes by the function, as timm's do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.momentum is not None
+        held = self.running_mean, self.running_var, self.weight, self.bias
+        y = nn.functional.batch_norm(input, *held, self.training, self.momentum, self.eps)
+        return nn.functional.gelu(y)
+
+
+def patched(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
+    plain = norm.forward
+    norm.forward = lambda x: plain(x) * 1.1  # type: ignore[method-assign, assignment]
+    return norm
+
+
 class Image(nn.Module):
-    """BatchNorm of images and of rows, with a mean of all batches, without weights, frozen."""
+    """BatchNorm of images and of rows, with a mean of all batches, without weights, frozen, with more in forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), norm, nn.ReLU())
-            for norm in (nn.BatchNorm2d(4, momentum=None), nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4).eval())
+            for norm in (
+                nn.BatchNorm2d(4, momentum=None),
+                nn.BatchNorm2d(4, affine=False),
+                nn.BatchNorm2d(4),
+                Activated(4),
+                Written(4),
+                patched(nn.BatchNorm2d(4)),
+            )
         )
-        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+        norm = self.norm = nn.BatchNorm1d(4)
+        self.normed: Any = lambda x: norm(x)
+        self.head = nn.Linear(4, 3)
 
     def train(self, mode: bool = True) -> Image:
         super().train(mode)
@@ -53,7 +85,7 @@ class Image(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = x + block(x)
-        return self.head(self.norm(x.mean((2, 3))))  # type: ignore[no-any-return]
+        return self.head(self.normed(x.mean((2, 3))))  # type: ignore[no-any-return]
 
 
 def trained(recompute: bool = False) -> nbkit.Trainer:
@@ -139,7 +171,46 @@ def test_a_deep_model_is_proven_on_rows_enough_for_its_statistics(strategies: li
 def test_on_cuda_it_is_torchs_own() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     found = synchronised(model, axes=ranks(2), micros=1, device=torch.device("cuda"))
-    assert type(found[1]) is nn.SyncBatchNorm  # type: ignore[index]
+    assert isinstance(found[1], nn.SyncBatchNorm) and found is model  # type: ignore[index]
+    assert type(found[1]).forward is nn.SyncBatchNorm.forward  # type: ignore[index]
+
+
+def image() -> nn.Module:
+    torch.manual_seed(0)
+    return Image().double()
+
+
+def evaluated_between(world: Any, images: Tensor, kinds: Tensor) -> list[float]:
+    trainer = nbkit.Trainer(
+        model=image,
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02),
+        data=TensorDataset(images, kinds),
+        batch_size=11,
+        shuffle=False,
+        log_dir=None,
+        progress=False,
+    )
+    found = [record["loss"] for record in trainer.fit(2)]
+    trainer.evaluate(TensorDataset(images, kinds))
+    return found + [record["loss"] for record in trainer.fit(2)]
+
+
+def test_a_train_of_the_models_own_is_called_as_a_loop_does() -> None:
+    images, kinds = torch.randn(22, 1, 5, 5, dtype=torch.float64), torch.arange(22) % 3
+    (found,) = run_ranks(evaluated_between, 1, images, kinds)
+
+    model = image()
+    optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.02), []
+    model.train()
+    for step in range(4):
+        rows = slice(0, 11) if step % 2 == 0 else slice(11, 22)
+        loss = nn.functional.cross_entropy(model(images[rows]), kinds[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    assert found == pytest.approx(wanted, rel=1e-11)
 
 
 def test_micro_batches_of_a_pipeline_are_parts_of_a_batch_too() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.meta_module import placeholder
-from nbkit.rank.parallel.proof.unchanged import thaw, unchanged
+from nbkit.rank.parallel.proof.unchanged import set_evaluation, thaw, unchanged
 from nbkit.rank.parallel.tensor.plan.choose_plan import candidates
 from nbkit.rank.parallel.tensor.plan.flow_plan import ways_of
 from nbkit.rank.parallel.tensor.plan.heads import of_configs
@@ -90,7 +90,7 @@ class _Prover:
         )
         self.seen.run(call, {*self.units, *blocks})
         with unchanged(model):
-            model.eval()
+            set_evaluation(model)
             self.seen.run(call, {*self.units, *blocks})
         self.placeholders = {id(p): placeholder(p.shape, p) for p in model.parameters()}
         self._known: dict[Hashable, _Found] = {}

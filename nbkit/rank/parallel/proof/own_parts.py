@@ -1,0 +1,170 @@
+"""Proves that a copy of the model computes with its own parts alone, and what the model computes.
+
+Strategies, looks and proofs run copies. A copy that reads a weight of the model it was made from trains that one, or
+nobody's: the proof would pass, as it compares two such copies. So, before the first step, the user's own model and a
+copy, with the same weights, are run on the same rows, while every argument of every function of torch is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from math import inf
+from types import FunctionType
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from nbkit.errors import TrainingError
+from nbkit.rank.loss.output_tensors import leaves
+from nbkit.rank.parallel.module.meta_module import homes, replace
+from nbkit.rank.parallel.module.rebound_functions import parts_of, reaches
+from nbkit.rank.parallel.proof.compare import gap
+from nbkit.rank.parallel.proof.unchanged import unchanged
+from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
+from nbkit.rank.rng.seeding import Drawn
+from nbkit.rank.torch_private import tree_leaves
+
+Run = Callable[[nn.Module], Any]
+
+
+def look_at_copies(module: nn.Module, skeleton: nn.Module, copies: Sequence[nn.Module], run: Run) -> list[str]:
+    """For each of `copies` of `module`, what shows that it is not one of its own; "" where it is.
+
+    skeleton: of which they were made. run: a forward pass on some rows. All are afterwards as before.
+    Raises TrainingError where the model itself computes with parts of a copy, which its callable has built, and where
+    it registers parameters or buffers while it runs.
+    """
+    made = [_tensors(each, buffers=False) for each in copies]
+    foreign: dict[int, tuple[Tensor, str]] = {}
+    for each in (*made, _tensors(skeleton)):
+        foreign |= each
+    reads, kept, late = _Reads(foreign, module), set(module.state_dict()), list[str]()
+
+    def first(runs: nn.Module) -> Any:
+        output = run(runs)
+        late.extend(name for name in module.state_dict() if name not in kept)
+        return output
+
+    expected = _output(module, module, first, reads)
+    if late:
+        raise TrainingError(
+            f"The first forward registers {late[0]!r}, which no other rank or copy has then.",
+            numbers=f"{len(late)} more in state_dict() behind it",
+            hint="self.register_buffer(...) in __init__, or one that is not persistent",
+        )
+    if reads.found:
+        raise TrainingError(
+            "Calling model= again changes what the model that it built before computes with.",
+            numbers=f"it reads {next(iter(reads.found.values()))!r} of the second one, by a global name or a class?",
+            hint="model=build(), the model itself; or keep its parts in itself alone",
+        )
+    return [_astray(module, copied, foreign | _tensors(module), expected, run) for copied in copies]
+
+
+def _astray(
+    module: nn.Module, copied: nn.Module, foreign: dict[int, tuple[Tensor, str]], expected: Any, run: Run
+) -> str:
+    weights, empty = dict(module.named_parameters()), list[tuple[Any, Any]]()
+    reads = _Reads(foreign, copied)
+    for name, places in homes(copied).items():
+        empty.append((places, getattr(*places[0])))
+        replace(places, nn.Parameter(weights[name].detach(), requires_grad=weights[name].requires_grad))
+    try:
+        found = _output(module, copied, run, reads)
+    except Exception as error:
+        return f"a copy does not run: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    finally:
+        for places, param in empty:
+            replace(places, param)
+    if reads.found:
+        who, what = next(iter(reads.found.items()))
+        return f"{_holder(module, who)} reads {what!r} of the model that was copied"
+    if (off := _unlike(expected, found)) and not _unlike(expected, _output(module, module, run, nullcontext())):
+        return f"the output of a copy is {off:.2g} off" if off < inf else "the output of a copy has other tensors"
+    return ""
+
+
+def _tensors(module: nn.Module, *, buffers: bool = True) -> dict[int, tuple[Tensor, str]]:
+    held = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
+    return {id(tensor): (tensor, name) for name, tensor in held}
+
+
+def _output(module: nn.Module, runs: nn.Module, run: Run, reads: AbstractContextManager[Any]) -> Any:
+    """Of `runs`, a forward that draws what every other one here draws, within `reads`."""
+    drawn = Drawn.so_far()
+    try:
+        with ExitStack() as around:
+            around.enter_context(unchanged(module))
+            if runs is not module:
+                around.enter_context(unchanged(runs))
+            around.enter_context(reads)
+            return run(runs)
+    finally:
+        drawn.restore()
+
+
+def _unlike(a: Any, b: Any) -> float:
+    ours, theirs = leaves(a), leaves(b)
+    if ours.keys() != theirs.keys():
+        return float("inf")
+    # On a GPU a kernel may add in another order each time.
+    gaps = [(gap(own, theirs[name]), 3e-2 if own.dtype.itemsize < 4 else 1e-5) for name, own in ours.items()]
+    return max((off for off, least in gaps if off > least), default=0.0)
+
+
+class _Reads(TorchFunctionMode):
+    """Notes which module is at work where a function of torch is given one of the tensors `foreign`."""
+
+    def __init__(self, foreign: dict[int, tuple[Tensor, str]], made: nn.Module) -> None:
+        super().__init__()
+        self._foreign, self._made, self._path = foreign, made, [""]
+        self._handles = list[Any]()
+        self.found: dict[str, str] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in args if not kwargs else (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                self._look(value)
+            elif isinstance(value, list | tuple | dict):
+                for inner in tree_leaves(value):
+                    self._look(inner)
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, value: Any) -> None:
+        if (known := self._foreign.get(id(value))) is not None:
+            self.found.setdefault(self._path[-1], known[1])
+
+    def __enter__(self) -> Self:
+        for path, part in self._made.named_modules():
+            enter, leave = lambda *_, path=path: self._path.append(path), lambda *_: self._leave()
+            self._handles.append(part.register_forward_pre_hook(enter, prepend=True))
+            self._handles.append(part.register_forward_hook(leave, always_call=True))
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+
+    def _leave(self) -> None:
+        if len(self._path) > 1:
+            self._path.pop()
+
+
+def _holder(module: nn.Module, path: str) -> str:
+    """Who in the module at `path` leads to other parts of the model: a function in its class, or an attribute."""
+    part, wanted = module.get_submodule(path), parts_of(module)
+    beyond = wanted - {id(each) for each in (*part.modules(), *part.parameters(), *part.buffers())}
+    for kind in type(part).__mro__:
+        for function in vars(kind).values() if not kind.__module__.startswith("torch.") else ():
+            if isinstance(function, FunctionType):
+                names = [function.__globals__.get(name) for name in function.__code__.co_names]
+                names = [each for each in names if not isinstance(each, FunctionType)]
+                if reaches([function, names], beyond):
+                    return f"{path or 'the model'}: {kind.__name__}.{function.__name__}"
+    for name, value in vars(part).items():
+        if name not in OF_MODULES and not isinstance(value, nn.Module | Tensor) and reaches(value, wanted):
+            return f"{path}.{name}".lstrip(".")
+    return path or "the model"

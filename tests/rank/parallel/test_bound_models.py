@@ -1,0 +1,167 @@
+"""Functions that hold parts of a model: a copy of it has functions of its own, or is refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import bound_models
+import pytest
+import torch
+from bound_models import MODELS, batch, built, plainly
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import nbkit
+from nbkit.errors import TrainingError
+from nbkit.rank.parallel.module.built_again import built_again
+from nbkit.rank.parallel.module.meta_module import homes, replace, skeleton_of
+from nbkit.rank.train.trainer import Trainer
+
+NOT_COPIED = {"local class", "global"}
+SAMPLE = ["lambda", "partial of weights", "borrowed", "lora and hook", "lazy hooks", "local class"]
+REST = [name for name in MODELS if name not in SAMPLE]
+CHAIN = "zero1 > dp=1 tp=2 > zero3 > ddp"
+NO_TP = {"patched block", "shared part", "lambda and patch"}
+"""Refused: the forward of a module that a tensor axis splits was replaced on the object."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_copy_computes_with_its_own_parts_or_is_refused_by_name(name: str) -> None:
+    model, values = built(name), batch()[0]
+    made = skeleton_of(skeleton_of(model))
+    for path, places in homes(made).items():
+        replace(places, nn.Parameter(torch.full_like(model.get_parameter(path), 0.1)))
+    output = made(values)
+    output.sum().backward()
+
+    touched = any(p.grad is not None for p in model.parameters())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.1)
+    assert touched == (name in NOT_COPIED)
+    assert torch.equal(model(values), output) == (name not in NOT_COPIED)
+
+    said = nbkit.check(built(name), "zero1", batch(), 2, loss=F.mse_loss)
+    assert said.ok == (name not in NOT_COPIED), str(said)
+    if name in NOT_COPIED:
+        assert "reads 'inp.weight' of the model that was copied" in str(said)
+        assert nbkit.check(built(name), "ddp", batch(), 2, loss=F.mse_loss).ok
+
+
+def losses(world: Any, names: list[str], chains: list[str], instance: bool) -> dict[tuple[str, str], list[float]]:
+    warnings.simplefilter("ignore")
+    found = {}
+    data = [row for step in range(8) for row in zip(*batch(step), strict=True)]
+    for name, chain in [(name, chain) for name in names for chain in chains]:
+        first, *later = chain.split(" > ")
+        trainer = Trainer(
+            model=built(name) if instance else partial(built, name),
+            loss=F.mse_loss,
+            optimizer=lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.05, momentum=0.9),
+            data=data,
+            batch_size=bound_models.ROWS,
+            shuffle=False,
+            strategy=first,
+            log_dir=None,
+            progress=False,
+        )
+        trainer.fit(2)
+        for strategy in later:
+            trainer.switch(strategy)
+            trainer.fit(2)
+        found[name, chain] = [record["loss"] for record in trainer.history]
+    return found
+
+
+def compare(names: list[str], chains: list[str], instance: bool = False) -> None:
+    for (name, _), found in run_ranks(losses, 2, names, chains, instance, timeout=300)[0].items():
+        assert found == pytest.approx(plainly(name, len(found)), rel=1e-9), name
+
+
+@pytest.mark.parametrize("names", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)])
+def test_what_functions_hold_goes_along_through_switches(names: list[str]) -> None:
+    compare([name for name in names if name not in NO_TP | NOT_COPIED], [CHAIN])
+
+
+def test_a_model_that_cannot_be_copied_is_built_again() -> None:
+    compare(["local class"], [CHAIN])
+
+
+def test_attention_in_closures_is_split_over_positions_and_stages() -> None:
+    compare(["attention"], ["cp=2 > dp=1 tp=2 > pp > ddp"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("instance", [False, True])
+def test_every_model_is_right_under_what_takes_it(instance: bool) -> None:
+    names = [name for name in MODELS if name not in NOT_COPIED]
+    compare([name for name in names if name != "lazy hooks"], ["pp > zero2"], instance)
+    compare([name for name in names if name in NO_TP], ["zero1 > zero3 > ddp"], instance)
+    compare([name for name in names if name not in NO_TP], [CHAIN], instance)
+
+
+def test_a_callable_is_called_again_without_a_trace() -> None:
+    calls, generator = list[int](), torch.get_rng_state()
+
+    def build() -> nn.Module:
+        calls.append(1)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        model[1].running_mean += len(calls)
+        model.scale = len(calls)  # type: ignore[assignment]
+        return model
+
+    first = build()
+    generator = torch.get_rng_state()
+    again = built_again(build, skeleton_of(first), first=first)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.equal(again[1].running_mean, torch.ones(8)) and again.scale == 1  # type: ignore[index]
+    for same in (lambda: first, lambda: nn.Sequential(first[0], nn.BatchNorm1d(8))):
+        with pytest.raises(TrainingError, match="same object each time"):
+            built_again(same, skeleton_of(first), first=first)
+    with pytest.raises(TrainingError, match=r"parameter .* is another"):
+        built_again(lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), skeleton_of(first))
+
+
+def test_a_callable_that_changes_what_it_built_before_is_refused() -> None:
+    said = nbkit.check(partial(built, "global"), "zero1", batch(), 2, loss=F.mse_loss)
+    assert not said.ok and "Calling model= again changes what the model that it built before" in str(said)
+
+
+class Locked(nn.Linear):
+    """Holds what nothing can copy."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.waiting = (value for value in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+def locked(world: Any) -> list[str]:
+    said = []
+    for model in (Locked, Locked()):
+        try:
+            trainer = Trainer(
+                model=model,
+                loss=lambda y, target: F.mse_loss(y, target.float()),
+                optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+                data=list(zip(*batch(), strict=True)),
+                batch_size=8,
+                strategy="zero1",
+                log_dir=None,
+                progress=False,
+            )
+            said.append(f"{len(trainer.fit(1))} step")
+        except TrainingError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_copied_is_built_again_by_its_callable_and_refused_as_an_instance() -> None:
+    trained, refused = run_ranks(locked, 2)[0]
+    assert trained == "1 step"
+    assert "cannot be copied" in refused and "model=lambda: MyModule(...)" in refused
