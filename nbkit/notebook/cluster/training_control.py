@@ -11,7 +11,7 @@ import time
 import uuid
 from typing import Any
 
-from nbkit.errors import UsageError
+from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cells.submit import request_for
@@ -24,6 +24,7 @@ from nbkit.notebook.tracing import Traced, trace
 TICK_SECONDS = 0.03
 GRACE_SECONDS = 2.0  # a cell that has just been sent may be on its way to its first step
 ANSWER_SECONDS = 2.0
+LOST_SECONDS = 5.0  # for a request to be on its way to the ranks
 TABLE_SECONDS = 1.0
 
 
@@ -177,12 +178,27 @@ class Training:
         return self._result(id)
 
     def _result(self, id: str) -> ControlResult:
-        """Wait for the result. The stop button ends only the waiting. Raises ClusterError."""
+        """Wait for the result. The stop button ends only the waiting.
+
+        Raises ClusterError where a rank has died, or where none knows of the request any more: those that did have
+        been replaced.
+        """
+        known = time.monotonic()
         while True:
-            for answer in self._connection.client.ask([0], "result", ANSWER_SECONDS, id=id).values():
+            n = self._connection.entry.n
+            answers = self._connection.client.ask(range(n), "result", ANSWER_SECONDS, id=id)
+            for answer in answers.values():
                 if answer["result"] is not None:
                     return ControlResult(**answer["result"])
             self._check()
+            if len(answers) < n or any(answer["known"] for answer in answers.values()):
+                known = time.monotonic()
+            elif time.monotonic() - known > LOST_SECONDS:
+                raise ClusterError(
+                    "No rank knows of the request any more: those that did have died and were replaced.",
+                    numbers=f"asked for {LOST_SECONDS:.0f} s",
+                    hint="%strategy   shows what is in force",
+                )
             time.sleep(TICK_SECONDS)
 
 

@@ -5,6 +5,10 @@ reduction of a step whether it holds the next number, and has made ready what it
 all act after the same step. What all ranks have to make at once (groups) they begin after the same step too, and act
 after a later one. So no rank ever acts alone, and no collective is added for it.
 
+A request may have been sent to a process that died before it acted: the one that takes its place would never hold it,
+and all later requests, a stop among them, would wait behind it. So ranks that hold a request for SHARE_SECONDS while
+others do not give it to them (`share`).
+
 That a training is to end because its cluster does has no number: one rank that was told suffices, and all end after the
 same step, with a checkpoint.
 """
@@ -17,10 +21,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from nbkit.errors import Stopped
 from nbkit.rank.comm.agree import largest
+from nbkit.rank.comm.all_gather_objects import all_gather_objects
 
+SHARE_SECONDS = 2.0  # some ranks hold a request for so long, and others do not
 LEAST_PATIENCE = 1.5  # seconds; a training that has made no step is interrupted after them
 LACKS, READY = 1, 2  # what `Inbox.stage` says of a request that is there
 
@@ -97,6 +104,11 @@ class Inbox:
         with self._lock:
             return max(self._waiting, default=self.acted)
 
+    def waiting(self) -> dict[int, tuple[str, Any]]:
+        """(kind, payload) of the requests that are here and were not acted on, by number."""
+        with self._lock:
+            return {number: (each.kind, each.payload) for number, each in self._waiting.items()}
+
     def take(self, number: int) -> tuple[str, Any]:
         """Request `number`, which counts as acted on from now."""
         with self._lock:
@@ -167,6 +179,16 @@ def forget(device: torch.device) -> None:
 def meet(device: torch.device) -> None:
     """New ranks have joined: all act next on the same request. Collective."""
     _tell_unserved(inbox.drop(*largest([inbox.acted], device=device)))
+    share(device)
+
+
+def share(device: torch.device) -> None:
+    """Give every rank the requests that any rank holds. Collective: see `all_gather_objects`."""
+    if not dist.is_initialized() or (world_size := dist.get_world_size()) == 1:
+        return
+    for waiting in all_gather_objects(inbox.waiting(), world_size=world_size, device=device):
+        for number in sorted(waiting.keys() - inbox.waiting().keys()):
+            inbox.post(number, *waiting[number])
 
 
 def enter(job: Any) -> None:

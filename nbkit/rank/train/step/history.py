@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nbkit.errors import Stopped, TrainingError
@@ -51,7 +52,7 @@ class Records(list[dict[str, Any]]):
 class History:
     """Finished records, the steps whose numbers are under way, and who is told of them."""
 
-    def __init__(self, *, world_size: int) -> None:
+    def __init__(self, *, world_size: int, device: torch.device | str = "cpu") -> None:
         self.records = Records()
         self.paces = Paces()  # of strategies whose records may be thinned out by now
         self.pending: deque[Pending] = deque()
@@ -65,7 +66,8 @@ class History:
         self.newest: StepNumbers | None = None  # of the step whose record is the last
         self.remarks: dict[str, str] = {}  # go into the record of the next step
         self._torn = self._silent = False
-        self._world_size = world_size
+        self._apart = 0.0  # seconds of steps in which some ranks held the next request, and others did not
+        self._world_size, self._device = world_size, device
         self._first = self._total = 0
 
     def begin(self, total: int) -> None:
@@ -124,6 +126,7 @@ class History:
             if not pending.made:
                 continue
             numbers = self.newest = self.check(pending)
+            self._apart = self._apart + max(numbers.seconds) if 0 < numbers.held < self._world_size else 0.0
             self.settled, record = pending, pending.record(numbers)
             self.add(record)
             if not self._silent:
@@ -137,6 +140,10 @@ class History:
         if act and self.agreed > step_boundary.inbox.acted:
             with self.clock.stopped():
                 step_boundary.act(self.agreed)
+        if act and self._apart > step_boundary.SHARE_SECONDS:
+            self._apart = 0.0
+            with self.clock.stopped():
+                step_boundary.share(torch.device(self._device))
         if act and self.ends and not self._silent:
             try:
                 step_boundary.end()
@@ -185,7 +192,7 @@ class History:
 
     def begin_again(self) -> None:
         """The ranks stand at one boundary again: what they had agreed on before is asked anew."""
-        self.agreed, self.ends = step_boundary.inbox.acted, False
+        self.agreed, self.ends, self._apart = step_boundary.inbox.acted, False, 0.0
         self.clock.restart()
 
     def forget(self, step: int) -> None:
