@@ -49,6 +49,7 @@ class Requests:
             "hello": self.hello,
             "status": self.status,
             "stop": self.stop,
+            "stop_call": self.stop_call,
             "live": self.live_cell,
             "control": self.control,
             "result": self.controls.result,
@@ -136,6 +137,10 @@ class Requests:
     def stop(self, cell: str, number: int, live: bool = False) -> dict[str, Any]:
         patience = self.stopping.stop(cell, number, live)
         return {"found": patience is not None, "patience": patience or 0.0}
+
+    def stop_call(self) -> dict[str, Any]:
+        self.stopping.stop_call()
+        return {}
 
     def live_cell(self, number: int, cell: dict[str, Any]) -> dict[str, Any]:
         """Queue a live cell for the step boundary that all ranks agree on."""

@@ -71,6 +71,48 @@ CELLS = (
         "no text",
         "class Bad(Exception):\n    def __str__(self): raise RuntimeError('no text')\nraise Bad()",
     ),
+    _on_ranks(
+        "an error whose text exits",
+        "its text cannot be made: SystemExit",
+        "import sys\nclass Bad(Exception):\n    def __str__(self): sys.exit(0)\nraise Bad()",
+    ),
+    _on_ranks(
+        "an error whose text never ends, and Stop",
+        "variables live on",
+        "class Bad(Exception):\n    def __str__(self):\n        while True: pass\nraise Bad()",
+        stop=0.7,
+    ),
+    _on_ranks(
+        "a value whose text never ends, and Stop",
+        "variables live on",
+        "class Bad:\n    def __repr__(self):\n        while True: pass\nBad()",
+        stop=0.7,
+    ),
+    Drill(
+        "a pull of what never lets itself be sent, and Stop",
+        "KeyboardInterrupt",
+        "%pull stuck",
+        ("%%distributed\nclass Stuck:\n    def __reduce__(self):\n        while True: pass\nstuck = Stuck()",),
+        stop=0.7,
+    ),
+    _on_ranks(
+        "a chain of 300 errors",
+        "errors of the chain are left out",
+        "def fail(n):\n    try:\n        fail(n - 1) if n else 1 / 0\n"
+        "    except Exception as error:\n        raise ValueError(n) from error\nfail(300)",
+    ),
+    _on_ranks(
+        "20,000 characters, each flushed",
+        "xxxxx",
+        "for _ in range(20_000): print('x', end='', flush=True)",
+        fails=False,
+    ),
+    _on_ranks(
+        "20 MB of output, and Stop when the ranks have ended",
+        "lines more",
+        "for i in range(100_000): print(i, 'y' * 200)",
+        stop=6,
+    ),
     _on_ranks("sys.exit(3) in a cell", "SystemExit: 3", "import sys\nsys.exit(3)"),
     _on_ranks("exit() in a cell", "the rank lives on", "exit()", fails=False),
     _on_ranks(
@@ -221,6 +263,27 @@ DEATHS = (
         "%%distributed\n1",
         ("%%distributed\nimport os\nif rank == 1: os._exit(3)\ndist.barrier()",),
         after=_DEATHS,
+        renews=True,
+    ),
+    Drill(
+        "a value whose text ends the process",
+        "it exited with code 3",
+        "%%distributed\nimport os\nclass Bad:\n    def __repr__(self): os._exit(3)\nBad() if rank else None",
+        after=_DEATHS,
+        renews=True,
+    ),
+    Drill(
+        "a rank is killed when a switch has been asked for",
+        "→ dp=2 zero=3",
+        "%strategy zero3",
+        (
+            *_TRAINS,
+            "%%distributed --at-step\nimport os, threading\nfrom nbkit.rank.train.control.step_boundary import inbox\n"
+            "def dies():\n    while inbox.highest() == inbox.acted: time.sleep(0.001)\n    os._exit(3)\n"
+            "if rank == 1: threading.Thread(target=dies, daemon=True).start()",
+        ),
+        fails=False,
+        after=_END,
         renews=True,
     ),
     Drill(

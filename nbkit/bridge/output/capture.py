@@ -10,9 +10,11 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any, TextIO
 
 from nbkit.bridge.output.comms import Comms
@@ -22,6 +24,8 @@ from nbkit.wire.text_encoding import encodable
 
 OUTPUT_TYPES = frozenset({"stream", "display_data", "update_display_data", "clear_output"})
 FLUSH_SECONDS = 0.01  # ipykernel's own is 0.2 s; a person watching a print should not wait for it
+"""Text goes out at most so often, also where a program flushes after each character: a notebook that gets a hundred
+thousand messages has no time for a stop."""
 LOG_LIMIT = 64 << 20  # bytes of one rank's replay log, and of what it printed; older cells are dropped first
 
 
@@ -33,6 +37,48 @@ class Capturing:
     count: int = 0
     result: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
+
+
+class _PacedText:
+    """Sends what is written to stdout and stderr, flushed or not, in few messages and in order. In ipykernel's thread.
+
+    held: the stream whose text waits for the next message.
+    """
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self.held: Any = None
+        self._sent, self._at_once = 0.0, False
+        self._flush = {stream: stream._flush for stream in streams}
+        for stream in streams:
+            stream.flush_interval = FLUSH_SECONDS
+            stream._flush = partial(self._soon, stream)
+
+    def all(self) -> None:
+        """Send what is held now: what is published next comes after it."""
+        self._at_once = True
+        try:
+            for stream in self._flush:
+                stream.flush()
+        finally:
+            self._at_once = False
+
+    def _soon(self, stream: Any) -> None:
+        if self.held not in (None, stream):
+            self._now(self.held)
+        wait = self._sent + FLUSH_SECONDS - monotonic()
+        if wait <= 0 or self._at_once:
+            self._now(stream)
+        elif self.held is None:
+            self.held = stream
+            stream.pub_thread.io_loop.call_later(wait, self._due)
+
+    def _due(self) -> None:
+        if self.held is not None:
+            self._now(self.held)
+
+    def _now(self, stream: Any) -> None:
+        self.held, self._sent = None, monotonic()
+        self._flush[stream]()
 
 
 @dataclass
@@ -53,8 +99,7 @@ class Capture:
         self._text: TextIO = _open_private(self.folder / f"rank{self.rank}.out")
         self.comms = Comms(self._deliver, self._keep, self._mark)
         session.send = self.send
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush_interval = FLUSH_SECONDS  # type: ignore[union-attr]
+        self._paced = _PacedText((sys.stdout, sys.stderr))
 
         def plain() -> None:
             # A forked child (multiprocessing, DataLoader workers) has neither the thread that publishes nor a count
@@ -78,8 +123,9 @@ class Capture:
 
     def end(self, capturing: Capturing) -> None:
         """Flush, so that `capturing.count` is final; what a thread prints later goes to the log and to no count."""
-        sys.stdout.flush()
+        sys.stdout.flush()  # the user may have put others in their place
         sys.stderr.flush()
+        self._paced.all()
         self.comms.settle()
         with self.lock:
             self.stack.remove(capturing)
@@ -99,6 +145,8 @@ class Capture:
                     return None
         if kind in COMM_TYPES:
             return self.comms.send(stream, kind, content, **options)
+        if kind in OUTPUT_TYPES and kind != "stream" and self._paced.held is not None:
+            self._paced.all()
         if kind in OUTPUT_TYPES:
             body = msg_or_type["content"] if message else content
             if kind in ("display_data", "update_display_data"):

@@ -257,7 +257,9 @@ class Connection:
             if mark["rank"] not in execution.followed:
                 what = f"output {mark['seq']} ({kind})"
                 execution.guard(what, mark["rank"], execution.on_output, kind, mark, content)
-        elif kind == "stream" and self.latest is not None and mark["cell"] == self.latest.request.id:
+        elif (
+            kind == "stream" and mark["seq"] < 0 and self.latest is not None and mark["cell"] == self.latest.request.id
+        ):
             # A thread that outlived its cell has printed it.
             self.latest.outbox.stream(content["name"], f"{label([mark['rank']])} {content['text']}")
 

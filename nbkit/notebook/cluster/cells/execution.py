@@ -343,6 +343,16 @@ class Execution:
             self._drop_flood()
         self.outbox.flushed(partial(self.guard, "the end of the cell", None, self._close))
 
+    def give_up_output(self) -> None:
+        """The user has stopped the cell and every rank has ended it: what has not arrived, or is not shown, is not
+        waited for."""
+        if self.closing:
+            self._drop_flood()
+            return
+        for rank, record in self.records.items():
+            self.arrived[rank] = max(self.arrived[rank], record.outputs)
+        self._maybe_close()
+
     def _drop_flood(self) -> None:
         if lines := self.outbox.drop():
             self.say(f"… {lines} lines more; all of it is in the cluster's output folder (%cluster status)")

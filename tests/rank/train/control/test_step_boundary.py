@@ -103,7 +103,7 @@ def test_a_training_that_saves_every_step_can_be_stopped() -> None:
 
 
 def reached_one_rank(world: Any) -> list[Any]:
-    """The first request reaches rank 1 alone, the second rank 0, in a pause, and the third rank 0 while steps are made."""
+    """One request reaches rank 1 alone; one, in a pause, rank 0; and a stop rank 0 while steps are made."""
     step_boundary.SHARE_SECONDS = 0.02
     rank, seen = world.place.rank, list[Any]()
 
