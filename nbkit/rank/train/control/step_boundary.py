@@ -134,6 +134,8 @@ handlers: dict[str, Callable[[Any], None]] = {}
 # kind -> begins, in a thread of its own, to make ready for the payload what this rank makes by itself.
 preparers: dict[str, Callable[[Any], Preparation]] = {}
 
+run = 0
+"""The number of the newest run of steps, the same on all ranks."""
 _training: Any = None
 _told_to_end = ""
 _progress: dict[str, Any] = {}
@@ -173,12 +175,16 @@ def forget(device: torch.device) -> None:
     Collective: ranks agree on the numbers, so that a stop which came too late for one training on some ranks
     does not stop the next one.
     """
-    _tell_unserved(inbox.drop(*largest([inbox.highest()], device=device)))
+    global run
+    highest, run = largest([inbox.highest(), run + 1], device=device)
+    _tell_unserved(inbox.drop(highest))
 
 
 def meet(device: torch.device) -> None:
     """New ranks have joined: all act next on the same request. Collective."""
-    _tell_unserved(inbox.drop(*largest([inbox.acted], device=device)))
+    global run
+    acted, run = largest([inbox.acted, run], device=device)
+    _tell_unserved(inbox.drop(acted))
     share(device)
 
 

@@ -65,6 +65,7 @@ class History:
         self.settled: Pending | None = None  # the step whose record is the last
         self.newest: StepNumbers | None = None  # of the step whose record is the last
         self.remarks: dict[str, str] = {}  # go into the record of the next step
+        self.begun = False  # the step after the finished ones
         self._torn = self._silent = False
         self._apart = 0.0  # seconds of steps in which some ranks held the next request, and others did not
         self._world_size, self._device = world_size, device
@@ -89,6 +90,11 @@ class History:
         return self.ends or self.agreed > step_boundary.inbox.acted
 
     @property
+    def making(self) -> int:
+        """The step that is made now, or was made last."""
+        return self.step + self.begun
+
+    @property
     def goal(self) -> int:
         """The step that a run ends with; 0: not known."""
         return self._first + self._total if self._total else 0
@@ -111,6 +117,7 @@ class History:
 
     def made(self) -> None:
         """The optimizer has taken the newest step."""
+        self.begun = False
         if self.pending and not self.pending[-1].made:
             self.pending[-1].made = True
             self.pending[-1].remarks, self.remarks = self.remarks, {}
@@ -192,7 +199,7 @@ class History:
 
     def begin_again(self) -> None:
         """The ranks stand at one boundary again: what they had agreed on before is asked anew."""
-        self.agreed, self.ends, self._apart = step_boundary.inbox.acted, False, 0.0
+        self.agreed, self.ends, self._apart, self.begun = step_boundary.inbox.acted, False, 0.0, False
         self.clock.restart()
 
     def forget(self, step: int) -> None:
