@@ -63,7 +63,7 @@ def test_the_text_of_an_error_that_never_ends_answers_stop(two: Cluster) -> None
 
 def test_the_text_of_an_error_that_never_ends_is_not_waited_for(two: Cluster) -> None:
     two.run(BAD.format("while True: pass") + "from nbkit.bridge import runner as module\nmodule.TEXT_SECONDS = 1.1")
-    with pytest.raises(CellError, match="Rank 1 failed: Bad: .its text takes too long"):
+    with pytest.raises(CellError, match=r"Rank 1 failed: Bad: \(its text takes too long"):
         two.run("if rank == 1: raise Bad()\ndist.barrier()")
     assert two.run("module.TEXT_SECONDS = 20.0; x").values == {0: 1, 1: 1}
 
@@ -113,6 +113,24 @@ def test_text_that_is_flushed_after_each_character_goes_out_in_few_messages_and_
     assert [part for part in order if part] == ["error\n", "500", "error\n", "1500"]
     before = "".join(each["content"]["text"] for each in kept[: order.index("500")] if each["kind"] == "stream")
     assert before == "x" * 501 + "error\n"
+
+
+def test_what_a_full_disk_does_not_keep_is_shown_all_the_same(two: Cluster) -> None:
+    """A limit on the size of files does what a full disk does."""
+    two.run("import resource\nlimit, before = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)")
+    shown = two.run("resource.setrlimit(limit, (1, before[1]))\nfor i in range(5): print('line', i)\ni", timeout=20)
+    assert shown.values == {0: 4, 1: 4}
+    assert "line 0\nline 1\nline 2\nline 3\nline 4\n" in shown.output[1]
+    assert "What this cell shows is not kept on disk" in shown.output[1]
+    two.run("resource.setrlimit(limit, before)")
+    assert two.run("print('kept')").output[1] == "kept\n"
+    log = (two.entry.folder / "output" / "rank1.jsonl").read_text().splitlines()
+    assert json.loads(log[-1])["content"]["text"] == "kept\n"
+
+
+def test_output_that_nobody_has_any_more_is_not_waited_for(two: Cluster) -> None:
+    lost = two.run("calls.runner.capture.stack[-1].count += 3\nprint('here')", timeout=30)
+    assert lost.status == "ok" and "here" in lost.output[0]
 
 
 def test_an_interrupt_that_comes_after_its_cell_hits_nobody(two: Cluster) -> None:

@@ -113,6 +113,14 @@ CELLS = (
         "for i in range(100_000): print(i, 'y' * 200)",
         stop=6,
     ),
+    _on_ranks(
+        "a disk that takes nothing more",
+        "not kept on disk",
+        "import resource\nlimit, before = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "resource.setrlimit(limit, (1, before[1]))\nimport threading\n"
+        "threading.Timer(1, resource.setrlimit, (limit, before)).start()\nfor i in range(1000): print(i, 'y' * 1000)",
+        fails=False,
+    ),
     _on_ranks("sys.exit(3) in a cell", "SystemExit: 3", "import sys\nsys.exit(3)"),
     _on_ranks("exit() in a cell", "the rank lives on", "exit()", fails=False),
     _on_ranks(
@@ -241,6 +249,21 @@ TRAININGS = (
     _trainer("a checkpoint that is not there", "could not be read", "", "trainer.load('/nowhere/at/all')"),
     _trainer("a checkpoint where none can be written", "could not be written", "", "trainer.save('/proc/nbkit')"),
     _trainer("a callback that fails", "ZeroDivisionError", "callbacks=[lambda *_: 1 / 0]"),
+    _trainer(
+        "steps that differ between ranks", "The ranks were not asked for the same", "", "trainer.fit(3 + 2 * rank)"
+    ),
+    _trainer("a callback that raises StopIteration", "StopIteration", "callbacks=[lambda *_: next(iter(()))]"),
+    Drill(
+        "one rank alone breaks a loop over batches",
+        "if job.stop_if(flag): break",
+        "%%distributed\nfrom torch.utils.data import DataLoader\nmodel = torch.nn.Linear(4, 2)\n"
+        "job = nbkit.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), log_dir=None,\n"
+        "                    loss=lambda output, target: ((output - target) ** 2).mean())\n"
+        "loader = DataLoader([(torch.ones(4), torch.zeros(2))] * 64, batch_size=8)\n"
+        "for number, batch in enumerate(job.batches(loader)):\n"
+        "    job.backward(batch); job.optimizer.step(); job.optimizer.zero_grad()\n"
+        "    if rank == 0 and number == 2: break",
+    ),
     Drill("%train pause without a training", "nothing to pause", "%train pause", ("%%distributed\ntrainer = None",)),
     Drill("a live cell without a training", "no step boundary", "%%distributed --at-step\n1"),
     Drill("a live cell that fails", "ZeroDivisionError", "%%distributed --at-step\n1 / 0", _TRAINS, after=_END),

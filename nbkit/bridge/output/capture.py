@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -91,12 +92,12 @@ class Capture:
     last: str = ""
     starts: dict[str, int] = field(default_factory=dict)  # cell -> where its outputs begin in the replay log
     lock: threading.Lock = field(default_factory=threading.Lock)
+    unkept: str = ""  # why what is shown now is not kept on disk, such as that it is full
 
     def install(self, session: Any) -> None:
         """Put this between everything that publishes and the socket."""
         self._send: Callable[..., Any] = session.send
-        self._replay: TextIO = _open_private(self.folder / f"rank{self.rank}.jsonl")
-        self._text: TextIO = _open_private(self.folder / f"rank{self.rank}.out")
+        self._open()
         self.comms = Comms(self._deliver, self._keep, self._mark)
         session.send = self.send
         self._paced = _PacedText((sys.stdout, sys.stderr))
@@ -111,18 +112,27 @@ class Capture:
 
         os.register_at_fork(after_in_child=plain)
 
+    def _open(self) -> None:
+        self._replay: TextIO = _open_private(self.folder / f"rank{self.rank}.jsonl")
+        self._text: TextIO = _open_private(self.folder / f"rank{self.rank}.out")
+
     def begin(self, cell: str) -> Capturing:
         """Mark output with `cell` from now on."""
         capturing = Capturing(cell)
         with self.lock:
+            if self.unkept and not self.stack:
+                self._keep_again()
             self._trim()
             self.stack.append(capturing)
             self.last = cell
-            self.starts[cell] = self._replay.tell()
+            if not self.unkept:
+                self.starts[cell] = self._replay.tell()
         return capturing
 
     def end(self, capturing: Capturing) -> None:
         """Flush, so that `capturing.count` is final; what a thread prints later goes to the log and to no count."""
+        if self.unkept and len(self.stack) == 1:
+            print(f"What this cell shows is not kept on disk: {self.unkept}", file=sys.stderr)
         sys.stdout.flush()  # the user may have put others in their place
         sys.stderr.flush()
         self._paced.all()
@@ -184,9 +194,9 @@ class Capture:
             start = cursor or self.starts.get(cell, 0)
             log.seek(start)
             while log.tell() - start < limit and (line := log.readline()).endswith("\n"):
-                kept = json.loads(line)
-                if kept["cell"] == cell:
-                    found.append(kept)
+                with suppress(ValueError):  # it was cut where the disk was full
+                    if (kept := json.loads(line))["cell"] == cell:
+                        found.append(kept)
                 cursor = log.tell()
         return found, cursor
 
@@ -196,8 +206,7 @@ class Capture:
             if self.stack:
                 mark["seq"] = self.stack[-1].count
                 self.stack[-1].count += 1
-            self._replay.write(json.dumps({**mark, "kind": kind, "content": content}, default=str) + "\n")
-            self._replay.flush()
+            self._write(self._replay, json.dumps({**mark, "kind": kind, "content": content}, default=str) + "\n")
         self._write_text(kind, content)
         return mark
 
@@ -209,11 +218,35 @@ class Capture:
     def _write_text(self, kind: str, content: dict[str, Any]) -> None:
         if kind == "stream":
             with self.lock:
-                self._text.write(content["text"])
-                self._text.flush()
+                self._write(self._text, content["text"])
+
+    def _write(self, file: TextIO, text: str) -> None:
+        """To a disk that may be full: a message that is not kept is sent all the same, or it would be waited for."""
+        if self.unkept:
+            return
+        try:
+            file.write(text)
+            file.flush()
+        except (OSError, ValueError) as error:
+            self.unkept = str(error)
+
+    def _keep_again(self) -> None:
+        """There may be room again. What was written in part is left behind, as a line that nobody can read."""
+        for file in (self._replay, self._text):
+            with suppress(OSError, ValueError):
+                file.close()
+        self.unkept = ""
+        try:
+            self._open()
+        except OSError as error:
+            self.unkept = str(error)
+            return
+        self._write(self._replay, "\n")
 
     def _trim(self) -> None:
         """Before a cell and not after one: the last cell's outputs may still be asked for."""
+        if self.unkept:
+            return
         if self._replay.tell() > LOG_LIMIT and not self.stack:
             self._replay.seek(0)  # truncating leaves the position, and `starts` is made of it
             self._replay.truncate()

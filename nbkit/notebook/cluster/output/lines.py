@@ -50,8 +50,9 @@ class _Twins:
 class _Tail:
     """The text that a rank has printed on a stream since its last newline.
 
-    since: when the last of it came; first: when its first came. moves: it has used a carriage return; redrawn: and text after that. above: lines
-    that have moved and ended, to which the cursor may come back. below: those that it has come back from.
+    since: when the last of it came; first: when the first. moves: it has used a carriage return; redrawn: and text
+    after that. above: lines that have moved and ended, to which the cursor may come back. below: those that it has come
+    back from.
     """
 
     text: str = ""
