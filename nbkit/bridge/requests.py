@@ -105,6 +105,7 @@ class Requests:
             "where": watchdog.where() if cell else "",
             "progress": step_boundary.progress(),
             "training": step_boundary.training() is not None,
+            "trained": cell is not None and step_boundary.began > cell.started,
             "requests": step_boundary.inbox.highest(),
             "undelivered": self._undelivered(),
             "prompt": asdict(asked) if (asked := self.runner.prompts.open) else None,

@@ -7,6 +7,7 @@ on. Otherwise it runs at once, as a cell of its own, on the newest Trainer. Eith
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from typing import Any
@@ -22,6 +23,7 @@ from nbkit.notebook.cluster.output.display import NoScreen
 from nbkit.notebook.tracing import Traced, trace
 
 TICK_SECONDS = 0.03
+_TRAINS = re.compile(r"\.(fit|batches)\(")
 GRACE_SECONDS = 2.0  # a cell that has just been sent may be on its way to its first step
 ANSWER_SECONDS = 2.0
 LOST_SECONDS = 5.0  # for a request to be on its way to the ranks
@@ -150,14 +152,20 @@ class Training:
         self._connection.check_alive(range(self._connection.entry.n))
 
     def _makes_steps(self) -> bool:
-        """Whether all ranks are between two steps; a cell that has just been sent is given time to get there."""
+        """Whether all ranks are between two steps.
+
+        A cell that has just been sent is given time to get there; one that calls `fit`, or loops over `batches`, as
+        long as it runs: what is asked is kept for when its training begins.
+        """
         connection = self._connection
         n = connection.entry.n
         while (busy := connection.busy()) is not None:
             states = connection.client.ask(range(n), "status")
             if len(states) == n and all(state["training"] for state in states.values()):
                 return True
-            if time.time() - busy.sent > GRACE_SECONDS and not any(state["training"] for state in states.values()):
+            begins = _TRAINS.search(busy.request.source) and not any(state["trained"] for state in states.values())
+            trains = any(state["training"] for state in states.values())
+            if time.time() - busy.sent > GRACE_SECONDS and not (begins or trains):
                 return False
             time.sleep(TICK_SECONDS)
         return False
@@ -170,6 +178,7 @@ class Training:
 
     def _as_cell(self, do: str, args: dict[str, Any]) -> ControlResult:
         connection, id = self._connection, _new_id()
+        connection.check_idle("control")
         words = " ".join([do, *(str(value) for value in args.values() if value != "")])
         call = f"__import__('nbkit.bridge.training_requests', fromlist=['now']).now({id!r}, {do!r}, {args!r})"
         request = request_for(connection, f"# {words}\n{call}")

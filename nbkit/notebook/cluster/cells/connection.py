@@ -131,11 +131,11 @@ class Connection:
         )
 
     def check_idle(self, what: str) -> None:
-        """Raise CellRunning, naming the cell, if one runs. what: "cell", "push", "pull" or "sync"."""
+        """Raise CellRunning, naming the cell, if one runs. what: "cell", "push", "pull", "sync" or "control"."""
         busy = self.busy()
         if busy is not None:
             live = "   or   --at-step to run inside a training" if what == "cell" else ""
-            queue = "   or   --queue to run after it" if what != "sync" else ""
+            queue = "   or   --queue to run after it" if what not in ("sync", "control") else ""
             raise CellRunning(
                 f"The ranks are busy with {busy.describe()}.",
                 numbers=f"this {what} has to wait for it",

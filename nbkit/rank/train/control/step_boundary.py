@@ -16,6 +16,7 @@ same step, with a checkpoint.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -136,6 +137,8 @@ preparers: dict[str, Callable[[Any], Preparation]] = {}
 
 run = 0
 """The number of the newest run of steps, the same on all ranks."""
+began = 0.0
+"""When (time.time()) the newest training of this rank has begun to make steps."""
 _training: Any = None
 _told_to_end = ""
 _progress: dict[str, Any] = {}
@@ -199,9 +202,9 @@ def share(device: torch.device) -> None:
 
 def enter(job: Any) -> None:
     """`job` starts to make steps."""
-    global _training
+    global _training, began
     _progress.clear()
-    _training = job
+    _training, began = job, time.time()
 
 
 def leave() -> None:
