@@ -161,6 +161,18 @@ class Runner:
             serving.ended.set()
             self.serving = None
 
+    def stoppable(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a handler of messages that pages send to widgets, whose code is the user's: Stop interrupts it."""
+
+        def handle(*message: Any) -> Any:
+            try:
+                with self.open_to_stop():
+                    return handler(*message)
+            except KeyboardInterrupt:
+                print("The code of a widget was stopped.", file=sys.stderr)
+
+        return handle
+
     def _run(self, running: Running, enters: ast.NodeTransformer | None, remark: str) -> CellRecord:
         request = running.request
         if len(self.running) == 1:  # no live cell, within one that may have a handler
@@ -186,6 +198,10 @@ class Runner:
             self.link.send(event="cell", cell=request.id, state=status)
             running.ended.set()
             self.prompts.refuse(request.id)  # threads that outlive the cell wait for nobody
+            for stream in (sys.stdout, sys.stderr):
+                if all(stream is not own for own in self.capture.streams):  # the user has put it in their place
+                    with suppress(BaseException):
+                        self._told(stream.flush)
             self.capture.end(capturing)
         here = world.current()
         record = CellRecord(

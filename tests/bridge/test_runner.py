@@ -85,6 +85,32 @@ def test_a_value_that_exits_is_refused_and_the_rank_lives_on(two: Cluster) -> No
     assert two.run("x").values == {0: 1, 1: 1}
 
 
+def test_what_a_page_has_a_widget_do_answers_stop(two: Cluster) -> None:
+    """Its code runs between two cells, which would wait behind it."""
+    two.run(
+        "from comm import create_comm\nbegun = []\n"
+        "def stuck(message):\n    begun.append(1)\n    while True: pass\n"
+        "comm = create_comm(target_name='jupyter.widget', data={}); comm.on_msg(stuck)"
+    )
+    comm = two.pull("comm.comm_id", ranks=1)
+    two.connection.client.relay(1, "comm_msg", {"comm_id": comm, "data": {}}, {}, [])
+    handle = two.run("len(begun)", ranks=[1], detach=True)
+    time.sleep(0.3)
+    handle.stop()
+    assert two.run("x").values == {0: 1, 1: 1}
+
+
+def test_a_name_whose_attributes_never_come_leaves_the_rank_with_its_requests(two: Cluster) -> None:
+    two.run(
+        "class Stuck:\n    def __dir__(self):\n        while looked: pass\n        return []\n"
+        "stuck, looked = Stuck(), 1"
+    )
+    asked = [two.connection.client.ask([0], "complete", timeout=10, text="stuck.a")[0]["matches"] for _ in range(2)]
+    assert asked == [[], []]
+    assert two.connection.client.ask([0], "status")[0]["rank"] == 0
+    two.run("looked = 0")
+
+
 def test_a_long_chain_of_errors_is_shown_without_its_middle(two: Cluster) -> None:
     two.run(
         "def fail(n):\n    try:\n        fail(n - 1) if n else 1 / 0\n"

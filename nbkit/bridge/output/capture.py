@@ -49,6 +49,7 @@ class _PacedText:
     def __init__(self, streams: Sequence[Any]) -> None:
         self.held: Any = None
         self._sent, self._at_once = 0.0, False
+        self.streams = tuple(streams)
         self._flush = {stream: stream._flush for stream in streams}
         for stream in streams:
             stream.flush_interval = FLUSH_SECONDS
@@ -116,6 +117,11 @@ class Capture:
         self._replay: TextIO = _open_private(self.folder / f"rank{self.rank}.jsonl")
         self._text: TextIO = _open_private(self.folder / f"rank{self.rank}.out")
 
+    @property
+    def streams(self) -> tuple[Any, ...]:
+        """stdout and stderr as this process had them when it began."""
+        return self._paced.streams
+
     def begin(self, cell: str) -> Capturing:
         """Mark output with `cell` from now on."""
         capturing = Capturing(cell)
@@ -133,8 +139,6 @@ class Capture:
         """Flush, so that `capturing.count` is final; what a thread prints later goes to the log and to no count."""
         if self.unkept and len(self.stack) == 1:
             print(f"What this cell shows is not kept on disk: {self.unkept}", file=sys.stderr)
-        sys.stdout.flush()  # the user may have put others in their place
-        sys.stderr.flush()
         self._paced.all()
         self.comms.settle()
         with self.lock:
