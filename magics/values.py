@@ -40,8 +40,34 @@ class ValueMagics(Magics):  # type: ignore[misc, untyped-decorator]
             cluster.wait()
         ranks = None if options.all else options.rank
         values = {name: cluster.pull(name, ranks, force=options.force) for name in options.names}
-        self.shell.user_ns.update({name: value for name, value in values.items() if name.isidentifier()})
-        return tuple(values.values()) if len(values) > 1 else values[options.names[0]]
+        named = {name: value for name, value in values.items() if name.isidentifier()}
+        self.shell.user_ns.update(named)
+        shown = tuple(values.values()) if len(values) > 1 else values[options.names[0]]
+        if len(named) == len(values):
+            self.shell.events.register("post_run_cell", _Forget(self.shell, shown))
+        return shown
+
+
+class _Forget:
+    """Called once, when the cell is over: a value that has its own name is not kept in Out too.
+
+    Out would hold what every pull of a session has brought.
+    """
+
+    def __init__(self, shell: Any, value: Any) -> None:
+        self._shell, self._value = shell, value
+
+    def __call__(self, _: object) -> None:
+        self._shell.events.unregister("post_run_cell", self)
+        names, hook, value = self._shell.user_ns, self._shell.displayhook, self._value
+        for number in [number for number, kept in names.get("_oh", {}).items() if kept is value]:
+            del names["_oh"][number]
+            names.pop(f"_{number}", None)
+        for name in ("_", "__", "___"):
+            if names.get(name) is value:
+                names[name] = ""
+            if getattr(hook, name, None) is value:
+                setattr(hook, name, "")
 
 
 ValueMagics.push.__doc__ = push_parser().format_help()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,11 +27,12 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.world import watchdog, world
 from nbkit.rank.world.activity import activity
 from nbkit.wire import process_state
-from nbkit.wire.cells import LONG_SECONDS, CellRecord, CellRequest, Failure, Status, record_text
+from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, Failure, Status, record_text
 from nbkit.wire.processes import Process
 
 MESSAGE_TYPE = "nbkit_request"
 COMPLETIONS = 200
+COMPLETION_SECONDS = 1.0  # requests, a stop among them, are answered one after the other
 REPLY_BYTES = 4 << 20  # of missed output in one reply; the notebook asks again for the rest
 
 
@@ -41,6 +43,7 @@ class Requests:
         self.runner, self.stopping = runner, stopping
         self.process = psutil.Process()
         self.delivered = ""
+        self._completing: threading.Thread | None = None
         self.controls = training_requests.controls = Controls()
         step_boundary.handlers["cell"] = self._run_live
         step_boundary.handlers["nothing"] = lambda _: None
@@ -49,6 +52,7 @@ class Requests:
             "hello": self.hello,
             "status": self.status,
             "stop": self.stop,
+            "stop_call": self.stop_call,
             "live": self.live_cell,
             "control": self.control,
             "result": self.controls.result,
@@ -78,6 +82,8 @@ class Requests:
 
         self.kernel = kernel
         kernel.control_handlers[MESSAGE_TYPE] = answer
+        for kind in COMM_TYPES:
+            kernel.shell_handlers[kind] = self.runner.stoppable(kernel.shell_handlers[kind])
 
     def hello(self) -> dict[str, Any]:
         """Say so over the channel of outputs: who hears it will hear the outputs too."""
@@ -104,6 +110,7 @@ class Requests:
             "where": watchdog.where() if cell else "",
             "progress": step_boundary.progress(),
             "training": step_boundary.training() is not None,
+            "trained": cell is not None and step_boundary.began > cell.started,
             "requests": step_boundary.inbox.highest(),
             "undelivered": self._undelivered(),
             "prompt": asdict(asked) if (asked := self.runner.prompts.open) else None,
@@ -137,6 +144,10 @@ class Requests:
         patience = self.stopping.stop(cell, number, live)
         return {"found": patience is not None, "patience": patience or 0.0}
 
+    def stop_call(self) -> dict[str, Any]:
+        self.stopping.stop_call()
+        return {}
+
     def live_cell(self, number: int, cell: dict[str, Any]) -> dict[str, Any]:
         """Queue a live cell for the step boundary that all ranks agree on."""
         request = CellRequest(**{**cell, "ranks": tuple(cell["ranks"])})
@@ -164,9 +175,18 @@ class Requests:
 
     def complete(self, text: str) -> dict[str, Any]:
         """What `text` (a name, or a name with a dot) may become, from the names on this rank."""
-        completer = self.runner.shell.Completer
-        matches = completer.attr_matches(text) if "." in text else completer.global_matches(text)
-        return {"matches": sorted(set(matches))[:COMPLETIONS]}
+        if self._completing is not None and self._completing.is_alive():
+            return {"matches": []}  # it asks an object of the user's, whose code does not end
+        matches = set[str]()
+
+        def look() -> None:
+            completer = self.runner.shell.Completer
+            matches.update(completer.attr_matches(text) if "." in text else completer.global_matches(text))
+
+        self._completing = threading.Thread(target=look, name="nbkit-complete", daemon=True)
+        self._completing.start()
+        self._completing.join(COMPLETION_SECONDS)
+        return {"matches": sorted(matches.copy())[:COMPLETIONS]}
 
     def seen(self, cell: str = "") -> dict[str, Any]:
         """A notebook is there, and has all of `cell`: the parent counts the idle time from now."""

@@ -18,11 +18,11 @@ import time
 import tokenize
 import types
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from traceback import walk_stack, walk_tb
-from typing import Any
+from typing import Any, TypeVar
 
 from IPython.core.displayhook import DisplayHook
 
@@ -44,9 +44,19 @@ from nbkit.wire.cells import CellRecord, CellRequest, Failure, Status
 from nbkit.wire.link import Link
 from nbkit.wire.text_encoding import encodable
 
+TEXT_SECONDS = 20.0  # for the text of an error, which may be the user's code; the other ranks wait meanwhile
+PATIENCE_SECONDS = 1.0  # in which a stop does not break it off
+AGAIN_SECONDS = 0.5
 VALUE_LIMIT = 64 << 10  # characters of repr; what is larger is pulled, not returned
 RECORDS_KEPT = 50
 _OWN_SIGNAL = signal.SIGURG  # as SIGINT, where user code has that one: nobody sets a handler for it
+
+
+T = TypeVar("T")
+
+
+class _Untold(BaseException):
+    """What an error says of itself is not waited for any longer."""
 
 
 @dataclass
@@ -74,6 +84,9 @@ class Runner:
         self.records: OrderedDict[str, CellRecord] = OrderedDict()
         self.requests: dict[str, CellRequest] = {}  # of the records that are kept
         self.in_user_code = False
+        self.serving: Running | None = None  # what the notebook has called that is no cell, and runs code of the user's
+        self._telling = 0.0  # since when an error says what it is, in code that may be the user's
+        self._untold: tuple[int, str] = (0, "")  # (id of an error that could not say that, why)
         self.target: Running | None = None  # of the interrupt that is on its way
         self._held: tuple[Running, float] | None = None  # whose interrupt waits for the end of an import, since when
         self.loop = asyncio.new_event_loop()
@@ -102,6 +115,7 @@ class Runner:
             try:
                 return self._run(running, enters, remark)
             finally:
+                self._untold = 0, ""
                 DETACHED.reset(outer)
                 running.ended.set()
                 self.running.remove(running)
@@ -131,6 +145,34 @@ class Runner:
             signal.signal(number, self._on_sigint)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, _OWN_SIGNAL))
 
+    @contextmanager
+    def open_to_stop(self) -> Iterator[None]:
+        """Run code of the user's inside that is no cell, such as that of a value which is sent: Stop interrupts it."""
+        self.serving = serving = Running(CellRequest("", "", 0, ()), time.time())
+        self._untold = 0, ""
+        self._hear_interrupts()
+        try:
+            try:
+                self.in_user_code = True
+                yield
+            finally:
+                self.in_user_code = False
+        finally:
+            serving.ended.set()
+            self.serving = None
+
+    def stoppable(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a handler of messages that pages send to widgets, whose code is the user's: Stop interrupts it."""
+
+        def handle(*message: Any) -> Any:
+            try:
+                with self.open_to_stop():
+                    return handler(*message)
+            except KeyboardInterrupt:
+                print("The code of a widget was stopped.", file=sys.stderr)
+
+        return handle
+
     def _run(self, running: Running, enters: ast.NodeTransformer | None, remark: str) -> CellRecord:
         request = running.request
         if len(self.running) == 1:  # no live cell, within one that may have a handler
@@ -156,6 +198,10 @@ class Runner:
             self.link.send(event="cell", cell=request.id, state=status)
             running.ended.set()
             self.prompts.refuse(request.id)  # threads that outlive the cell wait for nobody
+            for stream in (sys.stdout, sys.stderr):
+                if all(stream is not own for own in self.capture.streams):  # the user has put it in their place
+                    with suppress(BaseException):
+                        self._told(stream.flush)
             self.capture.end(capturing)
         here = world.current()
         record = CellRecord(
@@ -245,8 +291,14 @@ class Runner:
             if target is None:
                 return
             target.stopped = True
-        if self.in_user_code and (target is None or not target.ended.is_set()):
-            if is_importing(frame) and self._waits_for_import(target or self.running[-1]):
+        if target is not None and target.ended.is_set():
+            return
+        if self._telling:
+            if time.monotonic() - self._telling > PATIENCE_SECONDS and not is_importing(frame):
+                raise _Untold
+            return
+        if self.in_user_code:
+            if is_importing(frame) and self._waits_for_import(target or self.serving or self.running[-1]):
                 return
             self._held = None
             raise KeyboardInterrupt
@@ -262,13 +314,48 @@ class Runner:
         """A late interrupt must not break into the report of what ended the user's code, if that has ended.
 
         Of a rank that ends because of another one nobody sees more than a line: IPython's text takes a core a second.
+        The text of an error is made by its own code, which may exit or never end: then its frames are shown without it.
         """
         was, self.in_user_code = self.in_user_code, False
+        given = args[0] if args else kwargs.get("exc_tuple")
+        error = given[1] if given else sys.exc_info()[1]
         try:
-            if not (self.running and self.running[-1].released.startswith("rank ") and self.own.shown_by() == "cell"):
-                self._show_traceback(*args, **kwargs)
+            if self.running and self.running[-1].released.startswith("rank ") and self.own.shown_by() == "cell":
+                return
+            try:
+                self._told(lambda: self._show_traceback(*args, **kwargs))
+            except BaseException as why:
+                if error is None:
+                    raise
+                self._untold = id(error), _unsaid(why)
+                stand_in = type(type(error).__name__, (Exception,), {})(self._untold[1])
+                with suppress(BaseException):
+                    self._told(lambda: self._show_traceback((type(stand_in), stand_in, error.__traceback__)))
         finally:
             self.in_user_code = was and self._within_cell()
+
+    def _told(self, make: Callable[[], T]) -> T:
+        """Return make(), which asks objects of the user's what they are.
+
+        Raises what their code raises, and _Untold where it is stopped or takes longer than TEXT_SECONDS.
+        """
+        limit = Running(CellRequest("", "", 0, ()), time.time())
+        threading.Thread(target=self._limit, args=(limit,), name="nbkit-text", daemon=True).start()
+        try:
+            try:
+                self._telling = time.monotonic()
+                return make()
+            finally:
+                self._telling = 0.0
+        finally:
+            self._telling = 0.0  # an interrupt may have come just before
+            limit.ended.set()
+
+    def _limit(self, limit: Running) -> None:
+        seconds = TEXT_SECONDS
+        while not limit.ended.wait(seconds):
+            self.interrupt(limit, insist=True)
+            seconds = AGAIN_SECONDS
 
     def _within_cell(self) -> bool:
         """Whether code of the innermost cell still runs: `%run` shows the error of a script, and the cell goes on."""
@@ -290,18 +377,31 @@ class Runner:
                 print("\n".join(words), file=sys.stderr)
             return None
         saved, step = (running.saved, running.saved_step) if running.saved else _newest_checkpoint()
+        said = self.said(error)
         return Failure(
             ename=type(error).__name__,
             stopped=isinstance(error, Stopped),
-            evalue=_said(error),
-            traceback=tuple(shown["traceback"]) if shown else (f"{type(error).__name__}: {_said(error)}",),
+            evalue=said,
+            traceback=tuple(shown["traceback"]) if shown else (f"{type(error).__name__}: {said}",),
             moment=time.time(),
             line=self._line(error),
             where=delegating_group.where().partition(", issued")[0],
             saved=saved,
             saved_step=step,
-            device_lost=accelerator().context_lost(error),
+            device_lost="" if self._is_untold(error) else accelerator().context_lost(error),
         )
+
+    def said(self, error: BaseException) -> str:
+        """Return the text of an error, which its own code makes, as text that can be sent."""
+        if not self._is_untold(error):
+            try:
+                return self._told(lambda: shortened(str(encodable(str(error)))))
+            except BaseException as why:
+                self._untold = id(error), _unsaid(why)
+        return self._untold[1]
+
+    def _is_untold(self, error: BaseException) -> bool:
+        return self._untold[0] == id(error)
 
     def _let_go(self, running: Running, error: BaseException | None, failure: Failure | None, status: Status) -> None:
         """Drop the frames of an error, but for those that `%nbkit debug` may want to see before the next cell begins.
@@ -310,7 +410,8 @@ class Runner:
         """
         if error is None or failure is None:
             return
-        if status == "error" and len(self.running) == 1 and not accelerator().out_of_memory(error):
+        lacks_memory = not self._is_untold(error) and accelerator().out_of_memory(error)
+        if status == "error" and len(self.running) == 1 and not lacks_memory:
             self.debugger.keep(
                 running.request.number, f"{failure.ename}: {failure.evalue}", failure.moment, error.__traceback__
             )
@@ -365,12 +466,11 @@ def _status(failure: Failure | None, running: Running) -> Status:
     return "error"  # a KeyboardInterrupt of the user's own code, or of a signal, too: the others wait for this rank
 
 
-def _said(error: BaseException) -> str:
-    """The text of an error, which its own code makes, as text that can be sent."""
-    try:
-        return shortened(str(encodable(str(error))))
-    except BaseException as another:
-        return f"(its text cannot be made: {type(another).__name__})"
+def _unsaid(why: BaseException) -> str:
+    """Return what is said of an error in place of its text."""
+    if isinstance(why, _Untold):
+        return "(its text takes too long to make, or was stopped)"
+    return f"(its text cannot be made: {type(why).__name__})"
 
 
 def _is_muted(source: str) -> bool:
@@ -383,7 +483,7 @@ def _is_muted(source: str) -> bool:
 
 def _plain(value: Any) -> Any:
     """`value` if it is plain data of moderate size, else None: the notebook must not import torch to read it."""
-    if isinstance(value, str | bytes) and len(value) > VALUE_LIMIT:
+    if type(value) in (str, bytes) and len(value) > VALUE_LIMIT:
         return None
     try:
         return value if _is_plain(value) and len(repr(value)) <= VALUE_LIMIT else None

@@ -30,6 +30,9 @@ FRAMES_SHOWN = (20, 40)
 """Of the frames of an error the outermost and the innermost. IPython looks for the module of each among all that are
 imported, and with torch there are thousands: the thousand frames of a recursion took it half a minute of a core."""
 
+CAUSES_SHOWN = (3, 3)
+"""Of a chain of errors, each the cause of the one before it, the newest and those that it began with."""
+
 _MACHINERY = (str(Path(IPython.__file__).parent), __file__, "<frozen runpy>")
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
@@ -74,6 +77,9 @@ class Shell:
         self._show, self._publish = shell.showtraceback, shell._showtraceback
         shell.run_cell, shell.safe_execfile, shell.safe_run_module = self.run_cell, self.execfile, self.run_module
         shell.showtraceback, shell._showtraceback = self.show, self.publish
+        self._skipped: dict[int, BaseException] = {}  # id of an error -> what is shown after it of a long chain
+        self._next = shell.InteractiveTB.get_parts_of_chained_exception
+        shell.InteractiveTB.get_parts_of_chained_exception = self.cause_of
         for kind, name in MAGICS:
             shell.magics_manager.magics[kind][name] = self._failing(shell.find_magic(name, kind))
         shell.exiter = shell.ask_exit = Exit(shell)
@@ -167,9 +173,19 @@ class Shell:
             exception_only = False
             error.__traceback__ = _of_the_user(error.__traceback__)
             exc_tuple = type(error), error, error.__traceback__
-        if error is not None and (shown := _shortened(error)) is not None:
-            exc_tuple = type(error), error, shown
+        if error is not None:
+            self._skipped = _skipped(error)
+            if (shown := _shortened(error)) is not None:
+                exc_tuple = type(error), error, shown
         self._show(exc_tuple, filename, tb_offset, exception_only, running_compiled_code)
+
+    def cause_of(self, error: BaseException | None) -> tuple[Any, BaseException, Any] | None:
+        """As IPython's get_parts_of_chained_exception, without the middle of a long chain and of a long traceback."""
+        found = self._next(error)
+        if found is None:
+            return None
+        cause = self._skipped.get(id(error), found[1])
+        return type(cause), cause, _shortened(cause) or cause.__traceback__
 
     def publish(self, etype: type[BaseException], evalue: BaseException, lines: list[str]) -> None:
         """Of a traceback: the cell's own is its failure, that of a magic is raised in a moment, others are output."""
@@ -211,6 +227,24 @@ class Shell:
     def cells(self) -> dict[str, int]:
         """The number of each cell, by the file that its code is said to be in."""
         return getattr(self.shell.compile, "_filename_map", {})
+
+
+def _skipped(error: BaseException) -> dict[int, BaseException]:
+    """Where the chain of an error is long: the last that is shown of its newest -> the first that is shown after it.
+
+    How many are left out is counted in a note.
+    """
+    chain: dict[int, BaseException] = {}
+    while error is not None and id(error) not in chain:
+        chain[id(error)] = error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)  # type: ignore[assignment]
+    errors, (first, last) = [*chain.values()], CAUSES_SHOWN
+    if len(errors) <= first + last:
+        return {}
+    errors[0].add_note(
+        f"({len(errors) - first - last} of {len(errors)} errors of the chain are left out in the middle)"
+    )
+    return {id(errors[first - 1]): errors[-last]}
 
 
 def _shortened(error: BaseException) -> TracebackType | None:

@@ -42,6 +42,8 @@ class Stopping:
         if running is None:
             if live:
                 self.withdrawn.add(cell)
+            else:
+                self.stop_call()  # the cell may wait behind it
             return None
         if running.asked:
             self._hurried.add(cell)
@@ -61,6 +63,11 @@ class Stopping:
             return
         running.released = reason
         threading.Thread(target=self._release, args=(running, reason), name="nbkit-release", daemon=True).start()
+
+    def stop_call(self) -> None:
+        """The notebook does not wait any longer for what it has called here, such as a value that is sent."""
+        if (serving := self.runner.serving) is not None:
+            threading.Thread(target=self._stop, args=(serving, 0.0), name="nbkit-stop", daemon=True).start()
 
     def _stop(self, running: Running, patience: float) -> None:
         if self._ends_in(running, patience):

@@ -53,6 +53,7 @@ class Controls:
 
     def __init__(self) -> None:
         self.results: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._served: set[str] = set()  # ids of those that are being served, of which nothing is told yet
         self._table: dict[str, Any] = {}
         self._stamp = ""
         self._timed = False  # whether it has seconds of a step of the strategy in force
@@ -79,6 +80,7 @@ class Controls:
         owner = step_boundary.training() or newest()
         job = getattr(owner, "job", owner)
         predicted: dict[str, Any] = {}
+        self._served.add(control.id)
         try:
             predicted = _predicted(control, job)
             result = _act(control, owner)
@@ -118,8 +120,10 @@ class Controls:
         self._tell(control, newest(), error=why, served=False)
 
     def result(self, id: str) -> dict[str, Any]:
-        """What came of a control; None while nothing has."""
-        return {"result": self.results.get(id)}
+        """What came of a control, None while nothing has. known: it waits here for its boundary, or is served."""
+        result = self.results.get(id)
+        waits = any(getattr(payload, "id", "") == id for _, payload in step_boundary.inbox.waiting().values())
+        return {"result": result, "known": result is not None or waits or id in self._served}
 
     def strategies(self, known: str = "") -> dict[str, Any]:
         """Where the training is, and the newest table of its strategies, unless the notebook has the one `known`.
@@ -217,6 +221,7 @@ class Controls:
             "served": served,
             "predicted": dict(predicted or {}),
         }
+        self._served.discard(control.id)
         while len(self.results) > RESULTS_KEPT:
             self.results.popitem(last=False)
 

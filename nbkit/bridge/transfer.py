@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from nbkit.bridge import calls
 from nbkit.wire import parcel
 
-
-def put(path: str) -> None:
-    """Assign the names in a parcel. The notebook unlinks it when every rank has it mapped."""
-    assert calls.runner is not None
-    calls.runner.shell.user_ns.update(parcel.read(path, unlink=False))
+T = TypeVar("T")
 
 
-def put_parts(parts: list[bytes]) -> None:
+def put(path: str) -> str:
+    """Assign the names in a parcel. The notebook unlinks it when every rank has it mapped. Returns why not, or ""."""
+    return _assign(lambda: parcel.read(path, unlink=False))
+
+
+def put_parts(parts: list[bytes]) -> str:
     """`put` for a rank that may be on another host than the notebook."""
+    return _assign(lambda: parcel.unpack(parts))
+
+
+def _assign(read: Callable[[], dict[str, Any]]) -> str:
     assert calls.runner is not None
-    calls.runner.shell.user_ns.update(parcel.unpack(parts))
+    values, why = _served(read)
+    calls.runner.shell.user_ns.update(values or {})
+    return why
+
+
+def _served(act: Callable[[], T]) -> tuple[T | None, str]:
+    """Return what act() returns, or why not: values have code of their own, which may fail, exit, or never end."""
+    assert calls.runner is not None
+    try:
+        with calls.runner.open_to_stop():
+            try:
+                return act(), ""
+            except BaseException as error:
+                return None, f"{type(error).__name__}: {calls.runner.said(error)}"
+    except KeyboardInterrupt:
+        return None, "stopped"
 
 
 def get(expression: str, limit: int, token: str) -> dict[str, Any]:
@@ -26,11 +47,9 @@ def get(expression: str, limit: int, token: str) -> dict[str, Any]:
     notebook that may be on another host: then the answer has "parts" in place of "path"."""
     assert calls.runner is not None
     shell = calls.runner.shell
-    try:
-        value = eval(expression, shell.user_global_ns, shell.user_ns)
-        packed = parcel.pack(value)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+    packed, why = _served(lambda: parcel.pack(eval(expression, shell.user_global_ns, shell.user_ns)))
+    if packed is None:
+        return {"error": why}
     size = parcel.size_of(packed)
     if size > limit:
         return {"bytes": size}

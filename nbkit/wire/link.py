@@ -11,10 +11,13 @@ import hashlib
 import hmac
 import json
 import socket
+import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+SEND_SECONDS = 20  # in which the other end takes something of a message
 SILENT_SECONDS = 4  # a host that acknowledges nothing for so long is taken for gone
 
 
@@ -29,11 +32,16 @@ class Link:
         self.closed = False  # in order, by the other end or the system behind it
         self._lock = threading.Lock()
         self._rest = b""
+        # Nobody waits for ever for a process that reads nothing, such as one that was suspended.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_SECONDS, 0))
 
     def send(self, **message: Any) -> None:
         with self._lock:
             try:
                 self.sock.sendall(self._packed(json.dumps(message).encode()) + b"\n")
+            except BlockingIOError:  # a part of the message is on its way: nothing that follows could be read
+                with suppress(OSError):
+                    self.sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 return
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 
 CSV = "--format=csv,noheader,nounits"
 # Where PATH often does not look: the driver of WSL, and that of a Kubernetes node put into a container.
@@ -17,6 +18,9 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 def find() -> str | None:
     """The path of nvidia-smi; None where it is not installed."""
     return shutil.which("nvidia-smi") or next((path for path in _ELSEWHERE if os.access(path, os.X_OK)), None)
+
+
+_END_SECONDS = 1.0
 
 
 def ask(smi: str, *questions: Sequence[str], seconds: float = 60.0) -> list[str]:
@@ -35,7 +39,8 @@ def ask(smi: str, *questions: Sequence[str], seconds: float = 60.0) -> list[str]
         for process in running:
             if process.poll() is None:
                 process.kill()
-                process.wait()
+                with suppress(subprocess.TimeoutExpired):  # one that a broken driver holds does not end
+                    process.wait(_END_SECONDS)
     for process, (out, err) in zip(running, said, strict=True):
         # 6: the driver works and sees no GPU.
         if process.returncode not in (0, 6):

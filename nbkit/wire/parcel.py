@@ -25,6 +25,7 @@ from nbkit.wire.processes import Process, boot_id
 _SHARED = Path("/dev/shm")
 _ALIGN = 64
 _SPARE = 16 << 20  # of shared memory, left for others
+_ROUNDS = 100  # to remove a folder into which others write; one that cannot be removed stays
 LIMIT_BYTES = 1 << 30
 LEFT_AFTER = 600.0  # seconds; a process of another container, which shares /dev/shm, cannot be looked up here
 
@@ -134,7 +135,9 @@ def discard(token: str) -> None:
     """Unlink the parcels under `token`, also those that a rank is about to write: their folder is gone."""
     for place in _places():
         # A parcel created between the listing and the removal of its folder takes another round.
-        while (place / token).exists():
+        for _ in range(_ROUNDS):
+            if not (place / token).exists():
+                break
             shutil.rmtree(place / token, ignore_errors=True)
 
 

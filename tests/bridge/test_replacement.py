@@ -130,6 +130,33 @@ def test_fit_is_entered_however_it_is_written(four: Cluster, undisturbed: list[f
     assert f"{STEPS}\n" in results.output[3]
 
 
+DIES_ASKED = """
+import os, threading
+from nbkit.rank.train.control.step_boundary import inbox
+
+def dies():
+    while inbox.highest() == inbox.acted:
+        time.sleep(0.001)
+    os._exit(3)
+
+if rank == 2: threading.Thread(target=dies, daemon=True).start()
+trainer = make()
+"""
+
+
+def test_a_switch_of_which_a_rank_has_died_is_made(four: Cluster, undisturbed: list[float]) -> None:
+    """The new rank has not got the request, and all later ones, a stop among them, would wait behind it."""
+    four.run(DIES_ASKED)
+    before = four.entry.ranks[2]
+    handle = four.run(CELL, detach=True)
+    switched = four.switch("zero1")
+    assert (switched.ok, switched.strategy) == (True, "dp=4 zero=1")
+    assert switched.step < STEPS  # and not when the training had ended
+    assert handle.wait(timeout=120).values[2] == pytest.approx(undisturbed, abs=1e-10)
+    assert four.entry.ranks[2] != before
+    check_whole(four)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("strategy", "where"), [("ddp", "callback"), ("zero3", "update")])
 def test_a_death_at_the_end_is_no_other_one(four: Cluster, undisturbed: list[float], strategy: str, where: str) -> None:

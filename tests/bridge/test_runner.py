@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import threading
+import time
+
 import pytest
 
 from nbkit import Cluster
-from nbkit.errors import CellError
+from nbkit.errors import CellError, TransferError
 
 INSIDE = "from nbkit.bridge import calls; runner = calls.runner\n"
 
@@ -25,6 +32,131 @@ def test_a_rank_that_is_released_formats_no_traceback(two: Cluster) -> None:
         two.run("if rank == 1: raise ValueError('mine')\ndist.barrier()")
     two.run("del ip.InteractiveTB.structured_traceback")
     assert two.run("formatted").values == {0: [], 1: ["ValueError"]}
+
+
+BAD = """
+import sys
+class Bad(Exception):
+    def __str__(self):
+        {}
+"""
+
+
+def test_the_text_of_an_error_that_exits_is_left_out_and_its_frames_are_shown(two: Cluster) -> None:
+    two.run(BAD.format("sys.exit(0)"))
+    with pytest.raises(
+        CellError, match=r"Ranks 0-1 failed: Bad: \(its text cannot be made: SystemExit\), line 2"
+    ) as bad:
+        two.run("x = 1\nraise Bad()")
+    assert "raise" in bad.value.traceback
+    assert two.run("x").values == {0: 1, 1: 1}
+
+
+def test_the_text_of_an_error_that_never_ends_answers_stop(two: Cluster) -> None:
+    two.run(BAD.format("while True: pass"))
+    handle = two.run("print('in it')\nraise Bad()", detach=True)
+    while not all("in it" in text for text in handle.output.values()):
+        time.sleep(0.01)
+    assert handle.stop().status == "interrupted"
+    assert two.run("1").values == {0: 1, 1: 1}
+
+
+def test_the_text_of_an_error_that_never_ends_is_not_waited_for(two: Cluster) -> None:
+    two.run(BAD.format("while True: pass") + "from nbkit.bridge import runner as module\nmodule.TEXT_SECONDS = 1.1")
+    with pytest.raises(CellError, match=r"Rank 1 failed: Bad: \(its text takes too long"):
+        two.run("if rank == 1: raise Bad()\ndist.barrier()")
+    assert two.run("module.TEXT_SECONDS = 20.0; x").values == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("where", ["reduce", "text"])
+def test_a_value_that_never_lets_itself_be_sent_answers_stop(two: Cluster, where: str) -> None:
+    fails = "while True: pass" if where == "reduce" else "raise Bad()"
+    two.run(BAD.format("while True: pass") + f"class Stuck:\n    def __reduce__(self):\n        {fails}")
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        two.pull("Stuck()")
+    assert two.run("x").values == {0: 1, 1: 1}
+
+
+def test_a_value_that_exits_is_refused_and_the_rank_lives_on(two: Cluster) -> None:
+    two.run("import sys\nclass Exits:\n    def __reduce__(self): sys.exit(4)")
+    with pytest.raises(TransferError, match="SystemExit: 4"):
+        two.pull("Exits()")
+    assert two.run("x").values == {0: 1, 1: 1}
+
+
+def test_what_a_page_has_a_widget_do_answers_stop(two: Cluster) -> None:
+    """Its code runs between two cells, which would wait behind it."""
+    two.run(
+        "from comm import create_comm\nbegun = []\n"
+        "def stuck(message):\n    begun.append(1)\n    while True: pass\n"
+        "comm = create_comm(target_name='jupyter.widget', data={}); comm.on_msg(stuck)"
+    )
+    comm = two.pull("comm.comm_id", ranks=1)
+    two.connection.client.relay(1, "comm_msg", {"comm_id": comm, "data": {}}, {}, [])
+    handle = two.run("len(begun)", ranks=[1], detach=True)
+    time.sleep(0.3)
+    handle.stop()
+    assert two.run("x").values == {0: 1, 1: 1}
+
+
+def test_a_name_whose_attributes_never_come_leaves_the_rank_with_its_requests(two: Cluster) -> None:
+    two.run(
+        "class Stuck:\n    def __dir__(self):\n        while looked: pass\n        return []\n"
+        "stuck, looked = Stuck(), 1"
+    )
+    asked = [two.connection.client.ask([0], "complete", timeout=10, text="stuck.a")[0]["matches"] for _ in range(2)]
+    assert asked == [[], []]
+    assert two.connection.client.ask([0], "status")[0]["rank"] == 0
+    two.run("looked = 0")
+
+
+def test_a_long_chain_of_errors_is_shown_without_its_middle(two: Cluster) -> None:
+    two.run(
+        "def fail(n):\n    try:\n        fail(n - 1) if n else 1 / 0\n"
+        "    except Exception as error:\n        raise ValueError(n) from error"
+    )
+    with pytest.raises(CellError, match="Ranks 0-1 failed: ValueError: 40") as failed:
+        two.run("fail(40)")
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", failed.value.traceback)
+    assert "36 of 42 errors of the chain are left out" in shown
+    assert shown.count("direct cause") == 5 and "division by zero" in shown and "ValueError: 39" in shown
+
+
+def test_text_that_is_flushed_after_each_character_goes_out_in_few_messages_and_in_order(two: Cluster) -> None:
+    two.run(
+        "import sys\nfrom IPython.display import display\nfor i in range(2000):\n"
+        "    print('x', end='', flush=True)\n    if i in (500, 1500):\n"
+        "        print('error', file=sys.stderr, flush=True)\n        display(i)"
+    )
+    log = (two.entry.folder / "output" / "rank1.jsonl").read_text().splitlines()
+    kept = [each for each in map(json.loads, log) if each["cell"] == json.loads(log[-1])["cell"]]
+    assert len(kept) < 1000
+    order = [
+        each["content"]["text"].replace("x", "") if each["kind"] == "stream" else each["content"]["data"]["text/plain"]
+        for each in kept
+    ]
+    assert [part for part in order if part] == ["error\n", "500", "error\n", "1500"]
+    before = "".join(each["content"]["text"] for each in kept[: order.index("500")] if each["kind"] == "stream")
+    assert before == "x" * 501 + "error\n"
+
+
+def test_what_a_full_disk_does_not_keep_is_shown_all_the_same(two: Cluster) -> None:
+    """A limit on the size of files does what a full disk does."""
+    two.run("import resource\nlimit, before = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)")
+    shown = two.run("resource.setrlimit(limit, (1, before[1]))\nfor i in range(5): print('line', i)\ni", timeout=20)
+    assert shown.values == {0: 4, 1: 4}
+    assert "line 0\nline 1\nline 2\nline 3\nline 4\n" in shown.output[1]
+    assert "What this cell shows is not kept on disk" in shown.output[1]
+    two.run("resource.setrlimit(limit, before)")
+    assert two.run("print('kept')").output[1] == "kept\n"
+    log = (two.entry.folder / "output" / "rank1.jsonl").read_text().splitlines()
+    assert json.loads(log[-1])["content"]["text"] == "kept\n"
+
+
+def test_output_that_nobody_has_any_more_is_not_waited_for(two: Cluster) -> None:
+    lost = two.run("calls.runner.capture.stack[-1].count += 3\nprint('here')", timeout=30)
+    assert lost.status == "ok" and "here" in lost.output[0]
 
 
 def test_an_interrupt_that_comes_after_its_cell_hits_nobody(two: Cluster) -> None:

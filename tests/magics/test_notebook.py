@@ -281,3 +281,14 @@ def test_list_shows_the_cluster_with_its_time_to_live(started: Kernel) -> None:
     assert "book" in text
     assert "attached" in text
     assert "2 h without notebook" in text
+
+
+def test_a_value_that_was_pulled_is_kept_under_its_name_alone(started: Kernel) -> None:
+    """Out would hold what every pull of a session has brought."""
+    started.run("%%distributed\npulled = [rank, 7]")
+    assert "[0, 7]" in started.run("%pull pulled").text
+    assert (
+        "<text/plain>[0, 7]"
+        in started.run("print(sum(kept is pulled for kept in [*Out.values(), _, __]))\npulled").text
+    )
+    assert started.run("%pull pulled\nprint(sum(kept is pulled for kept in [*Out.values(), _]))").text.startswith("0\n")

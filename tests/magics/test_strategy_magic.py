@@ -241,3 +241,18 @@ def test_while_another_cell_runs_it_says_so(kernel: Kernel) -> None:
 def test_words_that_do_not_go_together(kernel: Kernel) -> None:
     assert "One thing at a time" in kernel.run("%strategy --undo zero3").text
     assert "--try needs a strategy" in kernel.run("%strategy --try 5").text
+
+
+def test_what_is_asked_for_before_a_training_begins_is_kept_for_it(kernel: Kernel) -> None:
+    kernel.run(f"{TRAINER}")
+    kernel.run("%%distributed --detach\nimport time; time.sleep(4)\ntrainer.fit(1_000_000)")
+    switched = kernel.run("%strategy zero1")
+    assert "dp=2 → dp=2 zero=1 after step" in switched.text, switched.text
+    kernel.run("%train stop")
+
+
+def test_a_cell_that_does_not_train_is_named_with_what_can_be_typed(kernel: Kernel) -> None:
+    kernel.run("%%distributed --detach\nimport time; time.sleep(60)")
+    refused = kernel.run("%strategy zero1")
+    assert "→ %train wait" in refused.text and "--" not in refused.text.partition("→")[2]
+    kernel.run("handle.stop()")

@@ -71,6 +71,56 @@ CELLS = (
         "no text",
         "class Bad(Exception):\n    def __str__(self): raise RuntimeError('no text')\nraise Bad()",
     ),
+    _on_ranks(
+        "an error whose text exits",
+        "its text cannot be made: SystemExit",
+        "import sys\nclass Bad(Exception):\n    def __str__(self): sys.exit(0)\nraise Bad()",
+    ),
+    _on_ranks(
+        "an error whose text never ends, and Stop",
+        "variables live on",
+        "class Bad(Exception):\n    def __str__(self):\n        while True: pass\nraise Bad()",
+        stop=0.7,
+    ),
+    _on_ranks(
+        "a value whose text never ends, and Stop",
+        "variables live on",
+        "class Bad:\n    def __repr__(self):\n        while True: pass\nBad()",
+        stop=0.7,
+    ),
+    Drill(
+        "a pull of what never lets itself be sent, and Stop",
+        "KeyboardInterrupt",
+        "%pull stuck",
+        ("%%distributed\nclass Stuck:\n    def __reduce__(self):\n        while True: pass\nstuck = Stuck()",),
+        stop=0.7,
+    ),
+    _on_ranks(
+        "a chain of 300 errors",
+        "errors of the chain are left out",
+        "def fail(n):\n    try:\n        fail(n - 1) if n else 1 / 0\n"
+        "    except Exception as error:\n        raise ValueError(n) from error\nfail(300)",
+    ),
+    _on_ranks(
+        "20,000 characters, each flushed",
+        "xxxxx",
+        "for _ in range(20_000): print('x', end='', flush=True)",
+        fails=False,
+    ),
+    _on_ranks(
+        "20 MB of output, and Stop when the ranks have ended",
+        "lines more",
+        "for i in range(100_000): print(i, 'y' * 200)",
+        stop=6,
+    ),
+    _on_ranks(
+        "a disk that takes nothing more",
+        "not kept on disk",
+        "import resource\nlimit, before = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "resource.setrlimit(limit, (1, before[1]))\nimport threading\n"
+        "threading.Timer(1, resource.setrlimit, (limit, before)).start()\nfor i in range(1000): print(i, 'y' * 1000)",
+        fails=False,
+    ),
     _on_ranks("sys.exit(3) in a cell", "SystemExit: 3", "import sys\nsys.exit(3)"),
     _on_ranks("exit() in a cell", "the rank lives on", "exit()", fails=False),
     _on_ranks(
@@ -199,6 +249,21 @@ TRAININGS = (
     _trainer("a checkpoint that is not there", "could not be read", "", "trainer.load('/nowhere/at/all')"),
     _trainer("a checkpoint where none can be written", "could not be written", "", "trainer.save('/proc/nbkit')"),
     _trainer("a callback that fails", "ZeroDivisionError", "callbacks=[lambda *_: 1 / 0]"),
+    _trainer(
+        "steps that differ between ranks", "The ranks were not asked for the same", "", "trainer.fit(3 + 2 * rank)"
+    ),
+    _trainer("a callback that raises StopIteration", "StopIteration", "callbacks=[lambda *_: next(iter(()))]"),
+    Drill(
+        "one rank alone breaks a loop over batches",
+        "if job.stop_if(flag): break",
+        "%%distributed\nfrom torch.utils.data import DataLoader\nmodel = torch.nn.Linear(4, 2)\n"
+        "job = nbkit.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), log_dir=None,\n"
+        "                    loss=lambda output, target: ((output - target) ** 2).mean())\n"
+        "loader = DataLoader([(torch.ones(4), torch.zeros(2))] * 64, batch_size=8)\n"
+        "for number, batch in enumerate(job.batches(loader)):\n"
+        "    job.backward(batch); job.optimizer.step(); job.optimizer.zero_grad()\n"
+        "    if rank == 0 and number == 2: break",
+    ),
     Drill("%train pause without a training", "nothing to pause", "%train pause", ("%%distributed\ntrainer = None",)),
     Drill("a live cell without a training", "no step boundary", "%%distributed --at-step\n1"),
     Drill("a live cell that fails", "ZeroDivisionError", "%%distributed --at-step\n1 / 0", _TRAINS, after=_END),
@@ -221,6 +286,27 @@ DEATHS = (
         "%%distributed\n1",
         ("%%distributed\nimport os\nif rank == 1: os._exit(3)\ndist.barrier()",),
         after=_DEATHS,
+        renews=True,
+    ),
+    Drill(
+        "a value whose text ends the process",
+        "it exited with code 3",
+        "%%distributed\nimport os\nclass Bad:\n    def __repr__(self): os._exit(3)\nBad() if rank else None",
+        after=_DEATHS,
+        renews=True,
+    ),
+    Drill(
+        "a rank is killed when a switch has been asked for",
+        "→ dp=2 zero=3",
+        "%strategy zero3",
+        (
+            *_TRAINS,
+            "%%distributed --at-step\nimport os, threading\nfrom nbkit.rank.train.control.step_boundary import inbox\n"
+            "def dies():\n    while inbox.highest() == inbox.acted: time.sleep(0.001)\n    os._exit(3)\n"
+            "if rank == 1: threading.Thread(target=dies, daemon=True).start()",
+        ),
+        fails=False,
+        after=_END,
         renews=True,
     ),
     Drill(

@@ -10,9 +10,12 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any, TextIO
 
 from nbkit.bridge.output.comms import Comms
@@ -22,6 +25,8 @@ from nbkit.wire.text_encoding import encodable
 
 OUTPUT_TYPES = frozenset({"stream", "display_data", "update_display_data", "clear_output"})
 FLUSH_SECONDS = 0.01  # ipykernel's own is 0.2 s; a person watching a print should not wait for it
+"""Text goes out at most so often, also where a program flushes after each character: a notebook that gets a hundred
+thousand messages has no time for a stop."""
 LOG_LIMIT = 64 << 20  # bytes of one rank's replay log, and of what it printed; older cells are dropped first
 
 
@@ -35,6 +40,49 @@ class Capturing:
     error: dict[str, Any] | None = None
 
 
+class _PacedText:
+    """Sends what is written to stdout and stderr, flushed or not, in few messages and in order. In ipykernel's thread.
+
+    held: the stream whose text waits for the next message.
+    """
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self.held: Any = None
+        self._sent, self._at_once = 0.0, False
+        self.streams = tuple(streams)
+        self._flush = {stream: stream._flush for stream in streams}
+        for stream in streams:
+            stream.flush_interval = FLUSH_SECONDS
+            stream._flush = partial(self._soon, stream)
+
+    def all(self) -> None:
+        """Send what is held now: what is published next comes after it."""
+        self._at_once = True
+        try:
+            for stream in self._flush:
+                stream.flush()
+        finally:
+            self._at_once = False
+
+    def _soon(self, stream: Any) -> None:
+        if self.held not in (None, stream):
+            self._now(self.held)
+        wait = self._sent + FLUSH_SECONDS - monotonic()
+        if wait <= 0 or self._at_once:
+            self._now(stream)
+        elif self.held is None:
+            self.held = stream
+            stream.pub_thread.io_loop.call_later(wait, self._due)
+
+    def _due(self) -> None:
+        if self.held is not None:
+            self._now(self.held)
+
+    def _now(self, stream: Any) -> None:
+        self.held, self._sent = None, monotonic()
+        self._flush[stream]()
+
+
 @dataclass
 class Capture:
     """Wraps `session.send` of an engine. One per process."""
@@ -45,16 +93,15 @@ class Capture:
     last: str = ""
     starts: dict[str, int] = field(default_factory=dict)  # cell -> where its outputs begin in the replay log
     lock: threading.Lock = field(default_factory=threading.Lock)
+    unkept: str = ""  # why what is shown now is not kept on disk, such as that it is full
 
     def install(self, session: Any) -> None:
         """Put this between everything that publishes and the socket."""
         self._send: Callable[..., Any] = session.send
-        self._replay: TextIO = _open_private(self.folder / f"rank{self.rank}.jsonl")
-        self._text: TextIO = _open_private(self.folder / f"rank{self.rank}.out")
+        self._open()
         self.comms = Comms(self._deliver, self._keep, self._mark)
         session.send = self.send
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush_interval = FLUSH_SECONDS  # type: ignore[union-attr]
+        self._paced = _PacedText((sys.stdout, sys.stderr))
 
         def plain() -> None:
             # A forked child (multiprocessing, DataLoader workers) has neither the thread that publishes nor a count
@@ -66,20 +113,33 @@ class Capture:
 
         os.register_at_fork(after_in_child=plain)
 
+    def _open(self) -> None:
+        self._replay: TextIO = _open_private(self.folder / f"rank{self.rank}.jsonl")
+        self._text: TextIO = _open_private(self.folder / f"rank{self.rank}.out")
+
+    @property
+    def streams(self) -> tuple[Any, ...]:
+        """stdout and stderr as this process had them when it began."""
+        return self._paced.streams
+
     def begin(self, cell: str) -> Capturing:
         """Mark output with `cell` from now on."""
         capturing = Capturing(cell)
         with self.lock:
+            if self.unkept and not self.stack:
+                self._keep_again()
             self._trim()
             self.stack.append(capturing)
             self.last = cell
-            self.starts[cell] = self._replay.tell()
+            if not self.unkept:
+                self.starts[cell] = self._replay.tell()
         return capturing
 
     def end(self, capturing: Capturing) -> None:
         """Flush, so that `capturing.count` is final; what a thread prints later goes to the log and to no count."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        if self.unkept and len(self.stack) == 1:
+            print(f"What this cell shows is not kept on disk: {self.unkept}", file=sys.stderr)
+        self._paced.all()
         self.comms.settle()
         with self.lock:
             self.stack.remove(capturing)
@@ -99,6 +159,8 @@ class Capture:
                     return None
         if kind in COMM_TYPES:
             return self.comms.send(stream, kind, content, **options)
+        if kind in OUTPUT_TYPES and kind != "stream" and self._paced.held is not None:
+            self._paced.all()
         if kind in OUTPUT_TYPES:
             body = msg_or_type["content"] if message else content
             if kind in ("display_data", "update_display_data"):
@@ -136,9 +198,9 @@ class Capture:
             start = cursor or self.starts.get(cell, 0)
             log.seek(start)
             while log.tell() - start < limit and (line := log.readline()).endswith("\n"):
-                kept = json.loads(line)
-                if kept["cell"] == cell:
-                    found.append(kept)
+                with suppress(ValueError):  # it was cut where the disk was full
+                    if (kept := json.loads(line))["cell"] == cell:
+                        found.append(kept)
                 cursor = log.tell()
         return found, cursor
 
@@ -148,8 +210,7 @@ class Capture:
             if self.stack:
                 mark["seq"] = self.stack[-1].count
                 self.stack[-1].count += 1
-            self._replay.write(json.dumps({**mark, "kind": kind, "content": content}, default=str) + "\n")
-            self._replay.flush()
+            self._write(self._replay, json.dumps({**mark, "kind": kind, "content": content}, default=str) + "\n")
         self._write_text(kind, content)
         return mark
 
@@ -161,11 +222,35 @@ class Capture:
     def _write_text(self, kind: str, content: dict[str, Any]) -> None:
         if kind == "stream":
             with self.lock:
-                self._text.write(content["text"])
-                self._text.flush()
+                self._write(self._text, content["text"])
+
+    def _write(self, file: TextIO, text: str) -> None:
+        """To a disk that may be full: a message that is not kept is sent all the same, or it would be waited for."""
+        if self.unkept:
+            return
+        try:
+            file.write(text)
+            file.flush()
+        except (OSError, ValueError) as error:
+            self.unkept = str(error)
+
+    def _keep_again(self) -> None:
+        """There may be room again. What was written in part is left behind, as a line that nobody can read."""
+        for file in (self._replay, self._text):
+            with suppress(OSError, ValueError):
+                file.close()
+        self.unkept = ""
+        try:
+            self._open()
+        except OSError as error:
+            self.unkept = str(error)
+            return
+        self._write(self._replay, "\n")
 
     def _trim(self) -> None:
         """Before a cell and not after one: the last cell's outputs may still be asked for."""
+        if self.unkept:
+            return
         if self._replay.tell() > LOG_LIMIT and not self.stack:
             self._replay.seek(0)  # truncating leaves the position, and `starts` is made of it
             self._replay.truncate()

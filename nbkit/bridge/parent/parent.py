@@ -350,8 +350,11 @@ class Parent:
         """Write what the notebook reads of a death. replaced: "under way", or "done" with what is told of it."""
         path = self.folder / f"rank{death['rank']}.end.json"
         scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps({**death, **more}))
-        scratch.replace(path)
+        try:
+            scratch.write_text(json.dumps({**death, **more}))
+            scratch.replace(path)
+        except OSError as error:  # a full disk ends no cluster; the ranks tell of the death too
+            log(f"what is told of rank {death['rank']} could not be written: {error}")
         if self.coordinator and more:  # the notebook reads it there; of plain deaths it is told otherwise
             self.coordinator.link.send(event="note", **death, **more)
 

@@ -25,6 +25,7 @@ from nbkit.bridge.replacing.own_loops import OwnLoops
 from nbkit.bridge.replacing.statement import NOWHERE, statement_of
 from nbkit.bridge.runner import Runner
 from nbkit.errors import ClusterError, NbkitError
+from nbkit.rank.train.control.loop_end import PARTED
 from nbkit.rank.train.own_loop.own_loop import OwnLoop
 from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import dumps
@@ -129,6 +130,8 @@ class Survivor:
 
     def is_broken(self, error: BaseException) -> bool:
         here, deadline = world.current(), time.monotonic() + NEWS_SECONDS
+        if here is not None and here.dirty.endswith(PARTED):  # nobody has died
+            return False
         lost = any(sign in str(error) for sign in PEER_GONE) or (here is not None and bool(here.dirty))
         while lost and not self._broken and time.monotonic() < deadline:
             time.sleep(0.005)

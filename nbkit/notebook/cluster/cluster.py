@@ -225,8 +225,15 @@ class Cluster:
         pinning = resized_pins(site_settings.read(), read_machine(), pinning_of(self.entry), n)
         pins = [pin.saved for pin in pinning.pins]
         result = self.training.ask("resize", ranks=n, strategy=strategy, pins=pins)
+        deadline = time.monotonic() + REACH_SECONDS
         while self.entry.n != n:  # the ranks' parent writes it when all go on
             self.connection.check_open()
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    "The parent of the ranks has not written how many there are now.",
+                    numbers=f"waited {REACH_SECONDS:.0f} s; {self.entry.folder}",
+                    hint="%cluster status",
+                )
             self.connection.client.soon(self.connection.read_size)
             time.sleep(0.02)
         self.pinning, client = pinning, self.connection.client

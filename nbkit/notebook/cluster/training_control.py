@@ -7,11 +7,12 @@ on. Otherwise it runs at once, as a cell of its own, on the newest Trainer. Eith
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from typing import Any
 
-from nbkit.errors import UsageError
+from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.handle import handle_of
 from nbkit.notebook.cluster.cells.submit import request_for
@@ -22,8 +23,10 @@ from nbkit.notebook.cluster.output.display import NoScreen
 from nbkit.notebook.tracing import Traced, trace
 
 TICK_SECONDS = 0.03
+_TRAINS = re.compile(r"\.(fit|batches)\(")
 GRACE_SECONDS = 2.0  # a cell that has just been sent may be on its way to its first step
 ANSWER_SECONDS = 2.0
+LOST_SECONDS = 5.0  # for a request to be on its way to the ranks
 TABLE_SECONDS = 1.0
 
 
@@ -149,14 +152,20 @@ class Training:
         self._connection.check_alive(range(self._connection.entry.n))
 
     def _makes_steps(self) -> bool:
-        """Whether all ranks are between two steps; a cell that has just been sent is given time to get there."""
+        """Whether all ranks are between two steps.
+
+        A cell that has just been sent is given time to get there; one that calls `fit`, or loops over `batches`, as
+        long as it runs: what is asked is kept for when its training begins.
+        """
         connection = self._connection
         n = connection.entry.n
         while (busy := connection.busy()) is not None:
             states = connection.client.ask(range(n), "status")
             if len(states) == n and all(state["training"] for state in states.values()):
                 return True
-            if time.time() - busy.sent > GRACE_SECONDS and not any(state["training"] for state in states.values()):
+            begins = _TRAINS.search(busy.request.source) and not any(state["trained"] for state in states.values())
+            trains = any(state["training"] for state in states.values())
+            if time.time() - busy.sent > GRACE_SECONDS and not (begins or trains):
                 return False
             time.sleep(TICK_SECONDS)
         return False
@@ -169,6 +178,7 @@ class Training:
 
     def _as_cell(self, do: str, args: dict[str, Any]) -> ControlResult:
         connection, id = self._connection, _new_id()
+        connection.check_idle("control")
         words = " ".join([do, *(str(value) for value in args.values() if value != "")])
         call = f"__import__('nbkit.bridge.training_requests', fromlist=['now']).now({id!r}, {do!r}, {args!r})"
         request = request_for(connection, f"# {words}\n{call}")
@@ -177,12 +187,27 @@ class Training:
         return self._result(id)
 
     def _result(self, id: str) -> ControlResult:
-        """Wait for the result. The stop button ends only the waiting. Raises ClusterError."""
+        """Wait for the result. The stop button ends only the waiting.
+
+        Raises ClusterError where a rank has died, or where none knows of the request any more: those that did have
+        been replaced.
+        """
+        known = time.monotonic()
         while True:
-            for answer in self._connection.client.ask([0], "result", ANSWER_SECONDS, id=id).values():
+            n = self._connection.entry.n
+            answers = self._connection.client.ask(range(n), "result", ANSWER_SECONDS, id=id)
+            for answer in answers.values():
                 if answer["result"] is not None:
                     return ControlResult(**answer["result"])
             self._check()
+            if len(answers) < n or any(answer["known"] for answer in answers.values()):
+                known = time.monotonic()
+            elif time.monotonic() - known > LOST_SECONDS:
+                raise ClusterError(
+                    "No rank knows of the request any more: those that did have died and were replaced.",
+                    numbers=f"asked for {LOST_SECONDS:.0f} s",
+                    hint="%strategy   shows what is in force",
+                )
             time.sleep(TICK_SECONDS)
 
 

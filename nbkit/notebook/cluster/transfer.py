@@ -38,9 +38,11 @@ def push(
     path = parcel.write(packed) if shared else ""
     try:
         if shared:
-            client.call_and_wait(ranks, "nbkit.bridge.transfer:put", path)
+            answers = client.call_and_wait(ranks, "nbkit.bridge.transfer:put", path)
         else:
-            client.call_and_wait(ranks, "nbkit.bridge.transfer:put_parts", parcel.packed_bytes(packed))
+            answers = client.call_and_wait(ranks, "nbkit.bridge.transfer:put_parts", parcel.packed_bytes(packed))
+        if why := next(filter(None, answers.values()), ""):
+            raise ClusterError(why)
     except Exception as error:
         raise TransferError(
             f"{names} could not be assigned on ranks {ranks_text(list(ranks))}.",

@@ -46,7 +46,8 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
         "strategy": strategy,
         "numbers": {key: short(value) for key, value in first.numbers.items()},
         "hosts": [run.headers[rank].host if rank in run.headers else "" for rank in range(run.world_size)],
-        "seconds": short(fmean(bar.seconds for bar in shown)),
+        # Of a step that was left half-way no rank has parts.
+        "seconds": short(fmean(part.seconds for part in shown or steps.values())),
         "ranks": [[bar.rank, short(bar.seconds), *(short(getattr(bar, part)) for part in PARTS)] for bar in shown],
         "of": _words(numbers, "medians" if few else "means"),
         "missing": sorted(set(range(run.world_size)) - set(steps)),

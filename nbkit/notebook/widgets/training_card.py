@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -82,8 +83,10 @@ class LiveCard:
             began, apart = time.thread_time(), 0.0
             try:
                 apart = self._look()
-            except (NbkitError, OSError):  # the cell's own output says what is wrong with the ranks
-                pass
+            except Exception as error:
+                # The cell's own output says what is wrong with the ranks; a card is worth no traceback in it.
+                if not isinstance(error, NbkitError | OSError):
+                    print(f"no card: {type(error).__name__}: {error}", file=sys.__stderr__)
             rest = max(_EVERY_SECONDS, (time.thread_time() - began - apart) / _SHARE)
             deadline = time.monotonic() + rest
             while time.monotonic() < deadline and not self._execution.done.done():

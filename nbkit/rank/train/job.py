@@ -24,6 +24,7 @@ from torch.utils.data import default_collate
 
 from nbkit.errors import NotFinite, Stopped, StrategyError, SwitchError, TrainingError
 from nbkit.quoting import user_path
+from nbkit.rank.comm.agree import any_rank
 from nbkit.rank.data import data_rng
 from nbkit.rank.data.batch import Shard
 from nbkit.rank.device import accelerator
@@ -36,6 +37,7 @@ from nbkit.rank.train.builder import Blueprint, Builder, Model, Optimizer
 from nbkit.rank.train.config import OWN_LOOP, TrainConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
+from nbkit.rank.train.control.loop_end import LoopEnd
 from nbkit.rank.train.control.switch_plan import Given, SwitchPlan
 from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.own_loop import own_gradients, torch_clip
@@ -133,6 +135,7 @@ class Job(Switchable):
         # Weak, so that a `break` ends the loop; after an error the traceback holds it, and it is ended by name.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         self.own_loop = OWN_LOOP
+        self._end = LoopEnd(0, lambda: self.ledger.making)  # of the run under way, or of the last
         self._own: Any = None  # the OwnLoop in which batches were read last, if a rank is replaced in it
         note(self)
         torch_clip.watch(self)
@@ -206,7 +209,7 @@ class Job(Switchable):
                     batch = next(batches, end)
                     again = loop is not None and loop.again(number, batch, over=batch is end)
                 if batch is end:
-                    if own is not None and not own.enterable:
+                    if own is None or not own.enterable:
                         with self._in_order():
                             self.arrive()
                     return
@@ -256,12 +259,14 @@ class Job(Switchable):
         if not self.integrity.broken_off:
             own_gradients.refuse_before(self)
         new, place = str(self.strategy), self._place()
+        self.ledger.begun = True
         while True:
             try:
                 # What is around it too: rows, seeds, whether the loss is finite.
                 with self._in_order(), self.first_step() as first, phase("backward"):
                     result = self.training_step.backward(self.training_step.rows(batch))
             except BaseException as error:
+                self.ledger.begun = False
                 self.integrity.broken_off = not isinstance(error, NotFinite)
                 self.optimizer.zero_grad()
                 if isinstance(error, NotFinite) and not error.spoiled and (names := self.not_finite()):
@@ -270,6 +275,8 @@ class Job(Switchable):
                 # replaced, the loop goes on.
                 if self._own is None or not self._own.goes_on(error):
                     self._leave_loop(error)
+                if self._end.apart and isinstance(error, Exception):
+                    raise self._end.error() from None
                 raise
             if not first.taken_back:
                 return result
@@ -340,6 +347,8 @@ class Job(Switchable):
             if not joins:
                 step_boundary.forget(self.device)
             step_boundary.enter(owner or self)
+            self._end = LoopEnd(step_boundary.run, lambda: self.ledger.making)
+            self._end.begin()
             self._running = True
             self.ledger.emit(RunStarted(self.step, strategy=str(self.strategy), arithmetic=arithmetic, total=total))
             self.ledger.begin(total)
@@ -352,6 +361,8 @@ class Job(Switchable):
             self.level()
             reason = "done"
         except BaseException as error:
+            if isinstance(error, GeneratorExit):
+                self._end.leave()  # a loop that was left; where others go on, they are told
             if lost := accelerator().context_lost(error):
                 reason = self.ledger.ended_by(error)
                 raise TrainingError(
@@ -363,8 +374,11 @@ class Job(Switchable):
             reason = self.ledger.ended_by(error)
             self.break_off()
             self.backups.abandon()
+            if self._end.apart and isinstance(error, Exception):
+                raise self._end.error() from None
             raise
         finally:
+            self._end.end()
             self._running = False
             step_boundary.leave()
             self.ledger.emit(RunStopped(self.step, reason=reason))
@@ -387,6 +401,7 @@ class Job(Switchable):
         """
         self.sharded_model.data.settle()
         self.ledger.settle(act=True)
+        self._end.arrive()
         here = torch.ones((), device=self.device)
         dist.all_reduce(here)
         if (found := int(here)) != self.world_size:  # broken off on a device, where no call raises
@@ -395,6 +410,13 @@ class Job(Switchable):
                 numbers=f"{found} of {self.world_size}",
                 hint="train again: the ranks go on from one that has whole weights",
             )
+
+    def stop_if(self, flag: bool) -> bool:
+        """Return True on every rank if `flag` is true on any: `if job.stop_if(loss < 0.1): break`. Collective.
+
+        A rank that leaves a loop alone would leave the others waiting for it.
+        """
+        return any_rank(bool(flag), device=self.device)
 
     def at_boundary(self) -> None:
         """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""

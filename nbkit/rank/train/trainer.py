@@ -39,7 +39,7 @@ from nbkit.rank.train.job import Job
 from nbkit.rank.train.out_of_memory.rescue import check_on_oom
 from nbkit.rank.train.progress import ProgressLine
 from nbkit.rank.train.replace.hang_watch import check_hang_timeout
-from nbkit.rank.train.replace.resume_fit import Span, check_policy, resized, seat, span_of
+from nbkit.rank.train.replace.resume_fit import Span, check_policy, check_same_goal, resized, seat, span_of
 from nbkit.rank.train.replace.torn_update import mend
 from nbkit.rank.train.resize.plan_resize import Resizing
 from nbkit.rank.train.rewind import Snapshots
@@ -219,6 +219,7 @@ class Trainer:
         self.saves = Autosave(job, loop)
         self.snapshots = Snapshots(job, self.saves, every=loop.snapshot_every, say=self._say)
         self._joined: Span | None = None
+        self.stops = False  # a callback ends the `fit` under way: see stop_if
 
     def _listen(self) -> None:
         self.run_dir = self.job.run_dir
@@ -284,6 +285,8 @@ class Trainer:
         if joined is None:
             mend(self)
         span = joined or span_of(self, steps, until)
+        if joined is None:
+            check_same_goal(span.goal, self.job.device)
         if span.goal == self.step and joined is None:
             return Records()
         with seat(self, sys._getframe(2), wanted=self.loop.on_failure != "stop") as replaceable:
@@ -299,6 +302,12 @@ class Trainer:
     def join(self, span: Span) -> None:
         """On a new rank, which has joined a training: the next `fit` makes the steps that are left of `span`."""
         self._joined = span
+
+    def stop_if(self, flag: bool) -> bool:
+        """In a callback: end `fit` after this step on all ranks if `flag` is true on any. Returns that. Collective."""
+        stops = self.job.stop_if(flag)
+        self.stops = self.stops or stops
+        return stops
 
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
         """Train on under another strategy: see Job.switch. Collective, between two steps."""

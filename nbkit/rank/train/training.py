@@ -92,7 +92,7 @@ class Training:
         self.builder, self.config, self.seed = builder, builder.config, builder.config.seed
         self.precision = Precision(self.config.precision, device=self.device, world_size=self.world_size)
         self.model, self._handle = builder.module, ModelHandle(builder.module)
-        self.ledger = History(world_size=self.world_size)
+        self.ledger = History(world_size=self.world_size, device=self.device)
         self.integrity, self.feed = Integrity(), Feed()
         self.backups = Backups(rank=self.rank, world_size=self.world_size, device=self.device)
         self.checkpoint_writer = CheckpointWriter(rank=self.rank, world_size=self.world_size, device=self.device)

@@ -192,6 +192,12 @@ def test_text_without_a_newline_is_shown_when_nothing_follows_it() -> None:
     assert _terminal("[0] waiting for it ..." + shown(lines, 5.0)) == ["[0] waiting for it ... done", ""]
 
 
+def test_text_without_a_newline_is_shown_while_it_grows() -> None:
+    lines = Lines([0])
+    seen = [lines.feed(at / 100, 0, "stdout", "x") or shown(lines, at / 100) for at in range(100)]
+    assert "[0] xxxx" in "".join(seen)
+
+
 def test_the_same_line_printed_very_often_takes_no_longer_each_time() -> None:
     lines = Lines([0, 1])
     for rank in range(2):

@@ -28,6 +28,7 @@ from nbkit.wire.cells import COMM_TYPES, SIGNATURES_KEPT
 from nbkit.wire.rank_functions import Remote
 
 HELLO_SECONDS, HELLO_SECONDS_PER_RANK = 0.3, 0.002  # until a greeting is taken for lost
+STOPPED_SECONDS = 3.0  # for a call that is stopped to end
 Listener = Callable[[str, dict[str, Any], dict[str, Any]], None]  # (message type, mark, content)
 
 
@@ -217,11 +218,20 @@ class Client:
         }
 
     def call_and_wait(self, ranks: Iterable[int], target: str, *args: Any, timeout: float = 600.0) -> dict[int, Any]:
-        """`call`, and what each rank returned. Raises what one of them raised."""
+        """`call`, and what each rank returned. Raises what one of them raised, and TimeoutError.
+
+        Whoever is not waited for any longer is told: the next cell would wait behind it.
+        """
         futures = self.call(ranks, target, *args)
-        for future in as_completed(futures.values(), timeout):
-            if isinstance(result := future.result(), ipyparallel.error.IPythonError):
-                raise result  # the client hands errors over as results
+        try:
+            for future in as_completed(futures.values(), timeout):
+                if isinstance(result := future.result(), ipyparallel.error.IPythonError):
+                    raise result  # the client hands errors over as results
+        except BaseException:
+            if left := [rank for rank, future in futures.items() if not future.done()]:
+                self.request(left, "stop_call")
+                settle([futures[rank] for rank in left], STOPPED_SECONDS)
+            raise
         return {rank: future.result() for rank, future in futures.items()}
 
     def ask(self, ranks: Iterable[int], do: str, timeout: float = 2.0, **content: Any) -> dict[int, dict[str, Any]]:

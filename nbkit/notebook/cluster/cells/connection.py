@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -129,11 +131,11 @@ class Connection:
         )
 
     def check_idle(self, what: str) -> None:
-        """Raise CellRunning, naming the cell, if one runs. what: "cell", "push", "pull" or "sync"."""
+        """Raise CellRunning, naming the cell, if one runs. what: "cell", "push", "pull", "sync" or "control"."""
         busy = self.busy()
         if busy is not None:
             live = "   or   --at-step to run inside a training" if what == "cell" else ""
-            queue = "   or   --queue to run after it" if what != "sync" else ""
+            queue = "   or   --queue to run after it" if what not in ("sync", "control") else ""
             raise CellRunning(
                 f"The ranks are busy with {busy.describe()}.",
                 numbers=f"this {what} has to wait for it",
@@ -222,7 +224,10 @@ class Connection:
         except Exception:  # what cannot be read now is read again
             why = ""
         if not why:
-            self._read_deaths()
+            try:
+                self._read_deaths()
+            except Exception:  # or who wants to save what it has read, on a disk that is full
+                traceback.print_exc(file=sys.__stderr__)
         elif why != _TAKEN and self.cells and self.end_news.still_ends():
             pass
         elif (end := cluster_end.read(self.entry.folder)) is not None and end.step >= 0:
@@ -257,7 +262,9 @@ class Connection:
             if mark["rank"] not in execution.followed:
                 what = f"output {mark['seq']} ({kind})"
                 execution.guard(what, mark["rank"], execution.on_output, kind, mark, content)
-        elif kind == "stream" and self.latest is not None and mark["cell"] == self.latest.request.id:
+        elif (
+            kind == "stream" and mark["seq"] < 0 and self.latest is not None and mark["cell"] == self.latest.request.id
+        ):
             # A thread that outlived its cell has printed it.
             self.latest.outbox.stream(content["name"], f"{label([mark['rank']])} {content['text']}")
 
@@ -418,6 +425,9 @@ class Connection:
         except Exception as error:
             execution.on_fault("what was asked for", rank, error, over=True)
             return
+        if record is not None and not content["outputs"] and execution.arrived.get(rank, 0) < record.outputs:
+            # It has told all that it keeps. What is not among that, as on a disk that is full, may be on its way.
+            execution.guard("lost output", rank, execution.on_missing_output, rank, record.outputs)
         for output in content["outputs"]:
             if output["kind"] in COMM_TYPES:
                 self.comms.on_message(rank, output["kind"], output["content"])

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from nbkit.notebook.cluster.cells.stop import Stop
 
 ROOT_SECONDS = 0.3  # an error about a lost peer waits this long for the message that says what happened to the peer
+LOST_SECONDS = 3.0  # without another output of a rank that has ended and does not have those that are missing
 TWIN_SECONDS = 0.3  # a failure waits this long for equal ones: ranks that share cores fail one after the other
 
 
@@ -75,6 +76,7 @@ class Execution:
         self.asked: set[int] = set()
         self.unanswered = ""  # why nobody could type a line
         self.arrived = dict.fromkeys(request.ranks, 0)
+        self.missing: dict[int, tuple[int, float]] = {}  # rank -> its outputs that had arrived, since when no more has
         self.text = {rank: KeptText() for rank in request.ranks}
         self.sent = time.time()
         self.ended = 0.0
@@ -111,6 +113,16 @@ class Execution:
         if rank in self.records and self.records[rank].status == "error":
             self._show_root()
         self._maybe_close()
+
+    def on_missing_output(self, rank: int, outputs: int) -> None:
+        """The log of a rank lacks some of its `outputs`: when no more of them arrives, they are not waited for."""
+        arrived, since = self.missing.get(rank, (-1, 0.0))
+        if arrived != self.arrived[rank]:
+            self.missing[rank] = self.arrived[rank], time.monotonic()
+        elif time.monotonic() - since > LOST_SECONDS:
+            self.arrived[rank] = outputs
+            self.say(f"{outputs - arrived} outputs of rank {rank} were lost on their way, and its log lacks them.")
+            self._maybe_close()
 
     def on_prompt(self, prompt: Prompt, words: str) -> None:
         """A rank asks for a line that a person types. words: said once for each rank, "" for nothing."""
@@ -342,6 +354,16 @@ class Execution:
         if self.reason:
             self._drop_flood()
         self.outbox.flushed(partial(self.guard, "the end of the cell", None, self._close))
+
+    def give_up_output(self) -> None:
+        """The user has stopped the cell and every rank has ended it: what has not arrived, or is not shown, is not
+        waited for."""
+        if self.closing:
+            self._drop_flood()
+            return
+        for rank, record in self.records.items():
+            self.arrived[rank] = max(self.arrived[rank], record.outputs)
+        self._maybe_close()
 
     def _drop_flood(self) -> None:
         if lines := self.outbox.drop():

@@ -40,6 +40,7 @@ READ_SECONDS = 2.0
 END_AFTER_SECONDS = 30.0
 DYING_SECONDS = 1.0  # a process that was ended is gone, and known to be, in less
 LONG_STEP_SECONDS = 2.0  # a training that may take longer to reach a boundary is spoken of
+FLOOD_SECONDS = 1.0  # for output that is under way when all ranks have ended the cell
 UNSEEN_SECONDS = 5.0  # a warning that is not on screen after this will not come
 LIVE_PATIENCE_SECONDS = 1.5
 
@@ -84,6 +85,7 @@ class Stop:
         self.shown_at = 0.0  # when the warning was on screen
         self.ended: list[int] = []
         self.ended_at = 0.0
+        self.free_at = 0.0  # since when every rank has ended the cell
         self.presses = 0
         self.given_back = False  # to all who wait for the cell
         self.answered_presses: set[str] = set()
@@ -108,8 +110,15 @@ class Stop:
             if self.given_back:
                 self._give_back()
             pressed, self.presses = self.presses > 0, 0
+            now = time.monotonic()
             if waiting := self.execution.waiting_for:
-                self._climb(waiting, pressed, time.monotonic())
+                self._climb(waiting, pressed, now)
+                self.free_at = 0.0
+            elif not self.free_at:
+                self.free_at = now
+            elif now - self.free_at > FLOOD_SECONDS:
+                self.free_at = now
+                self.client.soon(self.execution.guard, "a stop", None, self.execution.give_up_output)
         finally:
             self.lock.release()
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 _SECONDS = 60.0
@@ -111,7 +112,8 @@ def finish(asked: subprocess.Popen[str]) -> CudaDriver | None:
         said, _ = asked.communicate(timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         asked.kill()
-        asked.communicate()
+        with suppress(subprocess.TimeoutExpired):  # one that a broken driver holds does not end
+            asked.communicate(timeout=1)
         return None
     return parse_answer(said)
 

@@ -16,6 +16,7 @@ from nbkit.wire.cells import ranks_text
 
 FOLD_SECONDS = 0.03
 REST_SECONDS = 0.04  # text without a newline is shown when nothing has followed it for this long
+GROWING_SECONDS = 0.5  # and at the latest after these, while more of it comes
 UP = "\x1b[A"  # how a bar below another one goes back to that
 BACK_SECONDS = 0.25  # in which it does so, on a busy machine
 MOVE_SECONDS = 0.1  # between two states of the moving line
@@ -49,12 +50,14 @@ class _Twins:
 class _Tail:
     """The text that a rank has printed on a stream since its last newline.
 
-    since: when the last of it came. moves: it has used a carriage return; redrawn: and text after that. above: lines
-    that have moved and ended, to which the cursor may come back. below: those that it has come back from.
+    since: when the last of it came; first: when the first. moves: it has used a carriage return; redrawn: and text
+    after that. above: lines that have moved and ended, to which the cursor may come back. below: those that it has come
+    back from.
     """
 
     text: str = ""
     since: float = 0.0
+    first: float = 0.0
     moves: bool = False
     redrawn: bool = False
     above: list[str] = field(default_factory=list)
@@ -88,6 +91,8 @@ class Lines:
         before = self.tails.get((rank, other))
         if before is not None and not before.below:  # its lines came first
             self._let_go(now, rank, other, before)
+        if not tail.text or "\n" in text:
+            tail.first = now
         for number, line in enumerate(text.split("\n")):
             if number:
                 self._end_line(now, rank, name, tail)
@@ -221,7 +226,9 @@ class Lines:
     @staticmethod
     def _ripe(tail: _Tail) -> float:
         """When an unfinished line is worth showing: a bar at once, other text if its newline is not about to come."""
-        return tail.since if tail.moves or tail.above or tail.below else tail.since + REST_SECONDS
+        if tail.moves or tail.above or tail.below:
+            return tail.since
+        return min(tail.since + REST_SECONDS, tail.first + GROWING_SECONDS)
 
     def _moving(self, now: float) -> str:
         """The unfinished lines of all ranks as one: folded if equal, else that of the rank furthest behind."""

@@ -51,7 +51,7 @@ def make_steps(
             job.backups.begin(0 if every is None and not _backed_up(left, replaceable) else every, say)
             job.back_up()
             trainer.snapshots.take()
-        arrived = False
+        arrived = trainer.stops = False
         while not arrived:
             goal = trainer.step + left
             try:
@@ -63,7 +63,7 @@ def make_steps(
                         job.at_boundary()
                         if loop.balance:
                             rebalancing.act(job, trainer.arithmetic.total)
-                    left -= 1
+                    left = 0 if trainer.stops else left - 1
                 else:
                     trainer.saves.collect(wait=True)
                     if replaceable:

@@ -23,17 +23,24 @@ def hold(device: torch.device) -> None:
     if _held:
         return
     _held = True
+    polls = 0  # in which some ranks held the next request, and others did not
     try:
         while _held:
             asked = step_boundary.inbox.acted + 1
             # Whatever it lacks: there is no step to make it beside.
-            lacks, ends = largest([step_boundary.inbox.stage(asked) == 0, step_boundary.told_to_end()], device=device)
+            here = step_boundary.inbox.stage(asked) > 0
+            lacks, ends, held = largest([not here, step_boundary.told_to_end(), here], device=device)
             if ends:
                 step_boundary.end()
             if not lacks:
+                polls = 0
                 step_boundary.act(asked)
-            else:
-                time.sleep(_POLL_SECONDS)
+                continue
+            polls = polls + 1 if held else 0
+            if polls * _POLL_SECONDS > step_boundary.SHARE_SECONDS:
+                polls = 0
+                step_boundary.share(device)
+            time.sleep(_POLL_SECONDS)
     finally:
         _held = False
 

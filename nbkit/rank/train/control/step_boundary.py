@@ -5,6 +5,10 @@ reduction of a step whether it holds the next number, and has made ready what it
 all act after the same step. What all ranks have to make at once (groups) they begin after the same step too, and act
 after a later one. So no rank ever acts alone, and no collective is added for it.
 
+A request may have been sent to a process that died before it acted: the one that takes its place would never hold it,
+and all later requests, a stop among them, would wait behind it. So ranks that hold a request for SHARE_SECONDS while
+others do not give it to them (`share`).
+
 That a training is to end because its cluster does has no number: one rank that was told suffices, and all end after the
 same step, with a checkpoint.
 """
@@ -12,15 +16,19 @@ same step, with a checkpoint.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from nbkit.errors import Stopped
 from nbkit.rank.comm.agree import largest
+from nbkit.rank.comm.all_gather_objects import all_gather_objects
 
+SHARE_SECONDS = 2.0  # some ranks hold a request for so long, and others do not
 LEAST_PATIENCE = 1.5  # seconds; a training that has made no step is interrupted after them
 LACKS, READY = 1, 2  # what `Inbox.stage` says of a request that is there
 
@@ -97,6 +105,11 @@ class Inbox:
         with self._lock:
             return max(self._waiting, default=self.acted)
 
+    def waiting(self) -> dict[int, tuple[str, Any]]:
+        """(kind, payload) of the requests that are here and were not acted on, by number."""
+        with self._lock:
+            return {number: (each.kind, each.payload) for number, each in self._waiting.items()}
+
     def take(self, number: int) -> tuple[str, Any]:
         """Request `number`, which counts as acted on from now."""
         with self._lock:
@@ -122,6 +135,10 @@ handlers: dict[str, Callable[[Any], None]] = {}
 # kind -> begins, in a thread of its own, to make ready for the payload what this rank makes by itself.
 preparers: dict[str, Callable[[Any], Preparation]] = {}
 
+run = 0
+"""The number of the newest run of steps, the same on all ranks."""
+began = 0.0
+"""When (time.time()) the newest training of this rank has begun to make steps."""
 _training: Any = None
 _told_to_end = ""
 _progress: dict[str, Any] = {}
@@ -161,19 +178,33 @@ def forget(device: torch.device) -> None:
     Collective: ranks agree on the numbers, so that a stop which came too late for one training on some ranks
     does not stop the next one.
     """
-    _tell_unserved(inbox.drop(*largest([inbox.highest()], device=device)))
+    global run
+    highest, run = largest([inbox.highest(), run + 1], device=device)
+    _tell_unserved(inbox.drop(highest))
 
 
 def meet(device: torch.device) -> None:
     """New ranks have joined: all act next on the same request. Collective."""
-    _tell_unserved(inbox.drop(*largest([inbox.acted], device=device)))
+    global run
+    acted, run = largest([inbox.acted, run], device=device)
+    _tell_unserved(inbox.drop(acted))
+    share(device)
+
+
+def share(device: torch.device) -> None:
+    """Give every rank the requests that any rank holds. Collective: see `all_gather_objects`."""
+    if not dist.is_initialized() or (world_size := dist.get_world_size()) == 1:
+        return
+    for waiting in all_gather_objects(inbox.waiting(), world_size=world_size, device=device):
+        for number in sorted(waiting.keys() - inbox.waiting().keys()):
+            inbox.post(number, *waiting[number])
 
 
 def enter(job: Any) -> None:
     """`job` starts to make steps."""
-    global _training
+    global _training, began
     _progress.clear()
-    _training = job
+    _training, began = job, time.time()
 
 
 def leave() -> None:

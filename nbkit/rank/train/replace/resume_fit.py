@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Protocol
 
+import torch
+
 from nbkit.errors import NbkitError, Stopped, TrainingError
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.device import accelerator
@@ -63,6 +65,17 @@ def span_of(trainer: Trainer, steps: int | None, until: int | None) -> Span:
     if until is not None:
         trainer.job.level()  # after an interrupt ranks may differ by a step, and would not make as many
     return Span(trainer.step, trainer.step + (steps or max((until or 0) - trainer.step, 0)))
+
+
+def check_same_goal(goal: int, device: torch.device) -> None:
+    """Raise TrainingError, on every rank, where `fit` is to end after another step on some. Collective."""
+    last, first = largest([goal, -goal], device=device)
+    if last != -first:
+        raise TrainingError(
+            "The ranks were not asked for the same steps.",
+            numbers=f"fit ends after step {-first} on one rank, and after step {last} on another",
+            hint="fit with the same number on every rank; to end early, in a callback: trainer.stop_if(flag)",
+        )
 
 
 @dataclass(frozen=True)

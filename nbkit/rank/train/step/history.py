@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nbkit.errors import Stopped, TrainingError
@@ -51,7 +52,7 @@ class Records(list[dict[str, Any]]):
 class History:
     """Finished records, the steps whose numbers are under way, and who is told of them."""
 
-    def __init__(self, *, world_size: int) -> None:
+    def __init__(self, *, world_size: int, device: torch.device | str = "cpu") -> None:
         self.records = Records()
         self.paces = Paces()  # of strategies whose records may be thinned out by now
         self.pending: deque[Pending] = deque()
@@ -64,8 +65,10 @@ class History:
         self.settled: Pending | None = None  # the step whose record is the last
         self.newest: StepNumbers | None = None  # of the step whose record is the last
         self.remarks: dict[str, str] = {}  # go into the record of the next step
+        self.begun = False  # the step after the finished ones
         self._torn = self._silent = False
-        self._world_size = world_size
+        self._apart = 0.0  # seconds of steps in which some ranks held the next request, and others did not
+        self._world_size, self._device = world_size, device
         self._first = self._total = 0
 
     def begin(self, total: int) -> None:
@@ -85,6 +88,11 @@ class History:
     def acts(self) -> bool:
         """Whether a step boundary has something to serve, as far as the numbers are read."""
         return self.ends or self.agreed > step_boundary.inbox.acted
+
+    @property
+    def making(self) -> int:
+        """The step that is made now, or was made last."""
+        return self.step + self.begun
 
     @property
     def goal(self) -> int:
@@ -109,6 +117,7 @@ class History:
 
     def made(self) -> None:
         """The optimizer has taken the newest step."""
+        self.begun = False
         if self.pending and not self.pending[-1].made:
             self.pending[-1].made = True
             self.pending[-1].remarks, self.remarks = self.remarks, {}
@@ -124,6 +133,7 @@ class History:
             if not pending.made:
                 continue
             numbers = self.newest = self.check(pending)
+            self._apart = self._apart + max(numbers.seconds) if 0 < numbers.held < self._world_size else 0.0
             self.settled, record = pending, pending.record(numbers)
             self.add(record)
             if not self._silent:
@@ -137,6 +147,10 @@ class History:
         if act and self.agreed > step_boundary.inbox.acted:
             with self.clock.stopped():
                 step_boundary.act(self.agreed)
+        if act and self._apart > step_boundary.SHARE_SECONDS:
+            self._apart = 0.0
+            with self.clock.stopped():
+                step_boundary.share(torch.device(self._device))
         if act and self.ends and not self._silent:
             try:
                 step_boundary.end()
@@ -185,7 +199,7 @@ class History:
 
     def begin_again(self) -> None:
         """The ranks stand at one boundary again: what they had agreed on before is asked anew."""
-        self.agreed, self.ends = step_boundary.inbox.acted, False
+        self.agreed, self.ends, self._apart, self.begun = step_boundary.inbox.acted, False, 0.0, False
         self.clock.restart()
 
     def forget(self, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from jobs import quiet
 from ranks import run_ranks
 
 from nbkit.errors import NbkitError, Stopped
-from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.control import pause, step_boundary
 
 
 def stopped_when_posted_apart(world: Any) -> dict[str, Any]:
@@ -99,6 +100,40 @@ def stopped_while_saving(world: Any) -> list[Any]:
 def test_a_training_that_saves_every_step_can_be_stopped() -> None:
     """save() reads the numbers, and with them that all ranks hold a request."""
     assert run_ranks(stopped_while_saving, 2) == [[True, ["seen"]]] * 2
+
+
+def reached_one_rank(world: Any) -> list[Any]:
+    """One request reaches rank 1 alone; one, in a pause, rank 0; and a stop rank 0 while steps are made."""
+    step_boundary.SHARE_SECONDS = 0.02
+    rank, seen = world.place.rank, list[Any]()
+
+    def post(trainer: Any, record: dict[str, Any]) -> None:
+        if record["step"] == 2 and rank == 1:
+            step_boundary.inbox.post(1, "pause", ["held"])
+        if record["step"] > 2 and len(seen) == 2 and rank == 0:
+            step_boundary.inbox.post(3, "stop")
+
+    def hold(words: list[str]) -> None:
+        seen.append((words, trainer.step))
+        if rank == 0:
+            step_boundary.inbox.post(2, "resume")
+        pause.hold(trainer.job.device)
+
+    step_boundary.handlers |= {"pause": hold, "resume": lambda _: seen.append(pause.let_go())}
+    trainer = quiet(callbacks=[lambda *_: time.sleep(0.01), post])
+    with pytest.raises(Stopped):
+        trainer.fit(500)
+    return [*seen, trainer.step]
+
+
+def test_a_request_that_reached_some_ranks_only_acts_on_all() -> None:
+    """As where it was sent to a process that died, or a message was lost: all later ones would wait behind it."""
+    found = run_ranks(reached_one_rank, 2)
+
+    assert found[0] == found[1]
+    (words, step), let_go, end = found[0]
+    assert (words, let_go) == (["held"], True)
+    assert 2 < step < end < 500
 
 
 def posted_too_late(world: Any) -> dict[str, Any]:

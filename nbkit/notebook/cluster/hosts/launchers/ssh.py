@@ -135,8 +135,11 @@ def hostname_of(name: str) -> str:
     """The host's name or address as ssh's own configuration has it."""
     if not shutil.which("ssh"):
         return name.rpartition("@")[2]
-    done = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, check=False)
-    found = re.search(r"^hostname (\S+)$", done.stdout, re.MULTILINE)
+    try:
+        said = subprocess.run(["ssh", "-G", name], capture_output=True, text=True, check=False, timeout=10).stdout
+    except subprocess.TimeoutExpired:  # its configuration runs a command that does not end
+        said = ""
+    found = re.search(r"^hostname (\S+)$", said, re.MULTILINE)
     return found[1] if found else name.rpartition("@")[2]
 
 
