@@ -154,8 +154,8 @@ def check_loader(loader: Any) -> None:
         )
 
 
-def check_optimizer(optimizer: Any, *models: nn.Module) -> None:
-    """Raises TrainingError when `optimizer` is none, wants a closure, or holds other tensors than those of `models`."""
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raises TrainingError when `optimizer` is none, wants a closure, or holds other tensors than those of `model`."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TrainingError(
             "optimizer= gave no torch optimizer.",
@@ -169,7 +169,7 @@ def check_optimizer(optimizer: Any, *models: nn.Module) -> None:
             numbers="step(closure) without a default",
             hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
-    own = {id(p) for model in models for p in model.parameters()}
+    own = {id(p) for p in model.parameters()}
     strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if strange:
         raise TrainingError(

@@ -22,6 +22,7 @@ from nbkit.rank.train.control.recovery import Progress
 from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.replace.snapshot import Contents, copy_into, host_memory
+from nbkit.rank.train.step.optimizer_state import forget
 from nbkit.records.events import Checkpointed
 
 _SHARE_OF_FREE = 0.25  # of a host's memory: as many snapshots as fit there
@@ -77,7 +78,7 @@ class Snapshots:
         del self._kept[at + 1 :]
         about, inner, sharded_model = taken.about, job.optimizer.inner, job.sharded_model
         with job.ledger.clock.stopped(), job.integrity.changing():
-            inner.state.clear()
+            forget(inner)
             job_state.allocate(sharded_model, inner, by_name(taken.kinds), about["numbers"])
             target = job_state.state(sharded_model, inner)
             plan = plan_collectively(taken.held, {key: layout for key, (_, layout) in target.items()})

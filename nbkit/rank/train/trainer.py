@@ -259,7 +259,10 @@ class Trainer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first parameter group; set it at any step boundary, on every rank."""
+        """The learning rate of the first parameter group; set it at any step boundary, on every rank.
+
+        Other groups keep their ratio to it, and `lr_schedule` its shape: of this rate it takes its factors.
+        """
         return self._rate.value
 
     @lr.setter

@@ -113,7 +113,7 @@ class Training:
         # What the user holds of the model shows from now on what this rank holds; what it held before is free.
         self._handle.show(sharded_model.module, sharded_model.strategy)
         self._known = {id(p) for p in self.model.parameters()}
-        self.builder.took(sharded_model)
+        self.builder.took(inner)
         self.training_step = TrainingStep(
             sharded_model,
             inner,

@@ -28,6 +28,7 @@ from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.json_values import encoded
 from nbkit.rank.train.checkpoint.model_match import check_fits, check_tensors
 from nbkit.rank.train.checkpoint.write_plan import by_name, everyone, shares
+from nbkit.rank.train.step.optimizer_state import forget
 from nbkit.rank.train.training_state import TrainingState
 from nbkit.tensor_layout import Box, Layout
 
@@ -244,7 +245,7 @@ def restore(saved: Saved, sharded_model: ShardedModel, optimizer: torch.optim.Op
 
     def read() -> None:
         take_settings(optimizer, saved.about["settings"])
-        optimizer.state.clear()
+        forget(optimizer)
         job_state.allocate(sharded_model, optimizer, by_name(saved.reader.kinds), saved.about["numbers"])
         fill(saved.reader, job_state.state(sharded_model, optimizer))
 

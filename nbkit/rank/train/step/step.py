@@ -36,7 +36,7 @@ from nbkit.rank.parallel.module.buffer_updates import check_buffers, watched
 from nbkit.rank.parallel.options import parts_rows
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
-from nbkit.rank.rng.seeding import seed_step
+from nbkit.rank.rng.seeding import SHARED, seed_step
 from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.control import step_boundary
@@ -248,6 +248,8 @@ class TrainingStep:
             self.ledger.log({"loss_scale": scale, "skipped": float(not made)})
         with self.integrity.changing() if made else nullcontext():
             if made:
+                if self.builder.template.draws:
+                    seed_step(self.seed, self.ledger.step, SHARED)  # replicas draw the same
                 self.optimizer.step()
             self.sharded_model.data.after_step()
             if not late:

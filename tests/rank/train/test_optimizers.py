@@ -1,0 +1,108 @@
+"""Optimizers as people write them, under every strategy: the weights of one process in plain torch, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from jobs import points
+from optimizers import OPTIMIZERS
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import nbkit
+from nbkit.errors import NbkitError
+
+STRATEGIES = ("ddp", "zero1", "zero3", "tp", "pp")
+CHAIN = ("zero1", "pp", "tp", "ddp", "zero3", "ddp")
+STEPS = 8
+REST = sorted(OPTIMIZERS)
+SAMPLE = ["two in one", "prodigy", "8-bit", "agc"]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    return [(x.double(), y) for x, y in points(32)]
+
+
+def in_plain_torch(name: str, steps: int) -> dict[str, Tensor]:
+    model = net()
+    optimizer = OPTIMIZERS[name](model)
+    for step in range(steps):
+        rows = [data()[i % 32] for i in range(8 * step, 8 * step + 8)]
+        x, y = (torch.stack(part) for part in zip(*rows, strict=True))
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def trainer_of(name: str, strategy: str) -> nbkit.Trainer:
+    settings: dict[str, Any] = {"shuffle": False, "log_dir": None, "progress": False, "strategy": strategy}
+    return nbkit.Trainer(model=net, loss=loss, optimizer=OPTIMIZERS[name], data=data(), batch_size=8, **settings)
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(float((found[key] - value).abs().max()) for key, value in expected.items())
+
+
+def trained(world: Any, names: list[str]) -> dict[str, dict[str, float | str]]:
+    """Of each optimizer, by strategy: how far its weights are from those of one process, or why it is refused."""
+    found: dict[str, dict[str, float | str]] = {}
+    for name in names:
+        mine = found[name] = {}
+        try:
+            expected = in_plain_torch(name, STEPS)
+        except (TypeError, AssertionError):  # wants a closure
+            expected = {}
+        for strategy in STRATEGIES:
+            try:
+                trainer = trainer_of(name, strategy)
+            except NbkitError as error:
+                mine[strategy] = f"refused: {error.what}"
+                continue
+            trainer.fit(STEPS)
+            mine[strategy] = distance(trainer.full_state_dict(), expected)
+        mine["chain"] = chained(name) if isinstance(mine["ddp"], float) else ""
+    return found
+
+
+def chained(name: str) -> float | str:
+    """Two steps under one strategy after the other; a refused one leaves the training as it is."""
+    trainer, refused = trainer_of(name, "ddp"), ""
+    trainer.fit(2)
+    for strategy in CHAIN:
+        try:
+            trainer.switch(strategy)
+        except NbkitError as error:
+            refused = f"{strategy}: {error.what}"
+        trainer.fit(2)
+    far = distance(trainer.full_state_dict(), in_plain_torch(name, 2 + 2 * len(CHAIN)))
+    return far if far > 1e-9 or not refused else f"refused {refused}"
+
+
+@pytest.mark.parametrize("names", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)])
+def test_an_optimizer_trains_as_in_one_process_or_is_refused(names: list[str]) -> None:
+    first, second = run_ranks(trained, 2, names, timeout=600)
+
+    assert first == second
+    wrong = {
+        (name, strategy): found
+        for name, by_strategy in first.items()
+        for strategy, found in by_strategy.items()
+        if isinstance(found, float) and not found < 1e-9
+    }
+    assert not wrong
+    for name in ("two in one", "lion", "ademamix", "chained", "lookahead"):
+        if name in first:
+            assert all(isinstance(found, float) for found in first[name].values()), first[name]
