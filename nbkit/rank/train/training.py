@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.planner.link_speed import Link, ranks_of_node
@@ -104,7 +104,7 @@ class Training:
 
     def start(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
         """Compute with `sharded_model`, the first of this process, and update with `inner`."""
-        self.optimizer = OptimizerHandle(inner, update=self._update, forgotten=self._forgotten)
+        self.optimizer = OptimizerHandle(inner, update=self._update, forgotten=self._forgotten, fits=self._fits)
         self._take(sharded_model, inner)
 
     def _take(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
@@ -384,6 +384,12 @@ class Training:
             strategy=self.strategy,
             cost_model=self.cost_model,
         )
+
+    def _fits(self, param: nn.Parameter, key: str, shape: tuple[int, ...]) -> bool:
+        """See OptimizerHandle. What has other shapes, such as sums of rows, only the optimizer knows."""
+        data = self.sharded_model.data
+        whole = next(data.layouts[name].shape for name, p in data.held.items() if p is param)
+        return shape == tuple(param.shape) or not (shape == whole or key in self.builder.template.keys_per_element)
 
     def _forgotten(self, are_none: bool) -> None:
         self.training_step.reduced = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from typing import Any
@@ -331,6 +332,39 @@ def scheduled(world: Any, when: str) -> list[float]:
 def test_a_scheduler_on_the_optimizer_that_was_given_changes_the_rate(when: str) -> None:
     for inner, given, far in run_ranks(scheduled, 2, when):
         assert inner == given == pytest.approx(0.025) and far < 1e-6
+
+
+def states_loaded(world: Any) -> list[str]:
+    """What each strategy says to a state of whole parameters, ddp to one of parts, and each to its own."""
+    said, kept = [], {}
+    for strategy in ("ddp", "zero1", "tp", "pp", "ddp"):
+        example = default_collate(points(8))
+        given: dict[str, Any] = {"loss": mean_loss, "strategy": strategy, "log_dir": None, "example": example}
+        job = prepare(net, lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), **given)
+        job.backward(example)
+        job.optimizer.step()
+        own = job.optimizer.state_dict()
+        for other in (kept.get("zero1" if strategy == "ddp" else "ddp"), own):
+            try:
+                if other is not None:
+                    job.optimizer.load_state_dict(copy.deepcopy(other))
+                    said.append(f"{strategy} takes it")
+            except TrainingError as error:
+                said.append(f"{strategy} {error.numbers}")
+        kept[strategy] = own
+    return said
+
+
+def test_an_optimizer_takes_a_state_that_fits_and_no_other() -> None:
+    first, _ = run_ranks(states_loaded, 2)
+
+    assert first == [
+        "ddp takes it",
+        "zero1 exp_avg of parameter 0 is (16, 6), and this rank updates (8, 6)", "zero1 takes it",
+        "tp exp_avg of parameter 0 is (16, 6), and this rank updates (8, 6)", "tp takes it",
+        "pp it is of 4 parameters, and this rank updates 2", "pp takes it",
+        "ddp exp_avg of parameter 0 is (8, 6), and this rank updates (16, 6)", "ddp takes it",
+    ]  # fmt: skip
 
 
 def evaluated(world: Any, strategy: str) -> tuple[float, float]:

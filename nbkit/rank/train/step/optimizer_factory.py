@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.train import argument_checks
-from nbkit.rank.train.step.optimizer_state import numbered, states_of
+from nbkit.rank.train.step.optimizer_state import numbered, per_element, states_of
 from nbkit.rank.train.step.optimizer_trial import OptimizerTrial
 from nbkit.rank.train.step.rebind import ABSENT, Rebinding
 from nbkit.strategy import Strategy
@@ -193,20 +193,26 @@ class Template:
 
     def kinds(self, model: nn.Module) -> dict[str, dict[str, int]]:
         """As job_state.bytes_per_element, before the first step: found by one of a small optimizer of this kind."""
-        weight = nn.Parameter(torch.zeros(4, 6))
-        small = self._small({self._first: weight}, lambda group: {})
-        weight.grad = torch.zeros_like(weight)
-        small.step()
-        held = [(key, value) for state in states_of(small) for key, value in state.get(weight, {}).items()]
-        keys = {
-            key: value.element_size()
-            for key, value in held
-            if isinstance(value, torch.Tensor) and value.shape == weight.shape
-        }
+        keys = self._bytes_per_element()
         return {
             name: {"weight": p.element_size()} | (keys if p.requires_grad else {})
             for name, p in model.named_parameters()
         }
+
+    @property
+    def keys_per_element(self) -> set[str]:
+        """Of what it remembers of each element; none where that cannot be tried."""
+        try:
+            return set(self._bytes_per_element())
+        except Exception:  # whatever it wants of real parameters
+            return set()
+
+    def _bytes_per_element(self) -> dict[str, int]:
+        weight = nn.Parameter(torch.zeros(4, 6))
+        small = self._small({self._first: weight}, lambda group: {})
+        weight.grad = torch.zeros_like(weight)
+        small.step()
+        return {key: value.element_size() for key, value in per_element(small, weight).items()}
 
     def over(self, params: list[nn.Parameter]) -> Any:
         """An optimizer of this kind and its first group's settings over other parameters, which are on the CPU."""
