@@ -365,7 +365,7 @@ class Job(Switchable):
             self.backups.abandon()
             raise
         finally:
-            self._running = False
+            self._running = self.ledger.at_once = False
             step_boundary.leave()
             self.ledger.emit(RunStopped(self.step, reason=reason))
 

@@ -66,7 +66,7 @@ class Trainer:
     `history` as eval_loss. save_every, save_path: a checkpoint every so many steps, or "10min" of training (the default
     in a detached cell; False: never), into checkpoint in the run's directory, or save_path, beside the training. keep:
     3, "2h" or (3, "2h") of them, instead of one. snapshot_every: steps from one to the next of what `rewind` goes back
-    to. callbacks: f(trainer, record), with each finished record, when the step after it has been made (see `history`).
+    to. callbacks: f(trainer, record), after each step, which a GPU is waited for: the model is that of the record.
     log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's directory (None: no
     records), which %dashboard and TensorBoard read; name: the run's. progress: print the moving line. stages: names of
     the modules that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how tensor parallelism
@@ -251,7 +251,7 @@ class Trainer:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One dict per finished step, equal on every rank; inside `fit` it is one step behind.
+        """One dict per finished step, equal on every rank; inside `fit` it is one step behind, but in callbacks.
 
         Of more than 20,000 steps: the newest 10,000, and of those before every 2nd, 4th, ... (up to 10,000).
         """

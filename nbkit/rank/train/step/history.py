@@ -58,6 +58,7 @@ class History:
         self.clock = Clock()
         self.listeners: list[Callable[[Event], None]] = []
         self.step = 0
+        self.at_once = False  # numbers are read at the boundary behind their step, which is waited for on a device
         self.agreed = 0  # the newest request that all ranks hold
         self.ends = False  # a rank was told that the training is to end
         self.data_ends = False  # a rank has seen shards of the data end: the next batch is read accordingly

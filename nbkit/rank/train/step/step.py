@@ -257,11 +257,15 @@ class TrainingStep:
         self.ledger.made()
 
     def boundary(self) -> None:
-        """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""
-        self.ledger.settle(keep=1)
+        """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on.
+
+        Those of the last step where somebody is told of them: who looks at the model then sees that of this step.
+        """
+        keep = 0 if self.ledger.at_once else 1
+        self.ledger.settle(keep=keep)
         if self.ledger.acts:
             self.sharded_model.data.settle()  # a live cell may hold weights
-        self.ledger.settle(keep=1, act=True)
+        self.ledger.settle(keep=keep, act=True)
 
     @torch.no_grad()
     def evaluate(self, shard: Shard) -> Tensor:
