@@ -170,11 +170,20 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
     own = {id(p) for p in model.parameters()}
-    strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    strange = sum(id(p) not in own for p in every)
+    if 0 < strange < len(every):
+        raise TrainingError(
+            "The optimizer holds parameters that are not this model's, such as those of a loss: no rank would sum "
+            "their gradients.",
+            numbers=f"{strange} of {len(every)}",
+            hint="a model that holds both, whose forward(x, y) gives the loss of each row, with dicts for data: "
+            "inputs=['x', 'y'], loss=lambda output, batch: output.mean()",
+        )
     if strange:
         raise TrainingError(
             "The optimizer holds parameters that are not this model's.",
-            numbers=f"{strange} of {sum(len(group['params']) for group in optimizer.param_groups)}",
+            numbers=f"{strange} of {len(every)}",
             hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
 

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import nbkit
 from nbkit.errors import NbkitError
 
-pytestmark = pytest.mark.usefixtures("rows_are_known")
 STRATEGIES = ("ddp", "zero1", "zero3", "tp", "pp")
 CHAIN = ("zero1", "pp", "tp", "ddp", "zero3", "ddp")
 STEPS = 8
@@ -51,6 +50,63 @@ def in_plain_torch(name: str, steps: int) -> dict[str, Tensor]:
 def trainer_of(name: str, strategy: str) -> nbkit.Trainer:
     settings: dict[str, Any] = {"shuffle": False, "log_dir": None, "progress": False, "strategy": strategy}
     return nbkit.Trainer(model=net, loss=loss, optimizer=OPTIMIZERS[name], data=data(), batch_size=8, **settings)
+
+
+class WithLoss(nn.Module):
+    """A model and a loss that has parameters of its own, as the hint says it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = net()
+        self.centres = nn.Parameter(torch.eye(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x) @ self.centres, y, reduction="none")
+
+
+def a_loss_with_parameters(world: Any) -> tuple[str, float]:
+    """What is said of one in the optimizer; how far the hint's way is from plain torch, by a factory that reads weights."""
+    settings: dict[str, Any] = {"shuffle": False, "log_dir": None, "progress": False, "batch_size": 8}
+    centres, norms = nn.Parameter(torch.eye(3, dtype=torch.float64)), list[float]()
+    with pytest.raises(NbkitError) as refused:
+        nbkit.Trainer(
+            model=net,
+            loss=lambda output, y: F.cross_entropy(output @ centres, y),
+            optimizer=lambda model: torch.optim.SGD([*model.parameters(), centres], lr=0.1),
+            data=data(),
+            **settings,
+        )
+
+    def by_norm(model: nn.Module) -> torch.optim.Optimizer:
+        norms.extend(float(p.detach().norm()) for p in model.parameters())
+        return torch.optim.SGD([{"params": [p], "lr": 0.1 * float(p.detach().norm())} for p in model.parameters()])
+
+    rows = [{"x": x, "y": y} for x, y in data()]
+    trainer = nbkit.Trainer(
+        model=WithLoss,
+        loss=lambda output, batch: output.mean(),
+        inputs=["x", "y"],
+        optimizer=by_norm,
+        data=rows,
+        strategy="zero3",
+        **settings,
+    )
+    trainer.fit(4)
+    model = WithLoss()
+    optimizer = by_norm(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(*(torch.stack([row[key] for row in rows[8 * step : 8 * step + 8]]) for key in "xy")).mean().backward()
+        optimizer.step()
+    half = len(norms) // 2
+    assert norms[:half] == norms[half:] and min(norms) > 0
+    return str(refused.value), distance(trainer.full_state_dict(), model.state_dict())
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_a_loss_with_parameters_is_answered_by_a_way_that_trains_them() -> None:
+    for said, far in run_ranks(a_loss_with_parameters, 2):
+        assert "such as those of a loss" in said and "1 of 7" in said and far < 1e-12
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -90,6 +146,7 @@ def chained(name: str) -> float | str:
     return far if far > 1e-9 or not refused else f"refused {refused}"
 
 
+@pytest.mark.usefixtures("rows_are_known")
 @pytest.mark.parametrize("tried", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)])
 def test_an_optimizer_trains_as_in_one_process_or_is_refused(tried: dict[str, tuple[str, ...]]) -> None:
     first, second = run_ranks(trained, 2, tried, timeout=600)
