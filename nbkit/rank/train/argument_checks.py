@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Container, Iterable, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,25 @@ def _samples_of(pending: Pending, ranks: Sequence[int]) -> str:
         shown = ", ".join(str(pending.indices[row]) for row in rows[:16]) + ", ..." * (len(rows) > 16)
         where.append(f"rank {rank}: samples {shown}")
     return "; ".join(where)
+
+
+def check_gradients(norm: float, *, step: int, steps_since: int) -> None:
+    """Raises NotFinite for gradients that are not finite, the same on every rank.
+
+    norm: of all of them. steps_since: see check_finite.
+    """
+    if isfinite(norm):
+        return
+    made = f"the weights have taken {steps_since} step{'s' * (steps_since > 1)} with them: load a checkpoint"
+    raise NotFinite(
+        f"The gradients of step {step} are not finite, though the loss is.",
+        step=step,
+        rank=0,
+        spoiled=steps_since > 0,
+        numbers=f"norm {norm}; {made if steps_since > 0 else 'the weights have not been touched'}",
+        hint="a function whose slope is infinite somewhere, such as sqrt at 0: sqrt(x + 1e-12); "
+        "torch.autograd.set_detect_anomaly(True) names it",
+    )
 
 
 def check_streams(numbers: StepNumbers, pending: Pending) -> None:

@@ -65,7 +65,10 @@ class WithLoss(nn.Module):
 
 
 def a_loss_with_parameters(world: Any) -> tuple[str, float]:
-    """What is said of one in the optimizer; how far the hint's way is from plain torch, by a factory that reads weights."""
+    """What is said of one in the optimizer, and how far what the hint says is from plain torch.
+
+    Its factory reads the weights.
+    """
     settings: dict[str, Any] = {"shuffle": False, "log_dir": None, "progress": False, "batch_size": 8}
     centres, norms = nn.Parameter(torch.eye(3, dtype=torch.float64)), list[float]()
     with pytest.raises(NbkitError) as refused:

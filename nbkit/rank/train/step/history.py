@@ -126,6 +126,9 @@ class History:
                 continue
             numbers = self.newest = self.check(pending)
             self.settled, record = pending, pending.record(numbers)
+            if "loss_scale" not in record:  # with one, such a step was skipped
+                since = self.step - pending.step + 1
+                argument_checks.check_gradients(record.get("grad_norm", 0.0), step=pending.step, steps_since=since)
             self.add(record)
             if not self._silent:
                 if not record["step"] % _THINNED_EVERY:

@@ -38,6 +38,7 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.rng.seeding import SHARED, seed_step
 from nbkit.rank.telemetry.phases import clock, phase
+from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.integrity import Integrity
@@ -222,9 +223,14 @@ class TrainingStep:
         return StepResult(reduction)
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of all gradients, on the device; recorded in this step's history."""
+        """The 2-norm of all gradients, on the device; recorded in this step's history.
+
+        Raises NotFinite on CPU ranks, before the weights are touched; on GPUs it is said when the record is read.
+        """
         with phase("optimizer"):
             norm = self.sharded_model.grad_norm(self.device)
+        if not accelerator().holds(self.device) and not self.precision.pending:
+            argument_checks.check_gradients(float(norm), step=self.ledger.step + 1, steps_since=0)
         self.ledger.log({"grad_norm": norm})
         return norm
 
