@@ -22,7 +22,7 @@ from nbkit.rank.train.control.recovery import Progress
 from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.replace.snapshot import Contents, copy_into, host_memory
-from nbkit.rank.train.step.optimizer_state import forget
+from nbkit.rank.train.step.optimizer_state import forget, take_settings
 from nbkit.records.events import Checkpointed
 
 _SHARE_OF_FREE = 0.25  # of a host's memory: as many snapshots as fit there
@@ -47,6 +47,7 @@ class Snapshots:
         if self._every is None or (self._kept and (step % self._every or step == self.steps[-1])):
             return
         job = self._job
+        job.builder.template.check_saves(job.strategy)
         with job.ledger.clock.stopped():
             job.ledger.settle()
             taken = checkpoint.take("", job.state, job.builder, {"seed": job.seed})
@@ -84,7 +85,7 @@ class Snapshots:
             plan = plan_collectively(taken.held, {key: layout for key, (_, layout) in target.items()})
             Exchange(plan, job.rank).run(taken.held, target, device=job.device)
             sharded_model.data.refresh()
-            checkpoint.take_settings(inner, about["settings"])
+            take_settings(inner, about["settings"])
         records = [record for record in job.ledger.records if record["step"] <= taken.step]
         job.rewind(Progress(about["precision"], taken.step, records, about["position"]))
         self._saves.rewound()

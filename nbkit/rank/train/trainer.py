@@ -289,7 +289,9 @@ class Trainer:
         span = joined or span_of(self, steps, until)
         if span.goal == self.step and joined is None:
             return Records()
-        with seat(self, sys._getframe(2), wanted=self.loop.on_failure != "stop") as replaceable:
+        # A new process would lack what a checkpoint would.
+        wanted = self.loop.on_failure != "stop" and not self.job.builder.template.lost(self.strategy)
+        with seat(self, sys._getframe(2), wanted=wanted) as replaceable:
             while True:
                 try:
                     make = self._make_step, self._rebalancing, self._say

@@ -36,6 +36,7 @@ from nbkit.rank.train.runs_dir import check_room
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.model_handle import ModelHandle, show_again, shown_by
 from nbkit.rank.train.step.optimizer_handle import OptimizerHandle
+from nbkit.rank.train.step.optimizer_state import settings_of
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.step.step import TrainingStep
 from nbkit.rank.train.switch.pending_switch import PendingSwitch
@@ -281,7 +282,7 @@ class Training:
             strategy, inner = self.strategy, self.optimizer.inner
             layouts, names = self.builder.shard_layouts.of(strategy), self.builder.names
             place = recovery.Progress(self.precision.state_dict(), self.step, [], self.feed.position())
-            point = checkpoint.settings_of(inner), place
+            point = settings_of(inner), place
             self.backups.take(self.sharded_model, inner, layouts, names, self.step, point)
 
     def _whole_again(self) -> None:
@@ -298,6 +299,7 @@ class Training:
         it is whole.
         """
         path = user_path(path).absolute()  # a thread writes it, and a cell may change the working directory
+        self.builder.template.check_saves(self.strategy)
         if self.run_dir is not None:
             check_room(self.run_dir.parent, path, "no checkpoint is written", run=self.run_dir.name)
         if not self.integrity.broken_off:
@@ -333,6 +335,7 @@ class Training:
 
         In place, without a second copy: when a rank cannot read its part, no rank has whole weights, and it says so.
         """
+        self.builder.template.check_saves(self.strategy)
         about = saved.about
         with self.integrity.changing():
             checkpoint.restore(saved, self.sharded_model, self.optimizer.inner)

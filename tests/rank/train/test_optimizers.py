@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,14 @@ from nbkit.errors import NbkitError
 STRATEGIES = ("ddp", "zero1", "zero3", "tp", "pp")
 CHAIN = ("zero1", "pp", "tp", "ddp", "zero3", "ddp")
 STEPS = 8
-REST = dict.fromkeys(sorted(OPTIMIZERS), (*STRATEGIES, "chain"))
-SAMPLE = {"two in one": ("chain",), "prodigy": ("ddp", "zero1", "pp"), "8-bit": ("tp", "pp"), "closure": ("ddp",)}
+REST = dict.fromkeys(sorted(OPTIMIZERS), (*STRATEGIES, "chain", "saved"))
+SAMPLE: dict[str, tuple[str, ...]] = {
+    "two in one": ("chain", "saved"),
+    "prodigy": ("ddp", "zero1", "pp"),
+    "8-bit": ("tp", "pp"),
+    "by parameter": ("saved",),
+    "closure": ("ddp",),
+}
 
 
 def net() -> nn.Module:
@@ -116,15 +123,15 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[key] - value).abs().max()) for key, value in expected.items())
 
 
-def trained(world: Any, tried: dict[str, tuple[str, ...]]) -> dict[str, dict[str, float | str]]:
+def trained(world: Any, folder: Path, tried: dict[str, tuple[str, ...]]) -> dict[str, dict[str, float | str]]:
     """Of each optimizer, by strategy: how far its weights are from those of one process, or why it is refused."""
     found: dict[str, dict[str, float | str]] = {}
     for name, strategies in tried.items():
         mine = found[name] = {}
         for strategy in strategies:
             try:
-                if strategy == "chain":
-                    mine[strategy] = chained(name)
+                if strategy in ("chain", "saved"):
+                    mine[strategy] = chained(name) if strategy == "chain" else saved(name, folder / name)
                     continue
                 trainer = trainer_of(name, strategy)
             except NbkitError as error:
@@ -149,10 +156,24 @@ def chained(name: str) -> float | str:
     return far if far > 1e-9 or not refused else f"refused {refused}"
 
 
+def saved(name: str, path: Path) -> float:
+    """Three steps, and the others by a new trainer from a checkpoint, where they go under two strategies."""
+    try:
+        trainer = trainer_of(name, "zero1")
+    except NbkitError:
+        trainer = trainer_of(name, "ddp")
+    trainer.fit(3)
+    trainer.save(path)
+    trainer = trainer_of(name, "ddp")
+    trainer.load(path)
+    trainer.fit(STEPS - 3)
+    return distance(trainer.full_state_dict(), in_plain_torch(name, STEPS))
+
+
 @pytest.mark.usefixtures("rows_are_known")
 @pytest.mark.parametrize("tried", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)])
-def test_an_optimizer_trains_as_in_one_process_or_is_refused(tried: dict[str, tuple[str, ...]]) -> None:
-    first, second = run_ranks(trained, 2, tried, timeout=600)
+def test_an_optimizer_trains_as_in_one_process_or_is_refused(tried: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
+    first, second = run_ranks(trained, 2, tmp_path, tried, timeout=600)
 
     assert first == second
     wrong = {

@@ -153,13 +153,30 @@ class Template:
         """
         self.check(new)
         with self._tried:
-            lost = self._trial.lost_in_a_switch(cuts=any(each.zero or each.tp > 1 for each in (old, new)))
+            lost = self._trial.lost_in_a_switch(_cuts(old, new))
         if lost:
             raise SwitchError(
                 f"A switch to {new} would not take along all that {self.name} remembers: {old} goes on.",
                 numbers=lost,
                 hint="state[p] of each parameter, as AdamW keeps it: tensors of its shape, and numbers",
             )
+
+    def check_saves(self, strategy: Strategy) -> None:
+        """Raises TrainingError when a checkpoint would lack something of what the optimizer remembers."""
+        if lost := self.lost(strategy):
+            raise TrainingError(
+                f"A checkpoint would not hold all that {self.name} remembers, and what goes on from it would train "
+                "otherwise.",
+                numbers=lost,
+                hint="torch.save(trainer.full_state_dict(), 'model.pt') for the weights alone; or an optimizer that "
+                "remembers in state[p], in its groups, and in attributes that are numbers",
+            )
+
+    def lost(self, strategy: Strategy) -> str:
+        """What shows that a checkpoint under `strategy`, or a process that takes the place of another, would lack
+        something of what it remembers; "" where nothing does."""
+        with self._tried:
+            return self._trial.lost_in_a_checkpoint(_cuts(strategy))
 
     @property
     def draws(self) -> bool:
@@ -279,6 +296,13 @@ def _made_by(factory: Callable[[nn.Module], Optimizer], model: nn.Module) -> Opt
         raise
 
 
+def _cuts(*strategies: Strategy) -> str:
+    """How one of them cuts tensors, see OptimizerTrial.lost_in_a_switch."""
+    if any(strategy.tp > 1 for strategy in strategies):
+        return "columns"
+    return "rows" if any(strategy.zero for strategy in strategies) else ""
+
+
 def _named(made: Optimizer) -> str:
     """The name of its class, and what was put on it that is no part of the class."""
     name, held = type(made).__name__, vars(made)
@@ -342,8 +366,8 @@ def _assembled(parts: Sequence[_Part], held: Mapping[str, nn.Parameter], *, shar
     for optimizer, part in zip(optimizers, parts, strict=True):
         optimizer.__dict__.update({name: copies.attribute(value) for name, value in part.refer.items()})
         for name, value in part.others.items():
-            # The hooks that users put on it are its own from then on.
-            copied = not shares or isinstance(value, OrderedDict)
+            # The hooks that users put on it are its own from then on, and what it counts in place.
+            copied = not shares or isinstance(value, OrderedDict | torch.Tensor)
             optimizer.__dict__[name] = copies.attribute(value) if copied else value
     if len(optimizers) > 1:
         optimizers[0].__dict__["_within"] = tuple(optimizers[1:])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from math import prod
 from threading import get_ident
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.comm import delegating_group
-from nbkit.rank.train.step.optimizer_state import per_element, per_parameter, remember
+from nbkit.rank.train.step.optimizer_state import per_element, per_parameter, remember, settings_of, take_settings
 
 _STEPS, _MOST_STEPS, _CARRIED_AT = 31, 130, 13
 _LARGEST = ((), (5120,), (136, 128), (64, 40, 2), (64, 40, 2, 2))
@@ -101,6 +102,8 @@ class OptimizerTrial:
 
     def _again(self, device: torch.device) -> str:
         """What two whole copies show, in float64 or else in float32, on the CPU or else on `device`."""
+        if not self._tried("saved"):
+            return ""
         kinds = [(torch.device("cpu"), torch.float64), (torch.device("cpu"), torch.float32), (device, torch.float32)]
         why = ""
         for self._on, self._dtype in dict.fromkeys(kinds):
@@ -139,12 +142,18 @@ class OptimizerTrial:
                 hint=_PLAIN,
             )
 
-    def lost_in_a_switch(self, *, cuts: bool) -> str:
+    def lost_in_a_checkpoint(self, cuts: str) -> str:
+        """As `lost_in_a_switch`, of copies that know only what a checkpoint holds."""
+        return self._failed or self._tried("saved") or (self._tried(f"carried in {cuts}") if cuts else "")
+
+    def lost_in_a_switch(self, cuts: str) -> str:
         """What shows that copies that take the state over do not go on as the optimizer does; "" if they do.
 
-        cuts: ranks have parts of tensors, before or afterwards.
+        cuts: "rows" or "columns", where ranks have parts of tensors before or afterwards, else "".
         """
-        return self._failed or self._tried("carried") or (self._tried("carried in parts") if cuts else "")
+        if self._failed or (self._tried("saved") and self._tried("carried")):
+            return self._failed or self._tried("carried")
+        return self._tried(f"carried in {cuts}") if cuts else ""
 
     def _tried(self, kind: str) -> str:
         if kind not in self._found:
@@ -161,12 +170,13 @@ class OptimizerTrial:
         try:
             hooks = kind in ("rows", "columns", "tensors")  # one may clip; many log, where they are not needed
             whole = self._over(start, {name: () for name in start}, hooks=hooks)
-            others = []
-            if not kind.startswith("carried"):
-                others = [self._over(start, parts, hooks=hooks) for parts in self._arranged(kind)]
+            arranged, moves = self._arranged(kind), kind == "saved" or kind.startswith("carried")
+            others = (
+                [] if kind.startswith("carried in") else [self._over(start, parts, hooks=hooks) for parts in arranged]
+            )
             for step in range(steps := _steps_for(whole[0])):
-                if kind.startswith("carried") and step == _CARRIED_AT:
-                    others = [self._carried(whole, parts) for parts in self._arranged(kind)]
+                if moves and step == _CARRIED_AT:
+                    others = [self._carried(whole, parts, saved=kind == "saved") for parts in arranged]
                 grads = {
                     name: (push + noise[7 * step : 7 * step + push.numel()].view(push.shape)) * _SCALES.get(step, 1.0)
                     for name, push in zip(start, pushes, strict=True)
@@ -179,7 +189,7 @@ class OptimizerTrial:
                     break  # from here on it shows nothing
                 if found := _apart(whole, others, start):
                     return f"{found} after {step + 1} of {steps} steps"
-            if kind == "again":
+            if kind in ("saved", "again"):
                 self._still = [name for name, p, _ in whole[1] if p.numel() and torch.equal(p.detach(), start[name])]
         except Sends as error:
             raise TrainingError(
@@ -203,11 +213,13 @@ class OptimizerTrial:
         held = {name: nn.Parameter(start[name][part].clone()) for name, part in parts.items()}
         return self.build(held, _rate, hooks=hooks), [(name, p, parts[name]) for name, p in held.items()]
 
-    def _carried(self, whole: Copy, parts: Mapping[str, Part]) -> Copy:
-        """A copy over `parts` that takes over what the optimizer remembers, as a switch moves it."""
+    def _carried(self, whole: Copy, parts: Mapping[str, Part], *, saved: bool) -> Copy:
+        """A copy over `parts` that takes over what the optimizer remembers, as a switch moves it, or a checkpoint."""
         optimizer, updated = whole
         held = {name: nn.Parameter(p.detach()[parts[name]].clone()) for name, p, _ in updated}
-        copy = self.build(held, _rate, like=optimizer)
+        copy = self.build(held, _rate, like=None if saved else optimizer)
+        if saved:
+            take_settings(copy, deepcopy(settings_of(optimizer)))
         for name, p, _ in updated:
             for key, value in per_element(optimizer, p).items():
                 own = value[parts[name]]
@@ -219,7 +231,7 @@ class OptimizerTrial:
     def _arranged(self, kind: str) -> list[dict[str, Part]]:
         """By rank, which part of which tensor it has."""
         names = list(self._shapes)
-        if kind in ("again", "carried"):
+        if kind in ("again", "saved", "carried"):
             return [dict.fromkeys(names, ())]
         if kind == "tensors":
             half = (len(names) + 1) // 2
@@ -229,8 +241,8 @@ class OptimizerTrial:
         for n, (name, shape) in enumerate(self._shapes.items()):
             first[name] = second[name] = ()
             # Of columns every other tensor: tensor parallelism splits by rows and by columns.
-            dim = 1 if kind != "rows" and len(shape) > 1 and n % 2 == 0 else 0
-            if shape and (kind == "rows" or (shape[dim] > 1 and (len(shape) > 1 or n % 2))):
+            dim = 1 if kind.endswith("columns") and len(shape) > 1 and n % 2 == 0 else 0
+            if shape and (kind.endswith("rows") or (shape[dim] > 1 and (len(shape) > 1 or n % 2))):
                 at = shape[dim] // 2 + 1 if shape[dim] > 2 else 1
                 ahead: Part = (slice(None),) * dim
                 first[name], second[name] = (*ahead, slice(0, at)), (*ahead, slice(at, None))
