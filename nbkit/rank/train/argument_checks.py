@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Container, Iterable, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,25 @@ def _samples_of(pending: Pending, ranks: Sequence[int]) -> str:
     return "; ".join(where)
 
 
+def check_gradients(norm: float, *, step: int, steps_since: int) -> None:
+    """Raises NotFinite for gradients that are not finite, the same on every rank.
+
+    norm: of all of them. steps_since: see check_finite.
+    """
+    if isfinite(norm):
+        return
+    made = f"the weights have taken {steps_since} step{'s' * (steps_since > 1)} with them: load a checkpoint"
+    raise NotFinite(
+        f"The gradients of step {step} are not finite, though the loss is.",
+        step=step,
+        rank=0,
+        spoiled=steps_since > 0,
+        numbers=f"norm {norm}; {made if steps_since > 0 else 'the weights have not been touched'}",
+        hint="a function whose slope is infinite somewhere, such as sqrt at 0: sqrt(x + 1e-12); "
+        "torch.autograd.set_detect_anomaly(True) names it",
+    )
+
+
 def check_streams(numbers: StepNumbers, pending: Pending) -> None:
     """Raises TrainingError when the ranks saw different batches."""
     if len(set(numbers.fingerprints)) > 1:
@@ -159,8 +179,8 @@ def check_loader(loader: Any) -> None:
         )
 
 
-def check_optimizer(optimizer: Any, *models: nn.Module) -> None:
-    """Raises TrainingError when `optimizer` is none, wants a closure, or holds other tensors than those of `models`."""
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raises TrainingError when `optimizer` is none, wants a closure, or holds other tensors than those of `model`."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TrainingError(
             "optimizer= gave no torch optimizer.",
@@ -174,12 +194,21 @@ def check_optimizer(optimizer: Any, *models: nn.Module) -> None:
             numbers="step(closure) without a default",
             hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
-    own = {id(p) for model in models for p in model.parameters()}
-    strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    own = {id(p) for p in model.parameters()}
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    strange = sum(id(p) not in own for p in every)
+    if 0 < strange < len(every):
+        raise TrainingError(
+            "The optimizer holds parameters that are not this model's, such as those of a loss: no rank would sum "
+            "their gradients.",
+            numbers=f"{strange} of {len(every)}",
+            hint="a model that holds both, whose forward(x, y) gives the loss of each row, with dicts for data: "
+            "inputs=['x', 'y'], loss=lambda output, batch: output.mean()",
+        )
     if strange:
         raise TrainingError(
             "The optimizer holds parameters that are not this model's.",
-            numbers=f"{strange} of {sum(len(group['params']) for group in optimizer.param_groups)}",
+            numbers=f"{strange} of {len(every)}",
             hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
 

@@ -48,6 +48,7 @@ from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.step.optimizer_factory import Template
 from nbkit.rank.train.step.optimizer_offload import offload
+from nbkit.rank.train.step.optimizer_state import remember
 from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy
@@ -113,9 +114,10 @@ class Builder:
         else:
             self.module = build(model, seed=config.seed, device=device)
             broadcast_from_first(self.module, world_size=world_size)
+        # Before the skeleton: the factory sees weights, and may freeze some of them.
+        self.template = Template(optimizer, module=self.module)
         self.skeleton = self._skeleton(model)
         self.reference = self._built_again(model)
-        self.template = Template(optimizer, module=self.module, skeleton=self.skeleton)
         self.options = self._look(config, asked, model)
         self._warned: set[Strategy] = set()
         self._agreed: set[Strategy] = set()
@@ -188,7 +190,7 @@ class Builder:
             self.shells.clear()
         else:
             fill_weights(sharded_model, self.module)
-        fill_state(sharded_model, optimizer, self.template.state)
+        fill_state(sharded_model, self.template.state, partial(remember, optimizer))
         for p in sharded_model.module.parameters():
             p.grad = None  # of a backward pass that the user made before
         return sharded_model, optimizer
@@ -261,8 +263,7 @@ class Builder:
         """Before the first visit of `strategy`: what a step of it shows is the same on all ranks. Collective."""
         self.learn([strategy])
         if strategy not in self._warned:
-            if strategy.zero or strategy.tp > 1:
-                self.template.check_elementwise(str(strategy))
+            self.template.check(strategy)
             self._warned.add(strategy)
             warn_of(self.skeleton, strategy, self.options)
         # Which rank is where changes no step: going back to where a training was needs no proof.
@@ -355,9 +356,9 @@ class Builder:
         for finding in warn_of_coupled(self.options, sharded_model.strategy):
             warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=2)
 
-    def took(self, sharded_model: ShardedModel) -> None:
-        """The job computes with `sharded_model` now."""
-        self.template.follow(sharded_model.held)
+    def took(self, optimizer: torch.optim.Optimizer) -> None:
+        """The job updates with `optimizer` now."""
+        self.template.follow(optimizer)
 
     def _skeleton(self, model: Model) -> nn.Module:
         """The shapes of the model. Raises TrainingError where it can neither be copied nor built again."""

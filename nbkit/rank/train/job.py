@@ -294,13 +294,24 @@ class Job(Switchable):
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; the norm before, not waited for."""
-        with self._in_order():
+        with self._passed_over(), self._in_order():
             return self.training_step.clip(max_norm)
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients, on the device; recorded in this step's history."""
-        with self._in_order():
+        with self._passed_over(), self._in_order():
             return self.training_step.grad_norm()
+
+    @contextmanager
+    def _passed_over(self) -> Iterator[None]:
+        """A step whose gradients are not finite is not made, and another batch may follow."""
+        try:
+            yield
+        except NotFinite as error:
+            self.optimizer.zero_grad()
+            if self._own is None or not self._own.goes_on(error):
+                self._leave_loop(error)
+            raise
 
     def evaluate(self, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any] = default_collate) -> float:
         """Mean loss over one pass of `data`, samples as a DataLoader takes them, each counted once. Collective.
@@ -379,7 +390,7 @@ class Job(Switchable):
             raise
         finally:
             self._end.end()
-            self._running = False
+            self._running = self.ledger.at_once = False
             step_boundary.leave()
             self.ledger.emit(RunStopped(self.step, reason=reason))
 

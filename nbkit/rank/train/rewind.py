@@ -22,6 +22,7 @@ from nbkit.rank.train.control.recovery import Progress
 from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.replace.snapshot import Contents, copy_into, host_memory
+from nbkit.rank.train.step.optimizer_state import forget, take_settings
 from nbkit.records.events import Checkpointed
 
 _SHARE_OF_FREE = 0.25  # of a host's memory: as many snapshots as fit there
@@ -46,6 +47,7 @@ class Snapshots:
         if self._every is None or (self._kept and (step % self._every or step == self.steps[-1])):
             return
         job = self._job
+        job.builder.template.check_saves(job.strategy)
         with job.ledger.clock.stopped():
             job.ledger.settle()
             taken = checkpoint.take("", job.state, job.builder, {"seed": job.seed})
@@ -77,13 +79,13 @@ class Snapshots:
         del self._kept[at + 1 :]
         about, inner, sharded_model = taken.about, job.optimizer.inner, job.sharded_model
         with job.ledger.clock.stopped(), job.integrity.changing():
-            inner.state.clear()
+            forget(inner)
             job_state.allocate(sharded_model, inner, by_name(taken.kinds), about["numbers"])
             target = job_state.state(sharded_model, inner)
             plan = plan_collectively(taken.held, {key: layout for key, (_, layout) in target.items()})
             Exchange(plan, job.rank).run(taken.held, target, device=job.device)
             sharded_model.data.refresh()
-            checkpoint.take_settings(inner, about["settings"])
+            take_settings(inner, about["settings"])
         records = [record for record in job.ledger.records if record["step"] <= taken.step]
         job.rewind(Progress(about["precision"], taken.step, records, about["position"]))
         self._saves.rewound()

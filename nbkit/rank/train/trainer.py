@@ -66,7 +66,7 @@ class Trainer:
     `history` as eval_loss. save_every, save_path: a checkpoint every so many steps, or "10min" of training (the default
     in a detached cell; False: never), into checkpoint in the run's directory, or save_path, beside the training. keep:
     3, "2h" or (3, "2h") of them, instead of one. snapshot_every: steps from one to the next of what `rewind` goes back
-    to. callbacks: f(trainer, record), with each finished record, when the step after it has been made (see `history`).
+    to. callbacks: f(trainer, record), after each step, which a GPU is waited for: the model is that of the record.
     log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's directory (None: no
     records), which %dashboard and TensorBoard read; name: the run's. progress: print the moving line. stages: names of
     the modules that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how tensor parallelism
@@ -252,7 +252,7 @@ class Trainer:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One dict per finished step, equal on every rank; inside `fit` it is one step behind.
+        """One dict per finished step, equal on every rank; inside `fit` it is one step behind, but in callbacks.
 
         Of more than 20,000 steps: the newest 10,000, and of those before every 2nd, 4th, ... (up to 10,000).
         """
@@ -260,7 +260,10 @@ class Trainer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first parameter group; set it at any step boundary, on every rank."""
+        """The learning rate of the first parameter group; set it at any step boundary, on every rank.
+
+        Other groups keep their ratio to it, and `lr_schedule` its shape: of this rate it takes its factors.
+        """
         return self._rate.value
 
     @lr.setter
@@ -289,7 +292,9 @@ class Trainer:
             check_same_goal(span.goal, self.job.device)
         if span.goal == self.step and joined is None:
             return Records()
-        with seat(self, sys._getframe(2), wanted=self.loop.on_failure != "stop") as replaceable:
+        # A new process would lack what a checkpoint would.
+        wanted = self.loop.on_failure != "stop" and not self.job.builder.template.lost(self.strategy)
+        with seat(self, sys._getframe(2), wanted=wanted) as replaceable:
             while True:
                 try:
                     make = self._make_step, self._rebalancing, self._say

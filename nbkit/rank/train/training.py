@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.planner.link_speed import Link, ranks_of_node
@@ -36,6 +36,7 @@ from nbkit.rank.train.runs_dir import check_room
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.model_handle import ModelHandle, show_again, shown_by
 from nbkit.rank.train.step.optimizer_handle import OptimizerHandle
+from nbkit.rank.train.step.optimizer_state import settings_of
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.step.step import TrainingStep
 from nbkit.rank.train.switch.pending_switch import PendingSwitch
@@ -104,7 +105,7 @@ class Training:
 
     def start(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
         """Compute with `sharded_model`, the first of this process, and update with `inner`."""
-        self.optimizer = OptimizerHandle(inner, update=self._update, forgotten=self._forgotten)
+        self.optimizer = OptimizerHandle(inner, update=self._update, forgotten=self._forgotten, fits=self._fits)
         self._take(sharded_model, inner)
 
     def _take(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
@@ -113,7 +114,7 @@ class Training:
         # What the user holds of the model shows from now on what this rank holds; what it held before is free.
         self._handle.show(sharded_model.module, sharded_model.strategy)
         self._known = {id(p) for p in self.model.parameters()}
-        self.builder.took(sharded_model)
+        self.builder.took(inner)
         self.training_step = TrainingStep(
             sharded_model,
             inner,
@@ -281,7 +282,7 @@ class Training:
             strategy, inner = self.strategy, self.optimizer.inner
             layouts, names = self.builder.shard_layouts.of(strategy), self.builder.names
             place = recovery.Progress(self.precision.state_dict(), self.step, [], self.feed.position())
-            point = checkpoint.settings_of(inner), place
+            point = settings_of(inner), place
             self.backups.take(self.sharded_model, inner, layouts, names, self.step, point)
 
     def _whole_again(self) -> None:
@@ -298,6 +299,7 @@ class Training:
         it is whole.
         """
         path = user_path(path).absolute()  # a thread writes it, and a cell may change the working directory
+        self.builder.template.check_saves(self.strategy)
         if self.run_dir is not None:
             check_room(self.run_dir.parent, path, "no checkpoint is written", run=self.run_dir.name)
         if not self.integrity.broken_off:
@@ -333,6 +335,7 @@ class Training:
 
         In place, without a second copy: when a rank cannot read its part, no rank has whole weights, and it says so.
         """
+        self.builder.template.check_saves(self.strategy)
         about = saved.about
         with self.integrity.changing():
             checkpoint.restore(saved, self.sharded_model, self.optimizer.inner)
@@ -384,6 +387,12 @@ class Training:
             strategy=self.strategy,
             cost_model=self.cost_model,
         )
+
+    def _fits(self, param: nn.Parameter, key: str, shape: tuple[int, ...]) -> bool:
+        """See OptimizerHandle. What has other shapes, such as sums of rows, only the optimizer knows."""
+        data = self.sharded_model.data
+        whole = next(data.layouts[name].shape for name, p in data.held.items() if p is param)
+        return shape == tuple(param.shape) or not (shape == whole or key in self.builder.template.keys_per_element)
 
     def _forgotten(self, are_none: bool) -> None:
         self.training_step.reduced = False

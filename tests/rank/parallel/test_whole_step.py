@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -75,7 +74,7 @@ class Facts:
         self.options = Options(chain=find_chain(model, run), proof=prove(model, run, [2]))
         self.options = Options(**vars(self.options) | {"gathers": plan_gathers(model, run)})
         self.skeleton = skeleton_of(model)
-        self.template = Template(decayed_by_name, module=model, skeleton=self.skeleton)
+        self.template = Template(decayed_by_name, module=model)
 
     def proof(self, text: str, loss: Any = None, **asked: Any) -> StepProof:
         strategy = Strategy.parse(text, COMPOSED[text])
@@ -162,9 +161,15 @@ def test_what_breaks_around_the_blocks_is_refused_by_name(
     ],
 )
 def test_a_parameter_in_another_group_of_the_optimizer_is_refused(text: str, facts: Facts) -> None:
-    astray = copy.copy(facts.template)
-    (last, *first), rest = facts.template.groups
-    astray.groups = [tuple(first), (*rest, last)]
+    (last, *_), _ = facts.template.groups
+
+    def put_astray(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = decayed_by_name(model)
+        first, rest = optimizer.param_groups
+        rest["params"].append(first["params"].pop(0))
+        return optimizer
+
+    astray = Template(put_astray, module=facts.skeleton)
 
     def optimizer(held: Any, plainly: bool) -> Any:
         return (facts.template if plainly else astray).on_cpu(held, plainly)

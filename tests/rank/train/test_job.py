@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from jobs import SEED, Recording, assert_same_gradients, dict_loss, mean_loss, n
 from ranks import run_ranks
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
-from nbkit.errors import NotFinite, TrainingError
+from nbkit.errors import NotFinite, SwitchError, TrainingError
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.job import prepare
 
@@ -279,20 +281,90 @@ def test_a_job_that_is_dropped_leaves_nothing_on_the_users_module() -> None:
     assert run_ranks(around_one_module, 2) == [[0, 0, 0]] * 2
 
 
-def with_a_group_of_ones_own(world: Any) -> tuple[str, str, str]:
+def with_a_group_of_ones_own(world: Any) -> tuple[str, int, int]:
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     job = prepare(module, optimizer, loss=mean_loss)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
-    job.switch("zero1")
-    there = str(job.strategy)
-    job.undo()
-    return there, str(job.strategy), [switched.new for switched in job.switches][-1]
+    with pytest.raises(SwitchError, match="has got parameter groups since the job was built"):
+        job.switch("zero1")
+    return str(job.strategy), len(job.switches), len(job.optimizer.param_groups)
 
 
-def test_a_group_that_is_added_to_the_optimizer_given_does_not_break_a_switch_in_two() -> None:
-    for there, back, told in run_ranks(with_a_group_of_ones_own, 2):
-        assert (there, back, told) == ("dp=2 zero=1", "dp=2", "dp=2")
+def test_a_group_that_is_added_to_the_optimizer_given_is_the_jobs_and_does_not_break_a_switch_in_two() -> None:
+    assert run_ranks(with_a_group_of_ones_own, 2) == [("dp=2", 0, 2)] * 2
+
+
+def scheduled(world: Any, when: str) -> list[float]:
+    """The learning rates, and how far the weights are from those of the same loop in plain torch."""
+    found = []
+    for plain in (True, False):
+        torch.manual_seed(SEED)
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if when == "before":
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        job = None if plain else prepare(model, optimizer, loss=mean_loss, log_dir=None)
+        if when == "after":
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        loader = DataLoader(points(), batch_size=8)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", module="torch.optim")  # it warns where it saw no step
+            for batch in loader if job is None else job.batches(loader):
+                if job is None:
+                    mean_loss(model(batch[0]), batch[1]).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                else:
+                    job.backward(batch)
+                    job.optimizer.step()
+                    job.optimizer.zero_grad()
+                schedule.step()
+                if job is not None and job.step == 2:
+                    job.switch("zero1")
+        found.append(model.state_dict() if job is None else job.full_state_dict())
+    assert job is not None
+    far = max(float((found[0][name] - value).abs().max()) for name, value in found[1].items())
+    return [job.optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["lr"], far]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_scheduler_on_the_optimizer_that_was_given_changes_the_rate(when: str) -> None:
+    for inner, given, far in run_ranks(scheduled, 2, when):
+        assert inner == given == pytest.approx(0.025) and far < 1e-6
+
+
+def states_loaded(world: Any) -> list[str]:
+    """What each strategy says to a state of whole parameters, ddp to one of parts, and each to its own."""
+    said, kept = [], {}
+    for strategy in ("ddp", "zero1", "tp", "pp", "ddp"):
+        example = default_collate(points(8))
+        given: dict[str, Any] = {"loss": mean_loss, "strategy": strategy, "log_dir": None, "example": example}
+        job = prepare(net, lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), **given)
+        job.backward(example)
+        job.optimizer.step()
+        own = job.optimizer.state_dict()
+        for other in (kept.get("zero1" if strategy == "ddp" else "ddp"), own):
+            try:
+                if other is not None:
+                    job.optimizer.load_state_dict(copy.deepcopy(other))
+                    said.append(f"{strategy} takes it")
+            except TrainingError as error:
+                said.append(f"{strategy} {error.numbers}")
+        kept[strategy] = own
+    return said
+
+
+def test_an_optimizer_takes_a_state_that_fits_and_no_other() -> None:
+    first, _ = run_ranks(states_loaded, 2)
+
+    assert first == [
+        "ddp takes it",
+        "zero1 exp_avg of parameter 0 is (16, 6), and this rank updates (8, 6)", "zero1 takes it",
+        "tp exp_avg of parameter 0 is (16, 6), and this rank updates (8, 6)", "tp takes it",
+        "pp it is of 4 parameters, and this rank updates 2", "pp takes it",
+        "ddp exp_avg of parameter 0 is (8, 6), and this rank updates (16, 6)", "ddp takes it",
+    ]  # fmt: skip
 
 
 def evaluated(world: Any, strategy: str) -> tuple[float, float]:

@@ -94,6 +94,37 @@ def test_a_run_shows_writes_and_records_what_happened(tmp_path: Path) -> None:
     assert any("lr_changed" in text and "0.05" in text for text in texts)
 
 
+def averaged(world: Any, strategy: str, on: tuple[int, ...]) -> list[float]:
+    """How far a mean over steps, and the weights of the best of them, are from those of one process in plain torch.
+
+    on: ranks that have the callback."""
+    seen: dict[str, Any] = {"mean": None, "best": (float("inf"), None)}
+
+    def look(loss: float, weights: torch.Tensor) -> None:
+        seen["mean"] = weights if seen["mean"] is None else 0.9 * seen["mean"] + 0.1 * weights
+        seen["best"] = min(seen["best"], (loss, weights), key=lambda pair: pair[0])
+
+    def called(trainer: Any, record: dict[str, Any]) -> None:
+        look(record["loss"], flat(trainer.model))
+
+    quiet(strategy=strategy, callbacks=[called] if world.place.rank in on else []).fit(7)
+    found = seen["mean"], seen["best"][1]
+    seen.update(mean=None, best=(float("inf"), None))
+    for steps in range(1, 8):
+        losses, _, model = one_process(points(), steps=steps)
+        look(losses[-1], flat(model))
+    expected = seen["mean"], seen["best"][1]
+    return [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True) if a is not None]
+
+
+@pytest.mark.parametrize(("strategy", "on"), [("zero1", (0, 1)), ("ddp", (0,))])
+def test_a_callback_sees_the_model_of_its_record(strategy: str, on: tuple[int, ...]) -> None:
+    found = run_ranks(averaged, 2, strategy, on)
+
+    assert [len(each) for each in found] == [2 * (rank in on) for rank in range(2)]
+    assert all(far < 1e-6 for each in found for far in each)
+
+
 def counted(world: Any, folder: Path) -> list[str]:
     """The moving line at each step of three trainings, of which the last goes back to a checkpoint within it."""
     seen: list[str] = []
@@ -117,8 +148,8 @@ def test_the_line_counts_the_steps_of_all_trainings_and_so_does_its_goal(tmp_pat
     assert found == [
         "step 1/2", "step 2/2",
         "step 3/5", "step 4/5", "step 5/5",
-        "step 6/9", "step 7/9", "step 8/9",  # step 8 is made by the time that the record of step 7 is there
-        "step 3/3", "ended at 3",
+        "step 6/9", "step 7/9",  # of the four steps two are left, from step 2 on
+        "step 3/4", "step 4/4", "ended at 4",
     ]  # fmt: skip
 
 

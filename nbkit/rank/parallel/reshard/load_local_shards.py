@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,11 @@ def fill_weights(sharded_model: ShardedModel, module: nn.Module) -> None:
 
 
 def fill_state(
-    sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, object]]
+    sharded_model: ShardedModel,
+    state: Mapping[str, Mapping[str, object]],
+    put: Callable[[nn.Parameter, str, object], None],
 ) -> None:
-    """State of `optimizer`, over `sharded_model`, from `state`: of whole parameters, by name."""
+    """Give an optimizer over `sharded_model` its part of `state`: of whole parameters, by name. put: into its state."""
     for name, param in sharded_model.held.items():
         whole = state.get(name)
         if whole is None:
@@ -41,6 +43,6 @@ def fill_state(
             if isinstance(value, Tensor) and tuple(value.shape) == layout.shape and value.ndim:
                 part = torch.empty(layout.local, dtype=value.dtype, device=value.device)
                 copy_part(part, layout, value)
-                optimizer.state[param][key] = part
+                put(param, key, part)
             else:
-                optimizer.state[param][key] = value.clone() if isinstance(value, Tensor) else value
+                put(param, key, value.clone() if isinstance(value, Tensor) else value)

@@ -43,6 +43,8 @@ class Autosave:
     def begin(self) -> None:
         """A `fit` begins, or goes on after ranks were replaced. Collective where time decides when one is due."""
         self.collect()
+        if self._loop.save_steps or self._loop.save_seconds:
+            self._job.builder.template.check_saves(self._job.strategy)
         if self._loop.saves_if_detached:
             self._seconds = seconds_of(DETACHED_SAVE_EVERY) if DETACHED.get() else None
         if self._seconds is not None:

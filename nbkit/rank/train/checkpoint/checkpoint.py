@@ -28,6 +28,7 @@ from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.json_values import encoded
 from nbkit.rank.train.checkpoint.model_match import check_fits, check_tensors
 from nbkit.rank.train.checkpoint.write_plan import by_name, everyone, shares
+from nbkit.rank.train.step.optimizer_state import OWN_SETTINGS, forget, settings_of, take_settings
 from nbkit.rank.train.training_state import TrainingState
 from nbkit.tensor_layout import Box, Layout
 
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from nbkit.rank.train.checkpoint.dcp_io import Reader
 
 _WHOLE = "a directory as trainer.save wrote it, the same for every rank"
-
-# How an optimizer computes is this run's business; what it computes is the checkpoint's.
-_OWN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ def opened(
     """
     found: list[Saved] = []
     own, names = settings_of(state.optimizer), _names_of(builder.skeleton)
-    settings = [{key: value for key, value in group.items() if key not in _OWN_SETTINGS} for group in own]
+    settings = [{key: value for key, value in group.items() if key not in OWN_SETTINGS} for group in own]
     groups = builder.template.groups_of(state.optimizer, state.sharded_model.held)
 
     def open_it() -> str:
@@ -246,7 +244,7 @@ def restore(saved: Saved, sharded_model: ShardedModel, optimizer: torch.optim.Op
 
     def read() -> None:
         take_settings(optimizer, saved.about["settings"])
-        optimizer.state.clear()
+        forget(optimizer)
         job_state.allocate(sharded_model, optimizer, by_name(saved.reader.kinds), saved.about["numbers"])
         fill(saved.reader, job_state.state(sharded_model, optimizer))
 
@@ -281,29 +279,3 @@ def _names_of(skeleton: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
     keys |= {id(buffer): f"buffer/{name}" for name, buffer in skeleton.named_buffers()}
     kept = skeleton.state_dict(keep_vars=True).items()
     return [(name, keys[id(value)], tuple(value.shape)) for name, value in kept if id(value) in keys]
-
-
-def settings_of(inner: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Learning rate, betas and the like of each group, as plain numbers."""
-    return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in inner.param_groups]
-
-
-def _plain(value: Any) -> Any:
-    """Numbers of numpy and tensors with one element as Python's: what a checkpoint holds is read without their code."""
-    if type(value) in (tuple, list):
-        return type(value)(map(_plain, value))
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else value.cpu()
-    return value.item() if type(value).__module__ == "numpy" and value.ndim == 0 else value
-
-
-def take_settings(inner: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
-    """The counterpart of `settings_of`."""
-    for group, saved in zip(inner.param_groups, settings, strict=True):
-        for key, value in saved.items():
-            if key in _OWN_SETTINGS:
-                continue
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nbkit.rank.parallel.module.buffer_updates import kept_buffers
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.train.step import optimizer_state
 from nbkit.tensor_layout import Layout
 
 JobState = dict[str, tuple[Tensor, Layout]]
@@ -52,9 +53,8 @@ def per_element(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -
     """What the optimizer keeps for each element of the parameters here, by "KEY/NAME"."""
     found: JobState = {}
     for name, param in sharded_model.held.items():
-        for key, value in optimizer.state.get(param, {}).items():
-            if _follows(value, param):
-                found[f"{key}/{name}"] = (value, sharded_model.data.layouts[name])
+        for key, value in optimizer_state.per_element(optimizer, param).items():
+            found[f"{key}/{name}"] = (value, sharded_model.data.layouts[name])
     return found
 
 
@@ -65,14 +65,7 @@ def state(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> JobS
 
 def scalars(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """name -> {key: value} of what the optimizer keeps once per parameter, as plain numbers or small CPU tensors."""
-    return {
-        name: {
-            key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-            for key, value in optimizer.state.get(param, {}).items()
-            if not _follows(value, param)
-        }
-        for name, param in sharded_model.held.items()
-    }
+    return {name: optimizer_state.per_parameter(optimizer, param) for name, param in sharded_model.held.items()}
 
 
 def allocate(
@@ -90,15 +83,16 @@ def allocate(
         for p in group["params"]
     }
     for name, param in sharded_model.held.items():
-        state = optimizer.state[param] if name in kinds or numbers.get(name) else {}
         for key, dtype in kinds.get(name, {}).items():
             where = getattr(optimizer, "state_device", param.device)
-            state[key] = emptied(torch.empty(param.shape, dtype=dtype, device=where))
+            empty = emptied(torch.empty(param.shape, dtype=dtype, device=where))
+            optimizer_state.remember(optimizer, param, key, empty)
         for key, value in numbers.get(name, {}).items():
             # A scalar parameter's moments are numbers too, and live where it does.
             follows = isinstance(value, Tensor) and (value.ndim or (param.ndim == 0 and key != "step"))
             device = param.device if id(param) in beside or follows else "cpu"
-            state[key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
+            own = value.to(device, copy=True) if isinstance(value, Tensor) else value
+            optimizer_state.remember(optimizer, param, key, own)
 
 
 def bytes_per_element(
@@ -116,7 +110,3 @@ def bytes_per_element(
         name: {"weight": p.element_size()} | (keys if p.requires_grad else {})
         for name, p in skeleton.named_parameters()
     }
-
-
-def _follows(value: Any, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape and value.ndim > 0

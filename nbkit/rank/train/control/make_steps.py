@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from nbkit.errors import NotFinite, Stopped
+from nbkit.rank.comm.agree import any_rank
 from nbkit.rank.train.control.end_signals import heed_end_signals
 from nbkit.rank.train.control.rebalance import Rebalancing
 from nbkit.rank.train.out_of_memory.rescue import rescue
@@ -46,6 +47,9 @@ def make_steps(
         hang_watch(loop.hang_timeout if replaceable else None, job.rank),
     ):
         trainer.saves.begin()
+        # On all ranks alike: what they agree on at a boundary is in these numbers too.
+        told = bool(trainer._callbacks)
+        job.ledger.at_once = told if joins else any_rank(told, device=job.device)
         if not joins:  # else the ranks have begun already
             every = loop.backup_every
             job.backups.begin(0 if every is None and not _backed_up(left, replaceable) else every, say)

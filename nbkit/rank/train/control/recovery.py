@@ -21,8 +21,8 @@ from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.checkpoint.checkpoint import settings_of, take_settings
 from nbkit.rank.train.checkpoint.write_plan import by_name
+from nbkit.rank.train.step.optimizer_state import forget, settings_of, take_settings
 from nbkit.tensor_layout import Layout
 
 
@@ -149,7 +149,7 @@ def _move(
     if rank not in sources:
         kinds = {key: kind for source in sources for key, kind in everyone[source].kinds.items()}
         numbers = {name: dict(values) for one in sources for name, values in everyone[one].numbers.items()}
-        optimizer.state.clear()
+        forget(optimizer)
         job_state.allocate(sharded_model, optimizer, by_name(kinds), numbers)
         own = job_state.state(sharded_model, optimizer)
     Exchange(plan, rank).run({key: own[key] for key in plan.old[rank]}, own, device=device)

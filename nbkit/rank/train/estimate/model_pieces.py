@@ -103,8 +103,8 @@ def describe(
             say(f"proves how it can be split: {', '.join(wanted)}")
             options = replace(options, **find_facts(module, runs, options, wanted))
     options = replace(options, looked=None)  # no job looks later for what is lacking, such as seconds of the blocks
+    made = Template(optimizer or (lambda m: torch.optim.AdamW(m.parameters())), module=module)
     skeleton = skeleton_of(module)
-    made = Template(optimizer or (lambda m: torch.optim.AdamW(m.parameters())), module=module, skeleton=skeleton)
     config = TrainConfig(loss, inputs=inputs, precision=precision, example=example)
     layouts = ShardLayouts(skeleton, options)
     return ModelPieces(Described(skeleton, options, config, made, layouts, torch.device("cpu")), say)

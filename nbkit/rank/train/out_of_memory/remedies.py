@@ -232,8 +232,8 @@ class _Search:
         try:
             need_rows(replace(options, cut=cut), strategy)
             job.builder.shard_layouts.check(strategy)
-            if strategy.zero and strategy != job.strategy:
-                job.builder.template.check_elementwise(str(strategy))
+            if strategy != job.strategy:
+                job.builder.template.check(strategy)
         except NbkitError:
             return False
         return True

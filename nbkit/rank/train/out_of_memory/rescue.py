@@ -35,6 +35,7 @@ from nbkit.rank.train.out_of_memory import diagnosis, question, tensor_limit
 from nbkit.rank.train.out_of_memory.apply import apply
 from nbkit.rank.train.out_of_memory.remedies import Remedies, Remedy, Setting, alternatives, described, remedies
 from nbkit.rank.train.replace import resume_fit
+from nbkit.rank.train.step.optimizer_state import forget
 from nbkit.rank.world import world
 from nbkit.rank.world.failure_alarm import Alarm
 from nbkit.records.events import OutOfMemory
@@ -166,7 +167,7 @@ class Rescue:
         job.backups.break_off()
         if job.integrity.half_way and before.versions is not None and before.versions == self._versions():
             # The optimizer had made its state, and updated nothing.
-            job.optimizer.inner.state.clear()
+            forget(job.optimizer.inner)
             job.integrity.half_way = False
         if not job.integrity.half_way and job.step == before.step:
             with torch.no_grad():

@@ -26,7 +26,6 @@ from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.reshard.resizable_storage import hollow
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.checkpoint.checkpoint import settings_of, take_settings
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.control.recovery import Progress
 from nbkit.rank.train.job import Job
@@ -37,6 +36,7 @@ from nbkit.rank.train.replace.hand_over import hand_over
 from nbkit.rank.train.replace.kept_memory import with_memory
 from nbkit.rank.train.replace.restoration import Holding, Part, Restoration, newest
 from nbkit.rank.train.replace.snapshot import Contents
+from nbkit.rank.train.step.optimizer_state import settings_of, take_settings
 from nbkit.rank.train.switch.model_edits import changes_of
 from nbkit.rank.train.switch.pending_switch import free
 from nbkit.rank.train.trainer import Trainer

@@ -22,7 +22,6 @@ from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.checkpoint.checkpoint import settings_of, take_settings
 from nbkit.rank.train.checkpoint.write_plan import by_name, everyone
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
@@ -31,6 +30,7 @@ from nbkit.rank.train.replace.hand_over import hand_over, handed_by, packed_for_
 from nbkit.rank.train.replace.resume_fit import Span
 from nbkit.rank.train.resize.move import Held, carry_out, held_by, onto_first, plan_of
 from nbkit.rank.train.resize.plan_resize import Wanted
+from nbkit.rank.train.step.optimizer_state import settings_of, take_settings
 from nbkit.rank.train.switch.model_edits import changes_of
 from nbkit.rank.train.switch.pending_switch import free
 from nbkit.rank.train.trainer import Trainer

@@ -59,6 +59,7 @@ class History:
         self.clock = Clock()
         self.listeners: list[Callable[[Event], None]] = []
         self.step = 0
+        self.at_once = False  # numbers are read at the boundary behind their step, which is waited for on a device
         self.agreed = 0  # the newest request that all ranks hold
         self.ends = False  # a rank was told that the training is to end
         self.data_ends = False  # a rank has seen shards of the data end: the next batch is read accordingly
@@ -135,6 +136,9 @@ class History:
             numbers = self.newest = self.check(pending)
             self._apart = self._apart + max(numbers.seconds) if 0 < numbers.held < self._world_size else 0.0
             self.settled, record = pending, pending.record(numbers)
+            if "loss_scale" not in record:  # with one, such a step was skipped
+                since = self.step - pending.step + 1
+                argument_checks.check_gradients(record.get("grad_norm", 0.0), step=pending.step, steps_since=since)
             self.add(record)
             if not self._silent:
                 if not record["step"] % _THINNED_EVERY:

@@ -55,13 +55,23 @@ class Rate:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def set(self, value: float) -> None:
-        """The first group's rate from now on; other groups keep their ratio to it, a schedule keeps its shape."""
+        """Set the first group's rate from now on; other groups keep their ratio to it, a schedule keeps its shape.
+
+        Raises TrainingError for no rate, and where there is no ratio because the first group's rate is 0.
+        """
         if not value >= 0:
             raise TrainingError("The learning rate is at least 0.", numbers=f"lr={value}", hint="trainer.lr = 1e-4")
         value = float(value)
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        scale = value / rates[0] if rates[0] else None
-        rates = [rate * scale if scale is not None else value for rate in rates]
+        now = [float(group["lr"]) for group in self.optimizer.param_groups]
+        # A schedule may stand at 0, where the ratio shows in what it begins with alone.
+        kept = now if now[0] else [*self.base, *now[len(self.base) :]]
+        if not kept[0] and any(kept):
+            raise TrainingError(
+                "The first group's learning rate is 0: the others have no ratio to it that they could keep.",
+                numbers=f"lr by group: {', '.join(f'{rate:g}' for rate in kept)}",
+                hint="trainer.optimizer.param_groups[1]['lr'] = 1e-4",
+            )
+        rates = [value * rate / kept[0] if kept[0] else value for rate in kept]
         rates[0] = value
         self._apply(rates)
         self.base = [rate / self._factor if self._factor else rate for rate in rates]

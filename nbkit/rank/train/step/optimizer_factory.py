@@ -1,22 +1,47 @@
-"""The user's optimizer, made once over the whole model's shapes; from it, one over what a rank holds.
+"""The user's optimizer, made once over the whole model; from it, one over what a rank holds.
 
 Groups are those the user's own code formed, by original names and global shapes, whatever part of a parameter is here.
+An optimizer may hold more than groups: optimizers within it, lists of parameters, closures. They are copied too. What a
+copy cannot follow is found by running copies on small tensors: see optimizer_trial.py.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
-from typing import Any
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from nbkit.errors import TrainingError
+from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.train import argument_checks
+from nbkit.rank.train.step.optimizer_state import numbered, per_element, states_of
+from nbkit.rank.train.step.optimizer_trial import OptimizerTrial
+from nbkit.rank.train.step.rebind import ABSENT, Rebinding
+from nbkit.strategy import Strategy
 
 _ON_CPU = {"capturable": False, "fused": None}
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Stands for an object in the parts of an optimizer: the parameter `of` this name, an optimizer's number."""
+
+    kind: Literal["parameter", "optimizer", "state"]
+    of: str | int
+
+
+class _Part(NamedTuple):
+    """The class of an optimizer, its attributes that refer to parameters, with marks in their place, and the others."""
+
+    kind: type
+    refer: dict[str, Any]
+    others: dict[str, Any]
 
 
 class Template:
@@ -24,171 +49,244 @@ class Template:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer],
+        optimizer: Optimizer | Callable[[nn.Module], Optimizer],
         *,
         module: nn.Module,
-        skeleton: nn.Module,
     ) -> None:
-        """optimizer: a callable given the skeleton, or an optimizer of `module`'s parameters.
+        """optimizer: a callable given `module`, or an optimizer of its parameters.
 
-        Raises TrainingError when it is no optimizer, or holds other tensors than the model's.
+        Raises TrainingError when it is no optimizer, holds other tensors than the model's, or cannot be copied.
         """
-        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made_by(optimizer, skeleton)
-        argument_checks.check_optimizer(made, module, skeleton)
-        if hasattr(getattr(made, "step", None), "_wrapped_by_lr_sched"):
-            raise TrainingError(
-                "An LR scheduler is on the optimizer already; it would change a learning rate that nobody uses.",
-                numbers=f"{type(made).__name__}, with {len(made.param_groups)} groups",
-                hint="LambdaLR(job.optimizer, ...) after nbkit.prepare; or lr_schedule= of the Trainer",
-            )
-        names = {id(p): name for model in (module, skeleton) for name, p in model.named_parameters()}
+        made = optimizer if isinstance(optimizer, Optimizer) else _made_by(optimizer, module)
+        argument_checks.check_optimizer(made, module)
+        names = {id(p): name for name, p in module.named_parameters()}
+        self.name = _named(made)
         self.groups = [tuple(names[id(p)] for p in group["params"]) for group in made.param_groups]
+        self._parts, optimizers = _taken_apart(made, names)
         # What an optimizer that trained before remembers, by parameter.
-        self.state = {names[id(p)]: dict(held) for p, held in made.state.items() if id(p) in names}
-        self._made = made
+        self.state: dict[str, dict[str, Any]] = {}
+        for number, state in enumerate(states_of(made, optimizers)):
+            for p, held in state.items():
+                if id(p) in names:
+                    self.state.setdefault(names[id(p)], {}).update({numbered(number, key): held[key] for key in held})
+        self._made: Optimizer | None = made
+        self._begin()
+        self._trial = OptimizerTrial(self.name, self.groups, dict(module.named_parameters()), self._small)
+        self._trial.check(module.parameters())
+
+    def _begin(self) -> None:
+        self._names: WeakKeyDictionary[Optimizer, dict[int, str]] = WeakKeyDictionary()
+        self._tried = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         """For a process that joins the training: the kind of optimizer and its settings, without parameters."""
-        empty: list[list[nn.Parameter]] = [[] for _ in self.groups]
-        bare = _clone(self._made, self._made.param_groups[: len(self.groups)], empty)
-        # By hand: pickling one keeps only what Optimizer itself knows of.
-        return {"groups": self.groups, "kind": type(bare), "attributes": bare.__dict__}
+        return {name: value for name, value in vars(self).items() if name not in ("_made", "_names", "_tried", "state")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.groups, self.state = state["groups"], {}
-        self._made = object.__new__(state["kind"])
-        self._made.__dict__.update(state["attributes"])
+        self.__dict__.update(state)
+        self.state, self._made = {}, None
+        self._begin()
+        self._trial.build = self._small
 
-    def build(self, held: Mapping[str, nn.Parameter], like: torch.optim.Optimizer | None = None) -> Any:
-        """An optimizer over `held`, without state. like: take the groups' settings from this one, not the first."""
-        source = like or self._made
-        if len(source.param_groups) != len(self.groups):
+    def build(self, held: Mapping[str, nn.Parameter], like: Optimizer | None = None) -> Any:
+        """An optimizer over `held`, without state. like: take settings and attributes from this one, not the first."""
+        if like is not None and len(like.param_groups) != len(self.groups):
             raise TrainingError(
                 "The optimizer has got parameter groups since the job was built, which a switch cannot follow.",
-                numbers=f"{len(source.param_groups)} groups, {len(self.groups)} at the start",
+                numbers=f"{len(like.param_groups)} groups, {len(self.groups)} at the start",
                 hint="all groups in the optimizer's factory, frozen parameters included",
             )
-        params = [[held[name] for name in names if name in held] for names in self.groups]
-        return _clone(source, source.param_groups, params)
+        optimizer = _assembled(self._parts if like is None else self._parts_like(like), held)
+        self._names[optimizer] = {id(p): name for name, p in held.items()}
+        return optimizer
 
-    def groups_of(self, optimizer: torch.optim.Optimizer, held: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    def _parts_like(self, like: Optimizer) -> list[_Part]:
+        """The parts, with settings and attributes of `like`; what refers to parameters is as it was made."""
+        now, _ = _taken_apart(like, self._names.get(like, {}))
+        if [part.kind for part in now] != [part.kind for part in self._parts]:
+            now = now[:1]  # it has got another optimizer within it since
+        copies = _with_marks(lambda mark: mark)
+        parts = [part._replace(refer=copies.copy(part.refer)) for part in self._parts]
+        for place, (part, given) in enumerate(zip(parts, now, strict=False)):
+            groups = part.refer.get("param_groups", ()), given.refer.get("param_groups", ())
+            for group, settings in zip(*groups, strict=False):
+                group.update({key: value for key, value in settings.items() if key != "params"})
+            since = {name: value for name, value in given.refer.items() if name not in part.refer}
+            others = {**part.others, **{name: v for name, v in given.others.items() if name not in part.refer}}
+            parts[place] = part._replace(refer={**part.refer, **since}, others=others)
+        return parts
+
+    def groups_of(self, optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> list[list[str]]:
         """Names of the parameters in each of the groups of `optimizer`, those added since included."""
         names = {id(p): name for name, p in held.items()}
         added = optimizer.param_groups[len(self.groups) :]
         found = [[names[id(p)] for p in group["params"] if id(p) in names] for group in added]
         return [list(group) for group in self.groups] + found
 
-    def follow(self, held: Mapping[str, nn.Parameter]) -> None:
-        """Point the groups of the optimizer that was given at `held`, and clear its state, which the job has.
+    def follow(self, inner: Optimizer) -> None:
+        """Show `inner`, which is in force, as the optimizer that was given.
 
-        It lives as long as its user holds it, and would keep the whole model, and two moments of it, in memory.
+        It lives as long as its user holds it, and would keep the whole model, and two moments of it, in memory. An LR
+        scheduler that its user puts on it, now or before, changes the groups in force, and sees the steps.
         """
         self.state.clear()
-        self._made.state.clear()
-        # Groups that the user has put behind them are not the job's, and a switch must not break off here.
-        for group, names in zip(self._made.param_groups, self.groups, strict=False):
-            group["params"] = [held[name] for name in names if name in held]
+        if (made := self._made) is not None:
+            scheduled = vars(made).get("step")
+            made.__dict__ = inner.__dict__
+            if hasattr(scheduled, "_wrapped_by_lr_sched"):
+                made.__dict__.setdefault("step", scheduled)
 
-    def check_elementwise(self, strategy: str) -> None:
-        """Raises TrainingError when an update of half a parameter is not half the update of the whole one.
+    def check(self, strategy: Strategy) -> None:
+        """Raises TrainingError when ranks of `strategy` would not update what they hold as one process does.
 
-        Tried on a small matrix: under a strategy that splits parameters such an optimizer would train otherwise.
+        Tried on small tensors: parts of them are updated beside the whole.
         """
-        torch_state = torch.get_rng_state()
-        draw = torch.Generator().manual_seed(0)
-        weight, grads = torch.randn(4, 6, generator=draw), [torch.randn(4, 6, generator=draw) for _ in range(2)]
-        try:
-            apart = 0.0
-            for group in self._made.param_groups:
-                whole = self._tried(group, [weight], [[grad] for grad in grads])[0]
-                halves = self._tried(group, [weight[:2], weight[2:]], [[grad[:2], grad[2:]] for grad in grads])
-                apart = max(apart, (whole - torch.cat(halves)).abs().max().item())
-        except Exception as error:
-            raise TrainingError(
-                f"{type(self._made).__name__} failed on a matrix of 4 x 6. {strategy} splits parameters over ranks: it "
-                "is tried whether their halves are updated as the whole is.",
-                numbers=f"{type(error).__name__}: {error}",
-                hint="strategy='ddp', or an optimizer such as AdamW or SGD",
-            ) from error
-        finally:
-            torch.set_rng_state(torch_state)
-        if apart > 1e-6:
-            raise TrainingError(
-                f"{type(self._made).__name__} does not update each element by itself, and {strategy} splits parameters "
-                "over ranks: it would train otherwise than one process.",
-                numbers=f"largest difference {apart:.3g} after two updates",
-                hint="strategy='ddp', or an optimizer such as AdamW or SGD",
+        cut = [("rows", strategy.zero > 0), ("columns", strategy.tp > 1), ("tensors", strategy.pp > 1)]
+        for kind in (kind for kind, needed in cut if needed):
+            with self._tried:
+                self._trial.check_parts(kind, str(strategy))
+
+    def check_moves(self, old: Strategy, new: Strategy) -> None:
+        """Raises SwitchError when what the optimizer remembers under `old` cannot all be taken along to `new`.
+
+        Raises TrainingError as `check` does.
+        """
+        self.check(new)
+        with self._tried:
+            lost = self._trial.lost_in_a_switch(_cuts(old, new))
+        if lost:
+            raise SwitchError(
+                f"A switch to {new} would not take along all that {self.name} remembers: {old} goes on.",
+                numbers=lost,
+                hint="state[p] of each parameter, as AdamW keeps it: tensors of its shape, and numbers",
             )
+
+    def check_saves(self, strategy: Strategy) -> None:
+        """Raises TrainingError when a checkpoint would lack something of what the optimizer remembers."""
+        if lost := self.lost(strategy):
+            raise TrainingError(
+                f"A checkpoint would not hold all that {self.name} remembers, and what goes on from it would train "
+                "otherwise.",
+                numbers=lost,
+                hint="torch.save(trainer.full_state_dict(), 'model.pt') for the weights alone; or an optimizer that "
+                "remembers in state[p], in its groups, and in attributes that are numbers",
+            )
+
+    def lost(self, strategy: Strategy) -> str:
+        """What shows that a checkpoint under `strategy`, or a process that takes the place of another, would lack
+        something of what it remembers; "" where nothing does."""
+        with self._tried:
+            return self._trial.lost_in_a_checkpoint(_cuts(strategy))
+
+    @property
+    def draws(self) -> bool:
+        """Whether its steps draw random numbers."""
+        return self._trial.draws
 
     def is_adaptive(self) -> bool:
         """Whether steps by gradients ten times as large are hardly larger, as Adam's are: tried on a small matrix."""
         torch_state = torch.get_rng_state()
-        weight, grad = torch.zeros(4, 6), torch.linspace(1.0, 2.0, 24).reshape(4, 6)
+        grad = torch.linspace(1.0, 2.0, 24).reshape(4, 6)
         try:
-            group = {**self._made.param_groups[0], "weight_decay": 0.0}
-            small, large = (self._tried(group, [weight], [[grad * times]])[0].norm().item() for times in (1, 10))
+            small, large = (self._one_step(grad * times) for times in (1, 10))
         except Exception:  # whatever an optimizer wants of real parameters
             return False
         finally:
             torch.set_rng_state(torch_state)
         return bool(0 < small and large < 2 * small)
 
+    def _one_step(self, grad: torch.Tensor) -> float:
+        """How far one step of the first group's settings goes from zero."""
+        weight = nn.Parameter(torch.zeros_like(grad))
+        settings = {"weight_decay": 0.0}
+        optimizer = self._small({self._first: weight}, lambda group: {**settings, "lr": group.get("lr") or 0.1})
+        weight.grad = grad
+        optimizer.step()
+        return float(weight.detach().norm())
+
+    @property
+    def _first(self) -> str:
+        return next(name for names in self.groups for name in names)
+
     def kinds(self, model: nn.Module) -> dict[str, dict[str, int]]:
         """As job_state.bytes_per_element, before the first step: found by one of a small optimizer of this kind."""
-        weight = nn.Parameter(torch.zeros(4, 6))
-        small = self.over([weight])
-        weight.grad = torch.zeros_like(weight)
-        small.step()
-        kept = {key: value for key, value in small.state[weight].items() if isinstance(value, torch.Tensor)}
-        keys = {key: value.element_size() for key, value in kept.items() if value.shape == weight.shape}
+        keys = self._bytes_per_element()
         return {
             name: {"weight": p.element_size()} | (keys if p.requires_grad else {})
             for name, p in model.named_parameters()
         }
 
+    @property
+    def keys_per_element(self) -> set[str]:
+        """Of what it remembers of each element; none where that cannot be tried."""
+        try:
+            return set(self._bytes_per_element())
+        except Exception:  # whatever it wants of real parameters
+            return set()
+
+    def _bytes_per_element(self) -> dict[str, int]:
+        weight = nn.Parameter(torch.zeros(4, 6))
+        small = self._small({self._first: weight}, lambda group: {})
+        weight.grad = torch.zeros_like(weight)
+        small.step()
+        return {key: value.element_size() for key, value in per_element(small, weight).items()}
+
     def over(self, params: list[nn.Parameter]) -> Any:
         """An optimizer of this kind and its first group's settings over other parameters, which are on the CPU."""
-        settings = self._made.param_groups[0]
-        return _trial(self._made, [{**settings, **{k: v for k, v in _ON_CPU.items() if k in settings}}], [params])
+        optimizer = self._small({self._first: params[0]}, lambda group: {})
+        for groups in _group_lists(optimizer):
+            groups[:] = [{**group, "params": list(params)} for group in groups if group["params"]]
+        return optimizer
 
     def on_cpu(self, held: Mapping[str, nn.Parameter], plainly: bool) -> Any:
         """As `build`, over tensors on the CPU, for a step of a proof. plainly: updates them one after the other.
 
         The largest learning rate becomes 0.1: an update is not to be lost where weights are rounded.
         """
-        largest = max(float(group.get("lr") or 0) for group in self._made.param_groups)
-        settings = []
-        for group in self._made.param_groups:
-            own = {**group, **{key: value for key, value in _ON_CPU.items() if key in group}}
+        largest = max(float(group.get("lr") or 0) for group in _group_settings(self._parts))
+
+        def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+            own: dict[str, Any] = {"foreach": False} if plainly and "foreach" in group else {}
             if "lr" in group:
                 own["lr"] = 0.1 * float(group["lr"]) / largest if largest else 0.1
-            if plainly and "foreach" in group:
-                own["foreach"] = False
-            settings.append(own)
-        params = [[held[name] for name in names if name in held] for names in self.groups]
-        return _trial(self._made, settings, params)
+            return own
 
-    def _tried(
-        self, group: Mapping[str, Any], weights: list[torch.Tensor], grads: list[list[torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        params = [nn.Parameter(weight.clone()) for weight in weights]
-        # Of the small matrix, on the CPU, and not what graphs and kernels of a GPU want.
-        settings = {**group, **{key: value for key, value in _ON_CPU.items() if key in group}}
-        if not settings.get("lr"):
-            settings["lr"] = 0.1
-        optimizer = _trial(self._made, [settings], [params])
-        for step in grads:
-            for p, grad in zip(params, step, strict=True):
-                p.grad = grad.clone()
-            optimizer.step()
-        return [p.detach() for p in params]
+        return self._small(held, settings, whole=True)
+
+    def _small(
+        self,
+        held: Mapping[str, nn.Parameter],
+        settings: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        *,
+        like: Optimizer | None = None,
+        whole: bool = False,
+        hooks: bool = False,
+    ) -> Any:
+        """As `build`, for steps that are none of the training: what it counts is its own.
+
+        settings: what a group has in another way. whole: keep groups of which `held` has nothing. hooks: call those
+        that its user has put on it.
+        """
+        optimizer = _assembled(self._parts if like is None else self._parts_like(like), held, shares=False)
+        for each in [] if hooks else [optimizer, *vars(optimizer).get("_within", ())]:
+            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                vars(each).get(name, {}).clear()
+        for groups in _group_lists(optimizer):
+            for group in groups:
+                group.update({key: value for key, value in _ON_CPU.items() if key in group} | dict(settings(group)))
+                if isinstance(rate := group.get("lr"), torch.Tensor):
+                    group["lr"] = rate.to(next(iter(held.values())).device) if held else rate
+            if not whole:
+                groups[:] = [group for group in groups if group["params"]] or groups[:1]
+        self._names[optimizer] = {id(p): name for name, p in held.items()}
+        return optimizer
 
 
-def _made_by(factory: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+def _made_by(factory: Callable[[nn.Module], Optimizer], model: nn.Module) -> Optimizer:
     try:
         return factory(model)
     except TypeError as error:
-        if isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer):
+        if isinstance(factory, type) and issubclass(factory, Optimizer):
             name = f"{'torch.optim.' * hasattr(torch.optim, factory.__name__)}{factory.__name__}"
             raise TrainingError(
                 f"optimizer= is called with the model, and {factory.__name__} wants its parameters.",
@@ -198,39 +296,105 @@ def _made_by(factory: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Mo
         raise
 
 
-def _clone(made: torch.optim.Optimizer, settings: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Any:
-    """An optimizer of the same kind and attributes over other parameters.
+def _cuts(*strategies: Strategy) -> str:
+    """How one of them cuts tensors, see OptimizerTrial.lost_in_a_switch."""
+    if any(strategy.tp > 1 for strategy in strategies):
+        return "columns"
+    return "rows" if any(strategy.zero for strategy in strategies) else ""
 
-    By hand: copying one with `copy` keeps only what Optimizer itself knows of, and a subclass may hold more.
+
+def _named(made: Optimizer) -> str:
+    """The name of its class, and what was put on it that is no part of the class."""
+    name, held = type(made).__name__, vars(made)
+    if "step" in held and not _is_ours("step", held["step"]):
+        name += " with another step"
+    if any(held.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")):
+        name += " with hooks"
+    return name
+
+
+def _taken_apart(made: Optimizer, names: Mapping[int, str]) -> tuple[list[_Part], list[Optimizer]]:
+    """The parts of `made` and of the optimizers within it, and these optimizers. names: by id of a parameter."""
+    found: list[Optimizer] = []
+    memo: dict[int, Any] = {key: _Mark("parameter", name) for key, name in names.items()}
+
+    def meet(value: Any) -> Any:
+        if not isinstance(value, Optimizer):
+            return None
+        found.append(value)
+        if "state" in vars(value):
+            memo.setdefault(id(value.state), _Mark("state", len(found) - 1))
+        return _Mark("optimizer", len(found) - 1)
+
+    copies = Rebinding(memo, meet)
+    copies.copy(made)
+    parts: list[_Part] = []
+    while len(parts) < len(found):
+        one = found[len(parts)]
+        part = _Part(type(one), {}, {})
+        for name, value in vars(one).items():
+            if not _is_ours(name, value):
+                own = copies.attribute(value)
+                # What refers to no parameter is no copy: its user may hold it too, such as a list that grows.
+                refers = name == "param_groups" or _refers(own)
+                (part.refer if refers else part.others)[name] = own if refers else value
+        parts.append(part)
+    return parts, found
+
+
+def _is_ours(name: str, value: Any) -> bool:
+    """Whether an attribute is what this library, or an LR scheduler, put on that very optimizer."""
+    if name != "step":
+        return name in ("_within", "state_device")
+    return hasattr(value, "_wrapped_by_lr_sched") or str(getattr(value, "__module__", "")).startswith("nbkit.")
+
+
+def _assembled(parts: Sequence[_Part], held: Mapping[str, nn.Parameter], *, shares: bool = True) -> Any:
+    """An optimizer made of `parts` over `held`; what they have of other parameters is left out.
+
+    shares: what refers to no parameter is that of the parts.
     """
-    clone = object.__new__(type(made))
-    clone.__dict__.update(
-        {
-            name: copy.copy(value) if isinstance(value, OrderedDict) else value
-            for name, value in made.__dict__.items()
-            # Wrappers that an LR scheduler put on this very object would update the old parameters.
-            if name != "step"
-        }
-    )
-    clone.state = defaultdict(dict)
-    clone.param_groups = [
-        {**{key: _own(value) for key, value in group.items() if key != "params"}, "params": own}
-        for group, own in zip(settings, params, strict=True)
-    ]
-    return clone
+    optimizers: list[Any] = [object.__new__(part.kind) for part in parts]
+    states: list[Any] = [defaultdict(dict) for _ in parts]
+
+    def found(mark: _Mark) -> Any:
+        if isinstance(mark.of, str):
+            return held.get(mark.of, ABSENT)
+        return (optimizers if mark.kind == "optimizer" else states)[mark.of]
+
+    copies = _with_marks(found)
+    for optimizer, part in zip(optimizers, parts, strict=True):
+        optimizer.__dict__.update({name: copies.attribute(value) for name, value in part.refer.items()})
+        for name, value in part.others.items():
+            # The hooks that users put on it are its own from then on, and what it counts in place.
+            copied = not shares or isinstance(value, OrderedDict | torch.Tensor)
+            optimizer.__dict__[name] = copies.attribute(value) if copied else value
+    if len(optimizers) > 1:
+        optimizers[0].__dict__["_within"] = tuple(optimizers[1:])
+    return optimizers[0]
 
 
-def _trial(made: torch.optim.Optimizer, settings: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Any:
-    """As `_clone`, for steps that are none of the training: no hook is called, and what it counts is its own."""
-    trial = _clone(made, settings, params)
-    kept = {name: value for name, value in vars(trial).items() if name not in ("param_groups", "state")}
-    vars(trial).update({name: _own(value) for name, value in kept.items()})
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        vars(trial).get(hooks, {}).clear()
-    return trial
+def _with_marks(found: Callable[[_Mark], Any]) -> Rebinding:
+    return Rebinding({}, lambda value: found(value) if isinstance(value, _Mark) else None)
 
 
-def _own(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return copy.copy(value) if isinstance(value, list | dict | set | deque) else value
+def _refers(value: Any) -> bool:
+    """Whether there is a mark in an attribute of a part."""
+    seen: list[_Mark] = []
+
+    def see(mark: _Mark) -> _Mark:
+        seen.append(mark)
+        return mark
+
+    _with_marks(see).copy(value)
+    return bool(seen)
+
+
+def _group_lists(optimizer: Any) -> Iterator[list[dict[str, Any]]]:
+    """The groups of an optimizer and of those within it, each list once."""
+    every = [optimizer, *vars(optimizer).get("_within", ())]
+    yield from {id(each.param_groups): each.param_groups for each in every}.values()
+
+
+def _group_settings(parts: Iterable[_Part]) -> list[dict[str, Any]]:
+    return [group for part in parts for group in part.refer.get("param_groups", ())]

@@ -37,8 +37,9 @@ from nbkit.rank.parallel.module.buffer_updates import check_buffers, watched
 from nbkit.rank.parallel.options import parts_rows
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
-from nbkit.rank.rng.seeding import seed_step
+from nbkit.rank.rng.seeding import SHARED, seed_step
 from nbkit.rank.telemetry.phases import clock, phase
+from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.integrity import Integrity
@@ -227,9 +228,14 @@ class TrainingStep:
         return StepResult(reduction)
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of all gradients, on the device; recorded in this step's history."""
+        """The 2-norm of all gradients, on the device; recorded in this step's history.
+
+        Raises NotFinite on CPU ranks, before the weights are touched; on GPUs it is said when the record is read.
+        """
         with phase("optimizer"):
             norm = self.sharded_model.grad_norm(self.device)
+        if not accelerator().holds(self.device) and not self.precision.pending:
+            argument_checks.check_gradients(float(norm), step=self.ledger.step + 1, steps_since=0)
         self.ledger.log({"grad_norm": norm})
         return norm
 
@@ -253,6 +259,8 @@ class TrainingStep:
             self.ledger.log({"loss_scale": scale, "skipped": float(not made)})
         with self.integrity.changing() if made else nullcontext():
             if made:
+                if self.builder.template.draws:
+                    seed_step(self.seed, self.ledger.step, SHARED)  # replicas draw the same
                 self.optimizer.step()
             self.sharded_model.data.after_step()
             if not late:
@@ -274,11 +282,15 @@ class TrainingStep:
             )
 
     def boundary(self) -> None:
-        """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""
-        self.ledger.settle(keep=1)
+        """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on.
+
+        Those of the last step where somebody is told of them: who looks at the model then sees that of this step.
+        """
+        keep = 0 if self.ledger.at_once else 1
+        self.ledger.settle(keep=keep)
         if self.ledger.acts:
             self.sharded_model.data.settle()  # a live cell may hold weights
-        self.ledger.settle(keep=1, act=True)
+        self.ledger.settle(keep=keep, act=True)
 
     @torch.no_grad()
     def evaluate(self, shard: Shard) -> Tensor:

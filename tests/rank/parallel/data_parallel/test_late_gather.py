@@ -273,8 +273,8 @@ class Torn(torch.optim.AdamW):
 def interrupted(world: Any, torn: bool) -> dict[str, Any]:
     """Every rank in the forward of step 4, while weights are on their way; `torn`: rank 1 in the update before it."""
     zero1_2.all_gather = hidden
-    Torn.here = torn and world.place.rank == 1
     trainer = trained("zero1 bucket=1kb", optimizer=lambda model: Torn(model.parameters(), lr=0.05))
+    Torn.here = torn and world.place.rank == 1
     missing: list[int] = []
 
     def interrupt(*_: Any) -> None:

@@ -255,18 +255,22 @@ def crowded(world: Any) -> tuple[list[str], list[bool]]:
 def ended_apart(world: Any) -> list[float]:
     """One rank's `fit` ends with an error behind its last step, the other one's does not; both train on."""
 
-    def fail(trainer: Trainer, record: dict[str, Any]) -> None:
-        if record["step"] == 2 and world.place.rank == 1:
+    def fail(*, keep: int = 0, act: bool = False) -> None:
+        if act and not keep:
             raise ValueError("planted")
+        settle(keep=keep, act=act)
 
     def late(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.3)
         return receive(*args, **kwargs)
 
-    trainer, receive = made("zero1", backup_every=1, callbacks=[fail]), dist.recv
+    trainer, receive = made("zero1", backup_every=1), dist.recv
+    settle = trainer.job.ledger.settle
     with pytest.MonkeyPatch.context() as patch:
         if world.place.rank == 0:
             patch.setattr(dist, "recv", late)  # the other one has ended before all of its backup is here
+        else:
+            patch.setattr(trainer.job.ledger, "settle", fail)
         with pytest.raises(ValueError, match="planted") if world.place.rank == 1 else nullcontext():
             trainer.fit(2)
     trainer.fit(until=STEPS)

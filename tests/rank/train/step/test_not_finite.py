@@ -8,6 +8,7 @@ import pytest
 import torch
 from jobs import flat, mean_loss, order, points, quiet, weighted_loss
 from ranks import run_ranks
+from torch import nn
 
 from nbkit.errors import NotFinite
 from nbkit.mesh import Mesh
@@ -50,6 +51,45 @@ def test_nan_names_step_rank_and_samples_on_every_rank_and_training_can_go_on(we
     assert neighbours in found[0]["message"] and "have not been touched" in found[0]["message"]
     assert found[0]["steps"] == [1, 2, 3]
     assert found[0]["loss after"] == pytest.approx(1.1, abs=0.5)
+
+
+class Root(nn.Module):
+    """Finite at 0, where its gradient is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.linear(x).pow(2).sum(1, keepdim=True).sqrt()
+
+
+def with_a_slope(world: Any, strategy: str) -> list[Any]:
+    """What is said of it without and with a look at the gradients; steps made, and whether weights are finite, each."""
+    found: list[Any] = []
+    for clip_norm in (None, 1.0):
+        data = points()
+        data[BAD] = (torch.zeros(6), data[BAD][1])
+        trainer = quiet(model=Root, data=data, strategy=strategy, clip_norm=clip_norm)
+        with pytest.raises(NotFinite) as raised:
+            trainer.fit(6)
+        error = raised.value
+        finite = bool(flat(trainer.model).isfinite().all())
+        found.append((error.what, error.numbers, trainer.step, finite, len(trainer.history)))
+        if clip_norm is not None:
+            found.append([record["step"] for record in trainer.fit(2)])
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_of_gradients_that_are_not_finite_no_samples_are_blamed(strategy: str) -> None:
+    for found in run_ranks(with_a_slope, 2, strategy):
+        (what, told, step, *_), (looked, norm, made, finite, records), after = found
+        assert what.startswith("The loss of step 4 is not finite") and "because the weights are not" in what
+        assert "linear.weight" in told and step == 3
+        assert looked == "The gradients of step 3 are not finite, though the loss is."
+        assert norm == "norm nan; the weights have not been touched" and finite
+        assert (made, records, after) == (2, 2, [3, 4])
 
 
 def numbers(**changed: Any) -> StepNumbers:

@@ -1,0 +1,345 @@
+"""Tries an optimizer on small tensors: what it does with parts of parameters is compared with what it does with all.
+
+Nobody's name is asked. Several copies make the same steps side by side: one over whole tensors, the others over the
+parts that ranks of a strategy hold, or with a state that was carried over in between, as a switch does. Where their
+weights differ, the strategy (or the switch) would train another model.
+
+How many steps: a number over all parameters counts from the second step on in Prodigy and D-Adaptation, slow weights
+are taken every 5 or 6, preconditioners are made every 10, or from step 25 on. 31 is beyond these and is no multiple of
+what code counts by. Whole numbers among the settings, which often are such steps, make it more.
+
+How large: an optimizer may treat small tensors, vectors or matrices in a way of their own. So the tensors have the
+dims of the model's parameters, up to a size beyond which optimizers that are known make no difference any more: 8-bit
+states begin at 4,096 elements, factored ones at 128 rows and columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from math import prod
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.errors import TrainingError
+from nbkit.rank.comm import delegating_group
+from nbkit.rank.train.step.optimizer_state import per_element, per_parameter, remember, settings_of, take_settings
+
+_STEPS, _MOST_STEPS, _CARRIED_AT = 31, 130, 13
+_LARGEST = ((), (5120,), (136, 128), (64, 40, 2), (64, 40, 2, 2))
+"""Dims of the tensors, by number of dims. 136 x 128 are whole blocks of 256; the parts are not."""
+_SAME_KIND = 2  # tensors of each group that have the same number of dims
+_TOLERANCE = {torch.float64: (1e-6, 1e-13), torch.float32: (1e-3, 1e-6)}
+"""Of what the weights have moved, and of the weights: differences below are roundings."""
+
+Part = tuple[slice, ...]
+Copy = tuple[Any, list[tuple[str, nn.Parameter, Part]]]
+"""An optimizer, and what it updates: of which tensor, the parameter, and which part of the tensor it is."""
+_SCALES = {_CARRIED_AT + 2: 1e-3, _CARRIED_AT + 6: 1e3}
+"""Of the gradients, by step: limits on a norm are to be passed and not to be reached."""
+_FAILED = "failed: "
+_PLAIN = "strategy='ddp', or an optimizer such as AdamW or SGD"
+_REACHABLE = "hold them in attributes of the optimizer, or take an optimizer such as AdamW or SGD"
+
+
+class Sends(Exception):
+    """The optimizer sends messages to other ranks."""
+
+
+class OptimizerTrial:
+    """Of one optimizer. build: (held, settings, like=...) -> a copy of it over `held`, see Template._small."""
+
+    def __init__(
+        self,
+        name: str,
+        groups: Sequence[Sequence[str]],
+        params: Mapping[str, nn.Parameter],
+        build: Callable[..., Any],
+    ) -> None:
+        self.name, self.build = name, build
+        self.draws = False  # its steps draw random numbers
+        self._shapes = _chosen(groups, params)
+        self._on, self._dtype = torch.device("cpu"), torch.float64
+        self._failed = ""  # why no step could be made
+        self._found: dict[str, str] = {}
+        self._still: list[str] = []  # what it did not update
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "build": None}
+
+    def check(self, real: Iterable[nn.Parameter]) -> None:
+        """Raises TrainingError for what no strategy trains as one process does. real: the parameters of the model."""
+        real = list(real)
+        before = [p._version for p in real]
+        differs = self._again(real[0].device if real else self._on)
+        if self._failed:
+            return  # maybe small tensors are what it cannot take: without parts it trains as it does in plain torch
+        if self._still:
+            raise TrainingError(
+                f"{self.name} does not update all parameters of its groups, once it is copied: the optimizers or "
+                "functions that do it hold parameters where no copy finds them.",
+                numbers=f"{len(self._still)} of {len(self._shapes)} that were tried: {', '.join(self._still[:3])}",
+                hint=_REACHABLE,
+            )
+        if [p._version for p in real] != before:
+            raise TrainingError(
+                f"{self.name} changes parameters of the model when a copy of it makes a step over other tensors: it "
+                "holds them where no copy finds them.",
+                numbers=f"{sum(p._version != was for p, was in zip(real, before, strict=True))} of {len(real)}",
+                hint=_REACHABLE,
+            )
+        if differs:
+            raise TrainingError(
+                f"{self.name} remembers something outside of itself: in a variable of a function, a global name or a "
+                "generator of random numbers. Two copies of it, given the same, made different updates.",
+                numbers=differs,
+                hint="keep it in self.state[p], or in an attribute of the optimizer",
+            )
+
+    def _again(self, device: torch.device) -> str:
+        """What two whole copies show, in float64 or else in float32, on the CPU or else on `device`."""
+        if not self._tried("saved"):
+            return ""
+        kinds = [(torch.device("cpu"), torch.float64), (torch.device("cpu"), torch.float32), (device, torch.float32)]
+        why = ""
+        for self._on, self._dtype in dict.fromkeys(kinds):
+            self._found.clear()
+            if not (differs := self._tried("again")).startswith(_FAILED):
+                return differs
+            why = why or differs.removeprefix(_FAILED)
+        if self._takes_closure():
+            raise TrainingError(
+                f"{self.name} computes the loss several times in a step, by a closure; a step here has one.",
+                numbers=f"step() fails without one: {why}",
+                hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
+            )
+        self._failed = why
+        return ""
+
+    def check_parts(self, kind: str, strategy: str) -> None:
+        """Raises TrainingError where ranks that hold parts would make other updates.
+
+        kind: "rows" or "columns", which are parts of tensors, or "tensors", some of them on each rank.
+        """
+        splits = "gives each rank some of the parameters" if kind == "tensors" else "splits parameters over ranks"
+        differs = _FAILED + self._failed if self._failed else self._tried(kind)
+        if differs.startswith(_FAILED):
+            raise TrainingError(
+                f"{self.name} failed on small tensors. {strategy} {splits}: it is tried whether they are updated as "
+                "one process does it.",
+                numbers=differs.removeprefix(_FAILED),
+                hint=_PLAIN,
+            )
+        if differs:
+            raise TrainingError(
+                f"{self.name} does not update each {'parameter' if kind == 'tensors' else 'element'} by itself, and "
+                f"{strategy} {splits}: it would train otherwise than one process.",
+                numbers=differs,
+                hint=_PLAIN,
+            )
+
+    def lost_in_a_checkpoint(self, cuts: str) -> str:
+        """As `lost_in_a_switch`, of copies that know only what a checkpoint holds."""
+        return self._failed or self._tried("saved") or (self._tried(f"carried in {cuts}") if cuts else "")
+
+    def lost_in_a_switch(self, cuts: str) -> str:
+        """What shows that copies that take the state over do not go on as the optimizer does; "" if they do.
+
+        cuts: "rows" or "columns", where ranks have parts of tensors before or afterwards, else "".
+        """
+        if self._failed or (self._tried("saved") and self._tried("carried")):
+            return self._failed or self._tried("carried")
+        return self._tried(f"carried in {cuts}") if cuts else ""
+
+    def _tried(self, kind: str) -> str:
+        if kind not in self._found:
+            with _aside():
+                self._found[kind] = self._compared(kind)
+        return self._found[kind]
+
+    def _compared(self, kind: str) -> str:
+        """Where and how far copies come apart, "" if they do not."""
+        draw = torch.Generator().manual_seed(0)
+        start = {name: self._drawn(shape, draw) * 0.5 for name, shape in self._shapes.items()}
+        pushes = [self._drawn(shape, draw) * 2.0 ** (n % 4) for n, shape in enumerate(self._shapes.values())]
+        noise = self._drawn((max(map(prod, self._shapes.values()), default=0) + 7 * _MOST_STEPS,), draw)
+        try:
+            hooks = kind in ("rows", "columns", "tensors")  # one may clip; many log, where they are not needed
+            whole = self._over(start, {name: () for name in start}, hooks=hooks)
+            arranged, moves = self._arranged(kind), kind == "saved" or kind.startswith("carried")
+            others = (
+                [] if kind.startswith("carried in") else [self._over(start, parts, hooks=hooks) for parts in arranged]
+            )
+            for step in range(steps := _steps_for(whole[0])):
+                if moves and step == _CARRIED_AT:
+                    others = [self._carried(whole, parts, saved=kind == "saved") for parts in arranged]
+                grads = {
+                    name: (push + noise[7 * step : 7 * step + push.numel()].view(push.shape)) * _SCALES.get(step, 1.0)
+                    for name, push in zip(start, pushes, strict=True)
+                }
+                drawn = _make_step(whole, grads, step)
+                for other in others:
+                    _make_step(other, grads, step)
+                self.draws |= drawn
+                if not all(bool(p.isfinite().all()) for _, p, _ in whole[1]):
+                    break  # from here on it shows nothing
+                if found := _apart(whole, others, start):
+                    return f"{found} after {step + 1} of {steps} steps"
+            if kind in ("saved", "again"):
+                self._still = [name for name, p, _ in whole[1] if p.numel() and torch.equal(p.detach(), start[name])]
+        except Sends as error:
+            raise TrainingError(
+                f"{self.name} sends messages to other ranks in its step, and so does a strategy, around an optimizer "
+                "of one process.",
+                numbers=str(error),
+                hint="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4), and strategy='zero1'",
+            ) from None
+        except Exception as error:
+            return f"{_FAILED}{type(error).__name__}: {error}"
+        return ""
+
+    def _drawn(self, shape: Sequence[int], draw: torch.Generator) -> Tensor:
+        drawn = torch.randn(tuple(shape), generator=draw, dtype=torch.float64)
+        if drawn.numel() and drawn.ndim:  # no two parts are alike
+            rows = torch.linspace(0.5, 2.0, len(drawn), dtype=drawn.dtype)
+            drawn *= rows.view(-1, *[1] * (drawn.ndim - 1))
+        return drawn.to(self._on, self._dtype)
+
+    def _over(self, start: Mapping[str, Tensor], parts: Mapping[str, Part], *, hooks: bool = False) -> Copy:
+        held = {name: nn.Parameter(start[name][part].clone()) for name, part in parts.items()}
+        return self.build(held, _rate, hooks=hooks), [(name, p, parts[name]) for name, p in held.items()]
+
+    def _carried(self, whole: Copy, parts: Mapping[str, Part], *, saved: bool) -> Copy:
+        """A copy over `parts` that takes over what the optimizer remembers, as a switch moves it, or a checkpoint."""
+        optimizer, updated = whole
+        held = {name: nn.Parameter(p.detach()[parts[name]].clone()) for name, p, _ in updated}
+        copy = self.build(held, _rate, like=None if saved else optimizer)
+        if saved:
+            take_settings(copy, deepcopy(settings_of(optimizer)))
+        for name, p, _ in updated:
+            for key, value in per_element(optimizer, p).items():
+                own = value[parts[name]]
+                remember(copy, held[name], key, torch.empty(own.shape, dtype=own.dtype, device=own.device).copy_(own))
+            for key, value in per_parameter(optimizer, p).items():
+                remember(copy, held[name], key, value)
+        return copy, [(name, p, parts[name]) for name, p in held.items()]
+
+    def _arranged(self, kind: str) -> list[dict[str, Part]]:
+        """By rank, which part of which tensor it has."""
+        names = list(self._shapes)
+        if kind in ("again", "saved", "carried"):
+            return [dict.fromkeys(names, ())]
+        if kind == "tensors":
+            half = (len(names) + 1) // 2
+            return [dict.fromkeys(some, ()) for some in (names[:half], names[half:])]
+        first: dict[str, Part] = {}
+        second: dict[str, Part] = {}
+        for n, (name, shape) in enumerate(self._shapes.items()):
+            first[name] = second[name] = ()
+            # Of columns every other tensor: tensor parallelism splits by rows and by columns.
+            dim = 1 if kind.endswith("columns") and len(shape) > 1 and n % 2 == 0 else 0
+            if shape and (kind.endswith("rows") or (shape[dim] > 1 and (len(shape) > 1 or n % 2))):
+                at = shape[dim] // 2 + 1 if shape[dim] > 2 else 1
+                ahead: Part = (slice(None),) * dim
+                first[name], second[name] = (*ahead, slice(0, at)), (*ahead, slice(at, None))
+        return [first, second]
+
+    def _takes_closure(self) -> bool:
+        """Whether a step can be made with a closure."""
+        self._on, self._dtype = torch.device("cpu"), torch.float64
+        draw = torch.Generator().manual_seed(0)
+        start = {name: self._drawn(shape, draw) for name, shape in self._shapes.items()}
+        asked = []
+        try:
+            with _aside():
+                optimizer, updated = self._over(start, {name: () for name in start})
+
+                def closure() -> Tensor:
+                    asked.append(True)
+                    for _, p, _ in updated:
+                        p.grad = torch.ones_like(p)
+                    return torch.ones(())
+
+                closure()
+                optimizer.step(closure)
+        except Exception:
+            return False
+        return len(asked) > 1
+
+
+def _chosen(groups: Sequence[Sequence[str]], params: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
+    """name -> shape of what is tried: of each group the first ones of each number of dims; the largest is among them.
+
+    At least two, where there are so many: one number over all of them is to be seen.
+    """
+    chosen: dict[str, tuple[int, ...]] = {}
+    for names in groups:
+        by_dims: dict[int, list[str]] = {}
+        for name in sorted(names, key=lambda name: -params[name].numel()):
+            by_dims.setdefault(params[name].ndim, []).append(name)
+        few = {name for same in by_dims.values() for name in same[:_SAME_KIND]}
+        chosen |= {name: _capped(tuple(params[name].shape)) for name in names if name in few}
+    return chosen
+
+
+def _capped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    most = _LARGEST[len(shape)] if len(shape) < len(_LARGEST) else (16, *[2] * (len(shape) - 1))
+    return tuple(map(min, shape, most))
+
+
+def _rate(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group that waits for its learning rate gets one."""
+    return {"lr": 0.1} if "lr" in group and not group["lr"] else {}
+
+
+def _steps_for(optimizer: Any) -> int:
+    settings = [*vars(optimizer).values(), *(value for group in optimizer.param_groups for value in group.values())]
+    counts = [value + 2 for value in settings if type(value) is int and 1 < value <= _MOST_STEPS - 2]
+    return max([_STEPS, *counts])
+
+
+def _make_step(copy: Copy, grads: Mapping[str, Tensor], step: int) -> bool:
+    """Whether it drew random numbers. Those that copies draw in one step are the same."""
+    optimizer, updated = copy
+    for name, p, part in updated:
+        p.grad = grads[name][part].clone()
+    torch.default_generator.manual_seed(step)
+    before = torch.default_generator.get_state() if step == 1 else None
+    optimizer.step()
+    return before is not None and not torch.equal(before, torch.default_generator.get_state())
+
+
+def _apart(whole: Copy, others: Sequence[Copy], start: Mapping[str, Tensor]) -> str:
+    of_way, of_weight = _TOLERANCE[start[next(iter(start))].dtype] if start else (0.0, 0.0)
+    weights = {name: p.detach() for name, p, _ in whole[1]}
+    way = {name: (weight - start[name]).abs().max().item() for name, weight in weights.items() if weight.numel()}
+    for _, updated in others:
+        for name, p, part in updated:
+            if p.numel():
+                differs = (weights[name][part] - p.detach()).abs().max().item()
+                if not differs <= of_way * way[name] + of_weight * weights[name].abs().max().item():
+                    return f"{name}, as {tuple(weights[name].shape)}: {differs:.2g} apart, of {way[name]:.2g} moved,"
+    return ""
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Nothing but copies is changed inside: random numbers are drawn again, and a message raises Sends."""
+    state, own, threads = torch.get_rng_state(), get_ident(), torch.get_num_threads()
+
+    def refuse(operation: str, group: str, _: int) -> None:
+        if get_ident() == own:
+            raise Sends(f"{operation} in {group}")
+
+    delegating_group.listeners.append(refuse)
+    torch.set_num_threads(1)  # to wake the others takes longer than they work, and on a busy machine a hundred times
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        delegating_group.listeners.remove(refuse)
+        torch.set_rng_state(state)

@@ -1,0 +1,188 @@
+"""Optimizers as people write them, under every strategy: the weights of one process in plain torch, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import points
+from optimizers import OPTIMIZERS
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import nbkit
+from nbkit.errors import NbkitError
+
+STRATEGIES = ("ddp", "zero1", "zero3", "tp", "pp")
+CHAIN = ("zero1", "pp", "tp", "ddp", "zero3", "ddp")
+STEPS = 8
+REST = dict.fromkeys(sorted(OPTIMIZERS), (*STRATEGIES, "chain", "saved"))
+SAMPLE: dict[str, tuple[str, ...]] = {
+    "two in one": ("chain", "saved"),
+    "prodigy": ("ddp", "zero1", "pp"),
+    "8-bit": ("tp", "pp"),
+    "by parameter": ("saved",),
+    "closure": ("ddp",),
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    return [(x.double(), y) for x, y in points(32)]
+
+
+def in_plain_torch(name: str, steps: int) -> dict[str, Tensor]:
+    model = net()
+    optimizer = OPTIMIZERS[name](model)
+    for step in range(steps):
+        rows = [data()[i % 32] for i in range(8 * step, 8 * step + 8)]
+        x, y = (torch.stack(part) for part in zip(*rows, strict=True))
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def trainer_of(name: str, strategy: str) -> nbkit.Trainer:
+    settings: dict[str, Any] = {"shuffle": False, "log_dir": None, "progress": False, "strategy": strategy}
+    return nbkit.Trainer(model=net, loss=loss, optimizer=OPTIMIZERS[name], data=data(), batch_size=8, **settings)
+
+
+class WithLoss(nn.Module):
+    """A model and a loss that has parameters of its own, as the hint says it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = net()
+        self.centres = nn.Parameter(torch.eye(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x) @ self.centres, y, reduction="none")
+
+
+def a_loss_with_parameters(world: Any) -> tuple[str, float]:
+    """What is said of one in the optimizer, and how far what the hint says is from plain torch.
+
+    Its factory reads the weights.
+    """
+    settings: dict[str, Any] = {"shuffle": False, "log_dir": None, "progress": False, "batch_size": 8}
+    centres, norms = nn.Parameter(torch.eye(3, dtype=torch.float64)), list[float]()
+    with pytest.raises(NbkitError) as refused:
+        nbkit.Trainer(
+            model=net,
+            loss=lambda output, y: F.cross_entropy(output @ centres, y),
+            optimizer=lambda model: torch.optim.SGD([*model.parameters(), centres], lr=0.1),
+            data=data(),
+            **settings,
+        )
+
+    def by_norm(model: nn.Module) -> torch.optim.Optimizer:
+        norms.extend(float(p.detach().norm()) for p in model.parameters())
+        return torch.optim.SGD([{"params": [p], "lr": 0.1 * float(p.detach().norm())} for p in model.parameters()])
+
+    rows = [{"x": x, "y": y} for x, y in data()]
+    trainer = nbkit.Trainer(
+        model=WithLoss,
+        loss=lambda output, batch: output.mean(),
+        inputs=["x", "y"],
+        optimizer=by_norm,
+        data=rows,
+        strategy="zero3",
+        **settings,
+    )
+    trainer.fit(4)
+    model = WithLoss()
+    optimizer = by_norm(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(*(torch.stack([row[key] for row in rows[8 * step : 8 * step + 8]]) for key in "xy")).mean().backward()
+        optimizer.step()
+    half = len(norms) // 2
+    assert norms[:half] == norms[half:] and min(norms) > 0
+    return str(refused.value), distance(trainer.full_state_dict(), model.state_dict())
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_a_loss_with_parameters_is_answered_by_a_way_that_trains_them() -> None:
+    for said, far in run_ranks(a_loss_with_parameters, 2):
+        assert "such as those of a loss" in said and "1 of 7" in said and far < 1e-12
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(float((found[key] - value).abs().max()) for key, value in expected.items())
+
+
+def trained(world: Any, folder: Path, tried: dict[str, tuple[str, ...]]) -> dict[str, dict[str, float | str]]:
+    """Of each optimizer, by strategy: how far its weights are from those of one process, or why it is refused."""
+    found: dict[str, dict[str, float | str]] = {}
+    for name, strategies in tried.items():
+        mine = found[name] = {}
+        for strategy in strategies:
+            try:
+                if strategy in ("chain", "saved"):
+                    mine[strategy] = chained(name) if strategy == "chain" else saved(name, folder / name)
+                    continue
+                trainer = trainer_of(name, strategy)
+            except NbkitError as error:
+                mine[strategy] = f"refused: {error.what}"
+                continue
+            trainer.fit(STEPS)
+            mine[strategy] = distance(trainer.full_state_dict(), in_plain_torch(name, STEPS))
+    return found
+
+
+def chained(name: str) -> float | str:
+    """Two steps under one strategy after the other; a refused one leaves the training as it is."""
+    trainer, refused = trainer_of(name, "ddp"), ""
+    trainer.fit(2)
+    for strategy in CHAIN:
+        try:
+            trainer.switch(strategy)
+        except NbkitError as error:
+            refused = f"{strategy}: {error.what}"
+        trainer.fit(2)
+    far = distance(trainer.full_state_dict(), in_plain_torch(name, 2 + 2 * len(CHAIN)))
+    return far if far > 1e-9 or not refused else f"refused {refused}"
+
+
+def saved(name: str, path: Path) -> float:
+    """Three steps, and the others by a new trainer from a checkpoint, where they go under two strategies."""
+    try:
+        trainer = trainer_of(name, "zero1")
+    except NbkitError:
+        trainer = trainer_of(name, "ddp")
+    trainer.fit(3)
+    trainer.save(path)
+    trainer = trainer_of(name, "ddp")
+    trainer.load(path)
+    trainer.fit(STEPS - 3)
+    return distance(trainer.full_state_dict(), in_plain_torch(name, STEPS))
+
+
+@pytest.mark.usefixtures("rows_are_known")
+@pytest.mark.parametrize("tried", [SAMPLE, pytest.param(REST, marks=pytest.mark.long)])
+def test_an_optimizer_trains_as_in_one_process_or_is_refused(tried: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
+    first, second = run_ranks(trained, 2, tmp_path, tried, timeout=600)
+
+    assert first == second
+    wrong = {
+        (name, strategy): found
+        for name, by_strategy in first.items()
+        for strategy, found in by_strategy.items()
+        if isinstance(found, float) and not found < 1e-9
+    }
+    assert not wrong
+    for name in ("two in one", "lion", "ademamix", "chained", "lookahead"):
+        if name in first:
+            assert all(isinstance(found, float) for found in first[name].values()), first[name]
