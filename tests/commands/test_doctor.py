@@ -170,10 +170,11 @@ def test_a_wrong_argument_is_answered_on_stderr_and_exit_status_2(capsys: pytest
     ],
 )
 def test_the_command_works_in_odd_environments(
-    options: tuple[str, ...], environment: dict[str, str], words: tuple[str, ...], said: str
+    options: tuple[str, ...], environment: dict[str, str], words: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
-    left_out = ("NBKIT_HOME", "XDG_DATA_HOME")
-    env = {name: value for name, value in os.environ.items() if name not in left_out} | environment
+    env = {name: value for name, value in os.environ.items() if name not in ("NBKIT_HOME", "XDG_DATA_HOME")}
+    env |= {} if "HOME" in environment else {"NBKIT_HOME": str(tmp_path)}
+    env |= environment
     done = subprocess.run(
         [sys.executable, *options, "-P", "-m", "nbkit", *words], env=env, capture_output=True, text=True, timeout=60
     )
