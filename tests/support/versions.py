@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -120,6 +121,8 @@ def run(version: Version) -> Result:
     began = time.monotonic()
     # Not the bytecode of another Python's environment, nor the cache of its last failures.
     command = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", *SAMPLE]
+    # A shell that starts this in the background has its children ignore interrupts, which some tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         last = ""
