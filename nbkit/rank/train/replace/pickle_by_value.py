@@ -11,12 +11,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import functools
 import importlib
 import io
 import marshal
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, cast
@@ -24,6 +26,7 @@ from typing import Any, cast
 import torch
 
 _MARSHAL = 2  # later versions write which objects are shared, and that differs between processes
+_CACHED = type(functools.lru_cache(lambda: None))
 _OF_THE_CLASS_ITSELF = ("__dict__", "__weakref__", "_abc_impl", "__slotnames__")
 
 
@@ -103,6 +106,12 @@ class _Pickler(pickle.Pickler):
         if kind is types.CellType:
             held = (value.cell_contents,) if _is_filled(value) else ()
             return _cell, (), held, None, None, _fill
+        if kind is types.MethodType and not _is_of_its_class(value):
+            return _method, (value.__func__, value.__self__)
+        if kind is weakref.ReferenceType:
+            return weakref.ref, (value(),)
+        if kind is _CACHED and not _can_be_imported(value):
+            return _cached, (value.cache_parameters(), value.__wrapped__)
         if kind is property:
             return property, (value.fget, value.fset, value.fdel, value.__doc__)
         if kind in (classmethod, staticmethod):
@@ -213,6 +222,21 @@ def _anywhere(code: types.CodeType) -> types.CodeType:
     """The same code without the file of its cell, whose name holds a process id."""
     inner = tuple(_anywhere(one) if isinstance(one, types.CodeType) else one for one in code.co_consts)
     return code.replace(co_filename="<cell>", co_consts=inner)
+
+
+def _is_of_its_class(method: types.MethodType) -> bool:
+    """Whether the class of its object has the method by its name, which is then enough to find it."""
+    owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
+    found = getattr(owner, method.__name__, None)
+    return found is method.__func__ or getattr(found, "__func__", None) is method.__func__
+
+
+def _method(function: Any, owner: Any) -> types.MethodType:
+    return types.MethodType(function, owner)
+
+
+def _cached(settings: dict[str, Any], function: Any) -> Any:
+    return functools.lru_cache(**settings)(function)
 
 
 def _read_only(held: dict[Any, Any]) -> types.MappingProxyType[Any, Any]:
