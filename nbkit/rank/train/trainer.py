@@ -215,6 +215,8 @@ class Trainer:
         self.arithmetic = self._cut_for(self.strategy)
         self._stream = loop.stream(job.sharded_model.axes, job.strategy, job.seed, job.device)
         self._rebalancing = Rebalancing(job.device)
+        if loop.lr_schedule is not None:
+            job.builder.template.check_rate()
         self._rate = Rate(job.optimizer, loop.lr_schedule)
         self.saves = Autosave(job, loop)
         self.snapshots = Snapshots(job, self.saves, every=loop.snapshot_every, say=self._say)
@@ -269,6 +271,7 @@ class Trainer:
     @lr.setter
     def lr(self, value: float) -> None:
         old = self.lr
+        self.job.builder.template.check_rate()
         self._rate.set(float(value))
         self.job.ledger.emit(LrChanged(self.step, old=old, new=float(value)))
 

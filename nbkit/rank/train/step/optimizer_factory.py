@@ -178,6 +178,17 @@ class Template:
         with self._tried:
             return self._trial.lost_in_a_checkpoint(_cuts(strategy))
 
+    def check_rate(self) -> None:
+        """Raises TrainingError when the learning rate of its groups is without effect."""
+        with self._tried:
+            taken = self._trial.takes_rate()
+        if not taken:
+            raise TrainingError(
+                f"{self.name} does not take the learning rate of the groups that it shows: to set it changes nothing.",
+                numbers=f"{len(self.groups)} groups; copies with twice the rate made the same steps",
+                hint="in its __init__: self.param_groups = [group for one in optimizers for group in one.param_groups]",
+            )
+
     @property
     def draws(self) -> bool:
         """Whether its steps draw random numbers."""

@@ -126,6 +126,9 @@ class OptimizerTrial:
         kind: "rows" or "columns", which are parts of tensors, or "tensors", some of them on each rank.
         """
         splits = "gives each rank some of the parameters" if kind == "tensors" else "splits parameters over ranks"
+        alone = " does not update each element by itself, and "
+        if kind == "tensors":
+            alone = " does not update each parameter by itself, and "
         differs = _FAILED + self._failed if self._failed else self._tried(kind)
         if differs.startswith(_FAILED):
             raise TrainingError(
@@ -136,8 +139,7 @@ class OptimizerTrial:
             )
         if differs:
             raise TrainingError(
-                f"{self.name} does not update each {'parameter' if kind == 'tensors' else 'element'} by itself, and "
-                f"{strategy} {splits}: it would train otherwise than one process.",
+                f"{self.name}{alone}{strategy} {splits}: it would train otherwise than one process.",
                 numbers=differs,
                 hint=_PLAIN,
             )
@@ -247,6 +249,22 @@ class OptimizerTrial:
                 ahead: Part = (slice(None),) * dim
                 first[name], second[name] = (*ahead, slice(0, at)), (*ahead, slice(at, None))
         return [first, second]
+
+    def takes_rate(self) -> bool:
+        """Whether steps follow the learning rate of the groups that it shows."""
+        draw = torch.Generator().manual_seed(0)
+        start = {name: self._drawn(shape, draw) for name, shape in self._shapes.items()}
+        try:
+            with _aside():
+                one, other = (self._over(start, {name: () for name in start}) for _ in range(2))
+                for group in other[0].param_groups:
+                    group["lr"] = group["lr"] * 2
+                for step in range(_CARRIED_AT):
+                    for copy in (one, other):
+                        _make_step(copy, start, step)
+        except Exception:  # whatever it wants of real parameters
+            return True
+        return any(not torch.equal(p, q) for (_, p, _), (_, q, _) in zip(one[1], other[1], strict=True))
 
     def _takes_closure(self) -> bool:
         """Whether a step can be made with a closure."""

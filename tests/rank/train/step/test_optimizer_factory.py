@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import OPTIMIZERS
+from ranks import run_ranks
 from torch import nn
 
 from nbkit.errors import TrainingError
@@ -54,6 +56,49 @@ def test_it_is_tried_whether_steps_grow_with_the_gradients() -> None:
     adaptive = torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad, Mixing
     assert [factory(kind).is_adaptive() for kind in adaptive] == [True] * len(adaptive)
     assert not any(factory(kind).is_adaptive() for kind in (torch.optim.SGD, Broken))
+
+
+def test_it_is_tried_whether_the_rate_of_the_groups_counts() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    for name in ("chained", "lookahead", "prodigy", "adafactor"):
+        Template(OPTIMIZERS[name], module=model).check_rate()
+    with pytest.raises(TrainingError, match="Both does not take the learning rate of the groups that it shows"):
+        Template(OPTIMIZERS["two in one"], module=model).check_rate()
+
+
+def sends(world: Any) -> list[str]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # at the top it would take each worker a second
+
+    model = nn.Linear(3, 2)
+    with pytest.raises(TrainingError) as refused:
+        kind = torch.optim.AdamW
+        Template(lambda m: ZeroRedundancyOptimizer(m.parameters(), optimizer_class=kind, lr=0.01), module=model)
+    return [refused.value.what, refused.value.hint or ""]
+
+
+def test_an_optimizer_that_sends_messages_is_refused() -> None:
+    for what, hint in run_ranks(sends, 2):
+        assert what.startswith("ZeroRedundancyOptimizer sends messages to other ranks in its step")
+        assert hint.endswith("strategy='zero1'")
+
+
+def test_what_an_optimizer_counts_outside_of_itself_is_found() -> None:
+    with pytest.raises(TrainingError, match="Counting remembers something outside of itself"):
+        Template(OPTIMIZERS["closure"], module=nn.Linear(3, 2))
+
+
+def test_a_trial_changes_neither_weights_nor_what_the_optimizer_holds() -> None:
+    model = nn.Linear(3, 2)
+    before, draws = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+    template = Template(OPTIMIZERS["list"], module=model)
+    with pytest.raises(TrainingError):
+        template.check(Strategy.parse("zero3", 2))
+    optimizer = template.build(dict(model.named_parameters()))
+
+    assert torch.equal(torch.get_rng_state(), draws)
+    for p, slow, was in zip(model.parameters(), optimizer.slow, before, strict=True):
+        assert torch.equal(p, was) and torch.equal(slow, was)
+    assert all(own is p for own, p in zip(optimizer.own, model.parameters(), strict=True))
 
 
 def test_a_class_given_for_a_factory_is_told_how_to_be_one() -> None:
