@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from nbkit.errors import TrainingError
 from nbkit.rank.world import watchdog, world
