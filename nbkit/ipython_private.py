@@ -20,6 +20,12 @@ SYMBOLS = [
     *listed(
         "ipykernel.kernelbase:Kernel.", "_topic", "show output in the cell that it belongs to", "no output is shown"
     ),
+    *listed(
+        "ipykernel.iostream:OutStream.",
+        "_flush",
+        "send text that is flushed often in few messages",
+        "each flush is a message",
+    ),
     # An older ipykernel has get_parent in its place.
     *listed(
         "ipykernel.kernelbase:Kernel.", "_parent_header", "find the cell that runs", "get_parent is used", at_use=True

@@ -78,8 +78,9 @@ class Shell:
         shell.run_cell, shell.safe_execfile, shell.safe_run_module = self.run_cell, self.execfile, self.run_module
         shell.showtraceback, shell._showtraceback = self.show, self.publish
         self._skipped: dict[int, BaseException] = {}  # id of an error -> what is shown after it of a long chain
-        self._next = shell.InteractiveTB.get_parts_of_chained_exception
-        shell.InteractiveTB.get_parts_of_chained_exception = self.cause_of
+        self._next = getattr(shell.InteractiveTB, "get_parts_of_chained_exception", None)
+        if self._next is not None:
+            shell.InteractiveTB.get_parts_of_chained_exception = self.cause_of
         for kind, name in MAGICS:
             shell.magics_manager.magics[kind][name] = self._failing(shell.find_magic(name, kind))
         shell.exiter = shell.ask_exit = Exit(shell)
@@ -181,7 +182,7 @@ class Shell:
 
     def cause_of(self, error: BaseException | None) -> tuple[Any, BaseException, Any] | None:
         """As IPython's get_parts_of_chained_exception, without the middle of a long chain and of a long traceback."""
-        found = self._next(error)
+        found = self._next(error) if self._next is not None else None
         if found is None:
             return None
         cause = self._skipped.get(id(error), found[1])

@@ -50,16 +50,17 @@ class _PacedText:
         self.held: Any = None
         self._sent, self._at_once = 0.0, False
         self.streams = tuple(streams)
-        self._flush = {stream: stream._flush for stream in streams}
+        self._flush = {stream: stream._flush for stream in streams if hasattr(stream, "_flush")}
         for stream in streams:
             stream.flush_interval = FLUSH_SECONDS
-            stream._flush = partial(self._soon, stream)
+            if stream in self._flush:
+                stream._flush = partial(self._soon, stream)
 
     def all(self) -> None:
         """Send what is held now: what is published next comes after it."""
         self._at_once = True
         try:
-            for stream in self._flush:
+            for stream in self.streams:
                 stream.flush()
         finally:
             self._at_once = False
