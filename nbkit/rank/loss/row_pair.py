@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from math import isclose, isfinite, sqrt
 
 import torch
 from torch import Tensor
 
 from nbkit.rank.loss.mean_over_rows import shown
-from nbkit.rank.loss.row_trial import Measured
+from nbkit.rank.loss.row_trial import Auxiliary, Measured
 from nbkit.rank.parallel.proof.compare import gap
 
 
@@ -21,7 +22,9 @@ class RowPair:
     """
 
     def __init__(self, numbers: list[int], whole: Measured, parts: Sequence[Measured], drew: bool) -> None:
-        self.numbers, self.whole, self.parts, self.drew = numbers, whole, parts, drew
+        self.numbers, self.whole, self.drew = numbers, whole, drew
+        # A tensor with one number for each row looks like a scalar where there is one row.
+        self.parts = [replace(part, auxiliary=_of_all(part, whole)) for part in parts]
         self.eps = eps = whole.eps
         self.lengths: dict[str, int] = {}
         self._joined: dict[str, Tensor] = {}
@@ -89,6 +92,11 @@ class RowPair:
         rows, mean = self.whole.weight or 1.0, largest / (self.whole.weight or 1.0)
         bound = rows * (2 * noise + 8 * sqrt(mean) * noise + 8 * noise**2 + 16 * self.eps * mean)
         return max(2 * felt, min(bound, max(2e-3, 2 * self.eps) * largest + 1e-6 * rows))
+
+
+def _of_all(part: Measured, whole: Measured) -> Auxiliary:
+    """Return the auxiliary terms of `part` that are such in `whole` too."""
+    return {name: term for name, term in part.auxiliary.items() if name in whole.auxiliary}
 
 
 def far(one: Tensor, other: Tensor, eps: float) -> bool:

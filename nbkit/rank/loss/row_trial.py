@@ -30,6 +30,7 @@ _WIDE = 1 << 24  # elements of a model that is run in float64
 _ELEMENTS = 1 << 20  # of the parameters whose gradients are compared
 
 Counting = Literal["no", "one", "each"]
+Auxiliary = dict[str, tuple[float, float, tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Measured:
     tensors: dict[str, Tensor]
     slopes: dict[str, float]
     grads: tuple[Tensor, ...] = ()
-    auxiliary: dict[str, tuple[float, float, tuple[Tensor, ...]]] = field(default_factory=dict)
+    auxiliary: Auxiliary = field(default_factory=dict)
     eps: float = 0.0
 
     def without_auxiliary(self) -> tuple[float, tuple[Tensor, ...]]:
@@ -84,6 +85,16 @@ class RowTrial:
         for param in sorted((p for p in self.module.parameters() if p.requires_grad), key=lambda p: p.numel()):
             if self.backward and (not self.params or sum(p.numel() for p in self.params) < _ELEMENTS):
                 self.params.append(param)
+        # One for all runs: it puts hooks on every module, and knows after the first run whether anything is drawn.
+        self._dropout = KeyedDropout(self.module, 0, self.draws)
+
+    @contextmanager
+    def _keyed(self, rows: Sequence[int]) -> Iterator[None]:
+        try:
+            with self._dropout.step(0, rows):
+                yield
+        finally:
+            self._dropout.release()
 
     def measure(
         self,
@@ -102,7 +113,7 @@ class RowTrial:
         set_seed(seed)
         seed_others(seed)
         targets = counting(self.counting, self.counted, part, len(rows), of)
-        with coarsest() as seen, _keyed(self.module, rows, self.draws), torch.enable_grad():
+        with coarsest() as seen, self._keyed(rows), torch.enable_grad():
             with targets.inside() if targets is not None else nullcontext():
                 output = self.run(value)
             inside = targets is not None and bool(targets.weights)
@@ -116,7 +127,7 @@ class RowTrial:
                 self.counted = Counted("model" if inside else "loss", max(most, float(weighed.weight) / len(rows)))
             total, eps = weighed.total, seen.eps
             tensors = leaves(output)
-            auxiliary: dict[str, tuple[float, float, tuple[Tensor, ...]]] = {}
+            auxiliary: Auxiliary = {}
             grads: tuple[Tensor, ...] = ()
             slopes: dict[str, float] = {}
             if total.requires_grad:
@@ -182,16 +193,6 @@ def _slopes(total: Tensor, tensors: dict[str, Tensor]) -> dict[str, float]:
 def _is_auxiliary(name: str, tensor: Tensor) -> bool:
     last = name.rpartition(".")[2]
     return bool(_AUXILIARY.search(last)) and tensor.numel() == 1 and tensor.requires_grad
-
-
-@contextmanager
-def _keyed(module: nn.Module, rows: Sequence[int], draws: DrawPlan | None) -> Iterator[None]:
-    dropout = KeyedDropout(module, 0, draws)
-    try:
-        with dropout.step(0, rows):
-            yield
-    finally:
-        dropout.release()
 
 
 @contextmanager

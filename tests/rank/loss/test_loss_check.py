@@ -459,3 +459,31 @@ def test_a_model_that_reads_the_padding_of_its_rows_is_told_to_mask_it() -> None
     found = examine(model, model, F.mse_loss, Sample(collate(rows), rows, collate), None).coupled
 
     assert found is not None and "reads their padding" in found.what and "a mask over the padding" in found.hint
+
+
+class TwoHeads(nn.Module):
+    """A second head that gives one number for each row, under the name that auxiliary terms of a batch have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head, self.aux = nn.Linear(6, 16), nn.Linear(16, 7), nn.Linear(16, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.trunk(x))
+        return {"logits": self.head(hidden), "aux": self.aux(hidden)}
+
+
+def test_an_output_of_one_number_for_each_row_is_no_auxiliary_term_whatever_its_name() -> None:
+    def loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
+        return F.cross_entropy(output["logits"], target) + F.mse_loss(output["aux"][:, 0], target.double())
+
+    model, rows = TwoHeads(), labelled()
+    sample = Sample(torch.utils.data.default_collate(rows[:BATCH]), rows)
+    assert examine(model, model, loss, sample, None).coupled is None
+
+    def uneven(output: dict[str, Tensor], target: Tensor) -> Tensor:
+        return loss(output, target) + output["aux"].square().sum()
+
+    found = examine(model, model, uneven, sample, None).coupled
+    assert found is not None and "The loss is no mean over rows" in found.what
