@@ -138,9 +138,10 @@ class Capture:
 
     def end(self, capturing: Capturing) -> None:
         """Flush, so that `capturing.count` is final; what a thread prints later goes to the log and to no count."""
+        self._paced.all()
         if self.unkept and len(self.stack) == 1:
             print(f"What this cell shows is not kept on disk: {self.unkept}", file=sys.stderr)
-        self._paced.all()
+            self._paced.all()
         self.comms.settle()
         with self.lock:
             self.stack.remove(capturing)

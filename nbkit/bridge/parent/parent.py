@@ -49,6 +49,7 @@ from nbkit.wire.processes import STOP_SIGNAL, Process
 START_SECONDS = 180.0  # for the controller to write where it is; as long as the notebook waits
 GRACE_SECONDS = 0.25  # the other ranks of a failed cell may end by themselves in this time
 TICK_SECONDS = 1.0
+FAILED_KEPT = 50  # cells; ranks begin one within moments of each other
 _COORDINATOR = "coordinator"  # among the ranks that the selector knows
 
 
@@ -90,6 +91,7 @@ class Parent:
         self.replacer, self.resizer, self.spares = Replacer(self), Resizer(self), Spares(self)
         self.elsewhere = OtherHosts(self)
         self.due: dict[str, tuple[float, str]] = {}  # cell -> (when to release it, why)
+        self.failed: dict[str, str] = {}  # the last cells in which a rank has failed -> why the others are released
         self.seen = time.monotonic()
         self.ends = Ends()
         self.selector = selectors.DefaultSelector()
@@ -271,6 +273,9 @@ class Parent:
         # It was on its way when the rank died, and nothing else would end its wait for that one.
         for rank in self.dead.intersection(ranks):
             child.link.send(do="release", cell=cell, reason=f"rank {rank} died")
+        # Another rank has failed in it before this one began, and nobody was there to be released.
+        if cell in self.failed:
+            child.link.send(do="release", cell=cell, reason=self.failed[cell])
 
     def _ended(self, child: Child, cell: str, state: str) -> None:
         child.cells.pop(cell, None)
@@ -292,6 +297,9 @@ class Parent:
             waiting = [child for child in self.children.values() if cell in child.cells]
             if now >= when or not waiting:
                 del self.due[cell]
+                self.failed[cell] = why
+                if len(self.failed) > FAILED_KEPT:
+                    self.failed.pop(next(iter(self.failed)))
                 for child in waiting:
                     child.link.send(do="release", cell=cell, reason=why)
 
