@@ -32,7 +32,7 @@ from nbkit.rank.train.step.optimizer_state import per_element, per_parameter, re
 _STEPS, _MOST_STEPS, _CARRIED_AT = 31, 130, 13
 _LARGEST = ((), (5120,), (136, 128), (64, 40, 2), (64, 40, 2, 2))
 """Dims of the tensors, by number of dims. 136 x 128 are whole blocks of 256; the parts are not."""
-_SAME_KIND = 2  # tensors of each group that have the same number of dims
+_SAME_KIND = 2  # tensors of each group that have the same number of dims; one of them is large
 _TOLERANCE = {torch.float64: (1e-6, 1e-13), torch.float32: (1e-3, 1e-6)}
 """Of what the weights have moved, and of the weights: differences below are roundings."""
 
@@ -299,13 +299,14 @@ def _chosen(groups: Sequence[Sequence[str]], params: Mapping[str, nn.Parameter])
         by_dims: dict[int, list[str]] = {}
         for name in sorted(names, key=lambda name: -params[name].numel()):
             by_dims.setdefault(params[name].ndim, []).append(name)
+        largest = {same[0] for same in by_dims.values()}
         few = {name for same in by_dims.values() for name in same[:_SAME_KIND]}
-        chosen |= {name: _capped(tuple(params[name].shape)) for name in names if name in few}
+        chosen |= {name: _capped(tuple(params[name].shape), name in largest) for name in names if name in few}
     return chosen
 
 
-def _capped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    most = _LARGEST[len(shape)] if len(shape) < len(_LARGEST) else (16, *[2] * (len(shape) - 1))
+def _capped(shape: tuple[int, ...], large: bool) -> tuple[int, ...]:
+    most = _LARGEST[len(shape)] if large and len(shape) < len(_LARGEST) else (24, 16, *[2] * (len(shape) - 1))
     return tuple(map(min, shape, most))
 
 
