@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import nn
 
 from nbkit.errors import TrainingError
 from nbkit.planner.link_speed import Link
+from nbkit.rank.aside import NotAside, aside
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.comm.link_probe import know, link_of
@@ -53,6 +55,7 @@ from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy
 
+T = TypeVar("T")
 Model = nn.Module | Callable[[], nn.Module] | Pretrained
 Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -167,6 +170,7 @@ class Builder:
         self._connected: dict[Strategy, Connections] = {}
         self._connecting = threading.RLock()
         self.step_proofs: dict[Strategy, StepProof] = {}
+        self.computing: weakref.ref[ShardedModel] | None = None  # the job, now
         self._ready: Cut | None = None  # for the next sharded model, if it is of this strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # of the skeleton
@@ -279,12 +283,16 @@ class Builder:
                 warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=4)
             self._agreed.add(composed)
 
-    def _step_proof(self, strategy: Strategy) -> StepProof:
-        """What a whole step of `strategy` shows beside one process. Sends nothing, draws nothing, in any thread."""
+    def _step_proof(self, strategy: Strategy, *, beside: bool = False) -> StepProof:
+        """What a whole step of `strategy` shows beside one process. Sends nothing and draws nothing.
+
+        beside: while the model trains, from any thread. Raises NotAside where that cannot be.
+        """
         strategy = strategy.composed
         if strategy not in self.step_proofs:
             config = self.config
-            self.step_proofs[strategy] = prove_step(
+            prove = partial(
+                prove_step,
                 self.skeleton,
                 strategy,
                 self.options,
@@ -297,7 +305,20 @@ class Builder:
                 many=self._many,
                 reference=self.reference,
             )
+            self.step_proofs[strategy] = self.aside(prove) if beside else prove()
         return self.step_proofs[strategy]
+
+    def aside(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, which runs user code while the model trains. See nbkit.rank.aside."""
+        return aside(work, device=self.device, live=self._live)
+
+    def _live(self) -> Iterable[torch.Tensor]:
+        """The tensors that train."""
+        sharded_model = self.computing() if self.computing is not None else None
+        if sharded_model is not None:
+            yield from sharded_model.held.values()
+        yield from self.module.parameters()
+        yield from self.module.buffers()
 
     def follow(self, everyone: Sequence[Changes]) -> None:
         """From now on sides are made with the changes of all ranks."""
@@ -312,7 +333,8 @@ class Builder:
         began = time.perf_counter()
         self.plans.exchange(old, new, kinds)
         if self.rank == 0:
-            self._step_proof(new)  # which `connect` tells to all
+            with suppress(NotAside):  # then it is made between two steps
+                self._step_proof(new, beside=True)  # which `connect` tells to all
         self._beside = new, time.perf_counter() - began
         with self._connecting:
             there = new in self._connected or served(new, self.shard_layouts.of(new), self._node_of)
@@ -472,13 +494,16 @@ class Builder:
     def look_for(self, strategies: Sequence[Strategy], *, beside: bool = False) -> Mapping[str, Any]:
         """Find out, on this rank, what `strategies` need to know of the model; all that is known. Sends nothing.
 
-        The model is run on the example, with weights that take no memory. beside: in a thread beside a training, where
-        a model that draws by itself is not looked at.
+        The model is run on the example, with weights that take no memory. beside: while the model trains, from any
+        thread; nothing is found where that cannot be.
         """
         with self._looking:
             if wanted := lacking(self.options, strategies):
                 runs_of = partial(self.config.runs, short=self._short, device=self.device)
-                self._know(**find_later(self.skeleton, runs_of, self.options, wanted, beside=beside))
+                threaded = beside and accelerator().holds(self.device)
+                find = partial(find_later, self.skeleton, runs_of, self.options, wanted, beside=threaded)
+                with suppress(NotAside):
+                    self._know(**(self.aside(find) if beside else find()))
             return told(self.options)
 
     def _know(self, **facts: Any) -> None:

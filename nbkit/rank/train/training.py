@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -114,6 +115,7 @@ class Training:
         # What the user holds of the model shows from now on what this rank holds; what it held before is free.
         self._handle.show(sharded_model.module, sharded_model.strategy)
         self._known = {id(p) for p in self.model.parameters()}
+        self.builder.computing = weakref.ref(sharded_model)
         self.builder.took(inner)
         self.training_step = TrainingStep(
             sharded_model,
