@@ -16,7 +16,6 @@ import select
 import signal
 import stat
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -43,8 +42,8 @@ class NotAside(Exception):
 def aside(work: Callable[[], T], *, device: torch.device, live: Callable[[], Iterable[Tensor]]) -> T:
     """Return what `work` returns; raise what it raises. Nothing that it does is seen by this process.
 
-    live: the tensors that train; asked for where `work` cannot have a process of its own. What `work` returns and raises
-    has to be picklable. Raises NotAside where it reached a live tensor, or its process was ended or stuck.
+    live: the tensors that train; asked for where `work` cannot have a process of its own. What `work` returns and
+    raises has to be picklable. Raises NotAside where it reached a live tensor, or its process was ended or stuck.
     """
     if not accelerator().holds(device):
         return _in_a_fork(work)
@@ -111,14 +110,14 @@ def _ticks(pid: int) -> int:
 
 
 def _answer(work: Callable[[], object], writer: int) -> NoReturn:
-    """In the fork: it has one thread, no connection and no output, and ends with the process that it was forked from."""
+    """Run in the fork, which has one thread, no connection and no output, and ends with the process it came from."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN) if threading.current_thread() is threading.main_thread() else None
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _end_with_parent()
         _close_all_but(writer)
         gc.disable()  # a finaliser of something live may wait for a thread that this process lacks
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stdout = sys.stderr = open(os.devnull, "w")
         torch.set_num_threads(1)  # the pool of threads was not forked
         try:
             packed = pickle.dumps((True, work()))

@@ -7,13 +7,15 @@ each rank has the whole of it, rank 0 looks and tells the others; else all compu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nbkit.rank.comm.delegating_group import stand_in
+from nbkit.rank.comm.thread_group import Alone
 from nbkit.rank.data.batch import Shard, call, pair
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.loss.loss_check import Examined, examine
@@ -96,9 +98,11 @@ class FirstBatches:
 
         if sample is None or (whole and self._rank):
             return None
-        draws = self._draws(sharded_model, run, sample)
-        with undrawn():
-            found = examine(sharded_model.module, run, self._loss, sample, self._inputs, whole=whole, draws=draws)
+        # Of a whole model rank 0 runs alone.
+        with stand_in(Alone()) if whole else nullcontext():
+            draws = self._draws(sharded_model, run, sample)
+            with undrawn():
+                found = examine(sharded_model.module, run, self._loss, sample, self._inputs, whole=whole, draws=draws)
         return replace(found, draws=draws)
 
     def _draws(self, sharded_model: ShardedModel, run: Callable[[Any], Any], sample: Sample) -> DrawPlan | None:

@@ -48,7 +48,8 @@ class Options:
     width) of what goes from block to block, None where it is not one tensor of that kind. proof: of the ways to split
     the model over a tensor axis, found by running them. gathers: what ZeRO 3 gathers together; positionwise: what
     running the model on parts of the positions has shown; None when nothing could be run to find out. adaptive: the
-    optimizer's steps do not grow with the gradients, as Adam's do not. looked: the facts that were looked for (see
+    optimizer's steps do not grow with the gradients, as Adam's do not. collectives: the first one that the model or the
+    loss makes itself, "" where none was seen. looked: the facts that were looked for (see
     model_facts.py), None where all were, or nothing can be run.
     """
 
@@ -72,6 +73,7 @@ class Options:
     gathers: GatherPlan | None = None
     positionwise: Positionwise | None = None
     adaptive: bool = False
+    collectives: str = ""
     looked: frozenset[str] | None = None
 
     def plan(self, model: nn.Module, size: int) -> TensorPlan:

@@ -21,7 +21,9 @@ from nbkit.planner.link_speed import Link
 from nbkit.rank.aside import NotAside, aside
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.comm.delegating_group import stand_in
 from nbkit.rank.comm.link_probe import know, link_of
+from nbkit.rank.comm.thread_group import Alone
 from nbkit.rank.data.batch import Shard, call, on_device
 from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.data.sample_rows import Sample, undrawn
@@ -373,6 +375,8 @@ class Builder:
             return
         # What an earlier look has proven holds where this one cannot tell.
         known = {name: value for name, value in vars(found).items() if value is not None}
+        if self.options.collectives:
+            known.pop("coupled", None)  # a whole step has shown it
         self._know(**known)
         need_rows(self.options, sharded_model.strategy)
         for finding in warn_of_coupled(self.options, sharded_model.strategy):
@@ -428,17 +432,21 @@ class Builder:
         refused: TrainingError | None = None
         if self.rank == 0:
             options = replace(options, looked=frozenset[str]())
-            with suppress(Exception):  # what is wrong with the model is said, in full, where it is trained
-                options = self._seen(config, options)
-            try:
-                options = self._copies_seen(options)
-            except TrainingError as error:
-                refused = error if self.world_size > 1 else None
-            except Exception:
-                pass
-            if wanted := lacking(options, asked):
-                found = find_facts(self.module, config.runs(self.module, self._short, self.device), options, wanted)
-                options = replace(options, **found)
+            with stand_in(here := Alone()):
+                with suppress(Exception):  # what is wrong with the model is said, in full, where it is trained
+                    options = self._seen(config, options)
+                try:
+                    options = self._copies_seen(options)
+                except TrainingError as error:
+                    refused = error if self.world_size > 1 else None
+                except Exception:
+                    pass
+                if wanted := lacking(options, asked):
+                    found = find_facts(self.module, config.runs(self.module, self._short, self.device), options, wanted)
+                    options = replace(options, **found)
+            if here.heard:
+                # What couples rows in one process may not over ranks that gather them: a whole step tells.
+                options = replace(options, collectives=here.heard[0], coupled=None)
         if self.world_size > 1:
             sent: list[Any] = [options, refused]
             dist.broadcast_object_list(sent, src=0, device=self.device)
@@ -501,7 +509,11 @@ class Builder:
             if wanted := lacking(self.options, strategies):
                 runs_of = partial(self.config.runs, short=self._short, device=self.device)
                 threaded = beside and accelerator().holds(self.device)
-                find = partial(find_later, self.skeleton, runs_of, self.options, wanted, beside=threaded)
+
+                def find() -> dict[str, Any]:
+                    with stand_in(Alone()):  # what it sends itself does not wait for other ranks
+                        return find_later(self.skeleton, runs_of, self.options, wanted, beside=threaded)
+
                 with suppress(NotAside):
                     self._know(**(self.aside(find) if beside else find()))
             return told(self.options)

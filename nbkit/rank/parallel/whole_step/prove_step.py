@@ -150,6 +150,8 @@ def _proof(
     # The mean of an auxiliary term over parts of a batch is not that of the whole: one process takes the same parts.
     in_parts = options.coupled is not None and parts_rows(options, strategy)
     rows = _rows(small, 1 if size > exact or in_parts else each, microbatch_size)
+    if options.collectives:
+        rows = max(each, 2) * small.dp * (small.microbatches or 1)  # every rank calls them as often, on as many rows
     why = ""
     for dtype, positive in _DRAWS[size > exact :]:
         try:
@@ -175,7 +177,8 @@ def _proof(
             return StepProof(refusal)
         why = f"one process does not repeat its own step: loss {whole.loss:.6g}, then {again.loss:.6g}"
         break
-    return StepProof(_unprovable(strategy, why) if _cuts(strategy) else None, f"no whole step: {why}")
+    unknown = _cuts(strategy) or options.collectives
+    return StepProof(_unprovable(strategy, why) if unknown else None, f"no whole step: {why}")
 
 
 _DRAWS = ((torch.float64, False), (torch.float32, False), (torch.float32, True))
@@ -252,7 +255,7 @@ def _compared(
     except Exception as error:
         return StrategyError(
             f"{strategy} does not run this model: a step of {batch.rows} rows fails.",
-            numbers=_told(error),
+            numbers=_told(error) + _called(options),
             hint=_hint(strategy),
         )
     tolerance, before = max(1e-9, 64 * eps), {name: p.detach() for name, p in model.named_parameters()}
@@ -263,9 +266,13 @@ def _compared(
         return None
     return StrategyError(
         f"{strategy} does not train this model as one process does.",
-        numbers=f"a step of {batch.rows} rows: {'; '.join(list(dict.fromkeys(found))[:3])}",
+        numbers=f"a step of {batch.rows} rows: {'; '.join(list(dict.fromkeys(found))[:3])}{_called(options)}",
         hint=_hint(strategy),
     )
+
+
+def _called(options: Options) -> str:
+    return f"; the model or the loss makes an {options.collectives} itself" if options.collectives else ""
 
 
 def _told(error: Exception) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nbkit.rank.comm.thread_group import Meeting
+from nbkit.rank.comm.delegating_group import stand_in
+from nbkit.rank.comm.thread_group import Alone, Meeting
 from nbkit.rank.comm.thread_ranks import ThreadRanks
 from nbkit.rank.data.batch import call, pair, shapes_of, shard_of
 from nbkit.rank.loss.row_weights import Loss, weigh
@@ -75,6 +76,11 @@ class _Rank:
 
 def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
     """By one process. Leaves the gradients and the new weights in `model`."""
+    with stand_in(Alone()):
+        return _step_of_one(model, batch, options)
+
+
+def _step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
     draws = KeyedDropout(model, 0, options.draws)
     try:
         value, target = pair(batch.data, batch.inputs)
@@ -129,6 +135,11 @@ def steps_of_ranks(
         return meetings.setdefault((axis, members), Meeting(ranks, members))
 
     def of_rank(rank: int) -> _Rank:
+        # What the model or the loss sends itself goes between these ranks too.
+        with stand_in(meeting("user", tuple(range(strategy.mesh.size))).group_of(rank)):
+            return step_of_rank(rank)
+
+    def step_of_rank(rank: int) -> _Rank:
         connections = connect_threads(strategy, rank_layouts, rank, meeting)
         sharded_model = cut(skeleton, strategy, connections, options=options, device=_CPU).build(_CPU)
         fill_weights(sharded_model, model)
