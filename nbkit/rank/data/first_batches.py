@@ -22,6 +22,7 @@ from nbkit.rank.loss.loss_check import Examined, examine
 from nbkit.rank.loss.row_selection import varying
 from nbkit.rank.loss.row_trial import kept
 from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.parallel.proof.outside_state import outside_kept
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.draw_plan import DrawPlan
@@ -99,7 +100,10 @@ class FirstBatches:
         if sample is None or (whole and self._rank):
             return None
         # Of a whole model rank 0 runs alone.
-        with stand_in(Alone()) if whole else nullcontext():
+        with (
+            stand_in(Alone()) if whole else nullcontext(),
+            outside_kept(sharded_model.module, self._loss) if whole else nullcontext(),
+        ):
             draws = self._draws(sharded_model, run, sample)
             with undrawn():
                 found = examine(sharded_model.module, run, self._loss, sample, self._inputs, whole=whole, draws=draws)

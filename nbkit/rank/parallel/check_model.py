@@ -37,6 +37,7 @@ from nbkit.rank.parallel.options import (
     need_chain,
     need_copies,
     need_gathers,
+    need_outside,
     need_positionwise,
     need_rows,
     need_whole_gradients,
@@ -161,6 +162,7 @@ def check(
         gathers=gathers,
         positionwise=positionwise,
         draws=look.draws,
+        outside=look.outside,
     )
     reference = None
     if example is not None:
@@ -190,7 +192,7 @@ def check(
     run_too = (need_chain, need_gathers, need_positionwise) if batch is not None and not isinstance(batch, int) else ()
     if not keeps_whole(chosen):
         run_too = (need_copies, *run_too)
-    for needed in (need_whole_gradients, need_rows, *run_too):
+    for needed in (need_whole_gradients, need_rows, need_outside, *run_too):
         try:
             needed(options, chosen)
         except StrategyError as error:

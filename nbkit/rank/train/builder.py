@@ -34,13 +34,14 @@ from nbkit.rank.models.pretrained import Pretrained, Shell
 from nbkit.rank.parallel.check_findings import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
-from nbkit.rank.parallel.model_facts import facts_for, find_facts, find_later, lacking, told
+from nbkit.rank.parallel.model_facts import Runs, facts_for, find_facts, find_later, lacking, told
 from nbkit.rank.parallel.module.built_again import built_again
 from nbkit.rank.parallel.module.meta_module import build_again, hooked_gradient, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_rows
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
 from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, meet_groups, served
+from nbkit.rank.parallel.proof.outside_state import outside_kept, put_back_before
 from nbkit.rank.parallel.proof.own_parts import look_at_copies
 from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
@@ -307,7 +308,11 @@ class Builder:
                 many=self._many,
                 reference=self.reference,
             )
-            self.step_proofs[strategy] = self.aside(prove) if beside else prove()
+            if beside:
+                self.step_proofs[strategy] = self.aside(prove)
+            else:
+                with outside_kept(self.module, config.loss):
+                    self.step_proofs[strategy] = prove()
         return self.step_proofs[strategy]
 
     def aside(self, work: Callable[[], T]) -> T:
@@ -432,7 +437,7 @@ class Builder:
         refused: TrainingError | None = None
         if self.rank == 0:
             options = replace(options, looked=frozenset[str]())
-            with stand_in(here := Alone()):
+            with stand_in(here := Alone()), outside_kept(self.module, config.loss):
                 with suppress(Exception):  # what is wrong with the model is said, in full, where it is trained
                     options = self._seen(config, options)
                 try:
@@ -442,7 +447,8 @@ class Builder:
                 except Exception:
                     pass
                 if wanted := lacking(options, asked):
-                    found = find_facts(self.module, config.runs(self.module, self._short, self.device), options, wanted)
+                    self.options = options
+                    found = find_facts(self.module, self._runs(self.module), options, wanted)
                     options = replace(options, **found)
             if here.heard:
                 # What couples rows in one process may not over ranks that gather them: a whole step tells.
@@ -476,10 +482,21 @@ class Builder:
         example = on_device(config.example, self.device)
         look = first_runs(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
         self._short = look.short
-        options = replace(options, draws=look.draws)
+        options = replace(options, draws=look.draws, outside=look.outside)
         if self.world_size > 1 or config.microbatch_size is not None:
-            options = replace(options, **self._rows(config, lambda value: call(self.module, value), look))
+            run: Callable[[Any], Any] = partial(call, self.module)
+            if look.outside is not None:
+                run = put_back_before(run, self.module, config.loss)
+            options = replace(options, **self._rows(config, run, look))
         return options
+
+    def _runs(self, module: nn.Module) -> Runs:
+        """How `module`, the whole model, is run on the example."""
+        runs = self.config.runs(module, self._short, self.device)
+        if self.options.outside is None:
+            return runs
+        whole, brief = (put_back_before(run, module, self.config.loss) for run in (runs.whole, runs.brief))
+        return replace(runs, whole=whole, brief=brief)
 
     def learn(self, strategies: Sequence[Strategy]) -> None:
         """What `strategies` need to know of the model is known on every rank afterwards. Collective.
@@ -507,12 +524,12 @@ class Builder:
         """
         with self._looking:
             if wanted := lacking(self.options, strategies):
-                runs_of = partial(self.config.runs, short=self._short, device=self.device)
                 threaded = beside and accelerator().holds(self.device)
 
                 def find() -> dict[str, Any]:
-                    with stand_in(Alone()):  # what it sends itself does not wait for other ranks
-                        return find_later(self.skeleton, runs_of, self.options, wanted, beside=threaded)
+                    # What it sends itself does not wait for other ranks.
+                    with stand_in(Alone()), outside_kept(self.module, self.config.loss):
+                        return find_later(self.skeleton, self._runs, self.options, wanted, beside=threaded)
 
                 with suppress(NotAside):
                     self._know(**(self.aside(find) if beside else find()))

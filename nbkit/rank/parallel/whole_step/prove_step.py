@@ -28,6 +28,7 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.options import Options, parts_rows
+from nbkit.rank.parallel.proof.outside_state import OutsideState
 from nbkit.rank.parallel.whole_step.compare_steps import buffers_off, differences, updates_off
 from nbkit.rank.parallel.whole_step.drawn_model import Reference, drawn_model
 from nbkit.rank.parallel.whole_step.steps import Batch, Optimizer, Stepped, step_of_one, steps_of_ranks
@@ -152,11 +153,14 @@ def _proof(
     rows = _rows(small, 1 if size > exact or in_parts else each, microbatch_size)
     if options.collectives:
         rows = max(each, 2) * small.dp * (small.microbatches or 1)  # every rank calls them as often, on as many rows
+    # The models of one process and of the ranks share what is outside of them.
+    put_back = OutsideState(skeleton, loss).put_back if options.outside is not None else _nothing
     why = ""
     for dtype, positive in _DRAWS[size > exact :]:
         try:
             data = _data(example, rows, dtype)
-            batch = Batch(data, rows, loss or _sum_of_output, inputs, optimizer or _Descent, microbatch_size and 1)
+            how = (loss or _sum_of_output, inputs, optimizer or _Descent, microbatch_size and 1)
+            batch = Batch(data, rows, *how, put_back)
             with coarsest() as seen:
                 whole = _alone(skeleton, reference, dtype, positive, batch, options, in_parts)
         except ReadsParameters as error:
@@ -223,6 +227,10 @@ def _unprovable(strategy: Strategy, why: str) -> StrategyError:
         numbers=why,
         hint=_hint(strategy),
     )
+
+
+def _nothing() -> None:
+    pass
 
 
 def _alone(

@@ -35,7 +35,10 @@ Optimizer = Callable[[Mapping[str, nn.Parameter], bool], Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is made on, and with. rows: of data. microbatch_size: as of the Trainer."""
+    """What a step is made on, and with. rows: of data. microbatch_size: as of the Trainer.
+
+    put_back: makes what user code has changed beside the models what it was before the step.
+    """
 
     data: Any
     rows: int
@@ -43,6 +46,7 @@ class Batch:
     inputs: Sequence[str] | None
     optimizer: Optimizer
     microbatch_size: int | None = None
+    put_back: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
 
 def _step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
     draws = KeyedDropout(model, 0, options.draws)
+    batch.put_back()
     try:
         value, target = pair(batch.data, batch.inputs)
         with draws.step(0, range(batch.rows)), torch.enable_grad():
@@ -155,6 +160,7 @@ def steps_of_ranks(
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             nonlocal summed
             micro = micros[number]
+            batch.put_back()
             with draws.step(0, micro.numbers):
                 output, part, _ = forward_pass.run(micro, stage, received, counted, whole)
             if part is None:
