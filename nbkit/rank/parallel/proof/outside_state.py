@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import random
 import sys
 import types
 from collections import deque
@@ -48,15 +49,30 @@ class Outside:
     attributes: frozenset[tuple[str, str]] = frozenset()
 
 
+@dataclass(frozen=True)
+class _Numpy:
+    """The state of a generator of numpy's."""
+
+    state: Any
+
+
 @dataclass
 class _Place:
-    """Something that holds values. before: what it held, by key. added: keys that appear later belong to it too."""
+    """Something that holds values. before: what it held, by key. path: of the module whose attributes they are."""
 
     name: str
     read: Callable[[], Slots]
     write: Callable[[Slots], None]
     before: Slots
     path: str | None = None
+
+
+@dataclass(frozen=True)
+class Held:
+    """What everything that an OutsideState watches holds at a moment."""
+
+    slots: Sequence[Slots]
+    contents: Sequence[Tensor | None]
 
 
 class OutsideState:
@@ -94,22 +110,34 @@ class OutsideState:
 
     def put_back(self) -> None:
         """Make everything hold again what it held."""
-        for place in self._places:
+        self.put(Held([place.before for place in self._places], [content for *_, content in self._tensors]))
+
+    def held(self) -> Held:
+        """Return what everything holds now, for `put`."""
+        slots = [{key: _kept(value) for key, value in place.read().items()} for place in self._places]
+        return Held(slots, [None if kept is None else tensor.detach().clone() for _, tensor, _, kept in self._tensors])
+
+    def put(self, held: Held) -> None:
+        """Make everything hold what it held then."""
+        for place, slots in zip(self._places, held.slots, strict=True):
             now = place.read()
-            if now.keys() != place.before.keys() or any(not _same(now[key], place.before[key]) for key in now):
-                place.write({key: _kept(value) for key, value in place.before.items()})
+            if now.keys() != slots.keys() or any(not _same(now[key], slots[key]) for key in now):
+                place.write({key: _kept(value) for key, value in slots.items()})
         with torch.no_grad():
-            for _, tensor, version, content in self._tensors:
+            for (_, tensor, version, _), content in zip(self._tensors, held.contents, strict=True):
                 if tensor._version != version and content is not None:
                     tensor.detach().copy_(content)
 
-    def numbers(self) -> Iterator[tuple[str, Callable[[float], None]]]:
-        """Yield (name, adds to it) of every number that has changed."""
+    def numbers(self) -> Iterator[Callable[[float], None]]:
+        """Yield, for every number and every tensor that was changed in place, what adds to it."""
         for place in self._places:
             now = place.read()
             for key, value in now.items():
                 if type(value) in (int, float) and not _same(place.before.get(key), value):
-                    yield _spelled(place.name, key), functools.partial(_add, place, key)
+                    yield functools.partial(_add, place, key)
+        for _, tensor, version, kept in self._tensors:
+            if tensor._version != version and kept is not None and tensor.dtype != torch.bool:
+                yield tensor.detach().add_
 
     def _modules(self, name: str, module: nn.Module, *, top: bool = False) -> None:
         for path, part in module.named_modules():
@@ -144,6 +172,12 @@ class OutsideState:
         elif isinstance(value, tuple):
             for number, each in enumerate(value[:_LONG]):
                 self._visit(f"{name}[{number}]", each)
+        elif isinstance(value, random.Random):
+            self._place(name, lambda: {"": value.getstate()}, lambda slots: value.setstate(slots[""]))
+        elif isinstance(value, torch.Generator):
+            self._place(name, lambda: {"": value.get_state()}, lambda slots: value.set_state(slots[""]))
+        elif (bits := getattr(value, "bit_generator", None)) is not None:
+            self._place(name, lambda: {"": _Numpy(bits.state)}, lambda slots: setattr(bits, "state", slots[""].state))
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, types.MethodType):
@@ -267,6 +301,7 @@ def find_outside(run: Callable[[Sequence[int]], Any], state: OutsideState, *, tw
     changes = {name: _copied(value) for name, value in state.changes().items()}
     if not changes:
         return None
+    run([1, 0])  # what remembers the same rows may give the same again
     if _equal(first, _copied(run([0, 1]))) and not _read(run, state, first):
         return None
     parts = []
@@ -275,7 +310,11 @@ def find_outside(run: Callable[[Sequence[int]], Any], state: OutsideState, *, tw
         run([row])
         parts.append({name: _copied(value) for name, value in state.changes().items()})
     state.put_back()
-    same = {name for name in changes if two and _equal(parts[0].get(name), parts[1].get(name))}
+    same = {
+        name
+        for name, value in changes.items()
+        if two and _equal(parts[0].get(name), parts[1].get(name)) and _equal(parts[0].get(name), value)
+    }
     per_row = all(_for_each_row(changes[name], *(part.get(name) for part in parts)) for name in changes.keys() - same)
     large = any(tensor.numel() != 1 for value in changes.values() for tensor in value if isinstance(tensor, Tensor))
     names = sorted(changes)
@@ -283,16 +322,14 @@ def find_outside(run: Callable[[Sequence[int]], Any], state: OutsideState, *, tw
 
 
 def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) -> bool:
-    """Whether a number that was changed makes a difference: many passes later than now, say."""
+    """Whether other numbers where some were changed make a difference: those of many passes later, say."""
     for added in (9, 99, 999):
         state.put_back()
         run([0, 1])
         changed = list(state.numbers())
-        before = {name for name, _ in changed}
         state.put_back()
-        for name, place_add in changed:
-            if name in before:
-                place_add(added)
+        for add in changed:
+            add(added)
         if changed and not _equal(first, _copied(run([0, 1]))):
             return True
     return False
@@ -354,6 +391,10 @@ def _same(before: Any, now: Any) -> bool:
         return True
     if isinstance(before, float) and isinstance(now, float) and before != before and now != now:
         return True
+    if isinstance(before, _Numpy) and isinstance(now, _Numpy):
+        return repr(before) == repr(now)
+    if isinstance(before, tuple) and isinstance(now, tuple):
+        return len(before) == len(now) and all(map(_same, before, now))
     if isinstance(before, _PLAIN) or isinstance(now, _PLAIN):
         return type(before) is type(now) and bool(before == now)
     if isinstance(before, Tensor) and isinstance(now, Tensor):

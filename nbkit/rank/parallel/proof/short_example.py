@@ -58,9 +58,11 @@ def first_runs(
         few = example if short is None else short
         draws = find_draws(module, runs.of(few))
         outside = None
-        if state.changes():
-            state.put_back()
-            with suppress(Exception):
+        state.put_back()
+        with suppress(Exception):
+            runs.seeded(few, [0, 1])
+            if state.changes():
+                state.put_back()
                 outside = find_outside(lambda rows: runs.seeded(few, rows), state, two=rows_of(few) > 1)
         return FirstRuns(draws, short, outside)
     return FirstRuns()

@@ -154,13 +154,13 @@ def _proof(
     if options.collectives:
         rows = max(each, 2) * small.dp * (small.microbatches or 1)  # every rank calls them as often, on as many rows
     # The models of one process and of the ranks share what is outside of them.
-    put_back = OutsideState(skeleton, loss).put_back if options.outside is not None else _nothing
+    outside = OutsideState(skeleton, loss) if options.outside is not None else None
     why = ""
     for dtype, positive in _DRAWS[size > exact :]:
         try:
             data = _data(example, rows, dtype)
             how = (loss or _sum_of_output, inputs, optimizer or _Descent, microbatch_size and 1)
-            batch = Batch(data, rows, *how, put_back)
+            batch = Batch(data, rows, *how, outside)
             with coarsest() as seen:
                 whole = _alone(skeleton, reference, dtype, positive, batch, options, in_parts)
         except ReadsParameters as error:
@@ -227,10 +227,6 @@ def _unprovable(strategy: Strategy, why: str) -> StrategyError:
         numbers=why,
         hint=_hint(strategy),
     )
-
-
-def _nothing() -> None:
-    pass
 
 
 def _alone(

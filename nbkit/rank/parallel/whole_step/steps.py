@@ -21,6 +21,7 @@ from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Options, parts_rows
 from nbkit.rank.parallel.parallelize import cut
 from nbkit.rank.parallel.process_groups import connect_threads
+from nbkit.rank.parallel.proof.outside_state import OutsideState
 from nbkit.rank.parallel.reshard.load_local_shards import fill_weights
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
@@ -37,7 +38,7 @@ Optimizer = Callable[[Mapping[str, nn.Parameter], bool], Any]
 class Batch:
     """What a step is made on, and with. rows: of data. microbatch_size: as of the Trainer.
 
-    put_back: makes what user code has changed beside the models what it was before the step.
+    outside: what user code changes beside the models: each rank finds it as it was, and as itself has left it.
     """
 
     data: Any
@@ -46,7 +47,7 @@ class Batch:
     inputs: Sequence[str] | None
     optimizer: Optimizer
     microbatch_size: int | None = None
-    put_back: Callable[[], None] = lambda: None
+    outside: OutsideState | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
 
 def _step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
     draws = KeyedDropout(model, 0, options.draws)
-    batch.put_back()
+    if batch.outside is not None:
+        batch.outside.put_back()
     try:
         value, target = pair(batch.data, batch.inputs)
         with draws.step(0, range(batch.rows)), torch.enable_grad():
@@ -134,12 +136,16 @@ def steps_of_ranks(
     skeleton = skeleton_of(model)
     rank_layouts = ShardLayouts(skeleton, options).of(strategy)
     ranks: ThreadRanks[_Rank] = ThreadRanks(strategy.mesh.size)
+    if (outside := batch.outside) is not None:
+        ranks = ThreadRanks(strategy.mesh.size, leave=outside.held, enter=outside.put)
     meetings: dict[tuple[str, tuple[int, ...]], Meeting] = {}
 
     def meeting(axis: str, members: tuple[int, ...]) -> Meeting:
         return meetings.setdefault((axis, members), Meeting(ranks, members))
 
     def of_rank(rank: int) -> _Rank:
+        if outside is not None:
+            outside.put_back()
         # What the model or the loss sends itself goes between these ranks too.
         with stand_in(meeting("user", tuple(range(strategy.mesh.size))).group_of(rank)):
             return step_of_rank(rank)
@@ -160,7 +166,6 @@ def steps_of_ranks(
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             nonlocal summed
             micro = micros[number]
-            batch.put_back()
             with draws.step(0, micro.numbers):
                 output, part, _ = forward_pass.run(micro, stage, received, counted, whole)
             if part is None:
