@@ -28,7 +28,7 @@ from nbkit.rank.data.batch import Shard, call, on_device
 from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.device import accelerator
-from nbkit.rank.loss.loss_check import examine
+from nbkit.rank.loss.loss_check import examine, split_by_values
 from nbkit.rank.loss.reads_model import reading_no_parameter
 from nbkit.rank.models.pretrained import Pretrained, Shell
 from nbkit.rank.parallel.check_findings import warn_of, warn_of_coupled
@@ -546,7 +546,10 @@ class Builder:
             if sample is not None:
                 self._many = sample.batch
                 seen = examine(self.module, run, config.loss, sample, config.inputs, look=look)
-                return {"coupled": seen.coupled, "counted": seen.counted}
+                coupled = seen.coupled
+                if coupled is None and look.reads:
+                    coupled = split_by_values(self.module, run, sample, config.inputs)
+                return {"coupled": coupled, "counted": seen.counted}
         return {}
 
     def may_cut(self) -> None:

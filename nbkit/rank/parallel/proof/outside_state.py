@@ -144,7 +144,7 @@ class OutsideState:
             if id(part) in self._seen:
                 continue
             self._seen[id(part)] = part
-            label = f"{name}.{path}" if path and not top else path
+            label = path if top else f"{name}.{path}" if path else name
             self._namespace(label, vars(part), lambda key: key not in OF_MODULES, path=path if top else None)
             if not top:
                 for key, tensor in (*part._buffers.items(), *part._parameters.items()):

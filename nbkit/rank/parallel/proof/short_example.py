@@ -26,6 +26,7 @@ from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.rng.keyed_dropout import find_draws
 from nbkit.rank.watching_mode import WatchingMode
 
+_READS = frozenset({"aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default"})
 _POSITIONS = 16
 """So many are as good as all; what of their number does not divide by it stays, for splits and patches."""
 
@@ -34,11 +35,12 @@ _POSITIONS = 16
 class FirstRuns:
     """draws: of the model itself. short: the example with a few positions of each row, on which the model makes the
     operations that it makes on all, and gives a finite loss; None where there is no such. outside: what the model and
-    the loss change and read beside parameters and buffers."""
+    the loss change and read beside parameters and buffers. reads: they read numbers of tensors, and may go by them."""
 
     draws: DrawPlan | None = None
     short: Any = None
     outside: Outside | None = None
+    reads: bool = False
 
 
 def first_runs(
@@ -59,12 +61,14 @@ def first_runs(
         draws = find_draws(module, runs.of(few))
         outside = None
         state.put_back()
+        seen = _Operations()
         with suppress(Exception):
-            runs.seeded(few, [0, 1])
+            with seen:
+                runs.seeded(few, [0, 1])
             if state.changes():
                 state.put_back()
                 outside = find_outside(lambda rows: runs.seeded(few, rows), state, two=rows_of(few) > 1)
-        return FirstRuns(draws, short, outside)
+        return FirstRuns(draws, short, outside, any(str(each) in _READS for each in seen.operations))
     return FirstRuns()
 
 
