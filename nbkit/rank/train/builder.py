@@ -51,6 +51,7 @@ from nbkit.rank.parallel.whole_step.drawn_model import Reference
 from nbkit.rank.parallel.whole_step.prove_step import WIDE, StepProof, prove_step
 from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
+from nbkit.rank.train.control.rank_agreement import compare_ranks, constants_of
 from nbkit.rank.train.step.optimizer_factory import Template
 from nbkit.rank.train.step.optimizer_offload import offload
 from nbkit.rank.train.step.optimizer_state import remember
@@ -120,6 +121,13 @@ class Builder:
         else:
             self.module = build(model, seed=config.seed, device=device)
             broadcast_from_first(self.module, world_size=world_size)
+            compare_ranks(
+                constants_of(self.module),
+                world_size=world_size,
+                device=device,
+                what="numbers in attributes of the model, which nobody sends",
+                hint="register_buffer; or model=lambda: ..., which is built from one seed on every rank",
+            )
         # Before the skeleton: the factory sees weights, and may freeze some of them.
         self.template = Template(optimizer, module=self.module)
         self.skeleton = self._skeleton(model)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from nbkit.rank.train.checkpoint.writer import CheckpointWriter
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import recovery
 from nbkit.rank.train.control.integrity import Integrity
+from nbkit.rank.train.control.rank_agreement import compare_ranks, settings_of
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.recommend import AUTO, ordered, recommend
 from nbkit.rank.train.replace.backup import Backups
@@ -287,6 +289,15 @@ class Training:
             point = settings_of(inner), place
             self.backups.take(self.sharded_model, inner, layouts, names, self.step, point)
 
+    def compare_ranks(self, beside: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Raise TrainingError, on every rank alike, where the ranks would train otherwise from here. Collective.
+
+        beside: other values that have to be equal.
+        """
+        values = {**settings_of(self.optimizer.inner), "seed": self.seed, **beside}
+        hint = "change them on every rank alike, by numbers that all ranks have, such as trainer.history[-1]['loss']"
+        compare_ranks(values, world_size=self.world_size, device=self.device, what="settings", hint=hint)
+
     def _whole_again(self) -> None:
         """The ranks stand at the same place with the same weights, whatever was broken off before. Collective."""
         self.integrity.restored(ranks_agree=True)
@@ -306,6 +317,7 @@ class Training:
             check_room(self.run_dir.parent, path, "no checkpoint is written", run=self.run_dir.name)
         if not self.integrity.broken_off:
             self.check_model()
+        self.compare_ranks({"path": str(path)})
         self.unite()
         if names := self.not_finite():
             raise TrainingError(

@@ -137,7 +137,7 @@ class OutsideState:
                     yield functools.partial(_add, place, key)
         for _, tensor, version, kept in self._tensors:
             if tensor._version != version and kept is not None and tensor.dtype != torch.bool:
-                yield tensor.detach().add_
+                yield functools.partial(_add_to, tensor)
 
     def _modules(self, name: str, module: nn.Module, *, top: bool = False) -> None:
         for path, part in module.named_modules():
@@ -339,6 +339,10 @@ def _add(place: _Place, key: Any, value: float) -> None:
     now = place.read()
     if type(now.get(key)) in (int, float):
         place.write({**now, key: now[key] + value})
+
+
+def _add_to(tensor: Tensor, value: float) -> None:
+    tensor.detach().add_(value)
 
 
 def _for_each_row(both: Any, first: Any, second: Any) -> bool:

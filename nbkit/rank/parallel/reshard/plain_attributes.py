@@ -59,7 +59,7 @@ def take_objects_along(old: nn.Module, new: nn.Module) -> None:
     for path, part in old.named_modules():
         for name, value in vars(part).items() if path in parts else ():
             if name not in OF_MODULES and not isinstance(value, Plain) and not _holds(value, model, set()):
-                vars(parts[path])[name] = value
+                parts[path].__dict__[name] = value
 
 
 def _holds(value: object, model: set[int], seen: set[int]) -> bool:

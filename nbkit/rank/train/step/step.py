@@ -104,6 +104,10 @@ class TrainingStep:
         """Draw by `seed` from now on."""
         self.seed = self._dropout.seed = seed
 
+    def compare_buffers(self) -> None:
+        """Compare, in the next step, the buffers that forward passes update."""
+        self._drift_unknown = True
+
     def release(self) -> None:
         """Take the hooks off the modules: another sharded model is in force."""
         self._dropout.release()
