@@ -147,10 +147,9 @@ def need_outside(options: Options, strategy: Strategy) -> None:
     elif (strategy.tp > 1 or strategy.cp > 1) and (found.by_rows or found.tensors):
         why = "it holds tensors, and a rank computes a part of them"
     if why:
-        named = f"{', '.join(map(repr, found.names[:3]))}{', ...' * (len(found.names) > 3)}"
         raise StrategyError(
-            f"The model or the loss changes {named} in each pass and reads it in the next, which {strategy} would not "
-            "do as one process does.",
+            f"The model or the loss changes {found.spelled} in each pass and reads it in the next, which {strategy} "
+            "would not do as one process does.",
             numbers=why,
             hint="a buffer (register_buffer), summed over the ranks in forward; or strategy='ddp', or one rank",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.comm.link_probe import link_of
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.device import accelerator
+from nbkit.rank.parallel.reshard.plain_attributes import put
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Builder, Model, Optimizer
@@ -326,6 +328,15 @@ class Training:
                 hint="trainer.load(path) of a checkpoint before it   (to keep these: trainer.full_state_dict())",
             )
         about = {"history": list(self.ledger.records), "seed": self.seed, "data": writable(self.feed.where())}
+        if (outside := self.builder.options.outside) is not None:
+            about["attributes"], lost = outside.parted(self.model)
+            if lost and self.rank == 0:
+                named = ", ".join(map(repr, lost[:3]))
+                warnings.warn(
+                    f"no checkpoint holds {named}, which the model or the loss changes in each pass and reads in the "
+                    "next: a training that loads it begins without. A buffer would be saved",
+                    stacklevel=3,
+                )
         self.checkpoint_writer.begin(checkpoint.take(path, self.state, self.builder, about), beside=beside, then=then)
 
     def not_finite(self) -> str:
@@ -357,6 +368,8 @@ class Training:
             self.training_step.reseed(self.seed)
             self.ledger.replace(about["step"], about["history"], loaded=True)
             self.precision.load_state_dict(about.get("precision", {}))
+            kept = ((name.rpartition("."), value) for name, value in about.get("attributes", {}).items())
+            put({(path, name): value for (path, _, name), value in kept}, self.model)
         self._whole_again()
         if saved.foreign and self.rank == 0:
             print(f"{saved.named}: goes on after step {self.step} with the next batch of this training's own order")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,10 @@ import torch
 from jobs import points, quiet
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from nbkit.rank.parallel.proof.outside_state import OutsideState
+from nbkit.rank.parallel.proof.short_example import first_runs
 
 STEPS = 5
 STRATEGIES = ("ddp", "zero3", "tp", "chain")
@@ -89,3 +94,61 @@ def test_what_is_kept_outside_of_a_model_is_right_or_refused(names: list[str]) -
             if not refused and losses != pytest.approx(one, rel=1e-5):
                 wrong[case] = one, losses
     assert not wrong
+
+
+def saved(world: Any) -> tuple[list[float], list[float], list[str]]:
+    stateful.begin()
+    trainer = quiet(model=stateful.Calls, loss=stateful.plain, optimizer=plain, shuffle=False)
+    trainer.fit(2)
+    trainer.save("counted")
+    trainer.fit(2)
+    other = quiet(model=stateful.Calls, loss=stateful.plain, optimizer=plain, shuffle=False)
+    other.load("counted")
+    other.fit(2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        quiet(model=stateful.Hidden, loss=stateful.plain, optimizer=plain).save("hidden")
+    found = [[record["loss"] for record in each.history] for each in (trainer, other)]
+    return found[0], found[1], [str(each.message) for each in said]
+
+
+def test_a_count_is_in_the_checkpoint_and_a_hidden_state_is_said_not_to_be() -> None:
+    (losses, loaded, said), second = run_ranks(saved, 2, timeout=60)
+    assert loaded == losses and second[:2] == (losses, loaded)
+    assert any("no checkpoint holds 'state'" in each for each in said)
+
+
+def test_what_changes_is_found_and_put_back() -> None:
+    model, target = stateful.Nested(), stateful.warmed
+    stateful.begin()
+    state = OutsideState(model, target, stateful.ByGlobalDict())
+    model(torch.ones(2, 6))
+    stateful.COUNTS["calls"] += 1
+    target(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
+    assert set(state.changes()) == {"state.of.calls[0]", "COUNTS.calls", "warmed[0][0]"}
+    state.put_back()
+    assert not state.changes() and model.state == {"of": {"calls": [0]}} and stateful.COUNTS == {"calls": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "by_rows", "per_row", "tensors"),
+    [
+        ("Hidden", True, True, True),
+        ("Memory", True, True, True),
+        ("Centred", True, False, True),
+        ("Calls", False, True, False),
+        ("Every3", False, True, False),
+        ("Teacher", False, True, True),
+    ],
+)
+def test_what_it_depends_on_is_found_by_running(name: str, by_rows: bool, per_row: bool, tensors: bool) -> None:
+    torch.manual_seed(7)
+    found = first_runs(cases()[name][0](), default_collate(points(2)), inputs=None, loss=stateful.plain).outside
+    assert found is not None
+    assert (found.by_rows, found.per_row, found.tensors) == (by_rows, per_row, tensors)
+
+
+@pytest.mark.parametrize("name", ["Cached", "Lambdas", "ByHand", "CountsPasses"])
+def test_what_makes_no_difference_is_left_alone(name: str) -> None:
+    model = cases()[name][0]()
+    assert first_runs(model, default_collate(points(2)), inputs=None, loss=stateful.plain).outside is None

@@ -48,6 +48,21 @@ class Outside:
     tensors: bool
     attributes: frozenset[tuple[str, str]] = frozenset()
 
+    def parted(self, module: nn.Module) -> tuple[dict[str, Any], list[str]]:
+        """Return the numbers and texts in attributes of `module`, by name, and the names of all else."""
+        parts = dict(module.named_modules())
+        plain = {
+            f"{path}.{name}" if path else name: vars(parts[path])[name]
+            for path, name in sorted(self.attributes)
+            if path in parts and isinstance(vars(parts[path]).get(name), int | float | str)
+        }
+        return plain, [name for name in self.names if name not in plain]
+
+    @property
+    def spelled(self) -> str:
+        """The first names."""
+        return f"{', '.join(map(repr, self.names[:3]))}{', ...' * (len(self.names) > 3)}"
+
 
 @dataclass(frozen=True)
 class _Numpy:
