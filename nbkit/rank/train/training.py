@@ -5,10 +5,9 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -291,12 +290,9 @@ class Training:
             point = settings_of(inner), place
             self.backups.take(self.sharded_model, inner, layouts, names, self.step, point)
 
-    def compare_ranks(self, beside: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Raise TrainingError, on every rank alike, where the ranks would train otherwise from here. Collective.
-
-        beside: other values that have to be equal.
-        """
-        values = {**settings_of(self.optimizer.inner), "seed": self.seed, **beside}
+    def compare_ranks(self) -> None:
+        """Raise TrainingError, on every rank alike, where the ranks would train otherwise from here. Collective."""
+        values = {**settings_of(self.optimizer.inner), "seed": self.seed}
         hint = "change them on every rank alike, by numbers that all ranks have, such as trainer.history[-1]['loss']"
         compare_ranks(values, world_size=self.world_size, device=self.device, what="settings", hint=hint)
 
@@ -319,7 +315,7 @@ class Training:
             check_room(self.run_dir.parent, path, "no checkpoint is written", run=self.run_dir.name)
         if not self.integrity.broken_off:
             self.check_model()
-        self.compare_ranks({"path": str(path)})
+        self.compare_ranks()
         self.unite()
         if names := self.not_finite():
             raise TrainingError(

@@ -85,7 +85,7 @@ SAMPLE = ["Hidden", "Calls", "ByGlobal", "Centred", "CountsRows", "FirstRow"]
 REST = [name for name in cases() if name not in SAMPLE]
 
 
-@pytest.mark.parametrize("names", [SAMPLE, *(pytest.param(REST[i::4], marks=pytest.mark.long) for i in range(4))])
+@pytest.mark.parametrize("names", [SAMPLE, *(pytest.param(REST[i::8], marks=pytest.mark.long) for i in range(8))])
 def test_what_is_kept_outside_of_a_model_is_right_or_refused(names: list[str]) -> None:
     wrong = {}
     for found in run_ranks(trained, 2, names, timeout=60 + 30 * len(names)):
