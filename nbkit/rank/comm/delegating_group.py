@@ -73,7 +73,7 @@ def stand_in(group: ProcessGroup) -> Iterator[None]:
 
 def _standing_in() -> ProcessGroup | None:
     group = _stand_in.get()
-    if group is None and isinstance(threading.current_thread(), threading._DummyThread):
+    if group is None and type(threading.current_thread()).__name__ == "_DummyThread":
         return _standing[-1]
     return group
 

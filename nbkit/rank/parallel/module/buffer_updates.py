@@ -30,7 +30,7 @@ def watched(model: nn.Module) -> list[str]:
     unused = {
         id(part.num_batches_tracked)
         for part in model.modules()
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.momentum is not None
+        if getattr(part, "num_batches_tracked", None) is not None and getattr(part, "momentum", None) is not None
     }
     return [
         name

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from nbkit.rank.parallel.proof.memory import tensors_in
 from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
+from nbkit.rank.torch_private import tree_leaves
 
 _LIBRARIES = frozenset({"torch", "numpy", "nbkit", "builtins", *sys.stdlib_module_names}) - {"__main__"}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
@@ -380,7 +380,7 @@ def _for_each_row(both: Any, first: Any, second: Any) -> bool:
 def _copied(value: Any) -> list[Any]:
     """Tensors and plain values in `value`; what else is there counts as one thing."""
     found: list[Any] = []
-    for leaf in pytree.tree_leaves(value):
+    for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf.detach().clone())
         elif isinstance(leaf, _PLAIN):
