@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from time import perf_counter_ns as now
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,8 @@ _MONITORED_BARRIER_TIMEOUT = timedelta(minutes=30)
 listeners: list[Callable[[str, str, int], None]] = []
 """Called at issue with (operation, group, bytes this rank contributes); nothing is computed while it is empty."""
 
+P = TypeVar("P", bound=ProcessGroup)
+
 _stand_in: ContextVar[ProcessGroup | None] = ContextVar("stand_in", default=None)
 _standing: list[ProcessGroup] = []
 """Those in use, innermost last; empty in a training, where nothing else is asked."""
@@ -55,7 +57,7 @@ _born_lock = threading.Lock()
 
 
 @contextmanager
-def stand_in(group: ProcessGroup) -> Iterator[None]:
+def stand_in(group: P) -> Iterator[P]:
     """Within it, collectives of this context in a group of all ranks are made in `group`, which is the world then.
 
     For looks that run user code on one rank, which may gather or sum over the ranks: the others are not there. A
@@ -65,7 +67,7 @@ def stand_in(group: ProcessGroup) -> Iterator[None]:
     token = _stand_in.set(group)
     _standing.append(group)
     try:
-        yield
+        yield group
     finally:
         _standing.remove(group)
         _stand_in.reset(token)

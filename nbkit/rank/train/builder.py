@@ -445,7 +445,7 @@ class Builder:
         refused: TrainingError | None = None
         if self.rank == 0:
             options = replace(options, looked=frozenset[str]())
-            with stand_in(here := Alone()), outside_kept(self.module, config.loss):
+            with stand_in(Alone()) as here, outside_kept(self.module, config.loss):
                 with suppress(Exception):  # what is wrong with the model is said, in full, where it is trained
                     options = self._seen(config, options)
                 try:

@@ -437,7 +437,8 @@ class Job(Switchable):
         self.training_step.boundary()
         if self.step % EVERY == 0:
             self.compare_ranks()
-            self.training_step.compare_buffers()
+            if self.sharded_model.data.apart == 1:
+                self.training_step.compare_buffers()
         self.follow_plan()
         self.back_up()
 
