@@ -41,7 +41,7 @@ from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_rows
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
 from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, meet_groups, served
-from nbkit.rank.parallel.proof.outside_state import outside_kept, put_back_before
+from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept, put_back_before
 from nbkit.rank.parallel.proof.own_parts import look_at_copies
 from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
@@ -476,7 +476,11 @@ class Builder:
     def _copies_seen(self, options: Options) -> Options:
         """`options` with whether copies of the model compute as it does, with parts of their own."""
 
+        outside = OutsideState(self.module, self.config.loss) if options.outside is not None else None
+
         def run(module: nn.Module) -> Any:
+            if outside is not None:
+                outside.put_back()
             runs = self.config.runs(module, self._short, self.device)
             return runs.whole() if self._short is None else runs.brief()
 

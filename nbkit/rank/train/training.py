@@ -31,7 +31,7 @@ from nbkit.rank.train.checkpoint.writer import CheckpointWriter
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import recovery
 from nbkit.rank.train.control.integrity import Integrity
-from nbkit.rank.train.control.rank_agreement import compare_ranks, settings_of
+from nbkit.rank.train.control.rank_agreement import compare_ranks, settings_by_name
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.recommend import AUTO, ordered, recommend
 from nbkit.rank.train.replace.backup import Backups
@@ -292,7 +292,7 @@ class Training:
 
     def compare_ranks(self) -> None:
         """Raise TrainingError, on every rank alike, where the ranks would train otherwise from here. Collective."""
-        values = {**settings_of(self.optimizer.inner), "seed": self.seed}
+        values = {**settings_by_name(self.optimizer.inner), "seed": self.seed}
         hint = "change them on every rank alike, by numbers that all ranks have, such as trainer.history[-1]['loss']"
         compare_ranks(values, world_size=self.world_size, device=self.device, what="settings", hint=hint)
 

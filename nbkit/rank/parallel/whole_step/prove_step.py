@@ -154,7 +154,8 @@ def _proof(
     if options.collectives:
         rows = max(each, 2) * small.dp * (small.microbatches or 1)  # every rank calls them as often, on as many rows
     # The models of one process and of the ranks share what is outside of them.
-    outside = OutsideState(skeleton, loss) if options.outside is not None else None
+    shared = (loss,) if reference is None else (loss, reference.module)
+    outside = OutsideState(skeleton, *shared) if options.outside is not None else None
     why = ""
     for dtype, positive in _DRAWS[size > exact :]:
         try:

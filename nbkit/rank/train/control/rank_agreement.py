@@ -46,7 +46,7 @@ def compare_ranks(
     )
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def settings_by_name(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Numbers and flags of each group of `optimizer`, by "lr of group 0"."""
     found: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):

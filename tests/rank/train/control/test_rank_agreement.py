@@ -91,5 +91,5 @@ def drawn(world: Any) -> list[float]:
 def test_settings_are_numbers_of_all_groups() -> None:
     layer = nn.Linear(2, 2)
     adam = torch.optim.AdamW([{"params": [layer.weight], "lr": torch.tensor(0.5)}, {"params": [layer.bias]}], lr=0.25)
-    found = rank_agreement.settings_of(adam)
+    found = rank_agreement.settings_by_name(adam)
     assert (found["lr of group 0"], found["lr of group 1"], found["betas of group 1"]) == (0.5, 0.25, (0.9, 0.999))
