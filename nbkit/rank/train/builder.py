@@ -445,9 +445,10 @@ class Builder:
         refused: TrainingError | None = None
         if self.rank == 0:
             options = replace(options, looked=frozenset[str]())
-            with stand_in(Alone()) as here, outside_kept(self.module, config.loss):
+            with stand_in(Alone()) as here, outside_kept(self.module, config.loss) as outside:
                 with suppress(Exception):  # what is wrong with the model is said, in full, where it is trained
                     options = self._seen(config, options)
+                outside.put_back()
                 try:
                     options = self._copies_seen(options)
                 except TrainingError as error:
@@ -476,16 +477,22 @@ class Builder:
     def _copies_seen(self, options: Options) -> Options:
         """`options` with whether copies of the model compute as it does, with parts of their own."""
 
-        outside = OutsideState(self.module, self.config.loss) if options.outside is not None else None
+        states: dict[int, OutsideState] = {}  # the first one is of what all of them share
+
+        def put_back() -> None:
+            for state in states.values():
+                state.put_back()
 
         def run(module: nn.Module) -> Any:
-            if outside is not None:
-                outside.put_back()
+            put_back()
+            if options.outside is not None and id(module) not in states:
+                states[id(module)] = OutsideState(module, self.config.loss)
             runs = self.config.runs(module, self._short, self.device)
             return runs.whole() if self._short is None else runs.brief()
 
         built = [] if self.reference is None else [self.reference.module]
         astray, *rebuilt = look_at_copies(self.module, self.skeleton, [skeleton_of(self.skeleton), *built], run)
+        put_back()
         again = rebuilt == [""]
         return replace(options, astray="" if again else astray, rebuilt=bool(astray) and again, again=again)
 

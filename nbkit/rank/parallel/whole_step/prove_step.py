@@ -9,6 +9,7 @@ in any thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -28,7 +29,7 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.options import Options, parts_rows
-from nbkit.rank.parallel.proof.outside_state import OutsideState
+from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept
 from nbkit.rank.parallel.whole_step.compare_steps import buffers_off, differences, updates_off
 from nbkit.rank.parallel.whole_step.drawn_model import Reference, drawn_model
 from nbkit.rank.parallel.whole_step.steps import Batch, Optimizer, Stepped, step_of_one, steps_of_ranks
@@ -154,8 +155,7 @@ def _proof(
     if options.collectives:
         rows = max(each, 2) * small.dp * (small.microbatches or 1)  # every rank calls them as often, on as many rows
     # The models of one process and of the ranks share what is outside of them.
-    shared = (loss,) if reference is None else (loss, reference.module)
-    outside = OutsideState(skeleton, *shared) if options.outside is not None else None
+    outside = OutsideState(skeleton, loss) if options.outside is not None else None
     why = ""
     for dtype, positive in _DRAWS[size > exact :]:
         try:
@@ -242,7 +242,9 @@ def _alone(
     """By one process; in_parts: a forward for each row, as the ranks make them."""
     if reference is not None and not in_parts:
         with reference.drawn(skeleton, dtype, positive=positive) as model:
-            return step_of_one(model, batch, options)
+            # It is run again for the next proof.
+            with outside_kept(model) if options.outside is not None else nullcontext():
+                return step_of_one(model, batch, options)
     model = drawn_model(skeleton, dtype, positive=positive)
     if not in_parts:
         return step_of_one(model, batch, options)
