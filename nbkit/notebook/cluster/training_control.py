@@ -100,6 +100,10 @@ class Training:
 
         return trace(NewestRun(self._connection), begin, self._check, path)
 
+    def runs(self) -> bool:
+        """Return True if a training makes steps. Asks for nothing that would have to be found out about its model."""
+        return bool(self._ask_one("status").get("training"))
+
     def look(self) -> dict[str, Any]:
         """What a rank answers about its training, whatever it is doing: see bridge/training_requests.py. {}: no answer.
 

@@ -46,7 +46,7 @@ def follow(cluster: Cluster, execution: Execution) -> None:
     def begin() -> None:
         if not execution.done.done():
             directory = NewestRun(cluster.connection)
-            LiveCard(execution, directory, lambda: bool(training.look().get("training")), client.soon).start()
+            LiveCard(execution, directory, training.runs, client.soon).start()
 
     client.soon(client.later, AFTER_SECONDS, begin)
 

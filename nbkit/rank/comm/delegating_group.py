@@ -12,10 +12,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from time import perf_counter_ns as now
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,12 +42,42 @@ _MONITORED_BARRIER_TIMEOUT = timedelta(minutes=30)
 listeners: list[Callable[[str, str, int], None]] = []
 """Called at issue with (operation, group, bytes this rank contributes); nothing is computed while it is empty."""
 
+P = TypeVar("P", bound=ProcessGroup)
+
+_stand_in: ContextVar[ProcessGroup | None] = ContextVar("stand_in", default=None)
+_standing: list[ProcessGroup] = []
+"""Those in use, innermost last; empty in a training, where nothing else is asked."""
+
 _OWN_REFERENCES = 2
 """Of a list that holds an object, and of the call that counts them."""
 
 _last: tuple[str, int | str | None, collectives.Seen, int, int] | None = None
 _born: weakref.WeakSet[DelegatingGroup] = weakref.WeakSet()
 _born_lock = threading.Lock()
+
+
+@contextmanager
+def stand_in(group: P) -> Iterator[P]:
+    """Within it, collectives of this context in a group of all ranks are made in `group`, which is the world then.
+
+    For looks that run user code on one rank, which may gather or sum over the ranks: the others are not there. A
+    backward pass on an accelerator runs in a thread of torch's, which sees the innermost group. Collectives of groups
+    of some ranks raise NotImplementedError.
+    """
+    token = _stand_in.set(group)
+    _standing.append(group)
+    try:
+        yield group
+    finally:
+        _standing.remove(group)
+        _stand_in.reset(token)
+
+
+def _standing_in() -> ProcessGroup | None:
+    group = _stand_in.get()
+    if group is None and type(threading.current_thread()).__name__ == "_DummyThread":
+        return _standing[-1]
+    return group
 
 
 class Broken:
@@ -86,7 +118,7 @@ class DelegatingGroup(ProcessGroup):
             self._register_backend(device, getattr(ProcessGroup.BackendType, kind.upper()), None)  # type: ignore[arg-type]
         if inner.bound_device_id is not None:
             self.bound_device_id = inner.bound_device_id
-        self._name, self._desc = inner.group_name, inner.group_desc
+        self._name, self._desc, self._rank = inner.group_name, inner.group_desc, inner.rank()
         self.label = _label(inner.group_name, inner.group_desc, members)
         self.seen = collectives.Seen(self.label, collectives.axis_of(inner.group_desc, inner.group_name), members)
         self._nccl, self._batching = "nccl" in kinds.values(), False
@@ -94,6 +126,26 @@ class DelegatingGroup(ProcessGroup):
             inner._enable_collectives_timing()  # type: ignore[attr-defined]
         with _born_lock:
             _born.add(self)
+
+    def rank(self) -> int:
+        if _standing and (group := _standing_in()) is not None:
+            return group.rank()
+        return self._rank
+
+    def size(self) -> int:
+        if _standing and (group := _standing_in()) is not None:
+            return group.size()
+        return len(self.members)
+
+    def _instead(self, name: str) -> Callable[..., Any] | None:
+        """What makes the collective `name` where a group stands in for this one."""
+        if (group := _standing_in()) is None:
+            return None
+        if len(self.members) < len(dist.group.WORLD.members):  # type: ignore[union-attr]
+            raise NotImplementedError(f"{name} in a group of some ranks, where a model is looked at on one")
+        if (own := getattr(type(group), name, None)) is None or own is getattr(ProcessGroup, name, None):
+            raise NotImplementedError(f"{name} where a model is looked at on one rank")
+        return getattr(group, name)  # type: ignore[no-any-return]
 
     def getBackendName(self) -> str:
         # Only C++ asks here: DDP's logger, which on "gloo" casts the backend registered on the C++ side.
@@ -202,6 +254,8 @@ class DelegatingGroup(ProcessGroup):
         how: tuple[int, ...],
     ) -> Any:
         global _last
+        if _standing and (instead := self._instead(operation)) is not None:
+            return instead(tensors, *how) if isinstance(peer, int) else instead(tensors, peer, *how)
         if isinstance(peer, int) and not 0 <= peer < len(self.members):
             raise ValueError(f"A {operation} with rank {peer} of a group that has ranks 0 to {len(self.members) - 1}.")
         counts[peer] = number = counts.get(peer, 0) + 1
@@ -238,6 +292,8 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
     # Every collective of a training passes here, so what is constant is found out above, and a clock is read once.
     def issue(self: DelegatingGroup, *args: Any, **kwargs: Any) -> Any:
         global _last
+        if _standing and (instead := self._instead(name)) is not None:
+            return instead(*args, **kwargs)
         entered = now()
         self.count = number = self.count + 1
         _last = (spoken, None, self.seen, number, entered)

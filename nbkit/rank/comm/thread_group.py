@@ -61,6 +61,14 @@ class _Work(dist.Work):
         return self._what.done
 
 
+_COMBINE: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
+    (dist.ReduceOp.SUM, torch.add),
+    (dist.ReduceOp.MAX, torch.maximum),
+    (dist.ReduceOp.MIN, torch.minimum),
+    (dist.ReduceOp.PRODUCT, torch.mul),
+)
+
+
 class ThreadGroup(dist.ProcessGroup):
     """One rank's end of a Meeting. Has the operations that strategies use."""
 
@@ -72,14 +80,17 @@ class ThreadGroup(dist.ProcessGroup):
         return "threads"
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        combine = torch.add if opts.reduceOp == dist.ReduceOp.SUM else torch.maximum
-        if combine is torch.maximum and opts.reduceOp != dist.ReduceOp.MAX:
+        mean = opts.reduceOp == dist.ReduceOp.AVG
+        combine = torch.add if mean else next((how for op, how in _COMBINE if opts.reduceOp == op), None)
+        if combine is None:
             raise NotImplementedError(f"all_reduce with {opts.reduceOp}")
 
         def reduced(all_sent: list[Tensor]) -> list[Tensor]:
             # In the first one's, which is to hold it anyway: gradients of a model are large.
             for other in all_sent[1:]:
                 combine(all_sent[0], other, out=all_sent[0])
+            if mean:
+                all_sent[0].div_(self.size())
             return all_sent[:1] * self.size()
 
         return self._collective("all_reduce", tensors[0], tensors[0], reduced)
@@ -99,6 +110,72 @@ class ThreadGroup(dist.ProcessGroup):
         return self._collective(
             "reduce_scatter", input, output, lambda all_sent: list(reduce(torch.add, all_sent).view(self.size(), -1))
         )
+
+    # What a user's forward or loss calls; each waits at once.
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        found = inputs[0].new_empty(self.size(), *inputs[0].shape)
+        work = self.all_gather_single(found, inputs[0])
+        work.wait()
+        for output, given in zip(outputs[0], found, strict=True):
+            output.copy_(given)
+        return work
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        here = outputs if self._me == opts.rootRank else [[torch.empty_like(inputs[0]) for _ in range(self.size())]]
+        return self.allgather(here, inputs)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:  # type: ignore[override]
+        root = opts.rootRank
+        sent = torch.stack(inputs[0]) if self._me == root else outputs[0].new_zeros(self.size(), *outputs[0].shape)
+        return self._waited("scatter", sent, outputs[0], lambda all_sent: list(all_sent[root]))
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        found = tensors[0].clone()
+        work = self.allreduce([found], opts)
+        work.wait()
+        if self._me == opts.rootRank:
+            tensors[0].copy_(found)
+        return work
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:  # type: ignore[override]
+        found = torch.stack(inputs[0])
+        work = self.allreduce([found], opts)
+        work.wait()
+        outputs[0].copy_(found[self._me])
+        return work
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        found = torch.empty_like(sent := torch.stack(inputs))
+        work = self.alltoall_base(found, sent, (), ())
+        for output, given in zip(outputs, found, strict=True):
+            output.copy_(given)
+        return work
+
+    def barrier(self, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        nothing = torch.zeros(())
+        return self._waited("barrier", nothing, nothing, lambda all_sent: [nothing.clone()] * self.size())
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+    ) -> dist.Work:
+        """Part `i` of the input of every rank behind one another, in the output of rank `i`. Of equal parts alone."""
+        if len({*output_sizes, *input_sizes}) > 1:
+            raise NotImplementedError("all_to_all of unequal parts")
+        parts = (self.size(), input.shape[0] // self.size(), *input.shape[1:])
+        return self._waited(
+            "all_to_all",
+            input,
+            output,
+            lambda all_sent: list(torch.stack([sent.view(parts) for sent in all_sent]).transpose(0, 1).contiguous()),
+        )
+
+    def _waited(self, *call: Any) -> dist.Work:
+        work = self._collective(*call)
+        work.wait()
+        return work
+
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     # As torch before 2.13 calls them.
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -152,3 +229,26 @@ class ThreadGroup(dist.ProcessGroup):
             call.done = True
             self._meeting.ranks.tell()
         return _Work(self._meeting.ranks, call)
+
+
+class _Nobody(ThreadRanks[Any]):
+    """The ranks beside a lone one."""
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        if not ready():
+            raise RuntimeError("it waits for another rank, and there is none")
+
+    def tell(self) -> None:
+        pass
+
+
+class Alone(ThreadGroup):
+    """The world of one process that looks at a model. heard: the operations that user code made in it."""
+
+    def __init__(self) -> None:
+        super().__init__(Meeting(_Nobody(1), (0,)), 0)
+        self.heard: list[str] = []
+
+    def _collective(self, operation: str, *args: Any) -> dist.Work:
+        self.heard.append(operation)
+        return super()._collective(operation, *args)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -17,8 +17,15 @@ T = TypeVar("T")
 class ThreadRanks(Generic[T]):
     """`size` ranks, for one `run`. Groups of them are in thread_group.py."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(
+        self,
+        size: int,
+        *,
+        leave: Callable[[], Any] = lambda: None,
+        enter: Callable[[Any], None] = lambda left: None,
+    ) -> None:
+        """leave, enter: called where a rank stops to run and where it goes on, with what it left."""
+        self.size, self._leave, self._enter = size, leave, enter
         self._turn = threading.Condition()  # held by the rank that runs
         self._awaited: list[Callable[[], bool]] = []
         self._running = 0
@@ -58,6 +65,7 @@ class ThreadRanks(Generic[T]):
 
         Raises RuntimeError where another has failed, and where all that still run wait.
         """
+        left = self._leave()
         self._awaited.append(ready)
         try:
             while not ready():
@@ -69,6 +77,7 @@ class ThreadRanks(Generic[T]):
                 self._turn.wait()
         finally:
             self._awaited.remove(ready)
+            self._enter(left)
 
     def tell(self) -> None:
         """Of a rank: something was done that another one may wait for."""

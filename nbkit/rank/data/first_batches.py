@@ -7,19 +7,22 @@ each rank has the whole of it, rank 0 looks and tells the others; else all compu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nbkit.rank.comm.delegating_group import stand_in
+from nbkit.rank.comm.thread_group import Alone
 from nbkit.rank.data.batch import Shard, call, pair
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.loss.loss_check import Examined, examine
 from nbkit.rank.loss.row_selection import varying
 from nbkit.rank.loss.row_trial import kept
 from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.parallel.proof.outside_state import outside_kept
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.draw_plan import DrawPlan
@@ -96,9 +99,14 @@ class FirstBatches:
 
         if sample is None or (whole and self._rank):
             return None
-        draws = self._draws(sharded_model, run, sample)
-        with undrawn():
-            found = examine(sharded_model.module, run, self._loss, sample, self._inputs, whole=whole, draws=draws)
+        # Of a whole model rank 0 runs alone.
+        with (
+            stand_in(Alone()) if whole else nullcontext(),
+            outside_kept(sharded_model.module, self._loss) if whole else nullcontext(),
+        ):
+            draws = self._draws(sharded_model, run, sample)
+            with undrawn():
+                found = examine(sharded_model.module, run, self._loss, sample, self._inputs, whole=whole, draws=draws)
         return replace(found, draws=draws)
 
     def _draws(self, sharded_model: ShardedModel, run: Callable[[Any], Any], sample: Sample) -> DrawPlan | None:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nbkit.rank.data.batch import pair
 from nbkit.rank.data.data_rng import seed_others
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.loss.counted_targets import Counted
@@ -41,11 +42,13 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.module.mixture_of_experts import mixtures
 from nbkit.rank.parallel.options import Coupled
 from nbkit.rank.parallel.proof.calls import watched
-from nbkit.rank.parallel.proof.random_draws import Draws
+from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
 from nbkit.rank.parallel.proof.short_example import FirstRuns
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.rng.draw_plan import DrawPlan, OtherGenerators
+from nbkit.rank.rng.seeding import set_seed
 
+_APART = 8  # rows that are run together and each alone
 _ROWS, _PAIRS = 16, 3  # that the loss is computed on by itself; that the model is run on
 
 # In training and in evaluation, where a model draws less; with what starts at zero moved away from there, and without.
@@ -113,6 +116,42 @@ def examine(
                             return Examined(seen.coupled, trial.counted)
                         break
     return Examined()
+
+
+def split_by_values(
+    module: nn.Module, run: Callable[[Any], Any], sample: Sample, inputs: Sequence[str] | None
+) -> Coupled | None:
+    """Return what couples rows where a forward reads numbers of its batch and goes one way or another by them.
+
+    More rows are run together, and each alone: of a pair, both may go the same way.
+    """
+    device, rows = next(module.parameters()).device, range(min(sample.rows, _APART))
+
+    def outputs(numbers: Sequence[int]) -> dict[str, Tensor]:
+        set_seed(1)
+        seed_others(1)
+        found = leaves(run(pair(sample.part(numbers, device), inputs)[0]))
+        return {name: x for name, x in found.items() if x.is_floating_point() and x.ndim and len(x) == len(numbers)}
+
+    with suppress(Exception), ExitStack() as around:
+        for each in (undrawn(), unchanged(module), _uncompiled(), kept(module, training=True), torch.no_grad()):
+            around.enter_context(each)
+        around.enter_context(DroppingNothing())
+        whole, again, alone = outputs(rows), outputs(rows), [outputs([row]) for row in rows]
+        for name, tensor in whole.items():
+            size = float(tensor.abs().max())
+            bound = max(1e-3, 64 * torch.finfo(tensor.dtype).eps) * size
+            if float((tensor - again[name]).abs().max()) > bound:
+                return None
+            away = [float((tensor[row] - alone[row][name][0]).abs().max()) for row in rows]
+            if max(away) > bound:
+                row = away.index(max(away))
+                return Coupled(
+                    "The model goes one way or another by numbers of the whole batch, such as its first row or a mean",
+                    f"alone, the output of row {row} is {away[row]:.3g} off, of {size:.3g}",
+                    "torch.where with a condition for each row, instead of if; or one rank",
+                )
+    return None
 
 
 def _verdict(trial: RowTrial, sample: Sample, short: Sample | None, model_alone: bool, last: bool) -> _Verdict | None:
@@ -235,7 +274,7 @@ class _Look:
 
     def _looked(self, known: Sequence[RowPair], pairs: Sequence[tuple[int, int]]) -> _Looked:
         weighs = False
-        for seen in chain(known, (found for pair in pairs if (found := self._pair(pair)))):
+        for seen in chain(known, (found for two in pairs if (found := self._pair(two)))):
             weighs |= bool(seen.whole.weight)
             if numbers := seen.differs(self._noise):
                 return _Looked((Defect("inside", numbers), seen), weighs)

@@ -20,6 +20,8 @@ from torch import nn
 from nbkit.errors import NbkitError, StrategyError, TrainingError
 from nbkit.planner.stage_partition import ranks_of_stages, spelled, stage_ranges
 from nbkit.planner.validate import Finding
+from nbkit.rank.comm.delegating_group import stand_in
+from nbkit.rank.comm.thread_group import Alone
 from nbkit.rank.data.batch import call, check_inputs, on_device, pair, rows_of, take
 from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.loss.loss_check import examine
@@ -37,6 +39,7 @@ from nbkit.rank.parallel.options import (
     need_chain,
     need_copies,
     need_gathers,
+    need_outside,
     need_positionwise,
     need_rows,
     need_whole_gradients,
@@ -121,6 +124,21 @@ def check(
     """
     check_inputs(inputs)
     world = world_size or (dist.get_world_size() if dist.is_initialized() else None)
+    with stand_in(Alone()) as here:  # what the model or the loss sends itself waits for nobody
+        return _checked(model, strategy, batch, world, inputs, stages, tp_plan, loss, here)
+
+
+def _checked(
+    model: nn.Module | Callable[[], nn.Module],
+    strategy: str | Strategy,
+    batch: Any,
+    world: int | None,
+    inputs: Sequence[str] | None,
+    stages: Sequence[str] | None,
+    tp_plan: Mapping[str, str] | None,
+    loss: Loss | None,
+    here: Alone,
+) -> Check:
     chosen, misfit = _chosen(strategy, world)
     module = model if isinstance(model, nn.Module) else model()
     found, rows = list(misfit), batch if isinstance(batch, int) else None
@@ -161,6 +179,7 @@ def check(
         gathers=gathers,
         positionwise=positionwise,
         draws=look.draws,
+        outside=look.outside,
     )
     reference = None
     if example is not None:
@@ -180,6 +199,8 @@ def check(
     if batch is not None and not isinstance(batch, int) and parts_rows(options, chosen):
         seen = examine(module, lambda value: call(module, value), loss, Sample(batch), inputs, look=look)
         options = replace(options, coupled=seen.coupled, counted=seen.counted)
+    if here.heard:
+        options = replace(options, collectives=here.heard[0], coupled=None)
     found += [*findings(skeleton, chosen, options, batch=rows), *warn_of_coupled(options, chosen)]
     found += warn_of_draws(options, chosen)
     if gathers is not None and chosen.shard > 1:
@@ -190,7 +211,7 @@ def check(
     run_too = (need_chain, need_gathers, need_positionwise) if batch is not None and not isinstance(batch, int) else ()
     if not keeps_whole(chosen):
         run_too = (need_copies, *run_too)
-    for needed in (need_whole_gradients, need_rows, *run_too):
+    for needed in (need_whole_gradients, need_rows, need_outside, *run_too):
         try:
             needed(options, chosen)
         except StrategyError as error:

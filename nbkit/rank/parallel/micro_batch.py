@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Shard, bounds, numbers_of, on_device, pair, take, tokens_of
 from nbkit.rank.loss.counted_targets import Counted, CountedTargets
 from nbkit.rank.loss.row_weights import Loss, Weighed, weigh
@@ -60,6 +61,25 @@ def most_passes(shard: Shard, model: ShardedModel, size: int | None) -> int:
     if (count := model.strategy.microbatches) is not None:
         return min(count, most)
     return -(-most // (size or max(most, 1)))
+
+
+def check_collectives(shard: Shard, model: ShardedModel, size: int | None, collective: str) -> None:
+    """Raise TrainingError, on every rank alike, where a `collective` that the model or the loss makes would not meet.
+
+    "": they make none. Ranks that make fewer forward passes, or gather fewer rows, would leave the others waiting.
+    """
+    ranks = model.axes.size("dp")
+    if not collective or ranks == 1:
+        return
+    rows = [len(numbers_of(shard.parts, shard.total, ranks, rank)) for rank in range(ranks)]
+    # A sum over the ranks needs as many calls; what gathers needs as many rows.
+    counts = [-(-each // size) if size else min(each, 1) for each in rows] if collective == "all_reduce" else rows
+    if len(set(counts)) > 1:
+        raise TrainingError(
+            f"The model or the loss makes an {collective} itself, and the ranks have not as many rows to make it for.",
+            numbers=f"a batch of {shard.total} rows: {', '.join(map(str, rows[:8]))} on data ranks 0, 1, ...",
+            hint="drop_last=True, and a batch_size that the data ranks divide",
+        )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from nbkit.errors import StrategyError
 from nbkit.rank.loss.counted_targets import Counted
 from nbkit.rank.parallel.context.context_parallel import Positionwise
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
+from nbkit.rank.parallel.proof.outside_state import Outside
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
@@ -48,8 +49,9 @@ class Options:
     width) of what goes from block to block, None where it is not one tensor of that kind. proof: of the ways to split
     the model over a tensor axis, found by running them. gathers: what ZeRO 3 gathers together; positionwise: what
     running the model on parts of the positions has shown; None when nothing could be run to find out. adaptive: the
-    optimizer's steps do not grow with the gradients, as Adam's do not. looked: the facts that were looked for (see
-    model_facts.py), None where all were, or nothing can be run.
+    optimizer's steps do not grow with the gradients, as Adam's do not. collectives: the first one that the model or the
+    loss makes itself, "" where none was seen. outside: what they change and read beside parameters and buffers. looked:
+    the facts that were looked for (see model_facts.py), None where all were, or nothing can be run.
     """
 
     chain: Chain | None = None
@@ -72,6 +74,8 @@ class Options:
     gathers: GatherPlan | None = None
     positionwise: Positionwise | None = None
     adaptive: bool = False
+    collectives: str = ""
+    outside: Outside | None = None
     looked: frozenset[str] | None = None
 
     def plan(self, model: nn.Module, size: int) -> TensorPlan:
@@ -128,6 +132,26 @@ def need_rows(options: Options, strategy: Strategy) -> None:
         cut = f"{strategy} with microbatch_size=" if options.cut and strategy.mesh.size == 1 else str(strategy)
         raise StrategyError(
             f"{found.what}, and {cut} computes parts of a batch.", numbers=found.numbers, hint=found.hint
+        )
+
+
+def need_outside(options: Options, strategy: Strategy) -> None:
+    """Raises StrategyError where what the model keeps beside its parameters and buffers would be another one."""
+    if (found := options.outside) is None or (strategy.mesh.size == 1 and not options.cut and not options.recompute):
+        return
+    why = ""
+    if options.cut or options.recompute or strategy.pp > 1 or (strategy.microbatches or 1) > 1:
+        why = "several forwards of a step, or one of a part of the model, change it more often or less"
+    elif strategy.dp > 1 and found.by_rows and not found.per_row:
+        why = "it is computed of all rows of a batch, and a rank has some of them"
+    elif (strategy.tp > 1 or strategy.cp > 1) and (found.by_rows or found.tensors):
+        why = "it holds tensors, and a rank computes a part of them"
+    if why:
+        raise StrategyError(
+            f"The model or the loss changes {found.spelled} in each pass and reads it in the next, which {strategy} "
+            "would not do as one process does.",
+            numbers=why,
+            hint="a buffer (register_buffer), summed over the ranks in forward; or strategy='ddp', or one rank",
         )
 
 

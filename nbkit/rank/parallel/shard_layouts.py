@@ -21,6 +21,7 @@ from nbkit.rank.parallel.options import (
     need_chain,
     need_copies,
     need_gathers,
+    need_outside,
     need_positionwise,
     need_rows,
     need_whole_gradients,
@@ -88,6 +89,7 @@ class ShardLayouts:
             need_copies(self.options, strategy)
         need_whole_gradients(self.options, strategy)
         need_rows(self.options, strategy)
+        need_outside(self.options, strategy)
         need_chain(self.options, strategy)
         need_gathers(self.options, strategy)
         need_positionwise(self.options, strategy)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,26 +18,30 @@ from torch import nn
 
 from nbkit.errors import TrainingError
 from nbkit.planner.link_speed import Link
+from nbkit.rank.aside import NotAside, aside
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.comm.delegating_group import stand_in
 from nbkit.rank.comm.link_probe import know, link_of
+from nbkit.rank.comm.thread_group import Alone
 from nbkit.rank.data.batch import Shard, call, on_device
 from nbkit.rank.data.first_batches import FirstBatches
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.device import accelerator
-from nbkit.rank.loss.loss_check import examine
+from nbkit.rank.loss.loss_check import examine, split_by_values
 from nbkit.rank.loss.reads_model import reading_no_parameter
 from nbkit.rank.models.pretrained import Pretrained, Shell
 from nbkit.rank.parallel.check_findings import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
-from nbkit.rank.parallel.model_facts import facts_for, find_facts, find_later, lacking, told
+from nbkit.rank.parallel.model_facts import Runs, facts_for, find_facts, find_later, lacking, told
 from nbkit.rank.parallel.module.built_again import built_again
 from nbkit.rank.parallel.module.meta_module import build_again, hooked_gradient, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import Options, need_rows
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
 from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, meet_groups, served
+from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept, put_back_before
 from nbkit.rank.parallel.proof.own_parts import look_at_copies
 from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
@@ -46,6 +51,7 @@ from nbkit.rank.parallel.whole_step.drawn_model import Reference
 from nbkit.rank.parallel.whole_step.prove_step import WIDE, StepProof, prove_step
 from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
+from nbkit.rank.train.control.rank_agreement import compare_ranks, constants_of
 from nbkit.rank.train.step.optimizer_factory import Template
 from nbkit.rank.train.step.optimizer_offload import offload
 from nbkit.rank.train.step.optimizer_state import remember
@@ -53,6 +59,7 @@ from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy
 
+T = TypeVar("T")
 Model = nn.Module | Callable[[], nn.Module] | Pretrained
 Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -114,6 +121,13 @@ class Builder:
         else:
             self.module = build(model, seed=config.seed, device=device)
             broadcast_from_first(self.module, world_size=world_size)
+            compare_ranks(
+                constants_of(self.module),
+                world_size=world_size,
+                device=device,
+                what="numbers in attributes of the model, which nobody sends",
+                hint="register_buffer; or model=lambda: ..., which is built from one seed on every rank",
+            )
         # Before the skeleton: the factory sees weights, and may freeze some of them.
         self.template = Template(optimizer, module=self.module)
         self.skeleton = self._skeleton(model)
@@ -167,6 +181,7 @@ class Builder:
         self._connected: dict[Strategy, Connections] = {}
         self._connecting = threading.RLock()
         self.step_proofs: dict[Strategy, StepProof] = {}
+        self.computing: weakref.ref[ShardedModel] | None = None  # the job, now
         self._ready: Cut | None = None  # for the next sharded model, if it is of this strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # of the skeleton
@@ -279,12 +294,16 @@ class Builder:
                 warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=4)
             self._agreed.add(composed)
 
-    def _step_proof(self, strategy: Strategy) -> StepProof:
-        """What a whole step of `strategy` shows beside one process. Sends nothing, draws nothing, in any thread."""
+    def _step_proof(self, strategy: Strategy, *, beside: bool = False) -> StepProof:
+        """What a whole step of `strategy` shows beside one process. Sends nothing and draws nothing.
+
+        beside: while the model trains, from any thread. Raises NotAside where that cannot be.
+        """
         strategy = strategy.composed
         if strategy not in self.step_proofs:
             config = self.config
-            self.step_proofs[strategy] = prove_step(
+            prove = partial(
+                prove_step,
                 self.skeleton,
                 strategy,
                 self.options,
@@ -297,7 +316,24 @@ class Builder:
                 many=self._many,
                 reference=self.reference,
             )
+            if beside:
+                self.step_proofs[strategy] = self.aside(prove)
+            else:
+                with outside_kept(self.module, config.loss):
+                    self.step_proofs[strategy] = prove()
         return self.step_proofs[strategy]
+
+    def aside(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, which runs user code while the model trains. See nbkit.rank.aside."""
+        return aside(work, device=self.device, live=self._live)
+
+    def _live(self) -> Iterable[torch.Tensor]:
+        """The tensors that train."""
+        sharded_model = self.computing() if self.computing is not None else None
+        if sharded_model is not None:
+            yield from sharded_model.held.values()
+        yield from self.module.parameters()
+        yield from self.module.buffers()
 
     def follow(self, everyone: Sequence[Changes]) -> None:
         """From now on sides are made with the changes of all ranks."""
@@ -312,7 +348,8 @@ class Builder:
         began = time.perf_counter()
         self.plans.exchange(old, new, kinds)
         if self.rank == 0:
-            self._step_proof(new)  # which `connect` tells to all
+            with suppress(NotAside):  # then it is made between two steps
+                self._step_proof(new, beside=True)  # which `connect` tells to all
         self._beside = new, time.perf_counter() - began
         with self._connecting:
             there = new in self._connected or served(new, self.shard_layouts.of(new), self._node_of)
@@ -351,6 +388,8 @@ class Builder:
             return
         # What an earlier look has proven holds where this one cannot tell.
         known = {name: value for name, value in vars(found).items() if value is not None}
+        if self.options.collectives:
+            known.pop("coupled", None)  # a whole step has shown it
         self._know(**known)
         need_rows(self.options, sharded_model.strategy)
         for finding in warn_of_coupled(self.options, sharded_model.strategy):
@@ -406,17 +445,23 @@ class Builder:
         refused: TrainingError | None = None
         if self.rank == 0:
             options = replace(options, looked=frozenset[str]())
-            with suppress(Exception):  # what is wrong with the model is said, in full, where it is trained
-                options = self._seen(config, options)
-            try:
-                options = self._copies_seen(options)
-            except TrainingError as error:
-                refused = error if self.world_size > 1 else None
-            except Exception:
-                pass
-            if wanted := lacking(options, asked):
-                found = find_facts(self.module, config.runs(self.module, self._short, self.device), options, wanted)
-                options = replace(options, **found)
+            with stand_in(Alone()) as here, outside_kept(self.module, config.loss) as outside:
+                with suppress(Exception):  # what is wrong with the model is said, in full, where it is trained
+                    options = self._seen(config, options)
+                outside.put_back()
+                try:
+                    options = self._copies_seen(options)
+                except TrainingError as error:
+                    refused = error if self.world_size > 1 else None
+                except Exception:
+                    pass
+                if wanted := lacking(options, asked):
+                    self.options = options
+                    found = find_facts(self.module, self._runs(self.module), options, wanted)
+                    options = replace(options, **found)
+            if here.heard:
+                # What couples rows in one process may not over ranks that gather them: a whole step tells.
+                options = replace(options, collectives=here.heard[0], coupled=None)
         if self.world_size > 1:
             sent: list[Any] = [options, refused]
             dist.broadcast_object_list(sent, src=0, device=self.device)
@@ -432,12 +477,22 @@ class Builder:
     def _copies_seen(self, options: Options) -> Options:
         """`options` with whether copies of the model compute as it does, with parts of their own."""
 
+        states: dict[int, OutsideState] = {}  # the first one is of what all of them share
+
+        def put_back() -> None:
+            for state in states.values():
+                state.put_back()
+
         def run(module: nn.Module) -> Any:
+            put_back()
+            if options.outside is not None and id(module) not in states:
+                states[id(module)] = OutsideState(module, self.config.loss)
             runs = self.config.runs(module, self._short, self.device)
             return runs.whole() if self._short is None else runs.brief()
 
         built = [] if self.reference is None else [self.reference.module]
         astray, *rebuilt = look_at_copies(self.module, self.skeleton, [skeleton_of(self.skeleton), *built], run)
+        put_back()
         again = rebuilt == [""]
         return replace(options, astray="" if again else astray, rebuilt=bool(astray) and again, again=again)
 
@@ -446,10 +501,21 @@ class Builder:
         example = on_device(config.example, self.device)
         look = first_runs(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
         self._short = look.short
-        options = replace(options, draws=look.draws)
+        options = replace(options, draws=look.draws, outside=look.outside)
         if self.world_size > 1 or config.microbatch_size is not None:
-            options = replace(options, **self._rows(config, lambda value: call(self.module, value), look))
+            run: Callable[[Any], Any] = partial(call, self.module)
+            if look.outside is not None:
+                run = put_back_before(run, self.module, config.loss)
+            options = replace(options, **self._rows(config, run, look))
         return options
+
+    def _runs(self, module: nn.Module) -> Runs:
+        """How `module`, the whole model, is run on the example."""
+        runs = self.config.runs(module, self._short, self.device)
+        if self.options.outside is None:
+            return runs
+        whole, brief = (put_back_before(run, module, self.config.loss) for run in (runs.whole, runs.brief))
+        return replace(runs, whole=whole, brief=brief)
 
     def learn(self, strategies: Sequence[Strategy]) -> None:
         """What `strategies` need to know of the model is known on every rank afterwards. Collective.
@@ -472,13 +538,20 @@ class Builder:
     def look_for(self, strategies: Sequence[Strategy], *, beside: bool = False) -> Mapping[str, Any]:
         """Find out, on this rank, what `strategies` need to know of the model; all that is known. Sends nothing.
 
-        The model is run on the example, with weights that take no memory. beside: in a thread beside a training, where
-        a model that draws by itself is not looked at.
+        The model is run on the example, with weights that take no memory. beside: while the model trains, from any
+        thread; nothing is found where that cannot be.
         """
         with self._looking:
             if wanted := lacking(self.options, strategies):
-                runs_of = partial(self.config.runs, short=self._short, device=self.device)
-                self._know(**find_later(self.skeleton, runs_of, self.options, wanted, beside=beside))
+                threaded = beside and accelerator().holds(self.device)
+
+                def find() -> dict[str, Any]:
+                    # What it sends itself does not wait for other ranks.
+                    with stand_in(Alone()), outside_kept(self.module, self.config.loss):
+                        return find_later(self.skeleton, self._runs, self.options, wanted, beside=threaded)
+
+                with suppress(NotAside):
+                    self._know(**(self.aside(find) if beside else find()))
             return told(self.options)
 
     def _know(self, **facts: Any) -> None:
@@ -492,7 +565,10 @@ class Builder:
             if sample is not None:
                 self._many = sample.batch
                 seen = examine(self.module, run, config.loss, sample, config.inputs, look=look)
-                return {"coupled": seen.coupled, "counted": seen.counted}
+                coupled = seen.coupled
+                if coupled is None and look.reads:
+                    coupled = split_by_values(self.module, run, sample, config.inputs)
+                return {"coupled": coupled, "counted": seen.counted}
         return {}
 
     def may_cut(self) -> None:

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.data_rng import alike
+from nbkit.rank.data.data_rng import alike, content
 from nbkit.rank.data.open_stream import shards
+from nbkit.rank.data.stream import fetched, is_map_style
+from nbkit.rank.train.control.rank_agreement import compare_ranks
 
 if TYPE_CHECKING:
     from nbkit.rank.train.job import Job
@@ -23,6 +25,15 @@ def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[An
     """
     sums = torch.zeros(2, dtype=torch.float64, device=job.device)
     axes = job.sharded_model.axes
+    if is_map_style(data):
+        ends = content(lambda: fetched(data, [0, -1 % len(data)], (0, 1), collate).data) if len(data) else 0
+        compare_ranks(
+            {"samples": len(data), "the first and the last one": ends},
+            world_size=job.world_size,
+            device=job.device,
+            what="data to evaluate on",
+            hint="the whole data on every rank: nbkit gives each its rows",
+        )
     with job.sharded_model.evaluating(autocast=job.training_step.precision.dtype is not None), alike():
         every = shards(data, batch_size=batch_size, rank=axes.index("dp"), ranks=axes.size("dp"), collate=collate)
         for shard in every:

@@ -38,6 +38,7 @@ from nbkit.rank.train.config import OWN_LOOP, TrainConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.loop_end import LoopEnd
+from nbkit.rank.train.control.rank_agreement import EVERY
 from nbkit.rank.train.control.switch_plan import Given, SwitchPlan
 from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.own_loop import own_gradients, torch_clip
@@ -350,6 +351,7 @@ class Job(Switchable):
             )
         if not joins:
             self.level()  # a step of zero 3 that was broken off shows whole parameters until then
+            self.compare_ranks()
         else:
             self.check_model()
         reason = "error"
@@ -433,6 +435,10 @@ class Job(Switchable):
         """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""
         self.recorder.at_boundary(self.step)
         self.training_step.boundary()
+        if self.step % EVERY == 0:
+            self.compare_ranks()
+            if self.sharded_model.data.apart == 1:
+                self.training_step.compare_buffers()
         self.follow_plan()
         self.back_up()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +20,7 @@ from nbkit.rank.comm.all_gather_objects import all_gather_objects
 from nbkit.rank.comm.link_probe import link_of
 from nbkit.rank.data.data_position import Feed
 from nbkit.rank.device import accelerator
+from nbkit.rank.parallel.reshard.plain_attributes import put
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Builder, Model, Optimizer
@@ -28,6 +31,7 @@ from nbkit.rank.train.checkpoint.writer import CheckpointWriter
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import recovery
 from nbkit.rank.train.control.integrity import Integrity
+from nbkit.rank.train.control.rank_agreement import compare_ranks, settings_by_name
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.recommend import AUTO, ordered, recommend
 from nbkit.rank.train.replace.backup import Backups
@@ -114,6 +118,7 @@ class Training:
         # What the user holds of the model shows from now on what this rank holds; what it held before is free.
         self._handle.show(sharded_model.module, sharded_model.strategy)
         self._known = {id(p) for p in self.model.parameters()}
+        self.builder.computing = weakref.ref(sharded_model)
         self.builder.took(inner)
         self.training_step = TrainingStep(
             sharded_model,
@@ -285,6 +290,12 @@ class Training:
             point = settings_of(inner), place
             self.backups.take(self.sharded_model, inner, layouts, names, self.step, point)
 
+    def compare_ranks(self) -> None:
+        """Raise TrainingError, on every rank alike, where the ranks would train otherwise from here. Collective."""
+        values = {**settings_by_name(self.optimizer.inner), "seed": self.seed}
+        hint = "change them on every rank alike, by numbers that all ranks have, such as trainer.history[-1]['loss']"
+        compare_ranks(values, world_size=self.world_size, device=self.device, what="settings", hint=hint)
+
     def _whole_again(self) -> None:
         """The ranks stand at the same place with the same weights, whatever was broken off before. Collective."""
         self.integrity.restored(ranks_agree=True)
@@ -304,6 +315,7 @@ class Training:
             check_room(self.run_dir.parent, path, "no checkpoint is written", run=self.run_dir.name)
         if not self.integrity.broken_off:
             self.check_model()
+        self.compare_ranks()
         self.unite()
         if names := self.not_finite():
             raise TrainingError(
@@ -312,6 +324,15 @@ class Training:
                 hint="trainer.load(path) of a checkpoint before it   (to keep these: trainer.full_state_dict())",
             )
         about = {"history": list(self.ledger.records), "seed": self.seed, "data": writable(self.feed.where())}
+        if (outside := self.builder.options.outside) is not None:
+            about["attributes"], lost = outside.parted(self.model)
+            if lost and self.rank == 0:
+                named = ", ".join(map(repr, lost[:3]))
+                warnings.warn(
+                    f"no checkpoint holds {named}, which the model or the loss changes in each pass and reads in the "
+                    "next: a training that loads it begins without. A buffer would be saved",
+                    stacklevel=3,
+                )
         self.checkpoint_writer.begin(checkpoint.take(path, self.state, self.builder, about), beside=beside, then=then)
 
     def not_finite(self) -> str:
@@ -343,6 +364,8 @@ class Training:
             self.training_step.reseed(self.seed)
             self.ledger.replace(about["step"], about["history"], loaded=True)
             self.precision.load_state_dict(about.get("precision", {}))
+            kept = ((name.rpartition("."), value) for name, value in about.get("attributes", {}).items())
+            put({(path, name): value for (path, _, name), value in kept}, self.model)
         self._whole_again()
         if saved.foreign and self.rank == 0:
             print(f"{saved.named}: goes on after step {self.step} with the next batch of this training's own order")

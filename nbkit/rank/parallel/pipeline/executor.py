@@ -41,11 +41,14 @@ _AHEAD = 2  # receives are posted for this many operations after the present one
 class _Kept:
     """A forward that waits for its backward: the leaves it got, and where its outputs leave the graph.
 
-    Not the outputs themselves, whose memory is needed no longer than sending takes.
+    Not the outputs themselves, whose memory is needed no longer than sending takes. live: numbers of the outputs with
+    an edge; expected: of those for which a gradient comes.
     """
 
     received: list[Tensor]
     edges: list[GradientEdge]
+    live: list[int]
+    expected: list[int]
 
 
 class Pipeline:
@@ -192,7 +195,9 @@ class _Run:
             done()
         give = self.routes.gives[index]
         if give is not None:
-            self.channels.send(give, produced)
+            expected = self.channels.send(give, produced)
+            if kind == "F" and (kept := self.kept.get((stage, micro))) is not None:
+                kept.expected = expected
         elif kind == "F" and stage < self.last:
             self.handed[Message(False, stage + 1, micro)] = [
                 tensor.detach().requires_grad_(tensor.requires_grad) for tensor in produced
@@ -211,8 +216,9 @@ class _Run:
             self.results[micro] = tuple(tensor.detach() for tensor in outputs)
         if torch.is_grad_enabled():
             ends = outputs[:1] if stage == self.last else outputs
-            edges = [get_gradient_edge(tensor) for tensor in ends if tensor.requires_grad]
-            self.kept[stage, micro] = _Kept([tensor for tensor in received if tensor.requires_grad], edges)
+            live = [number for number, tensor in enumerate(ends) if tensor.requires_grad]
+            edges = [get_gradient_edge(ends[number]) for number in live]
+            self.kept[stage, micro] = _Kept([x for x in received if x.requires_grad], edges, live, live)
         return outputs
 
     def _backward(self, op: Op, grads: list[Tensor]) -> Sequence[Tensor]:
@@ -225,6 +231,8 @@ class _Run:
             grads = [torch.ones_like(self.results[micro][0])]
             if not kept.edges:
                 raise TrainingError("The loss does not depend on any parameter that is trained.")
+        elif kept.expected != kept.live:
+            grads = [grad for number, grad in zip(kept.expected, grads, strict=True) if number in kept.live]
         if kind == "I" and self.split:
             self.deferred[stage, micro] = backward_input(kept.edges, grads, kept.received)
         else:

@@ -45,6 +45,10 @@ class Spec(NamedTuple):
     dtype: torch.dtype
     wants_grad: bool
 
+    def serves(self, now: Spec) -> bool:
+        """Return True if a tensor as `now` may go as this one: also one that needs no gradient any more."""
+        return self[:2] == now[:2] and self.wants_grad >= now.wants_grad
+
 
 @dataclass
 class _Sent:
@@ -106,13 +110,17 @@ class Channels:
 
     def _forget(self) -> None:
         self._turn = 0
-        self._specs: dict[tuple[int, Hashable], tuple[Spec, ...]] = {}
+        self._specs: dict[tuple[int, tuple[bool, Hashable]], tuple[Spec, ...]] = {}
 
-    def begin(self, routes: Routes, keys: Sequence[Hashable]) -> None:
-        """A run along `routes`. keys: for each micro-batch, what the shapes and the needed gradients depend on."""
+    def begin(self, routes: Routes, keys: Sequence[tuple[bool, Hashable]]) -> None:
+        """A run along `routes`. keys: of each micro-batch, whether gradients are wanted, and what shapes depend on."""
         if self.edges:
             meet(self.edges, self.device)  # an error in a cell has the world formed again, and no step was broken off
         self._turn = (self._turn + 1) % _TURNS
+        # Where nothing needed a gradient something may now, since parameters have been thawed: it is told anew.
+        self._specs = {
+            key: spec for key, spec in self._specs.items() if not key[1][0] or any(one.wants_grad for one in spec)
+        }
         self._routes, self._keys = routes, keys
         self._coming = {peer: deque(arrivals) for peer, arrivals in routes.arrivals.items()}
         self._headers: dict[int, _Posted] = {}
@@ -140,20 +148,22 @@ class Channels:
         self._release(peer, made_at)
         return tensors
 
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> list[int]:
         """Send it and go on. Activations say by `requires_grad` whether a gradient comes back.
 
-        Raises TrainingError when a stage returns other shapes than it did for the same key.
+        Returns the numbers of those for which one does: of those that need none any more, too, since parameters were
+        frozen. Raises TrainingError when a stage returns other shapes than it did for the same key.
         """
         peer, used_at = self._routes.target[message]
-        sent = _Sent(used_at, [], [])
+        sent, expected = _Sent(used_at, [], []), list[int]()
         if not message.gradient:
             key, spec = self._key(message), _spec(tensors)
             known = self._specs.setdefault(key, spec)
+            expected = [number for number, one in enumerate(known) if one.wants_grad]
             if known is spec:
                 for part in _header(spec, self.device):
                     self._isend(sent, peer, part)
-            elif known != spec:
+            elif len(known) != len(spec) or not all(one.serves(now) for one, now in zip(known, spec, strict=True)):
                 raise TrainingError(
                     f"Stage {message.stage - 1} returned other tensors than before for micro-batches of the same kind.",
                     numbers=f"before: {_described(known)}; now: {_described(spec)}",
@@ -162,6 +172,7 @@ class Channels:
         for tensor in tensors:
             self._isend(sent, peer, _raw(tensor))
         self._outbox.setdefault(peer, []).append(sent)
+        return expected
 
     def finish(self) -> None:
         """After the last operation: what was sent has arrived."""
@@ -202,7 +213,7 @@ class Channels:
             ]
         return True
 
-    def _key(self, message: Message) -> tuple[int, Hashable]:
+    def _key(self, message: Message) -> tuple[int, tuple[bool, Hashable]]:
         """A boundary is called by the stage behind it."""
         return message.stage + message.gradient, self._keys[message.micro]
 

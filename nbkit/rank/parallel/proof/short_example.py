@@ -16,14 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.data.batch import call, on_device, pair, pick, rows_of
+from nbkit.rank.data.data_rng import seed_others
 from nbkit.rank.data.sample_rows import undrawn
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
+from nbkit.rank.parallel.proof.outside_state import Outside, OutsideState, find_outside
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.rng.keyed_dropout import find_draws
 from nbkit.rank.watching_mode import WatchingMode
 
+_READS = frozenset({"aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default"})
 _POSITIONS = 16
 """So many are as good as all; what of their number does not divide by it stays, for splits and patches."""
 
@@ -31,10 +34,13 @@ _POSITIONS = 16
 @dataclass(frozen=True)
 class FirstRuns:
     """draws: of the model itself. short: the example with a few positions of each row, on which the model makes the
-    operations that it makes on all, and gives a finite loss; None where there is no such."""
+    operations that it makes on all, and gives a finite loss; None where there is no such. outside: what the model and
+    the loss change and read beside parameters and buffers. reads: they read numbers of tensors, and may go by them."""
 
     draws: DrawPlan | None = None
     short: Any = None
+    outside: Outside | None = None
+    reads: bool = False
 
 
 def first_runs(
@@ -46,11 +52,23 @@ def first_runs(
     """
     runs = _Runs(module, inputs, loss)
     with suppress(Exception), undrawn(), unchanged(module):
+        state = OutsideState(module, loss)
         short = _shortened(example, pair(example, inputs)[0], lcm(_POSITIONS, parts))
         # Of one row, since all positions of a row are the larger part of all that is run here.
         if short is None or (whole := runs.operations(example)) is None or runs.operations(short) != whole:
             short = None
-        return FirstRuns(find_draws(module, runs.of(example if short is None else short)), short)
+        few = example if short is None else short
+        draws = find_draws(module, runs.of(few))
+        outside = None
+        state.put_back()
+        seen = _Operations()
+        with suppress(Exception):
+            with seen:
+                runs.seeded(few, [0, 1])
+            if state.changes():
+                state.put_back()
+                outside = find_outside(lambda rows: runs.seeded(few, rows), state, two=rows_of(few) > 1)
+        return FirstRuns(draws, short, outside, any(str(each) in _READS for each in seen.operations))
     return FirstRuns()
 
 
@@ -73,10 +91,19 @@ class _Runs:
                 return seen.operations
         return None
 
-    def _output(self, example: Any, rows: int) -> tuple[Any, Any]:
+    def seeded(self, example: Any, rows: Sequence[int]) -> tuple[Any, Any]:
+        """What the model gives for those rows, and the loss, from the same random numbers each time."""
+        torch.manual_seed(0)
+        seed_others(0)
+        with torch.no_grad():
+            output, target = self._output(example, len(rows), rows)
+            loss = None if self.loss is None else weigh(self.loss(output, target), len(rows)).value
+        return list(leaves(output).values()), loss
+
+    def _output(self, example: Any, rows: int, numbers: Sequence[int] | None = None) -> tuple[Any, Any]:
         """Of the model, and the targets."""
         device, held = next((p.device for p in self.module.parameters()), torch.device("cpu")), rows_of(example)
-        part = on_device(pick(example, [i % held for i in range(rows)], rows=held), device)
+        part = on_device(pick(example, [i % held for i in numbers or range(rows)], rows=held), device)
         value, target = pair(part, self.inputs)
         return call(self.module, value), target
 

@@ -6,10 +6,12 @@ A temperature or a dropout rate that a live cell sets, the mode of a frozen part
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from types import FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 OF_MODULES = frozenset(vars(nn.Module()))
 """What every module has: its mode, hooks, parameters, buffers and parts."""
@@ -44,6 +46,33 @@ def take_along(old: nn.Module, built: Attributes, new: nn.Module) -> None:
     What a strategy itself has changed, such as the number of heads of a rank, stays what it is in `new`.
     """
     put(set_since(old, built), new)
+
+
+def take_objects_along(old: nn.Module, new: nn.Module) -> None:
+    """Hand on to `new` the objects and tensors that modules of `old` keep in attributes, and what they hold.
+
+    For a model that changes and reads them as it runs. What holds a part of the model, or a function, is left out: that
+    of `new` holds its own.
+    """
+    model = {id(each) for each in (*old.modules(), *old.parameters(), *old.buffers())}
+    parts = dict(new.named_modules())
+    for path, part in old.named_modules():
+        for name, value in vars(part).items() if path in parts else ():
+            if name not in OF_MODULES and not isinstance(value, Plain) and not _holds(value, model, set()):
+                parts[path].__dict__[name] = value
+
+
+def _holds(value: object, model: set[int], seen: set[int]) -> bool:
+    """Whether something of `model`, or a function, can be reached from `value`."""
+    if id(value) in model or isinstance(value, FunctionType | MethodType):
+        return True
+    if isinstance(value, Plain | Tensor) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    inside = [*value.values()] if isinstance(value, Mapping) else []
+    if isinstance(value, list | tuple | set | deque):
+        inside += value
+    return any(_holds(each, model, seen) for each in (*inside, *getattr(value, "__dict__", {}).values()))
 
 
 def set_since(module: nn.Module, built: Attributes) -> Attributes:

@@ -57,6 +57,7 @@ def buffers_off(whole: Stepped, ranks: Sequence[Stepped], tolerance: float) -> I
         if true is None or true.shape != held.shape:
             continue
         # Masks hold what is not finite.
+        held, true = (x if x.is_floating_point() else x.to(torch.float64) for x in (held, true))
         away = (held - true).masked_fill((held == true) | (held.isnan() & true.isnan()), 0)
         if (off := _largest(away)) > 64 * tolerance * _largest(true.nan_to_num(0, 0, 0)):
             yield f"buffer {name!r} {off:.3g} off, of {_largest(true):.3g}"

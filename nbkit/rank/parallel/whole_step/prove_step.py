@@ -9,6 +9,7 @@ in any thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -28,6 +29,7 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.meta_module import homes
 from nbkit.rank.parallel.options import Options, parts_rows
+from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept
 from nbkit.rank.parallel.whole_step.compare_steps import buffers_off, differences, updates_off
 from nbkit.rank.parallel.whole_step.drawn_model import Reference, drawn_model
 from nbkit.rank.parallel.whole_step.steps import Batch, Optimizer, Stepped, step_of_one, steps_of_ranks
@@ -150,11 +152,16 @@ def _proof(
     # The mean of an auxiliary term over parts of a batch is not that of the whole: one process takes the same parts.
     in_parts = options.coupled is not None and parts_rows(options, strategy)
     rows = _rows(small, 1 if size > exact or in_parts else each, microbatch_size)
+    if options.collectives:
+        rows = max(each, 2) * small.dp * (small.microbatches or 1)  # every rank calls them as often, on as many rows
+    # The models of one process and of the ranks share what is outside of them.
+    outside = OutsideState(skeleton, loss) if options.outside is not None else None
     why = ""
     for dtype, positive in _DRAWS[size > exact :]:
         try:
             data = _data(example, rows, dtype)
-            batch = Batch(data, rows, loss or _sum_of_output, inputs, optimizer or _Descent, microbatch_size and 1)
+            how = (loss or _sum_of_output, inputs, optimizer or _Descent, microbatch_size and 1)
+            batch = Batch(data, rows, *how, outside)
             with coarsest() as seen:
                 whole = _alone(skeleton, reference, dtype, positive, batch, options, in_parts)
         except ReadsParameters as error:
@@ -175,7 +182,8 @@ def _proof(
             return StepProof(refusal)
         why = f"one process does not repeat its own step: loss {whole.loss:.6g}, then {again.loss:.6g}"
         break
-    return StepProof(_unprovable(strategy, why) if _cuts(strategy) else None, f"no whole step: {why}")
+    unknown = _cuts(strategy) or options.collectives
+    return StepProof(_unprovable(strategy, why) if unknown else None, f"no whole step: {why}")
 
 
 _DRAWS = ((torch.float64, False), (torch.float32, False), (torch.float32, True))
@@ -234,7 +242,9 @@ def _alone(
     """By one process; in_parts: a forward for each row, as the ranks make them."""
     if reference is not None and not in_parts:
         with reference.drawn(skeleton, dtype, positive=positive) as model:
-            return step_of_one(model, batch, options)
+            # It is run again for the next proof.
+            with outside_kept(model) if options.outside is not None else nullcontext():
+                return step_of_one(model, batch, options)
     model = drawn_model(skeleton, dtype, positive=positive)
     if not in_parts:
         return step_of_one(model, batch, options)
@@ -252,7 +262,7 @@ def _compared(
     except Exception as error:
         return StrategyError(
             f"{strategy} does not run this model: a step of {batch.rows} rows fails.",
-            numbers=_told(error),
+            numbers=_told(error) + _called(options),
             hint=_hint(strategy),
         )
     tolerance, before = max(1e-9, 64 * eps), {name: p.detach() for name, p in model.named_parameters()}
@@ -263,9 +273,13 @@ def _compared(
         return None
     return StrategyError(
         f"{strategy} does not train this model as one process does.",
-        numbers=f"a step of {batch.rows} rows: {'; '.join(list(dict.fromkeys(found))[:3])}",
+        numbers=f"a step of {batch.rows} rows: {'; '.join(list(dict.fromkeys(found))[:3])}{_called(options)}",
         hint=_hint(strategy),
     )
+
+
+def _called(options: Options) -> str:
+    return f"; the model or the loss makes an {options.collectives} itself" if options.collectives else ""
 
 
 def _told(error: Exception) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nbkit.rank.comm.thread_group import Meeting
+from nbkit.rank.comm.delegating_group import stand_in
+from nbkit.rank.comm.thread_group import Alone, Meeting
 from nbkit.rank.comm.thread_ranks import ThreadRanks
 from nbkit.rank.data.batch import call, pair, shapes_of, shard_of
 from nbkit.rank.loss.row_weights import Loss, weigh
@@ -20,6 +21,7 @@ from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Options, parts_rows
 from nbkit.rank.parallel.parallelize import cut
 from nbkit.rank.parallel.process_groups import connect_threads
+from nbkit.rank.parallel.proof.outside_state import OutsideState
 from nbkit.rank.parallel.reshard.load_local_shards import fill_weights
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
@@ -34,7 +36,10 @@ Optimizer = Callable[[Mapping[str, nn.Parameter], bool], Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is made on, and with. rows: of data. microbatch_size: as of the Trainer."""
+    """What a step is made on, and with. rows: of data. microbatch_size: as of the Trainer.
+
+    outside: what user code changes beside the models: each rank finds it as it was, and as itself has left it.
+    """
 
     data: Any
     rows: int
@@ -42,6 +47,7 @@ class Batch:
     inputs: Sequence[str] | None
     optimizer: Optimizer
     microbatch_size: int | None = None
+    outside: OutsideState | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,14 @@ class _Rank:
 
 def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
     """By one process. Leaves the gradients and the new weights in `model`."""
+    with stand_in(Alone()):
+        return _step_of_one(model, batch, options)
+
+
+def _step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
     draws = KeyedDropout(model, 0, options.draws)
+    if batch.outside is not None:
+        batch.outside.put_back()
     try:
         value, target = pair(batch.data, batch.inputs)
         with draws.step(0, range(batch.rows)), torch.enable_grad():
@@ -123,12 +136,21 @@ def steps_of_ranks(
     skeleton = skeleton_of(model)
     rank_layouts = ShardLayouts(skeleton, options).of(strategy)
     ranks: ThreadRanks[_Rank] = ThreadRanks(strategy.mesh.size)
+    if (outside := batch.outside) is not None:
+        ranks = ThreadRanks(strategy.mesh.size, leave=outside.held, enter=outside.put)
     meetings: dict[tuple[str, tuple[int, ...]], Meeting] = {}
 
     def meeting(axis: str, members: tuple[int, ...]) -> Meeting:
         return meetings.setdefault((axis, members), Meeting(ranks, members))
 
     def of_rank(rank: int) -> _Rank:
+        if outside is not None:
+            outside.put_back()
+        # What the model or the loss sends itself goes between these ranks too.
+        with stand_in(meeting("user", tuple(range(strategy.mesh.size))).group_of(rank)):
+            return step_of_rank(rank)
+
+    def step_of_rank(rank: int) -> _Rank:
         connections = connect_threads(strategy, rank_layouts, rank, meeting)
         sharded_model = cut(skeleton, strategy, connections, options=options, device=_CPU).build(_CPU)
         fill_weights(sharded_model, model)

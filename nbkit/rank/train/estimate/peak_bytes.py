@@ -5,9 +5,10 @@ A model is measured once for each pair of tensor and context axes; see model_tra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from nbkit.planner.link_speed import Link
 from nbkit.planner.peak.activations import Line, Piece, Updating
 from nbkit.planner.peak.peak import Peak, Weights, peak
 from nbkit.planner.stage_partition import place
+from nbkit.rank.aside import NotAside
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.options import Options, casts_of
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
@@ -133,11 +135,20 @@ class PeakBytes:
         """Whether the model was measured on these axes."""
         return (tp, cp) in self._traced
 
-    def measure(self, tp: int, cp: int) -> bool:
-        """Measure it, unless that was done; whether it was done now. Raises StrategyError for what cannot be split."""
-        if self.knows(tp, cp):
-            return False
-        return self.traced(tp, cp) is not None
+    def measure(self, axes: Collection[tuple[int, int]], aside: Callable[[Callable[[], Any]], Any]) -> bool:
+        """Measure the model on pairs (tp, cp) of axes, and return True if any was measured now. aside: a Builder's."""
+        wanted = [pair for pair in axes if not self.knows(*pair)]
+
+        def run() -> dict[tuple[int, int], Traced | None]:
+            for pair in wanted:
+                with suppress(NbkitError):  # what cannot be split has no peak
+                    self.traced(*pair)
+            return {pair: self._traced.get(pair) for pair in wanted}
+
+        if wanted:
+            with suppress(NotAside):
+                self._traced.update(aside(run))
+        return any(self._traced.get(pair) is not None for pair in wanted)
 
     @property
     def _size(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -193,13 +192,12 @@ def look_at_all(job: Job) -> bool:
 
 def measure_peaks(job: Job) -> Iterator[None]:
     """Run the model on shapes, as tensor and context axes leave it, if that was not done: a second for each pair of
-    axes, one item for each that is known now."""
+    axes. One item if anything was found."""
     if job.config.example is None:
         return
-    for tp, cp in sorted({(one.tp, one.cp) for one in Strategy.every(job.world_size, schedules=("1f1b",))}):
-        with suppress(NbkitError):
-            if job.cost_model().peaks.measure(tp, cp):
-                yield
+    axes = sorted({(one.tp, one.cp) for one in Strategy.every(job.world_size, schedules=("1f1b",))})
+    if job.cost_model().peaks.measure(axes, job.builder.aside):
+        yield
 
 
 def _at_the_peak(job: Job, seen: CostModel, strategy: Strategy) -> int | None:

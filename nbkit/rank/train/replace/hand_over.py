@@ -117,6 +117,13 @@ def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:
             hint="an IterableDataset, or any object whose __iter__ begins anew",
         )
     blueprint = job.builder.blueprint
+    outside = job.builder.options.outside
+    if outside is not None and (lost := outside.parted(job.model)[1]):
+        raise TrainingError(
+            f"The model or the loss keeps {', '.join(map(repr, lost[:3]))}, which a new process cannot be given.",
+            numbers="changed in each pass, and read in the next",
+            hint="register_buffer, which it is given; or on_failure='stop'",
+        )
     try:
         return dumps(handed_by(trainer, strategy))
     except Exception:

@@ -31,7 +31,14 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.loss.reads_model import reading_no_parameter
 from nbkit.rank.loss.row_losses import row_losses
 from nbkit.rank.parallel.grad_norm import clip, scale
-from nbkit.rank.parallel.micro_batch import ForwardPass, Micro, micro_batches, most_passes, whole_of
+from nbkit.rank.parallel.micro_batch import (
+    ForwardPass,
+    Micro,
+    check_collectives,
+    micro_batches,
+    most_passes,
+    whole_of,
+)
 from nbkit.rank.parallel.module.batch_norm import check_level, takes_all_ranks
 from nbkit.rank.parallel.module.buffer_updates import check_buffers, watched
 from nbkit.rank.parallel.options import parts_rows
@@ -96,6 +103,10 @@ class TrainingStep:
     def reseed(self, seed: int) -> None:
         """Draw by `seed` from now on."""
         self.seed = self._dropout.seed = seed
+
+    def compare_buffers(self) -> None:
+        """Compare, in the next step, the buffers that forward passes update."""
+        self._drift_unknown = True
 
     def release(self) -> None:
         """Take the hooks off the modules: another sharded model is in force."""
@@ -318,6 +329,8 @@ class TrainingStep:
         return sums
 
     def _cut(self, shard: Shard) -> list[Micro]:
+        if collective := self.builder.options.collectives:
+            check_collectives(shard, self.sharded_model, self.microbatch_size, collective)
         return micro_batches(shard, self.sharded_model, self.microbatch_size, self.device)
 
 

@@ -91,7 +91,16 @@ def prepare_in_place(
     with ranks.all_or_none("planning the way"):
         exchange, old = InPlace(plan, builder.rank), Emptying(before, left.sharded_model.data.tensors())
         exchange.check(old, target)
-    return Move(left, left.under(sharded_model, inner), old, target, exchange, builder.rank, builder.device)
+    there = left.under(sharded_model, inner, objects=builder.options.outside is not None)
+    return Move(
+        left,
+        there,
+        old,
+        target,
+        exchange,
+        builder.rank,
+        builder.device,
+    )
 
 
 def exchange_in_place(move: Move, before: str, ranks: Consensus, adopt: Callable[[TrainingState], None]) -> float:

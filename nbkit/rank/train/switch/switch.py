@@ -91,6 +91,7 @@ class Switchable(Training):
         Raises TrainingError where gradients wait for the optimizer: another sharded model would not have them.
         """
         self.level()
+        self.compare_ranks()
         if self.waits_for_update:
             raise TrainingError(
                 "A switch between backward() and optimizer.step() would drop the update.",

@@ -55,7 +55,8 @@ def prepare(
         if exchange is not None:
             exchange.give_back()  # plans are kept, and with them what they hold
         raise
-    return Prepared(left.under(sharded_model, inner), before, target, exchange)
+    there = left.under(sharded_model, inner, objects=builder.options.outside is not None)
+    return Prepared(there, before, target, exchange)
 
 
 def _make_room(exchange: Exchange, before: JobState, target: JobState, device: torch.device) -> None:

@@ -1,0 +1,150 @@
+"""Runs user code for a look at a model while the model trains, where it cannot reach what trains.
+
+A look runs the model, the loss or the optimizer: to fill the panel, to prepare a switch. User code may reach more than
+the copy that it is given: a lambda in a list calls the blocks of the model that it was made from, a forward counts its
+calls in a global. So a look runs in a fork of this process, of which nothing but the result comes back. A fork of a
+process that has used an accelerator cannot run a backward pass. There a look stays in its thread, and every operation
+on the memory of what trains raises: then the look waits for a boundary between two steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import select
+import signal
+import stat
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from nbkit.rank.device import accelerator
+from nbkit.rank.parallel.proof.memory import Memory, memory_of, tensors_in
+from nbkit.rank.watching_mode import WatchingMode
+
+T = TypeVar("T")
+
+STILL_SECONDS = 10.0
+"""A fork that uses no CPU for so long waits for a lock that a thread of this process held when it was forked."""
+
+
+class NotAside(Exception):
+    """The look could not be made beside the training, which says nothing about what it looks at."""
+
+
+def aside(work: Callable[[], T], *, device: torch.device, live: Callable[[], Iterable[Tensor]]) -> T:
+    """Return what `work` returns; raise what it raises. Nothing that it does is seen by this process.
+
+    live: the tensors that train; asked for where `work` cannot have a process of its own. What `work` returns and
+    raises has to be picklable. Raises NotAside where it reached a live tensor, or its process was ended or stuck.
+    """
+    if not accelerator().holds(device):
+        return _in_a_fork(work)
+    with _Apart(live()):
+        return work()
+
+
+class _Apart(WatchingMode):
+    """Raises NotAside before an operation on the memory of `live`. Covers backward passes, and this thread alone."""
+
+    def __init__(self, live: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._live: set[Memory] = {memory_of(tensor) for tensor in live}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(memory_of(tensor) in self._live for tensor in tensors_in((args, kwargs or {}))):
+            raise NotAside(f"{func} on a tensor that trains")
+        return func(*args, **(kwargs or {}))
+
+
+def _in_a_fork(work: Callable[[], T]) -> T:
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes with threads
+        pid = os.fork()
+    if not pid:
+        _answer(work, writer)
+    os.close(writer)
+    try:
+        packed = _read(reader, pid)
+    finally:
+        os.close(reader)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    if not packed:
+        raise NotAside("the process of the look ended without an answer")
+    done, value = pickle.loads(packed)
+    if not done:
+        raise value
+    return value  # type: ignore[no-any-return]
+
+
+def _read(reader: int, pid: int) -> bytes:
+    packed, used, since = b"", -1, time.monotonic()
+    while True:
+        if select.select([reader], [], [], 1.0)[0]:
+            if not (part := os.read(reader, 1 << 20)):
+                return packed
+            packed += part
+        elif (now := _ticks(pid)) != used:
+            used, since = now, time.monotonic()
+        elif time.monotonic() - since > STILL_SECONDS:
+            raise NotAside("the process of the look waited for a lock")
+
+
+def _ticks(pid: int) -> int:
+    """CPU time of a process so far; 0 where nothing tells."""
+    with suppress(OSError), open(f"/proc/{pid}/stat") as text:
+        fields = text.read().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    return 0
+
+
+def _answer(work: Callable[[], object], writer: int) -> NoReturn:
+    """Run in the fork, which has one thread, no connection and no output, and ends with the process it came from."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _end_with_parent()
+        _close_all_but(writer)
+        gc.disable()  # a finaliser of something live may wait for a thread that this process lacks
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        torch.set_num_threads(1)  # the pool of threads was not forked
+        try:
+            packed = pickle.dumps((True, work()))
+        except BaseException as error:
+            try:
+                packed = pickle.dumps((False, error))
+                pickle.loads(packed)
+            except Exception:
+                packed = pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))
+        with os.fdopen(writer, "wb") as stream:
+            stream.write(packed)
+    finally:
+        os._exit(0)
+
+
+def _end_with_parent() -> None:
+    import ctypes
+
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _close_all_but(kept: int) -> None:
+    """Close sockets and pipes, which tell others that the parent has ended when the last copy is closed."""
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        fd = int(name)
+        with suppress(OSError):
+            mode = os.fstat(fd).st_mode
+            if fd not in (0, 1, 2, kept) and (stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)):
+                os.close(fd)

@@ -1,0 +1,461 @@
+"""State beside parameters, buffers and inputs that a forward pass or a loss changes and reads.
+
+A hidden state or a memory that is kept in an attribute, a count in a global, a list that a lambda holds. No state_dict
+has it, and nothing sends it. `OutsideState` remembers all that user code can reach of that kind, tells what has
+changed, and puts it back; `find_outside` runs the model to see whether what changes makes a difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.rank.parallel.proof.memory import tensors_in
+from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
+from nbkit.rank.torch_private import tree_leaves
+
+_LIBRARIES = frozenset({"torch", "numpy", "nbkit", "builtins", *sys.stdlib_module_names}) - {"__main__"}
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, types.ModuleType)
+_MOST, _LONG, _COPIED = 5000, 256, 1 << 24  # places that are looked at; elements of one; elements of all tensors
+
+Slots = dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a forward pass or a loss changes and reads beside parameters, buffers and inputs.
+
+    names: of the places. by_rows: what is there afterwards depends on the rows. per_row: it has a part for each row.
+    tensors: it is more than a number. attributes: (name of a module, name of an attribute of it) of those that are one.
+    """
+
+    names: tuple[str, ...]
+    by_rows: bool
+    per_row: bool
+    tensors: bool
+    attributes: frozenset[tuple[str, str]] = frozenset()
+
+    def parted(self, module: nn.Module) -> tuple[dict[str, Any], list[str]]:
+        """Return the numbers and texts in attributes of `module`, by name, and the names of all else."""
+        parts = dict(module.named_modules())
+        plain = {
+            f"{path}.{name}" if path else name: vars(parts[path])[name]
+            for path, name in sorted(self.attributes)
+            if path in parts and isinstance(vars(parts[path]).get(name), int | float | str)
+        }
+        return plain, [name for name in self.names if name not in plain]
+
+    @property
+    def spelled(self) -> str:
+        """The first names."""
+        return f"{', '.join(map(repr, self.names[:3]))}{', ...' * (len(self.names) > 3)}"
+
+
+@dataclass(frozen=True)
+class _Numpy:
+    """The state of a generator of numpy's."""
+
+    state: Any
+
+
+@dataclass
+class _Place:
+    """Something that holds values. before: what it held, by key. path: of the module whose attributes they are."""
+
+    name: str
+    read: Callable[[], Slots]
+    write: Callable[[Slots], None]
+    before: Slots
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class Held:
+    """What everything that an OutsideState watches holds at a moment."""
+
+    slots: Sequence[Slots]
+    contents: Sequence[Tensor | None]
+
+
+class OutsideState:
+    """What `module` and `functions` can reach, as it was when this was made."""
+
+    def __init__(self, module: nn.Module, *functions: Any) -> None:
+        self._places: list[_Place] = []
+        self._tensors: list[tuple[str, Tensor, int, Tensor | None]] = []
+        self._seen: dict[int, Any] = {}  # by id; held, so that no other object gets the same
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            self._seen[id(tensor)] = tensor
+        self._most, self._room = len(self._seen) + _MOST, _COPIED
+        self._modules(type(module).__name__, module, top=True)
+        for function in functions:
+            self._visit(getattr(function, "__name__", type(function).__name__), function)
+
+    def changes(self) -> dict[str, Any]:
+        """Return name -> value now of every place that holds something else than before."""
+        found: dict[str, Any] = {}
+        for place in self._places:
+            now = place.read()
+            for key in place.before.keys() | now.keys():
+                if not _same(place.before.get(key), now.get(key)):
+                    found[_spelled(place.name, key)] = now.get(key)
+        for name, tensor, version, _ in self._tensors:
+            if tensor._version != version:
+                found.setdefault(name, tensor)
+        return found
+
+    def attributes(self, names: Sequence[str]) -> frozenset[tuple[str, str]]:
+        """Return those of `names` that are attributes of the model's modules, as (path, attribute)."""
+        own = {_spelled(place.name, key): (place.path, str(key)) for place in self._places for key in place.read()}
+        found = ((name, own.get(name)) for name in names)
+        return frozenset((at[0], at[1]) for _, at in found if at is not None and at[0] is not None)
+
+    def put_back(self) -> None:
+        """Make everything hold again what it held."""
+        self.put(Held([place.before for place in self._places], [content for *_, content in self._tensors]))
+
+    def held(self) -> Held:
+        """Return what everything holds now, for `put`."""
+        slots = [{key: _kept(value) for key, value in place.read().items()} for place in self._places]
+        return Held(slots, [None if kept is None else tensor.detach().clone() for _, tensor, _, kept in self._tensors])
+
+    def put(self, held: Held) -> None:
+        """Make everything hold what it held then."""
+        for place, slots in zip(self._places, held.slots, strict=True):
+            now = place.read()
+            if now.keys() != slots.keys() or any(not _same(now[key], slots[key]) for key in now):
+                place.write({key: _kept(value) for key, value in slots.items()})
+        with torch.no_grad():
+            for (_, tensor, version, _), content in zip(self._tensors, held.contents, strict=True):
+                if tensor._version != version and content is not None:
+                    tensor.detach().copy_(content)
+
+    def numbers(self) -> Iterator[Callable[[float], None]]:
+        """Yield, for every number and every tensor that was changed in place, what adds to it."""
+        for place in self._places:
+            now = place.read()
+            for key, value in now.items():
+                if type(value) in (int, float) and not _same(place.before.get(key), value):
+                    yield functools.partial(_add, place, key)
+        for _, tensor, version, kept in self._tensors:
+            if tensor._version != version and kept is not None and tensor.dtype != torch.bool:
+                yield functools.partial(_add_to, tensor)
+
+    def _modules(self, name: str, module: nn.Module, *, top: bool = False) -> None:
+        for path, part in module.named_modules():
+            if id(part) in self._seen:
+                continue
+            self._seen[id(part)] = part
+            label = path if top else f"{name}.{path}" if path else name
+            self._namespace(label, vars(part), lambda key: key not in OF_MODULES, path=path if top else None)
+            if not top:
+                for key, tensor in (*part._buffers.items(), *part._parameters.items()):
+                    self._visit(_spelled(label, key), tensor)
+            self._class(type(part))
+
+    def _visit(self, name: str, value: Any) -> None:
+        if isinstance(value, _PLAIN) or id(value) in self._seen or len(self._seen) > self._most:
+            return
+        if isinstance(value, nn.Module):
+            self._modules(name, value)
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            if not value.is_inference():
+                kept = value.detach().clone() if value.numel() <= self._room else None
+                self._room -= 0 if kept is None else kept.numel()
+                self._tensors.append((name, value, value._version, kept))
+        elif isinstance(value, dict):
+            self._namespace(name, value, lambda _: True)
+        elif isinstance(value, list | deque):
+            self._sequence(name, value)
+        elif isinstance(value, set):
+            self._set(name, value)
+        elif isinstance(value, tuple):
+            for number, each in enumerate(value[:_LONG]):
+                self._visit(f"{name}[{number}]", each)
+        elif isinstance(value, random.Random):
+            self._place(name, lambda: {"": value.getstate()}, lambda slots: value.setstate(slots[""]))
+        elif isinstance(value, torch.Generator):
+            self._place(name, lambda: {"": value.get_state()}, lambda slots: value.set_state(slots[""]))
+        elif (bits := getattr(value, "bit_generator", None)) is not None:
+            self._place(name, lambda: {"": _Numpy(bits.state)}, lambda slots: setattr(bits, "state", slots[""].state))
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.MethodType):
+            self._visit(name, value.__func__)
+            self._visit(name, value.__self__)
+        elif isinstance(value, functools.partial):
+            for each in (value.func, value.args, value.keywords):
+                self._visit(name, each)
+        elif isinstance(value, type):
+            self._class(value)
+        elif not isinstance(value, types.ModuleType) and isinstance(getattr(value, "__dict__", None), dict):
+            if _is_users(type(value)):
+                self._namespace(name, vars(value), lambda _: True)
+                self._class(type(value))
+
+    def _namespace(
+        self, name: str, values: dict[Any, Any], has: Callable[[Any], bool], path: str | None = None
+    ) -> None:
+        def read() -> Slots:
+            return {key: value for key, value in values.items() if has(key)}
+
+        def write(slots: Slots) -> None:
+            for key in [key for key in values if has(key) and key not in slots]:
+                del values[key]
+            values.update(slots)
+
+        with suppress(Exception):  # what cannot be read as a dict is not one
+            self._place(name, read, write, path)
+
+    def _sequence(self, name: str, values: Any) -> None:
+        def write(slots: Slots) -> None:
+            values.clear()
+            values.extend(slots.values())
+
+        self._place(name, lambda: dict(enumerate(values)), write)
+
+    def _set(self, name: str, values: set[Any]) -> None:
+        def write(slots: Slots) -> None:
+            values.clear()
+            values.update(slots)
+
+        self._place(name, lambda: dict.fromkeys(values), write)
+
+    def _place(
+        self, name: str, read: Callable[[], Slots], write: Callable[[Slots], Any], path: str | None = None
+    ) -> None:
+        now = read()
+        self._places.append(_Place(name, read, write, {key: _kept(value) for key, value in now.items()}, path))
+        for key, value in itertools.islice(now.items(), _LONG):
+            self._visit(_spelled(name, key), value)
+
+    def _class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if not _is_users(base) or id(base) in self._seen:
+                continue
+            self._seen[id(base)] = base
+            own = [key for key, value in vars(base).items() if key[:2] != "__" and not _is_code(value)]
+
+            def read(base: type = base, own: Sequence[str] = own) -> Slots:
+                return {key: vars(base)[key] for key in own if key in vars(base)}
+
+            def write(slots: Slots, base: type = base) -> None:
+                for key, value in slots.items():
+                    setattr(base, key, value)
+
+            self._place(base.__name__, read, write)
+            for value in list(vars(base).values()):
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if isinstance(function, types.FunctionType):
+                    self._visit(base.__name__, function)
+
+    def _function(self, function: types.FunctionType) -> None:
+        if not _is_users(function) or "-packages" in function.__code__.co_filename:
+            return
+        names, named = _names(function.__code__), function.__globals__
+        for name in names & named.keys():
+            value = named[name]
+            if isinstance(value, types.ModuleType):
+                if _is_users(value):
+                    self._names(value.__name__, vars(value), names)
+            elif _is_code(value):
+                self._visit(name, value)
+        self._names("", named, names)
+        for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=False):
+            with suppress(ValueError):  # not filled yet
+                self._cell(name, cell)
+        for value in (function.__defaults__, function.__kwdefaults__, function.__dict__):
+            if value:
+                self._visit(function.__name__, value)
+
+    def _names(self, label: str, values: dict[str, Any], names: set[str]) -> None:
+        chosen = {name for name in names & values.keys() if not _is_code(values[name])}
+        if chosen:
+            # Another function may name the same ones: each is restored to what it was first.
+            self._namespace(label, values, lambda key: key in chosen)
+
+    def _cell(self, name: str, cell: types.CellType) -> None:
+        if not _is_code(cell.cell_contents):
+            self._place(name, lambda: {"": cell.cell_contents}, lambda slots: setattr(cell, "cell_contents", slots[""]))
+        else:
+            self._visit(name, cell.cell_contents)
+
+
+@contextmanager
+def outside_kept(module: nn.Module, *functions: Any) -> Iterator[OutsideState]:
+    """What `module` and `functions` can reach is afterwards as before."""
+    state = OutsideState(module, *functions)
+    try:
+        yield state
+    finally:
+        state.put_back()
+
+
+def find_outside(run: Callable[[Sequence[int]], Any], state: OutsideState, *, two: bool = True) -> Outside | None:
+    """What `run` changes and reads; None where nothing that it changes makes a difference.
+
+    run: rows, of two -> tensors that come out, the same ones whenever nothing else has changed. state: as it is now.
+    two: the two rows are not one.
+    """
+    first = _copied(run([0, 1]))
+    changes = {name: _copied(value) for name, value in state.changes().items()}
+    if not changes:
+        return None
+    run([1, 0])  # what remembers the same rows may give the same again
+    if _equal(first, _copied(run([0, 1]))) and not _read(run, state, first):
+        return None
+    parts = []
+    for row in (0, 1):
+        state.put_back()
+        run([row])
+        parts.append({name: _copied(value) for name, value in state.changes().items()})
+    state.put_back()
+    same = {
+        name
+        for name, value in changes.items()
+        if two and _equal(parts[0].get(name), parts[1].get(name)) and _equal(parts[0].get(name), value)
+    }
+    per_row = all(_for_each_row(changes[name], *(part.get(name) for part in parts)) for name in changes.keys() - same)
+    large = any(tensor.numel() != 1 for value in changes.values() for tensor in value if isinstance(tensor, Tensor))
+    names = sorted(changes)
+    return Outside(tuple(names), len(same) < len(changes), per_row, large, state.attributes(names))
+
+
+def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) -> bool:
+    """Whether other numbers where some were changed make a difference: those of many passes later, say."""
+    for added in (9, 99, 999):
+        state.put_back()
+        run([0, 1])
+        changed = list(state.numbers())
+        state.put_back()
+        for add in changed:
+            add(added)
+        if changed and not _equal(first, _copied(run([0, 1]))):
+            return True
+    return False
+
+
+def _add(place: _Place, key: Any, value: float) -> None:
+    now = place.read()
+    if type(now.get(key)) in (int, float):
+        place.write({**now, key: now[key] + value})
+
+
+def _add_to(tensor: Tensor, value: float) -> None:
+    tensor.detach().add_(value)
+
+
+def _for_each_row(both: Any, first: Any, second: Any) -> bool:
+    """Whether what two rows leave behind is that of the one beside that of the other."""
+    if first is None or second is None or not len(both) == len(first) == len(second):
+        return False
+    for whole, *halves in zip(both, first, second, strict=True):
+        if not all(isinstance(x, Tensor) for x in (whole, *halves)):
+            return False
+        if whole.ndim != halves[0].ndim or halves[0].shape != halves[1].shape:
+            return False
+        dims = [dim for dim in range(whole.ndim) if whole.shape[dim] != halves[0].shape[dim]]
+        if len(dims) != 1 or whole.shape[dims[0]] != 2 * halves[0].shape[dims[0]]:
+            return False
+        if not torch.allclose(whole.double(), torch.cat(halves, dims[0]).double(), rtol=1e-3, atol=1e-6):
+            return False
+    return True
+
+
+def _copied(value: Any) -> list[Any]:
+    """Tensors and plain values in `value`; what else is there counts as one thing."""
+    found: list[Any] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf.detach().clone())
+        elif isinstance(leaf, _PLAIN):
+            found.append(leaf)
+        else:
+            found += [tensor.detach().clone() for tensor in tensors_in(leaf)] or [repr(type(leaf))]
+    return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is None or other is None or len(one) != len(other):
+        return False
+    return all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else type(a) is type(b) and a == b
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _kept(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, itertools.count) else value
+
+
+def _same(before: Any, now: Any) -> bool:
+    if isinstance(before, itertools.count) and isinstance(now, itertools.count):
+        return repr(before) == repr(now)
+    if before is now:
+        return True
+    if isinstance(before, float) and isinstance(now, float) and before != before and now != now:
+        return True
+    if isinstance(before, _Numpy) and isinstance(now, _Numpy):
+        return repr(before) == repr(now)
+    if isinstance(before, tuple) and isinstance(now, tuple):
+        return len(before) == len(now) and all(map(_same, before, now))
+    if isinstance(before, _PLAIN) or isinstance(now, _PLAIN):
+        return type(before) is type(now) and bool(before == now)
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        # Made anew in each pass, as a cache is.
+        return before.shape == now.shape and before.dtype == now.dtype and torch.equal(before, now)
+    return False
+
+
+def _spelled(name: str, key: Any) -> str:
+    if key == "":
+        return name
+    if isinstance(key, str):
+        return f"{name}.{key}" if name else key
+    return f"{name}[{key!r}]"
+
+
+def _names(code: types.CodeType) -> set[str]:
+    found = {*code.co_names}
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            found |= _names(each)
+    return found
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, (*_FUNCTIONS, property, classmethod, staticmethod, functools.partial))
+
+
+def _is_users(what: Any) -> bool:
+    """Whether a class, function or module is of the user's own program, and of no library that is known here."""
+    name = what.__name__ if isinstance(what, types.ModuleType) else getattr(what, "__module__", None)
+    return isinstance(name, str) and name.partition(".")[0] not in _LIBRARIES
+
+
+def put_back_before(run: Callable[..., Any], module: nn.Module, *functions: Any) -> Callable[..., Any]:
+    """Return `run`, before which everything is as it was when it was called first."""
+    states: list[OutsideState] = []
+
+    def again(*args: Any) -> Any:
+        if not states:
+            states.append(OutsideState(module, *functions))
+        states[0].put_back()
+        return run(*args)
+
+    return again

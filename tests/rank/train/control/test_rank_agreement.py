@@ -1,0 +1,95 @@
+"""What has to be equal on all ranks, and is not, is named on every one of them, and nothing trains apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import mean_loss, points, quiet
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from nbkit.rank.train import job
+from nbkit.rank.train.control import rank_agreement
+
+
+class Scaled(nn.Module):
+    """Has a tensor in an attribute that each rank draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.noise = nn.Linear(6, 3), torch.randn(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.noise
+
+
+def plain(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def said(work: Any) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def differing(world: Any) -> dict[str, str]:
+    rank, found = dist.get_rank(), {}
+
+    def by_plateau(trainer: Any, record: dict[str, Any]) -> None:
+        trainer.optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)
+
+    torch.manual_seed(rank)
+    model = Scaled()
+    found["attribute"] = said(lambda: quiet(model=model, optimizer=plain))
+    trainer = quiet(optimizer=plain)
+    trainer.fit(1)
+    found["data"] = said(lambda: trainer.evaluate(points(8 + rank)))
+    part = [(torch.full((6,), float(rank)), torch.tensor(0)) for _ in range(4)]
+    found["part"] = said(lambda: trainer.evaluate(part))
+    job.EVERY = 3  # type: ignore[attr-defined]
+    trainer._callbacks = (by_plateau,)
+    found["lr"] = said(lambda: trainer.fit(20))
+    found["steps"] = str(trainer.step)
+    trainer._callbacks = ()
+    trainer.fit(1)  # from where rank 0 stands
+    trainer.optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)
+    found["start"] = said(lambda: trainer.fit(1))
+    found["switch"] = said(lambda: trainer.switch("zero1"))
+    trainer.optimizer.param_groups[0]["lr"] = 0.1
+    found["again"] = said(lambda: trainer.fit(1))
+    return found
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_what_differs_between_ranks_is_named_on_all_of_them() -> None:
+    first, second = run_ranks(differing, 2, timeout=100)
+    assert first == second
+    assert "'noise' differs" in first["attribute"] and "register_buffer" in first["attribute"]
+    assert "data to evaluate on: 'samples' differs" not in first["part"] and "'samples'" in first["data"]
+    assert "'the first and the last one' differs" in first["part"]
+    for when in ("lr", "start", "switch"):
+        assert "'lr of group 0' differs" in first[when] and "0.1, 0.05" in first[when], (when, first[when])
+    assert int(first["steps"]) < 6 and first["again"] == ""
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_attributes_that_a_callable_draws_are_those_of_one_process() -> None:
+    losses = [run_ranks(drawn, n, timeout=60)[0] for n in (1, 2)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def drawn(world: Any) -> list[float]:
+    return [record["loss"] for record in quiet(model=Scaled, optimizer=plain, loss=mean_loss).fit(3)]
+
+
+def test_settings_are_numbers_of_all_groups() -> None:
+    layer = nn.Linear(2, 2)
+    adam = torch.optim.AdamW([{"params": [layer.weight], "lr": torch.tensor(0.5)}, {"params": [layer.bias]}], lr=0.25)
+    found = rank_agreement.settings_by_name(adam)
+    assert (found["lr of group 0"], found["lr of group 1"], found["betas of group 1"]) == (0.5, 0.25, (0.9, 0.999))

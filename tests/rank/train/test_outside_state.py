@@ -1,0 +1,154 @@
+"""Models and losses that keep something beside parameters and buffers: equal to plain torch, or refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import stateful
+import torch
+from jobs import points, quiet
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from nbkit.rank.parallel.proof.outside_state import OutsideState
+from nbkit.rank.parallel.proof.short_example import first_runs
+
+STEPS = 5
+STRATEGIES = ("ddp", "zero3", "tp", "chain")
+
+
+def cases() -> dict[str, tuple[type[nn.Module], Any]]:
+    return {kind.__name__: (kind, stateful.plain) for kind in stateful.MODELS} | {
+        loss.__name__: (stateful.Base, loss) for loss in stateful.LOSSES
+    }
+
+
+def plain(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def by_torch(name: str) -> list[float]:
+    """Losses of one process, without nbkit."""
+    stateful.begin()
+    kind, loss = cases()[name]
+    torch.manual_seed(7)
+    model, data, losses = kind(), points(), []
+    optimizer = plain(model)
+    for step in range(STEPS):
+        chosen = [data[(step * 8 + i) % len(data)] for i in range(8)]
+        x, y = (torch.stack(part) for part in zip(*chosen, strict=True))
+        value: Tensor = loss(model(x), y)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(float(value.detach()))
+    return losses
+
+
+def by_nbkit(name: str, strategy: str) -> list[float] | str:
+    """Losses of these ranks; or why there are none. "chain": with live switches, of which some may be refused."""
+    stateful.begin()
+    kind, loss = cases()[name]
+    first = "ddp" if strategy == "chain" else strategy
+    try:
+        trainer = quiet(model=kind, loss=loss, optimizer=plain, strategy=first, shuffle=False, seed=7)
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+    for to in (None,) * (STEPS - 1) if strategy != "chain" else ("zero3", "tp", "zero1", "ddp"):
+        trainer.fit(1)
+        if to is not None:
+            try:
+                trainer.switch(to)
+            except Exception as error:
+                if "Error" not in type(error).__name__:
+                    raise
+    trainer.fit(1)
+    return [record["loss"] for record in trainer.history]
+
+
+def trained(world: Any, names: list[str]) -> dict[tuple[str, str], tuple[Any, Any]]:
+    found = {}
+    for name in names:
+        one = by_torch(name)
+        for strategy in STRATEGIES:
+            try:
+                found[name, strategy] = one, by_nbkit(name, strategy)
+            except Exception as error:
+                found[name, strategy] = one, f"LATE {type(error).__name__} {error}"
+    return found
+
+
+SAMPLE = ["Hidden", "Calls", "ByGlobal", "Centred", "CountsRows", "FirstRow"]
+REST = [name for name in cases() if name not in SAMPLE]
+
+
+@pytest.mark.parametrize("names", [SAMPLE, *(pytest.param(REST[i::8], marks=pytest.mark.long) for i in range(8))])
+def test_what_is_kept_outside_of_a_model_is_right_or_refused(names: list[str]) -> None:
+    wrong = {}
+    for found in run_ranks(trained, 2, names, timeout=60 + 30 * len(names)):
+        for case, (one, losses) in found.items():
+            refused = isinstance(losses, str) and not losses.startswith("LATE")
+            if not refused and losses != pytest.approx(one, rel=1e-5):
+                wrong[case] = one, losses
+    assert not wrong
+
+
+def saved(world: Any) -> tuple[list[float], list[float], list[str]]:
+    stateful.begin()
+    trainer = quiet(model=stateful.Calls, loss=stateful.plain, optimizer=plain, shuffle=False)
+    trainer.fit(2)
+    trainer.save("counted")
+    trainer.fit(2)
+    other = quiet(model=stateful.Calls, loss=stateful.plain, optimizer=plain, shuffle=False)
+    other.load("counted")
+    other.fit(2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        quiet(model=stateful.Hidden, loss=stateful.plain, optimizer=plain).save("hidden")
+    found = [[record["loss"] for record in each.history] for each in (trainer, other)]
+    return found[0], found[1], [str(each.message) for each in said]
+
+
+def test_a_count_is_in_the_checkpoint_and_a_hidden_state_is_said_not_to_be() -> None:
+    (losses, loaded, said), second = run_ranks(saved, 2, timeout=60)
+    assert loaded == losses and second[:2] == (losses, loaded)
+    assert any("no checkpoint holds 'state'" in each for each in said)
+
+
+def test_what_changes_is_found_and_put_back() -> None:
+    model, target = stateful.Nested(), stateful.warmed
+    stateful.begin()
+    state = OutsideState(model, target, stateful.ByGlobalDict())
+    model(torch.ones(2, 6))
+    stateful.COUNTS["calls"] += 1
+    target(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
+    assert set(state.changes()) == {"state.of.calls[0]", "COUNTS.calls", "warmed[0][0]"}
+    state.put_back()
+    assert not state.changes() and model.state == {"of": {"calls": [0]}} and stateful.COUNTS == {"calls": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "by_rows", "per_row", "tensors"),
+    [
+        ("Hidden", True, True, True),
+        ("Memory", True, True, True),
+        ("Centred", True, False, True),
+        ("Calls", False, True, False),
+        ("Every3", False, True, False),
+        ("Teacher", False, True, True),
+    ],
+)
+def test_what_it_depends_on_is_found_by_running(name: str, by_rows: bool, per_row: bool, tensors: bool) -> None:
+    torch.manual_seed(7)
+    found = first_runs(cases()[name][0](), default_collate(points(2)), inputs=None, loss=stateful.plain).outside
+    assert found is not None
+    assert (found.by_rows, found.per_row, found.tensors) == (by_rows, per_row, tensors)
+
+
+@pytest.mark.parametrize("name", ["Cached", "Lambdas", "ByHand", "CountsPasses"])
+def test_what_makes_no_difference_is_left_alone(name: str) -> None:
+    model = cases()[name][0]()
+    assert first_runs(model, default_collate(points(2)), inputs=None, loss=stateful.plain).outside is None

@@ -1,0 +1,134 @@
+"""Collectives that a model or a loss makes itself: equal to one process, or refused; no look at a model waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import quiet
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.nn import functional as over_ranks
+from torch.nn import functional as F
+
+STEPS = 4
+
+
+class Counts(nn.Module):
+    """Counts the classes that it finds, over all ranks, in an integer buffer that weighs them."""
+
+    def __init__(self, summed: bool = True) -> None:
+        super().__init__()
+        self.body, self.head, self.summed = nn.Linear(6, 6), nn.Linear(6, 3), summed
+        self.register_buffer("counts", torch.ones(3, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.head(self.body(x).tanh())
+        with torch.no_grad():
+            now = torch.bincount(found.argmax(-1), minlength=3)
+            if self.summed:
+                dist.all_reduce(now)
+        weights = 1 / self.counts.float()
+        if self.training:
+            self.counts += now
+        return found * weights
+
+
+def counts_alone() -> nn.Module:
+    return Counts(summed=False)
+
+
+def reported(output: Tensor, target: Tensor) -> Tensor:
+    """Sums its value over the ranks, to show it."""
+    loss = F.cross_entropy(output, target)
+    dist.all_reduce(loss.detach().clone())
+    return loss
+
+
+def contrast(output: Tensor, target: Tensor, gathered: list[Tensor]) -> Tensor:
+    every = F.normalize(torch.cat(gathered), dim=-1)
+    first = dist.get_rank() * len(output)
+    alike = F.normalize(output, dim=-1) @ every.T * 5
+    return F.cross_entropy(alike + torch.arange(len(every)) % 3, torch.arange(len(output)) + first)
+
+
+def with_gradients(output: Tensor, target: Tensor) -> Tensor:
+    """As SimCLR: the gradient goes to the rows of all ranks."""
+    return contrast(output, target, list(over_ranks.all_gather(output)))
+
+
+def without_gradients(output: Tensor, target: Tensor) -> Tensor:
+    """As open_clip's gather: only this rank's rows have a gradient."""
+    gathered = [torch.zeros_like(output) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, output.detach())
+    gathered[dist.get_rank()] = output
+    return contrast(output, target, gathered)
+
+
+def barred(output: Tensor, target: Tensor) -> Tensor:
+    dist.barrier()
+    return F.cross_entropy(output, target)
+
+
+def plain(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "reported": {"loss": reported},
+    "with_gradients": {"loss": with_gradients},
+    "without_gradients": {"loss": without_gradients},
+    "barred": {"loss": barred},
+    "counts": {"model": Counts},
+    "counts_alone": {"model": counts_alone},
+}
+
+
+def trained(world: Any, cases: list[tuple[str, str]]) -> list[Any]:
+    """Of each (case, strategy): its losses, or why it was refused."""
+    found: list[Any] = []
+    for case, strategy in cases:
+        try:
+            trainer = quiet(optimizer=plain, strategy=strategy, **CASES[case])
+            found.append([record["loss"] for record in trainer.fit(STEPS)])
+        except Exception as error:
+            found.append(f"{type(error).__name__} {error}")
+    return found
+
+
+EQUAL = [("reported", "ddp"), ("with_gradients", "ddp"), ("counts", "ddp")]
+MORE = [("reported", "zero3"), ("reported", "tp"), ("with_gradients", "zero2"), ("barred", "ddp"), ("barred", "zero1")]
+REFUSED = [("without_gradients", "ddp"), ("reported", "pp"), ("counts_alone", "ddp")]
+MORE_REFUSED = [("with_gradients", "tp"), ("counts_alone", "zero3"), ("without_gradients", "zero1")]
+
+
+@pytest.mark.parametrize(
+    ("equal", "refused"), [(EQUAL, REFUSED), pytest.param(MORE, MORE_REFUSED, marks=pytest.mark.long)]
+)
+def test_what_a_model_or_a_loss_sends_itself_is_right_or_refused(
+    equal: list[tuple[str, str]], refused: list[tuple[str, str]]
+) -> None:
+    alone = run_ranks(trained, 1, [(case, "ddp") for case, _ in equal], timeout=100)[0]
+    for found in run_ranks(trained, 2, equal + refused, timeout=200):
+        for (case, strategy), one, losses in zip(equal, alone, found, strict=False):
+            assert losses == pytest.approx(one, rel=1e-5), (case, strategy)
+        assert all("Error" in each for each in found[len(equal) :]), found
+
+
+def unequal(world: Any) -> str:
+    data = [(torch.randn(6), torch.tensor(i % 3)) for i in range(11)]
+    trainer = quiet(optimizer=plain, loss=with_gradients, data=data, batch_size=4)
+    trainer.fit(2)
+    try:
+        trainer.fit(1)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_a_batch_whose_rows_the_ranks_cannot_share_equally_is_refused_where_they_gather_rows() -> None:
+    for said in run_ranks(unequal, 2, timeout=100):
+        assert "makes an all_gather itself" in said and "3 rows: 2, 1" in said and "drop_last=True" in said
