@@ -42,10 +42,13 @@ from nbkit.rank.rng.random_ops import RANDOM
 from nbkit.rank.rng.shard_offsets import place_of
 from nbkit.rank.torch_private import DropoutNd, graph_task_id
 
+_BITS = (1 << 62) - 1
+
 
 @dataclass
 class _Call:
-    """A module that is being called: `number` counts its calls in this pass, `draws` what it drew in this one.
+    """A module that is being called. number: tells this call of it from its others in the pass. draws: counts what it
+    drew in this call.
 
     hook: that saw the call; None outside of every module.
     """
@@ -61,7 +64,8 @@ class _Call:
 class _Pass:
     """One forward pass of one micro-batch.
 
-    first: of its rows, for the host. calls: path -> calls so far. stack: the modules that are being called.
+    first: of its rows, for the host. calls: (call that it is within, path) -> calls so far. stack: the modules that are
+    being called.
     """
 
     key: int
@@ -70,7 +74,7 @@ class _Pass:
     mode: TorchFunctionMode
     plan: DrawPlan | None = None
     trace: Trace | None = None
-    calls: dict[int, int] = field(default_factory=dict)
+    calls: dict[tuple[int, int], int] = field(default_factory=dict)
     stack: list[_Call] = field(default_factory=list)
 
     def copy(self) -> _Pass:
@@ -368,8 +372,12 @@ class _Enter:
 
     def __call__(self, _: nn.Module, __: Any) -> None:
         if (now := _passing.get()) is not None:
-            now.calls[self.path] = number = now.calls.get(self.path, -1) + 1
-            now.stack.append(_Call(self.path, number, self.sequence_first, hook=self))
+            caller = now.stack[-1]
+            # Calls are counted within the call that makes them: a pipeline stage does not see those that are made in
+            # the blocks of others.
+            within = ((caller.number * 1000003) ^ caller.path) & _BITS
+            now.calls[within, self.path] = count = now.calls.get((within, self.path), -1) + 1
+            now.stack.append(_Call(self.path, (within * 31 + count) & _BITS, self.sequence_first, hook=self))
         elif self.drew and graph_task_id() != -1:
             raise TrainingError(
                 f"{self.name or 'The model'} is computed again in the backward pass, and would draw other numbers.",
