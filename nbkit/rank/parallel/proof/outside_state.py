@@ -73,13 +73,17 @@ class _Numpy:
 
 @dataclass
 class _Place:
-    """Something that holds values. before: what it held, by key. path: of the module whose attributes they are."""
+    """Something that holds values. before: what it held, by key. path: of the module whose attributes they are.
+
+    draws: it is a random generator. Whoever looks for draws names it (rng/draw_plan.py); it is no state to carry.
+    """
 
     name: str
     read: Callable[[], Slots]
     write: Callable[[Slots], None]
     before: Slots
     path: str | None = None
+    draws: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ class OutsideState:
         """Return name -> value now of every place that holds something else than before."""
         found: dict[str, Any] = {}
         for place in self._places:
+            if place.draws:
+                continue
             now = place.read()
             for key in place.before.keys() | now.keys():
                 if not _same(place.before.get(key), now.get(key)):
@@ -122,6 +128,12 @@ class OutsideState:
         own = {_spelled(place.name, key): (place.path, str(key)) for place in self._places for key in place.read()}
         found = ((name, own.get(name)) for name in names)
         return frozenset((at[0], at[1]) for _, at in found if at is not None and at[0] is not None)
+
+    def draw_again(self) -> None:
+        """Make every random generator give again what it gave after this was made."""
+        for place in self._places:
+            if place.draws:
+                place.write(place.before)
 
     def put_back(self) -> None:
         """Make everything hold again what it held."""
@@ -188,11 +200,16 @@ class OutsideState:
             for number, each in enumerate(value[:_LONG]):
                 self._visit(f"{name}[{number}]", each)
         elif isinstance(value, random.Random):
-            self._place(name, lambda: {"": value.getstate()}, lambda slots: value.setstate(slots[""]))
+            self._place(name, lambda: {"": value.getstate()}, lambda slots: value.setstate(slots[""]), draws=True)
         elif isinstance(value, torch.Generator):
-            self._place(name, lambda: {"": value.get_state()}, lambda slots: value.set_state(slots[""]))
+            self._place(name, lambda: {"": value.get_state()}, lambda slots: value.set_state(slots[""]), draws=True)
         elif (bits := getattr(value, "bit_generator", None)) is not None:
-            self._place(name, lambda: {"": _Numpy(bits.state)}, lambda slots: setattr(bits, "state", slots[""].state))
+            self._place(
+                name,
+                lambda: {"": _Numpy(bits.state)},
+                lambda slots: setattr(bits, "state", slots[""].state),
+                draws=True,
+            )
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, types.MethodType):
@@ -237,10 +254,16 @@ class OutsideState:
         self._place(name, lambda: dict.fromkeys(values), write)
 
     def _place(
-        self, name: str, read: Callable[[], Slots], write: Callable[[Slots], Any], path: str | None = None
+        self,
+        name: str,
+        read: Callable[[], Slots],
+        write: Callable[[Slots], Any],
+        path: str | None = None,
+        *,
+        draws: bool = False,
     ) -> None:
         now = read()
-        self._places.append(_Place(name, read, write, {key: _kept(value) for key, value in now.items()}, path))
+        self._places.append(_Place(name, read, write, {key: _kept(value) for key, value in now.items()}, path, draws))
         for key, value in itertools.islice(now.items(), _LONG):
             self._visit(_spelled(name, key), value)
 
@@ -306,12 +329,17 @@ def outside_kept(module: nn.Module, *functions: Any) -> Iterator[OutsideState]:
         state.put_back()
 
 
-def find_outside(run: Callable[[Sequence[int]], Any], state: OutsideState, *, two: bool = True) -> Outside | None:
-    """What `run` changes and reads; None where nothing that it changes makes a difference.
+def find_outside(passed: Callable[[Sequence[int]], Any], state: OutsideState, *, two: bool = True) -> Outside | None:
+    """What a pass changes and reads; None where nothing that it changes makes a difference.
 
-    run: rows, of two -> tensors that come out, the same ones whenever nothing else has changed. state: as it is now.
+    passed: rows, of two -> tensors that come out, the same ones whenever nothing else has changed. state: as it is now.
     two: the two rows are not one.
     """
+
+    def run(rows: Sequence[int]) -> Any:
+        state.draw_again()
+        return passed(rows)
+
     first = _copied(run([0, 1]))
     changes = {name: _copied(value) for name, value in state.changes().items()}
     if not changes:
