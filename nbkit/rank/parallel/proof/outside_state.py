@@ -329,16 +329,16 @@ def outside_kept(module: nn.Module, *functions: Any) -> Iterator[OutsideState]:
         state.put_back()
 
 
-def find_outside(passed: Callable[[Sequence[int]], Any], state: OutsideState, *, two: bool = True) -> Outside | None:
+def find_outside(forward: Callable[[Sequence[int]], Any], state: OutsideState, *, two: bool = True) -> Outside | None:
     """What a pass changes and reads; None where nothing that it changes makes a difference.
 
-    passed: rows, of two -> tensors that come out, the same ones whenever nothing else has changed. state: as it is now.
+    forward: rows, of two -> tensors that come out, the same ones whenever nothing else has changed. state: as it is now.
     two: the two rows are not one.
     """
 
     def run(rows: Sequence[int]) -> Any:
         state.draw_again()
-        return passed(rows)
+        return forward(rows)
 
     first = _copied(run([0, 1]))
     changes = {name: _copied(value) for name, value in state.changes().items()}
