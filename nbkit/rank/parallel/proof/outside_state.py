@@ -332,7 +332,7 @@ def outside_kept(module: nn.Module, *functions: Any) -> Iterator[OutsideState]:
 def find_outside(forward: Callable[[Sequence[int]], Any], state: OutsideState, *, two: bool = True) -> Outside | None:
     """What a pass changes and reads; None where nothing that it changes makes a difference.
 
-    forward: rows, of two -> tensors that come out, the same ones whenever nothing else has changed. state: as it is now.
+    forward: rows, of two -> tensors that come out; the same ones while nothing else has changed. state: as it is now.
     two: the two rows are not one.
     """
 
