@@ -209,7 +209,7 @@ class _Step:
         for weight in self.weights:
             sharing = holders(weight, self.cuts)
             if weight.trained and at in sharing:
-                size = self.each.gradient * self._held([weight], sharded=self.strategy.zero > 0)
+                size = self.each.gradient * (self._held([weight], sharded=self.strategy.zero > 0) + 1)
                 yield Traffic("pp", "all_reduce", len(sharing), 1, size, f"gradient of {weight.name}, tied")
 
     def context(self) -> Iterator[Traffic]:
@@ -230,7 +230,9 @@ class _Step:
 
     def _sum_of_parts(self, axis: str) -> Traffic:
         parts = [weight for weight in self.weights if weight.trained and axis in weight.summed]
-        size = self.each.gradient * self._held(parts, sharded=self.strategy.zero > 0)
+        sizes = [self._held([weight], sharded=self.strategy.zero > 0) for weight in parts]
+        # With each gradient goes a number that says whether this rank has one.
+        size = self.each.gradient * sum(size + 1 for size in sizes if size)
         return Traffic(axis, "all_reduce", self.strategy.mesh.degree(axis), 1, size, "gradients that are partial sums")
 
     def _held(self, weights: Sequence[Weight], *, sharded: bool = False) -> int:

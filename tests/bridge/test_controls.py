@@ -91,7 +91,7 @@ def test_a_control_that_came_too_late_is_told_so(controls: Controls) -> None:
     controls.unserved(Control("b", "switch", {"strategy": "tp"}))
 
     assert "ended before its next step boundary" in controls.result("b")["result"]["what"]
-    assert controls.result("c") == {"result": None}
+    assert controls.result("c") == {"result": None, "known": False}
 
 
 def test_results_do_not_pile_up(controls: Controls) -> None:
@@ -99,7 +99,7 @@ def test_results_do_not_pile_up(controls: Controls) -> None:
         controls.serve(Control(str(number), "undo", {}))
 
     assert len(controls.results) == RESULTS_KEPT
-    assert controls.result("0") == {"result": None}
+    assert controls.result("0") == {"result": None, "known": False}
 
 
 def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(

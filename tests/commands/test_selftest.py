@@ -25,7 +25,14 @@ sys.exit(main(sys.argv[1:]))
 PLANTED = """
 from nbkit.notebook.selftest import trial
 
-trial.SETUP += "\\nif rank == 1: small_job.LR *= 2"
+trial.SETUP += '''
+from torch.optim import AdamW
+class Twice(AdamW):
+    def step(self, closure=None):
+        super().step(closure)
+        return super().step(closure)
+if rank == 1: torch.optim.AdamW = Twice
+'''
 """
 
 

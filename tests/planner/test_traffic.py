@@ -102,7 +102,7 @@ def test_tensor_parallelism(n: int) -> None:
     plain_weights = transformer(sequence_parallel=False)
     plain = per_step(plain_weights, FACTS, Strategy(tp=n), 0, sequence_parallel=False)
     sequence = per_step(WEIGHTS, FACTS, Strategy(tp=n), 0)
-    loss, norms = 3 * 16 * 24 * 4, 4 * 2 * 16 * 4
+    loss, norms = 3 * 16 * 24 * 4, 4 * 2 * (16 + 1) * 4  # each with a number that says whether it is there
 
     # Four in each of four blocks, one for the embedding, one for the head.
     assert sizes(plain) == {("tp", "all_reduce"): 18 * HIDDEN + loss}
@@ -154,7 +154,7 @@ def test_a_pipeline_sends_each_boundary_once_there_and_once_back(schedule: str, 
 def test_a_tied_weight_is_reduced_over_its_stages() -> None:
     weights = transformer(tied=True)
 
-    for rank, size in enumerate([4 * VOCAB, None, None, 4 * VOCAB]):
+    for rank, size in enumerate([4 * (VOCAB + 1), None, None, 4 * (VOCAB + 1)]):
         terms = per_step(weights, FACTS, Strategy(pp=4), rank)
         assert sizes(terms).get(("pp", "all_reduce")) == size
     # First and last stage on the same rank: nothing to send.
@@ -176,7 +176,7 @@ def test_context_parallelism() -> None:
     assert sizes(per_step(WEIGHTS, FACTS, Strategy(cp=2), 1)) == {
         ("cp", "all_gather"): 4 * HIDDEN + 2 * HIDDEN,
         ("cp", "reduce_scatter"): 4 * HIDDEN,
-        ("cp", "all_reduce"): 4 * 4 * BLOCK,
+        ("cp", "all_reduce"): 4 * 4 * (BLOCK + 6),
     }
 
 
@@ -190,7 +190,7 @@ def test_hybrids_divide_what_the_other_axes_have_cut() -> None:
         ("dp", "all_gather"): 4 * (cut // 2 + norms),
         ("tp", "all_gather"): (4 * 2 + 1) * HIDDEN // 2,
         ("tp", "reduce_scatter"): (4 * 2 + 1) * HIDDEN // 2,
-        ("tp", "all_reduce"): 4 * norms // 2,
+        ("tp", "all_reduce"): 4 * (norms + 8) // 2,
         ("pp", "send"): HIDDEN // 2 // 2,
     }
 

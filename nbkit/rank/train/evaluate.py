@@ -32,7 +32,7 @@ def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[An
             world_size=job.world_size,
             device=job.device,
             what="data to evaluate on",
-            hint="the whole data on every rank: nbkit gives each its rows",
+            hint="the whole data on every rank, which divides it",
         )
     with job.sharded_model.evaluating(autocast=job.training_step.precision.dtype is not None), alike():
         every = shards(data, batch_size=batch_size, rank=axes.index("dp"), ranks=axes.size("dp"), collate=collate)
