@@ -43,7 +43,11 @@ def look_at_copies(module: nn.Module, skeleton: nn.Module, copies: Sequence[nn.M
     reads, kept, late = _Reads(foreign, module), set(module.state_dict()), list[str]()
 
     def first(runs: nn.Module) -> Any:
-        output = run(runs)
+        try:
+            output = run(runs)
+        except TrainingError as error:
+            # Such as an example that is no batch: it shows nothing, and what trains may be another.
+            raise RuntimeError("the model does not run on these rows") from error
         late.extend(name for name in module.state_dict() if name not in kept)
         return output
 
