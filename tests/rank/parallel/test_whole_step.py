@@ -388,3 +388,24 @@ def test_logarithms_of_weights_are_run_on_weights_above_zero() -> None:
         skeleton_of(Rates()), Strategy(dp=2, zero=3), Options(), example, loss=nn.functional.mse_loss, inputs=None
     )
     assert found == StepProof()
+
+
+def begun_on_inputs(world: Any) -> list[str]:
+    """What is said where `example=` is the model's input and no batch."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        job = prepare(
+            nn.Linear(4, 4),
+            lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=nn.functional.mse_loss,
+            strategy="ddp",
+            example=torch.randn(2, 4),
+            log_dir=None,
+        )
+        job.backward((torch.randn(4, 4), torch.randn(4, 4)))
+    return [str(each.message) for each in said]
+
+
+def test_an_example_that_is_no_batch_is_warned_of_and_not_refused() -> None:
+    for said in run_ranks(begun_on_inputs, 2):
+        assert any("Not all of dp=2" in text and "a batch is Tensor" in text for text in said), said
