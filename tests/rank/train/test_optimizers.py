@@ -220,6 +220,23 @@ def _clipped_in_a_hook(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+class _Lookahead(torch.optim.SGD):
+    """Slow weights in a list, which the first step makes."""
+
+    slow: list[Tensor] | None = None
+    taken = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.slow = [p.clone() for p in params] if self.slow is None else self.slow
+        super().step()
+        self.taken += 1
+        if self.taken % 3 == 0:
+            for slow, p in zip(self.slow, params, strict=False):
+                p.copy_(slow.lerp_(p, 0.5))
+
+
 def _what_hooks_hold(world: Any) -> list[str]:
     said = []
     for optimizer in (_remembering, _patched, _clipped_in_a_hook):
@@ -229,11 +246,18 @@ def _what_hooks_hold(world: Any) -> list[str]:
             trainer.switch("zero3")
         except Exception as error:
             said.append(str(error))
+    trainer = quiet(optimizer=lambda model: _Lookahead(model.parameters(), lr=0.1))
+    trainer.fit(1)
+    try:
+        trainer.switch("pp")
+    except Exception as error:
+        said.append(str(error))
     return said
 
 
 def test_what_a_hook_remembers_and_a_step_that_reads_the_model_are_refused_by_name() -> None:
-    for remembers, *reads in run_ranks(_what_hooks_hold, 2):
+    for remembers, *reads, positions in run_ranks(_what_hooks_hold, 2):
+        assert "would not take along all that _Lookahead remembers: dp=2 goes on" in positions
         assert "would not take along all that SGD with hooks remembers: dp=2 goes on" in remembers
         assert [line.split(" that it was made for")[0] for line in reads] == [
             "SGD with another step reads parameters of the model",

@@ -172,18 +172,22 @@ class OptimizerTrial:
                 hint=_PLAIN,
             )
 
-    def lost_in_a_checkpoint(self, cuts: str) -> str:
+    def lost_in_a_checkpoint(self, cuts: Sequence[str]) -> str:
         """As `lost_in_a_switch`, of copies that know only what a checkpoint holds."""
-        return self._failed or self._tried("saved") or (self._tried(f"carried in {cuts}") if cuts else "")
+        return self._failed or self._tried("saved") or self._lost_in(cuts)
 
-    def lost_in_a_switch(self, cuts: str) -> str:
+    def lost_in_a_switch(self, cuts: Sequence[str]) -> str:
         """What shows that copies that take the state over do not go on as the optimizer does; "" if they do.
 
-        cuts: "rows" or "columns", where ranks have parts of tensors before or afterwards, else "".
+        cuts: "rows" or "columns", where ranks have parts of tensors before or afterwards; "tensors", where they have
+        some of them.
         """
         if self._failed or (self._tried("saved") and self._tried("carried")):
             return self._failed or self._tried("carried")
-        return self._tried(f"carried in {cuts}") if cuts else ""
+        return self._lost_in(cuts)
+
+    def _lost_in(self, cuts: Sequence[str]) -> str:
+        return next((lost for cut in cuts if (lost := self._tried(f"carried in {cut}"))), "")
 
     def _tried(self, kind: str) -> str:
         if kind not in self._found:
@@ -250,6 +254,7 @@ class OptimizerTrial:
     def _carried(self, whole: Copy, parts: Mapping[str, Part], *, saved: bool) -> Copy:
         """A copy over `parts` that takes over what the optimizer remembers, as a switch moves it, or a checkpoint."""
         optimizer, updated = whole
+        updated = [each for each in updated if each[0] in parts]
         held = {name: nn.Parameter(p.detach()[parts[name]].clone()) for name, p, _ in updated}
         copy = self.build(held, _rate, like=None if saved else optimizer, hooks=True)
         if saved:
@@ -267,7 +272,7 @@ class OptimizerTrial:
         names = list(self._shapes)
         if kind in ("again", "saved", "carried"):
             return [dict.fromkeys(names, ())]
-        if kind == "tensors":
+        if kind.endswith("tensors"):
             half = (len(names) + 1) // 2
             return [dict.fromkeys(some, ()) for some in (names[:half], names[half:])]
         first: dict[str, Part] = {}
