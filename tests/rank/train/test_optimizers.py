@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import points
+from jobs import points, quiet
 from optimizers import OPTIMIZERS
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -186,3 +186,80 @@ def test_an_optimizer_trains_as_in_one_process_or_is_refused(tried: dict[str, tu
     for name in ("two in one", "lion", "ademamix", "chained", "lookahead"):
         if name in first:
             assert all(isinstance(found, float) for found in first[name].values()), first[name]
+
+
+def _remembering(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), dict[Any, Any]()
+
+    def hook(given: Any, args: Any, kwargs: Any) -> None:
+        for p in (p for group in given.param_groups for p in group["params"]):
+            before[p] = 0.9 * before.get(p, 0) + p.grad
+            p.grad.copy_(before[p])
+
+    optimizer.register_step_pre_hook(hook)
+    return optimizer
+
+
+def _patched(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = optimizer.step
+
+    def normed(closure: Any = None) -> Any:
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.div_(p.grad.norm())
+        return step()
+
+    optimizer.step = normed  # type: ignore[method-assign]
+    return optimizer
+
+
+def _clipped_in_a_hook(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 0.1) and None)
+    return optimizer
+
+
+class _Lookahead(torch.optim.SGD):
+    """Slow weights in a list, which the first step makes."""
+
+    slow: list[Tensor] | None = None
+    taken = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.slow = [p.clone() for p in params] if self.slow is None else self.slow
+        super().step()
+        self.taken += 1
+        if self.taken % 3 == 0:
+            for slow, p in zip(self.slow, params, strict=False):
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+def _what_hooks_hold(world: Any) -> list[str]:
+    said = []
+    for optimizer in (_remembering, _patched, _clipped_in_a_hook):
+        trainer = quiet(optimizer=optimizer)
+        trainer.fit(1)
+        try:
+            trainer.switch("zero3")
+        except Exception as error:
+            said.append(str(error))
+    trainer = quiet(optimizer=lambda model: _Lookahead(model.parameters(), lr=0.1))
+    trainer.fit(1)
+    try:
+        trainer.switch("pp")
+    except Exception as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_a_hook_remembers_and_a_step_that_reads_the_model_are_refused_by_name() -> None:
+    for remembers, *reads, positions in run_ranks(_what_hooks_hold, 2):
+        assert "would not take along all that _Lookahead remembers: dp=2 goes on" in positions
+        assert "would not take along all that SGD with hooks remembers: dp=2 goes on" in remembers
+        assert [line.split(" that it was made for")[0] for line in reads] == [
+            "SGD with another step reads parameters of the model",
+            "SGD with hooks reads parameters of the model",
+        ]

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import array
+import collections
+import contextvars
+import os
+import threading
+import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import stateful
 import torch
@@ -152,3 +161,122 @@ def test_what_it_depends_on_is_found_by_running(name: str, by_rows: bool, per_ro
 def test_what_makes_no_difference_is_left_alone(name: str) -> None:
     model = cases()[name][0]()
     assert first_runs(model, default_collate(points(2)), inputs=None, loss=stateful.plain).outside is None
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
+class Settings:
+    n = 0
+
+
+class Counted(torch.autograd.Function):
+    n = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        Counted.n += 1
+        return grad / Counted.n
+
+
+VARIABLE = contextvars.ContextVar("VARIABLE", default=0)
+LOCAL = threading.local()
+LOCAL.n = 0
+HELD: dict[str, Any] = {
+    "namespace": types.SimpleNamespace(n=0),
+    "arguments": argparse.Namespace(n=0),
+    "dict": collections.UserDict(n=0),
+    "numpy": numpy.zeros(2),
+    "bytes": bytearray(2),
+    "array": array.array("d", [0.0, 0.0]),
+    "slots": Slotted(),
+    "event": threading.Event(),
+}
+
+
+def _attribute(of: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    return lambda: of.n, lambda: setattr(of, "n", of.n + 1)
+
+
+def _item(of: Any, key: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    return lambda: of[key], lambda: of.__setitem__(key, of[key] + 1)
+
+
+HOLDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    **{name: _attribute(HELD[name]) for name in ("namespace", "arguments", "slots")},
+    **{name: _item(HELD[name], 1) for name in ("numpy", "bytes", "array")},
+    "dict": _item(HELD["dict"], "n"),
+    "event": (HELD["event"].is_set, HELD["event"].set),
+    "a class": _attribute(Settings),
+    "a thread's own": _attribute(LOCAL),
+    "variable": (VARIABLE.get, lambda: VARIABLE.set(VARIABLE.get() + 1)),
+    "environment": (
+        lambda: int(os.environ.get("PASSES", "0")),
+        lambda: os.environ.__setitem__("PASSES", str(int(os.environ.get("PASSES", "0")) + 1)),
+    ),
+}
+
+
+class Holding(nn.Linear):
+    """Counts its passes in one of `HOLDS`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(6, 3)
+        self.held, (_, self.count) = HELD.get(name), HOLDS[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        assert Settings, (VARIABLE, LOCAL, os.environ)  # as names of this function
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", HOLDS)
+def test_what_objects_of_libraries_hold_is_found_and_put_back(name: str) -> None:
+    model, read = Holding(name), HOLDS[name][0]
+    state, before = OutsideState(model), read()
+    model(torch.zeros(2, 6))
+    assert read() != before and state.changes()
+    state.put_back()
+    assert read() == before and not state.changes()
+
+
+class CountsBackward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Counted.apply(super().forward(x))  # type: ignore[no-any-return]
+
+
+class ReadByMean(nn.Linear):
+    """A hidden state has a part for each row, and all rows read its mean."""
+
+    h: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.h is not None:
+            y = y + self.h.mean()
+        self.h = y.detach()
+        return y
+
+
+def _looked_at(world: Any) -> list[Any]:
+    refused = ""
+    try:
+        quiet(model=lambda: ReadByMean(6, 3))
+    except Exception as error:
+        refused = str(error)
+    quiet(model=lambda: CountsBackward(6, 3))
+    return [Counted.n, refused]
+
+
+def test_looks_count_in_no_class_and_a_state_that_is_read_over_rows_is_refused() -> None:
+    for passes, refused in run_ranks(_looked_at, 2):
+        assert passes == 0
+        assert "changes 'h' in each pass and reads it in the next" in refused

@@ -7,14 +7,20 @@ changed, and puts it back; `find_outside` runs the model to see whether what cha
 
 from __future__ import annotations
 
+import argparse
+import array
+import contextvars
 import copy
 import functools
 import itertools
+import os
 import random
 import sys
+import threading
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +34,17 @@ from nbkit.rank.torch_private import tree_leaves
 
 _LIBRARIES = frozenset({"torch", "numpy", "nbkit", "builtins", *sys.stdlib_module_names}) - {"__main__"}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_HOLDERS = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    UserDict,
+    UserList,
+    threading.local,
+    threading.Event,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+)
+"""Classes of libraries whose objects hold what a program puts there."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, types.ModuleType)
 _MOST, _LONG, _COPIED = 5000, 256, 1 << 24  # places that are looked at; elements of one; elements of all tensors
 
@@ -184,6 +201,9 @@ class OutsideState:
         if isinstance(value, nn.Module):
             self._modules(name, value)
             return
+        if isinstance(value, type):
+            self._class(value)
+            return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             if not value.is_inference():
@@ -218,15 +238,62 @@ class OutsideState:
         elif isinstance(value, functools.partial):
             for each in (value.func, value.args, value.keywords):
                 self._visit(name, each)
-        elif isinstance(value, type):
-            self._class(value)
-        elif not isinstance(value, types.ModuleType) and isinstance(getattr(value, "__dict__", None), dict):
-            if _is_users(type(value)):
+        elif value is os.environ:
+            self._namespace(name, value, lambda _: True)
+        elif isinstance(value, contextvars.ContextVar):
+            self._variable(name, value)
+        elif isinstance(value, bytearray | array.array) or type(value).__module__ == "numpy":
+            self._numbers(name, value)
+        elif not isinstance(value, types.ModuleType) and (isinstance(value, _HOLDERS) or _is_users(type(value))):
+            if isinstance(getattr(value, "__dict__", None), dict):
                 self._namespace(name, vars(value), lambda _: True)
-                self._class(type(value))
+            self._slots(name, value)
+            self._class(type(value))
+
+    def _numbers(self, name: str, values: Any) -> None:
+        """Watch an array that is no tensor."""
+        numpy, kind = sys.modules.get("numpy"), getattr(values, "dtype", None)
+        if kind is None:
+            self._place(name, lambda: {"": bytes(values)}, lambda slots: _fill(values, slots[""]))
+        elif numpy is not None and isinstance(values, numpy.ndarray) and not kind.hasobject:
+            if values.size <= self._room and values.flags.writeable:
+                self._room -= values.size
+
+                def write(slots: Slots) -> None:
+                    values[...] = numpy.frombuffer(slots[""], kind).reshape(values.shape)
+
+                self._place(name, lambda: {"": values.tobytes()}, write)
+
+    def _variable(self, name: str, variable: contextvars.ContextVar[Any]) -> None:
+        def read() -> Slots:
+            try:
+                return {"": variable.get()}
+            except LookupError:
+                return {}
+
+        def write(slots: Slots) -> None:
+            for value in slots.values():
+                variable.set(value)
+
+        self._place(name, read, write)
+
+    def _slots(self, name: str, value: Any) -> None:
+        """Watch the attributes of an object whose class names them in `__slots__`."""
+        kinds = [vars(base).get("__slots__", ()) for base in type(value).__mro__ if _is_users(base)]
+        named = [key for keys in kinds for key in ((keys,) if isinstance(keys, str) else keys) if key[:2] != "__"]
+
+        def write(slots: Slots) -> None:
+            for key in named:
+                if key in slots:
+                    object.__setattr__(value, key, slots[key])
+                elif hasattr(value, key):
+                    object.__delattr__(value, key)
+
+        if named:
+            self._place(name, lambda: {key: getattr(value, key) for key in named if hasattr(value, key)}, write)
 
     def _namespace(
-        self, name: str, values: dict[Any, Any], has: Callable[[Any], bool], path: str | None = None
+        self, name: str, values: MutableMapping[Any, Any], has: Callable[[Any], bool], path: str | None = None
     ) -> None:
         def read() -> Slots:
             return {key: value for key, value in values.items() if has(key)}
@@ -296,6 +363,8 @@ class OutsideState:
             if isinstance(value, types.ModuleType):
                 if _is_users(value):
                     self._names(value.__name__, vars(value), names)
+                elif value is os and "environ" in names:
+                    self._visit("os.environ", os.environ)
             elif _is_code(value):
                 self._visit(name, value)
         self._names("", named, names)
@@ -347,11 +416,15 @@ def find_outside(forward: Callable[[Sequence[int]], Any], state: OutsideState, *
     run([1, 0])  # what remembers the same rows may give the same again
     if _equal(first, _copied(run([0, 1]))) and not _read(run, state, first):
         return None
-    parts = []
+    state.put_back()
+    run([0, 1])
+    again = tree_leaves(run([0, 1]))
+    parts, halves = [], []
     for row in (0, 1):
         state.put_back()
         run([row])
         parts.append({name: _copied(value) for name, value in state.changes().items()})
+        halves.append(tree_leaves(run([row])))
     state.put_back()
     same = {
         name
@@ -359,6 +432,9 @@ def find_outside(forward: Callable[[Sequence[int]], Any], state: OutsideState, *
         if two and _equal(parts[0].get(name), parts[1].get(name)) and _equal(parts[0].get(name), value)
     }
     per_row = all(_for_each_row(changes[name], *(part.get(name) for part in parts)) for name in changes.keys() - same)
+    if per_row and len(same) < len(changes):
+        # A part for each row may still be read over all of them, by its mean, say.
+        per_row = all(_read_by_row(whole, *half) for whole, *half in zip(again, *halves, strict=True))
     large = any(tensor.numel() != 1 for value in changes.values() for tensor in value if isinstance(tensor, Tensor))
     names = sorted(changes)
     return Outside(tuple(names), len(same) < len(changes), per_row, large, state.attributes(names))
@@ -376,6 +452,15 @@ def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) 
         if changed and not _equal(first, _copied(run([0, 1]))):
             return True
     return False
+
+
+def _fill(values: Any, content: bytes) -> None:
+    """Make an array of Python's own hold `content`."""
+    if isinstance(values, bytearray):
+        values[:] = content
+    else:
+        del values[:]
+        values.frombytes(content)
 
 
 def _add(place: _Place, key: Any, value: float) -> None:
@@ -403,6 +488,12 @@ def _for_each_row(both: Any, first: Any, second: Any) -> bool:
         if not torch.allclose(whole.double(), torch.cat(halves, dims[0]).double(), rtol=1e-3, atol=1e-6):
             return False
     return True
+
+
+def _read_by_row(whole: Any, first: Any, second: Any) -> bool:
+    """Whether an output of two rows is that of the one beside that of the other, unless it has no part for each."""
+    tensors = all(isinstance(value, Tensor) for value in (whole, first, second))
+    return not tensors or whole.shape == first.shape or _for_each_row([whole], [first], [second])
 
 
 def _copied(value: Any) -> list[Any]:

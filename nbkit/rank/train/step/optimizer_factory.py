@@ -307,11 +307,12 @@ def _made_by(factory: Callable[[nn.Module], Optimizer], model: nn.Module) -> Opt
         raise
 
 
-def _cuts(*strategies: Strategy) -> str:
+def _cuts(*strategies: Strategy) -> list[str]:
     """How one of them cuts tensors, see OptimizerTrial.lost_in_a_switch."""
-    if any(strategy.tp > 1 for strategy in strategies):
-        return "columns"
-    return "rows" if any(strategy.zero for strategy in strategies) else ""
+    columns = any(strategy.tp > 1 for strategy in strategies)
+    rows = not columns and any(strategy.zero for strategy in strategies)
+    stages = any(strategy.pp > 1 for strategy in strategies)
+    return ["columns"] * columns + ["rows"] * rows + ["tensors"] * stages
 
 
 def _named(made: Optimizer) -> str:

@@ -16,7 +16,7 @@ states begin at 4,096 elements, factored ones at 128 rows and columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from math import prod
 from threading import get_ident
@@ -24,9 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
 from nbkit.rank.comm import delegating_group
+from nbkit.rank.parallel.proof.outside_state import outside_kept
 from nbkit.rank.train.step.optimizer_state import per_element, per_parameter, remember, settings_of, take_settings
 
 _STEPS, _MOST_STEPS, _CARRIED_AT = 31, 130, 13
@@ -50,6 +52,21 @@ class Sends(Exception):
     """The optimizer sends messages to other ranks."""
 
 
+class _Reads(TorchFunctionMode):
+    """Whether a function of torch is given one of some tensors, or one's gradient is asked for."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.found = False
+        self._ids = {id(tensor) for tensor in tensors}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.found:
+            several = [arg for arg in args if isinstance(arg, list | tuple)]
+            self.found = any(id(value) in self._ids for values in (args, *several) for value in values)
+        return func(*args, **(kwargs or {}))
+
+
 class OptimizerTrial:
     """Of one optimizer. build: (held, settings, like=...) -> a copy of it over `held`, see Template._small."""
 
@@ -67,6 +84,7 @@ class OptimizerTrial:
         self._failed = ""  # why no step could be made
         self._found: dict[str, str] = {}
         self._still: list[str] = []  # what it did not update
+        self._reads = False  # its steps over other tensors read parameters of the model
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "build": None}
@@ -75,7 +93,10 @@ class OptimizerTrial:
         """Raises TrainingError for what no strategy trains as one process does. real: the parameters of the model."""
         real = list(real)
         before = [p._version for p in real]
-        differs = self._again(real[0].device if real else self._on)
+        device = real[0].device if real else self._on
+        with _Reads(real) as reads:
+            differs = self._again(device)
+        self._reads = reads.found
         if self._failed:
             return  # maybe small tensors are what it cannot take: without parts it trains as it does in plain torch
         if self._still:
@@ -129,6 +150,13 @@ class OptimizerTrial:
         alone = " does not update each element by itself, and "
         if kind == "tensors":
             alone = " does not update each parameter by itself, and "
+        if self._reads:
+            raise TrainingError(
+                f"{self.name} reads parameters of the model that it was made for, and {strategy} {splits}, which a "
+                "step updates in their place.",
+                numbers="a copy of it over other tensors did: by a function or an attribute that holds the model",
+                hint="read self.param_groups, or the optimizer that a hook gets; or strategy='ddp'",
+            )
         differs = _FAILED + self._failed if self._failed else self._tried(kind)
         if differs.startswith(_FAILED):
             raise TrainingError(
@@ -144,18 +172,22 @@ class OptimizerTrial:
                 hint=_PLAIN,
             )
 
-    def lost_in_a_checkpoint(self, cuts: str) -> str:
+    def lost_in_a_checkpoint(self, cuts: Sequence[str]) -> str:
         """As `lost_in_a_switch`, of copies that know only what a checkpoint holds."""
-        return self._failed or self._tried("saved") or (self._tried(f"carried in {cuts}") if cuts else "")
+        return self._failed or self._tried("saved") or self._lost_in(cuts)
 
-    def lost_in_a_switch(self, cuts: str) -> str:
+    def lost_in_a_switch(self, cuts: Sequence[str]) -> str:
         """What shows that copies that take the state over do not go on as the optimizer does; "" if they do.
 
-        cuts: "rows" or "columns", where ranks have parts of tensors before or afterwards, else "".
+        cuts: "rows" or "columns", where ranks have parts of tensors before or afterwards; "tensors", where they have
+        some of them.
         """
         if self._failed or (self._tried("saved") and self._tried("carried")):
             return self._failed or self._tried("carried")
-        return self._tried(f"carried in {cuts}") if cuts else ""
+        return self._lost_in(cuts)
+
+    def _lost_in(self, cuts: Sequence[str]) -> str:
+        return next((lost for cut in cuts if (lost := self._tried(f"carried in {cut}"))), "")
 
     def _tried(self, kind: str) -> str:
         if kind not in self._found:
@@ -169,9 +201,11 @@ class OptimizerTrial:
         start = {name: self._drawn(shape, draw) * 0.5 for name, shape in self._shapes.items()}
         pushes = [self._drawn(shape, draw) * 2.0 ** (n % 4) for n, shape in enumerate(self._shapes.values())]
         noise = self._drawn((max(map(prod, self._shapes.values()), default=0) + 7 * _MOST_STEPS,), draw)
+        kept = ExitStack()
         try:
-            hooks = kind in ("rows", "columns", "tensors")  # one may clip; many log, where they are not needed
+            hooks = kind != "again"  # one may clip or remember; many log, where they are not needed
             whole = self._over(start, {name: () for name in start}, hooks=hooks)
+            kept.enter_context(outside_kept(nn.Module(), *_hooks_of(whole[0])))
             arranged, moves = self._arranged(kind), kind == "saved" or kind.startswith("carried")
             others = (
                 [] if kind.startswith("carried in") else [self._over(start, parts, hooks=hooks) for parts in arranged]
@@ -202,6 +236,8 @@ class OptimizerTrial:
             ) from None
         except Exception as error:
             return f"{_FAILED}{type(error).__name__}: {error}"
+        finally:
+            kept.close()
         return ""
 
     def _drawn(self, shape: Sequence[int], draw: torch.Generator) -> Tensor:
@@ -218,8 +254,9 @@ class OptimizerTrial:
     def _carried(self, whole: Copy, parts: Mapping[str, Part], *, saved: bool) -> Copy:
         """A copy over `parts` that takes over what the optimizer remembers, as a switch moves it, or a checkpoint."""
         optimizer, updated = whole
+        updated = [each for each in updated if each[0] in parts]
         held = {name: nn.Parameter(p.detach()[parts[name]].clone()) for name, p, _ in updated}
-        copy = self.build(held, _rate, like=None if saved else optimizer)
+        copy = self.build(held, _rate, like=None if saved else optimizer, hooks=True)
         if saved:
             take_settings(copy, deepcopy(settings_of(optimizer)))
         for name, p, _ in updated:
@@ -235,7 +272,7 @@ class OptimizerTrial:
         names = list(self._shapes)
         if kind in ("again", "saved", "carried"):
             return [dict.fromkeys(names, ())]
-        if kind == "tensors":
+        if kind.endswith("tensors"):
             half = (len(names) + 1) // 2
             return [dict.fromkeys(some, ()) for some in (names[:half], names[half:])]
         first: dict[str, Part] = {}
@@ -308,6 +345,12 @@ def _chosen(groups: Sequence[Sequence[str]], params: Mapping[str, nn.Parameter])
 def _capped(shape: tuple[int, ...], large: bool) -> tuple[int, ...]:
     most = _LARGEST[len(shape)] if large and len(shape) < len(_LARGEST) else (24, 16, *[2] * (len(shape) - 1))
     return tuple(map(min, shape, most))
+
+
+def _hooks_of(optimizer: Any) -> list[Any]:
+    """The functions that its user has put around its steps."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return [hook for name in names for hook in vars(optimizer).get(name, {}).values()]
 
 
 def _rate(group: Mapping[str, Any]) -> dict[str, Any]:
