@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.compile import not_compiled
 from nbkit.rank.parallel.options import Options
+from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.step import optimizer_offload as offloading
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
@@ -58,7 +59,8 @@ def offloaded(world: Any) -> dict[str, Any]:
     updated: list[int] = []
 
     def counting(self: Any, closure: Any = None) -> Any:
-        updated.append(sum(len(group["params"]) for group in self.param_groups))
+        if step_boundary.training() is not None:  # not of copies, which are tried before the training runs
+            updated.append(sum(len(group["params"]) for group in self.param_groups))
         return update(self)
 
     torch.optim.AdamW.step = counting  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.telemetry.memory import storage_bytes
 from nbkit.rank.train import builder
 from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.job import prepare
 from nbkit.rank.train.switch import switch as switching
 
@@ -38,7 +39,8 @@ class Torn(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> None:
         self.steps += 1
-        if Torn.armed and self.steps == 3 and Torn.spoils:
+        # Before the training runs, copies of it are tried.
+        if Torn.armed and self.steps == 3 and Torn.spoils and step_boundary.training() is not None:
             with torch.no_grad():
                 self.param_groups[0]["params"][0].add_(1.0)
             raise KeyboardInterrupt
