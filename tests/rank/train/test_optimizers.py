@@ -183,7 +183,7 @@ def test_an_optimizer_trains_as_in_one_process_or_is_refused(tried: dict[str, tu
         if isinstance(found, float) and not found < 1e-9
     }
     assert not wrong
-    for name in ("two in one", "lion", "ademamix", "chained", "lookahead"):
+    for name in ("two in one", "lion", "chained", "lookahead"):
         if name in first:
             assert all(isinstance(found, float) for found in first[name].values()), first[name]
 
