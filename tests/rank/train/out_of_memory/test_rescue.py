@@ -81,14 +81,14 @@ def undisturbed(world: Any) -> list[float]:
 
 
 def squeezed(trainer: Trainer, share: float, *, here: bool) -> None:
-    """After the first step, `share` of what it took is all there is."""
+    """After the second step, the first one with a state of the optimizer, `share` of what it took is all there is."""
     limited(None)
     assert tensor_limit.in_force() is None  # what an earlier training held is forgotten
     limited(1 << 40)
 
     def tighten(_: Trainer, record: dict[str, Any]) -> None:
         limit = tensor_limit.in_force()
-        if here and limit is not None and record["step"] == 1:
+        if here and limit is not None and record["step"] == 2:
             limited(int(share * limit.peak))
 
     trainer._callbacks = (tighten,)
