@@ -100,7 +100,9 @@ def shown_by(module: nn.Module) -> Shown:
 def show_again(shown: Shown) -> None:
     """The modules are what they were, whatever they have shown since."""
     for part, kind, attributes in shown:
-        part.__class__, part.__dict__ = kind, attributes
+        # nn.Module's own __setattr__ looks at the parameters, which may wait for a rank that has failed.
+        object.__setattr__(part, "__class__", kind)
+        object.__setattr__(part, "__dict__", attributes)
 
 
 class Retired(nn.Parameter):
