@@ -171,7 +171,7 @@ def _torch(machine: Machine) -> Iterator[Finding]:
         yield Finding("PyTorch", "this kernel", text, "note")
 
 
-_TORCH_LACKS = "import json; from nbkit.rank import torch_private; print(json.dumps(torch_private.problems()))"
+_TORCH_LACKS = "import json; from nbkit.rank import torch_private; print(json.dumps(torch_private.problems_so_far()))"
 
 
 def _private_symbols(torch: str) -> Iterator[Finding]:
