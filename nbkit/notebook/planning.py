@@ -106,7 +106,7 @@ def planned(
 
 
 def training_plan() -> Words:
-    """What every strategy would take of the training on this notebook's cluster, as the strategy panel has it.
+    """Return what every strategy would take of the training on this notebook's cluster, as the strategy panel has it.
 
     Raises UsageError where nothing trains there, ClusterError without a cluster.
     """

@@ -156,7 +156,7 @@ class Training:
         self._connection.check_alive(range(self._connection.entry.n))
 
     def _makes_steps(self) -> bool:
-        """Whether all ranks are between two steps.
+        """Return whether all ranks are between two steps.
 
         A cell that has just been sent is given time to get there; one that calls `fit`, or loops over `batches`, as
         long as it runs: what is asked is kept for when its training begins.

@@ -2,7 +2,7 @@
 
 The user's DDP, FSDP2 and DeviceMesh objects hold the outer object for life. A new generation of the world
 replaces the inner one, so they train on. On the way through, calls are counted (which rank is behind?) and
-told to whoever listens. How groups come to be is in forming.py.
+told to whoever listens. group_creation.py makes groups.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class DelegatingGroup(ProcessGroup):
     """A process group over a replaceable inner one.
 
     members: global ranks, in group order. sockets: inodes of the TCP connections the inner group opened.
-    recipe: what forming.py needs to build another inner group like this one.
+    recipe: what group_creation.py needs to build another inner group like this one.
     """
 
     def __init__(self, inner: ProcessGroup, *, members: tuple[int, ...]) -> None:
@@ -138,7 +138,7 @@ class DelegatingGroup(ProcessGroup):
         return len(self.members)
 
     def _instead(self, name: str) -> Callable[..., Any] | None:
-        """What makes the collective `name` where a group stands in for this one."""
+        """Return what makes the collective `name` where a group stands in for this one."""
         if (group := _standing_in()) is None:
             return None
         if len(self.members) < len(dist.group.WORLD.members):  # type: ignore[union-attr]

@@ -117,7 +117,7 @@ def check_rows(batch: Any, samples: int) -> None:
 
 
 def _without_rows(batch: Any, samples: int | None) -> TrainingError | None:
-    """What to raise for a batch of a kind that is not cut by rows; None where it is none of these."""
+    """Return what to raise for a batch of a kind that is not cut by rows; None where it is none of these."""
     if (found := _ragged(batch)) is not None:
         return _in_no_rows(*found)
     first = next(_tensors(batch), None)
@@ -140,7 +140,7 @@ def _in_no_rows(kind: str, hint: str) -> TrainingError:
 
 
 def _ragged(part: Any) -> tuple[str, str] | None:
-    """What it is that has no rows of one size, and what to give in its place."""
+    """Return what it is that has no rows of one size, and what to give in its place."""
     if isinstance(part, PackedSequence):
         return "a PackedSequence", (
             "collate= with pad_sequence(rows, batch_first=True) and the lengths; pack_padded_sequence(x, "

@@ -101,7 +101,7 @@ def need_chain(options: Options, strategy: Strategy) -> None:
 
 
 def keeps_whole(strategy: Strategy) -> bool:
-    """Whether each rank holds the whole model, as the user built it: a job may begin with that itself."""
+    """Return whether each rank holds the whole model, as the user built it: a job may begin with that itself."""
     return strategy.mesh.size == strategy.dp and strategy.zero == 0
 
 

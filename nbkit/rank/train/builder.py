@@ -295,7 +295,7 @@ class Builder:
             self._agreed.add(composed)
 
     def _step_proof(self, strategy: Strategy, *, beside: bool = False) -> StepProof:
-        """What a whole step of `strategy` shows beside one process. Sends nothing and draws nothing.
+        """Return what a whole step of `strategy` shows beside one process. Sends nothing and draws nothing.
 
         beside: while the model trains, from any thread. Raises NotAside where that cannot be.
         """

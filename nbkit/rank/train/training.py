@@ -225,7 +225,7 @@ class Training:
 
     @property
     def waits_for_update(self) -> bool:
-        """Whether gradients are summed over the ranks, and the optimizer has not stepped with them."""
+        """Return whether gradients are summed over the ranks, and the optimizer has not stepped with them."""
         pending = self.ledger.pending
         return self.training_step.reduced and bool(pending) and not pending[-1].made
 

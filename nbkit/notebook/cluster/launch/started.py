@@ -40,7 +40,7 @@ def launched(name: str, pinning: Pinning, ttl: float, options: dict[str, object]
 
 
 def _of_ranks(folder: Path) -> list[str]:
-    """What the parent of the ranks found to be missing in the installed torch."""
+    """Return what the parent of the ranks found to be missing in the installed torch."""
     path = folder / LACKING
     return list(json.loads(path.read_text())) if path.exists() else []
 

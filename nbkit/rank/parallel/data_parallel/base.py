@@ -123,7 +123,7 @@ class DataAxis:
         return self._leaves
 
     def parts(self) -> list[nn.Parameter]:
-        """What the module shows between two steps of parameters of which this rank has a part alone."""
+        """Return what the module shows between two steps of parameters of which this rank has a part alone."""
         return [p for name, p in self._shown.items() if not self._weights[name][1].is_whole]
 
     def tensors(self) -> Iterator[Tensor]:

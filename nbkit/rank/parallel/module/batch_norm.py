@@ -82,12 +82,12 @@ class OfAllRanks(nn.Module):
 
 
 def _runs_again() -> bool:
-    """Whether a forward runs within backward, to recompute activations: a batch counts once."""
+    """Return whether a forward runs within backward, to recompute activations: a batch counts once."""
     return graph_task_id() >= 0
 
 
 def takes_all_ranks(part: nn.Module) -> bool:
-    """Whether `part` is a BatchNorm that waits for all ranks in each forward."""
+    """Return whether `part` is a BatchNorm that waits for all ranks in each forward."""
     return isinstance(part, nn.SyncBatchNorm | OfAllRanks) or isinstance(vars(part).get("forward"), _OwnForward)
 
 

@@ -26,7 +26,7 @@ Build = Callable[[], nn.Module]
 
 
 def built_again(build: Build, like: nn.Module, *, first: nn.Module | None = None) -> nn.Module:
-    """What `build` gives now, as the skeleton `like` is: without memory, with its buffers, attributes and modes.
+    """Return what `build` gives now, as the skeleton `like` is: without memory, with its buffers, attributes and modes.
 
     first: what `build` gave at first, if that is still there. `build` prints nothing, and random generators are
     afterwards as before. Raises TrainingError where it gives another model than before, or the same object again.

@@ -56,7 +56,7 @@ class _Rebinding:
             held[key] = new
 
     def _of(self, value: Any) -> Any:
-        """What `value` becomes in the copy: `value` itself where it holds nothing of the original."""
+        """Return what `value` becomes in the copy: `value` itself where it holds nothing of the original."""
         kind = type(value)
         if kind in _PLAIN or isinstance(value, _CLOSED):
             return value
@@ -111,7 +111,7 @@ class _Rebinding:
                 self._put(held, key, item)
 
     def _is_copy(self, value: Any) -> bool:
-        """Whether the copy alone has `value`: a logger, or a group of processes, is shared with the original."""
+        """Return whether the copy alone has `value`: a logger, or a group of processes, is shared with the original."""
         if self._known != len(self._memo):
             self._known = len(self._memo)
             self._copies = {id(each) for each in self._memo.values()}
@@ -156,7 +156,7 @@ def parts_of(module: nn.Module) -> set[int]:
 
 
 def reaches(value: Any, wanted: set[int]) -> bool:
-    """Whether one comes from `value` to one of the objects `wanted`, by ids, through what it holds."""
+    """Return whether one comes from `value` to one of the objects `wanted`, by ids, through what it holds."""
     seen, ahead = {id(value)}, [value]
     while ahead and len(seen) < _FARTHEST:
         for each in _held_by(ahead.pop()):
@@ -180,7 +180,7 @@ def _held_by(value: Any) -> Iterable[Any]:
 
 
 def is_filled(cell: CellType) -> bool:
-    """Whether the variable that `cell` is of has a value."""
+    """Return whether the variable that `cell` is of has a value."""
     try:
         _ = cell.cell_contents
     except ValueError:

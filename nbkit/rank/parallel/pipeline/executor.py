@@ -2,7 +2,7 @@
 
 A stage is a function from tensors to tensors; the last one returns the loss. The executor follows this rank's list of
 operations: it receives, computes, runs backward (whole, or split into I and W) and sends. What goes over the wire is
-said in channels.py: per micro-batch and boundary between ranks, the activations and their gradients, on the pp axis.
+said in p2p.py: per micro-batch and boundary between ranks, the activations and their gradients, on the pp axis.
 Two neighbouring stages on one rank, as in the middle of a V, hand their tensors over without a copy.
 
 Freed as early as can be: a stage's output when it has arrived, what forward kept for backward after B or W.

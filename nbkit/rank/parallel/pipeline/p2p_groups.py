@@ -1,4 +1,4 @@
-"""A group for each direction between two ranks of a pipeline, where the backend needs one: channels.py says why."""
+"""A group for each direction between two ranks of a pipeline, where the backend needs one: p2p.py says why."""
 
 from __future__ import annotations
 

@@ -399,7 +399,7 @@ def outside_kept(module: nn.Module, *functions: Any) -> Iterator[OutsideState]:
 
 
 def find_outside(forward: Callable[[Sequence[int]], Any], state: OutsideState, *, two: bool = True) -> Outside | None:
-    """What a pass changes and reads; None where nothing that it changes makes a difference.
+    """Return what a pass changes and reads; None where nothing that it changes makes a difference.
 
     forward: rows, of two -> tensors that come out; the same ones while nothing else has changed. state: as it is now.
     two: the two rows are not one.
@@ -441,7 +441,7 @@ def find_outside(forward: Callable[[Sequence[int]], Any], state: OutsideState, *
 
 
 def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) -> bool:
-    """Whether other numbers where some were changed make a difference: those of many passes later, say."""
+    """Return whether other numbers where some were changed make a difference: those of many passes later, say."""
     for added in (9, 99, 999):
         state.put_back()
         run([0, 1])
@@ -474,7 +474,7 @@ def _add_to(tensor: Tensor, value: float) -> None:
 
 
 def _for_each_row(both: Any, first: Any, second: Any) -> bool:
-    """Whether what two rows leave behind is that of the one beside that of the other."""
+    """Return whether what two rows leave behind is that of the one beside that of the other."""
     if first is None or second is None or not len(both) == len(first) == len(second):
         return False
     for whole, *halves in zip(both, first, second, strict=True):
@@ -562,7 +562,7 @@ def _is_code(value: Any) -> bool:
 
 
 def _is_users(what: Any) -> bool:
-    """Whether a class, function or module is of the user's own program, and of no library that is known here."""
+    """Return whether a class, function or module is of the user's own program, and of no library that is known here."""
     name = what.__name__ if isinstance(what, types.ModuleType) else getattr(what, "__module__", None)
     return isinstance(name, str) and name.partition(".")[0] not in _LIBRARIES
 

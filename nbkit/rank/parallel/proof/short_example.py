@@ -92,7 +92,7 @@ class _Runs:
         return None
 
     def seeded(self, example: Any, rows: Sequence[int]) -> tuple[Any, Any]:
-        """What the model gives for those rows, and the loss, from the same random numbers each time."""
+        """Return what the model gives for those rows, and the loss, from the same random numbers each time."""
         torch.manual_seed(0)
         seed_others(0)
         with torch.no_grad():

@@ -123,7 +123,7 @@ def _fill(value: Any, content: Any) -> None:
 
 
 def _same(now: Collection[Any], before: Collection[Any]) -> bool:
-    """Whether they hold the same objects, in the same order."""
+    """Return whether they hold the same objects, in the same order."""
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 

@@ -63,7 +63,7 @@ def take_objects_along(old: nn.Module, new: nn.Module) -> None:
 
 
 def _holds(value: object, model: set[int], seen: set[int]) -> bool:
-    """Whether something of `model`, or a function, can be reached from `value`."""
+    """Return whether something of `model`, or a function, can be reached from `value`."""
     if id(value) in model or isinstance(value, FunctionType | MethodType):
         return True
     if isinstance(value, Plain | Tensor) or id(value) in seen:
@@ -76,7 +76,7 @@ def _holds(value: object, model: set[int], seen: set[int]) -> bool:
 
 
 def set_since(module: nn.Module, built: Attributes) -> Attributes:
-    """What is another in `module` than when that was `built`.
+    """Return what is another in `module` than when that was `built`.
 
     An attribute that came together with hooks is left out: it notes that they are installed, as transformers does for
     outputs that it collects, and a module without them installs them in its next forward.

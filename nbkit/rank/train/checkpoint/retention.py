@@ -69,7 +69,7 @@ def found(folders: Iterable[Path]) -> list[Path]:
 
 
 def of_runs(log_dir: Path, name: str) -> list[Path]:
-    """Where the runs called exactly `name` keep their checkpoints."""
+    """Return where the runs called exactly `name` keep their checkpoints."""
     return [run / "checkpoint" for run in runs_named(log_dir, name)]
 
 

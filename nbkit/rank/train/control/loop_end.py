@@ -73,7 +73,7 @@ class LoopEnd:
             pause = min(1.5 * pause, _PAUSE_SECONDS)
 
     def error(self) -> TrainingError:
-        """What every rank raises when they have parted."""
+        """Return what every rank raises when they have parted."""
         return TrainingError(
             "A rank has left the training alone, and the others would wait for it.",
             numbers=self.apart,
@@ -115,6 +115,6 @@ class LoopEnd:
 
 
 def _line() -> str:
-    """Where the main thread is in the user's code: " at line 3"."""
+    """Return where the main thread is in the user's code: " at line 3"."""
     stack = watchdog.main_thread_stack()
     return f" at line {stack[-1].rpartition(':')[2].partition(' ')[0]}" if stack else ""

@@ -225,7 +225,7 @@ def _anywhere(code: types.CodeType) -> types.CodeType:
 
 
 def _is_of_its_class(method: types.MethodType) -> bool:
-    """Whether the class of its object has the method by its name, which is then enough to find it."""
+    """Return whether the class of its object has the method by its name, which is then enough to find it."""
     owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
     found = getattr(owner, method.__name__, None)
     return found is method.__func__ or getattr(found, "__func__", None) is method.__func__

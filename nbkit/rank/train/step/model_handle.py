@@ -93,7 +93,7 @@ class ModelHandle:
 
 
 def shown_by(module: nn.Module) -> Shown:
-    """What `show_again` brings back."""
+    """Return what `show_again` brings back."""
     return [(part, type(part), vars(part)) for part in module.modules()]
 
 

@@ -191,7 +191,7 @@ class Template:
 
     @property
     def draws(self) -> bool:
-        """Whether its steps draw random numbers."""
+        """Return whether its steps draw random numbers."""
         return self._trial.draws
 
     def is_adaptive(self) -> bool:
@@ -355,7 +355,7 @@ def _taken_apart(made: Optimizer, names: Mapping[int, str]) -> tuple[list[_Part]
 
 
 def _is_ours(name: str, value: Any) -> bool:
-    """Whether an attribute is what this library, or an LR scheduler, put on that very optimizer."""
+    """Return whether an attribute is what this library, or an LR scheduler, put on that very optimizer."""
     if name != "step":
         return name in ("_within", "state_device")
     return hasattr(value, "_wrapped_by_lr_sched") or str(getattr(value, "__module__", "")).startswith("nbkit.")
@@ -391,7 +391,7 @@ def _with_marks(found: Callable[[_Mark], Any]) -> Rebinding:
 
 
 def _refers(value: Any) -> bool:
-    """Whether there is a mark in an attribute of a part."""
+    """Return whether there is a mark in an attribute of a part."""
     seen: list[_Mark] = []
 
     def see(mark: _Mark) -> _Mark:

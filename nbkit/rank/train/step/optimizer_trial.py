@@ -122,7 +122,7 @@ class OptimizerTrial:
             )
 
     def _again(self, device: torch.device) -> str:
-        """What two whole copies show, in float64 or else in float32, on the CPU or else on `device`."""
+        """Return what two whole copies show, in float64 or else in float32, on the CPU or else on `device`."""
         if not self._tried("saved"):
             return ""
         kinds = [(torch.device("cpu"), torch.float64), (torch.device("cpu"), torch.float32), (device, torch.float32)]
@@ -177,7 +177,7 @@ class OptimizerTrial:
         return self._failed or self._tried("saved") or self._lost_in(cuts)
 
     def lost_in_a_switch(self, cuts: Sequence[str]) -> str:
-        """What shows that copies that take the state over do not go on as the optimizer does; "" if they do.
+        """Return what shows that copies that take the state over do not go on as the optimizer does; "" if they do.
 
         cuts: "rows" or "columns", where ranks have parts of tensors before or afterwards; "tensors", where they have
         some of them.
@@ -196,7 +196,7 @@ class OptimizerTrial:
         return self._found[kind]
 
     def _compared(self, kind: str) -> str:
-        """Where and how far copies come apart, "" if they do not."""
+        """Return where and how far copies come apart, "" if they do not."""
         draw = torch.Generator().manual_seed(0)
         start = {name: self._drawn(shape, draw) * 0.5 for name, shape in self._shapes.items()}
         pushes = [self._drawn(shape, draw) * 2.0 ** (n % 4) for n, shape in enumerate(self._shapes.values())]
@@ -288,7 +288,7 @@ class OptimizerTrial:
         return [first, second]
 
     def takes_rate(self) -> bool:
-        """Whether steps follow the learning rate of the groups that it shows."""
+        """Return whether steps follow the learning rate of the groups that it shows."""
         draw = torch.Generator().manual_seed(0)
         start = {name: self._drawn(shape, draw) for name, shape in self._shapes.items()}
         try:
@@ -304,7 +304,7 @@ class OptimizerTrial:
         return any(not torch.equal(p, q) for (_, p, _), (_, q, _) in zip(one[1], other[1], strict=True))
 
     def _takes_closure(self) -> bool:
-        """Whether a step can be made with a closure."""
+        """Return whether a step can be made with a closure."""
         self._on, self._dtype = torch.device("cpu"), torch.float64
         draw = torch.Generator().manual_seed(0)
         start = {name: self._drawn(shape, draw) for name, shape in self._shapes.items()}
@@ -365,7 +365,7 @@ def _steps_for(optimizer: Any) -> int:
 
 
 def _make_step(copy: Copy, grads: Mapping[str, Tensor], step: int) -> bool:
-    """Whether it drew random numbers. Those that copies draw in one step are the same."""
+    """Return whether it drew random numbers. Those that copies draw in one step are the same."""
     optimizer, updated = copy
     for name, p, part in updated:
         p.grad = grads[name][part].clone()
