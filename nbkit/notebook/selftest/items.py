@@ -240,6 +240,8 @@ def _all_answer(at: Place, source: str = "") -> Mapping[int, Any]:
 
 def _allowed(strategy: str, at: Place) -> str:
     n = at.n
+    if n == 1 and strategy != "ddp":
+        raise Left("too few: 1 rank")
     try:
         made = Strategy.parse(strategy, n)
     except StrategyError as error:
@@ -247,7 +249,7 @@ def _allowed(strategy: str, at: Place) -> str:
     if made.pp > 1 and not at.pipelines:
         raise Left("gloo sends no messages of a GPU")
     if strategy != "ddp" and made == Strategy.parse("ddp", n):
-        raise Left(f"too few: {n} {'ranks' if n > 1 else 'rank'}")
+        raise Left(f"too few: {n} ranks")
     return strategy
 
 

@@ -156,3 +156,14 @@ def test_missed_output_that_cannot_be_had_ends_the_cell_with_the_reason(
         log.with_suffix(".gone").rename(log)
     monkeypatch.undo()
     assert two.run("rank").values == {0: 0, 1: 1}
+
+
+def test_an_answer_about_lost_output_of_a_rank_that_a_resize_took_out_is_not_an_error(two: Cluster) -> None:
+    handle = two.run("import time; time.sleep(0.5)", detach=True)
+    execution = handle._execution
+    assert execution.arrived.keys() == {0, 1}
+    execution.on_missing_output(1, 3)
+    execution.on_resized(1, [], "")
+    execution.on_missing_output(1, 3)
+    assert execution.missing.keys() <= {0} and list(handle.wait(timeout=60).values) == [0]
+    assert two.run("rank").values == {0: 0, 1: 1}

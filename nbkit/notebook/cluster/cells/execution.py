@@ -116,6 +116,8 @@ class Execution:
 
     def on_missing_output(self, rank: int, outputs: int) -> None:
         """The log of a rank lacks some of its `outputs`: when no more of them arrives, they are not waited for."""
+        if rank not in self.arrived:
+            return  # a resize took it out of the cell after it had been asked
         arrived, since = self.missing.get(rank, (-1, 0.0))
         if arrived != self.arrived[rank]:
             self.missing[rank] = self.arrived[rank], time.monotonic()
@@ -173,7 +175,7 @@ class Execution:
         ranks = sorted({*(rank for rank in self.request.ranks if rank < n), *newcomers})
         self.request = replace(self.request, ranks=tuple(ranks))
         for rank in [rank for rank in self.arrived if rank >= n]:
-            for of in (self.arrived, self.records, self.deaths):
+            for of in (self.arrived, self.records, self.deaths, self.missing):
                 of.pop(rank, None)  # type: ignore[attr-defined]
         for rank in newcomers:
             self.arrived[rank], self.text[rank] = 0, self.text.get(rank, KeptText())
