@@ -224,7 +224,11 @@ def _be_rank(
     try:
         if join:
             address, port = bound[0].getsockname()
-            who: Any = World.join(Place(rank, n, rank, n, "cpu", "gloo"), listen=bound[0], address=address, port=port)
+            backend = os.environ.get("NBKIT_CHECK_REAL_GPU", "")  # see docs/on_a_gpu.md
+            if backend:
+                os.environ["NCCL_HOSTID"] = f"host-of-rank-{rank}"  # NCCL refuses two ranks of one host on one GPU
+            place = Place(rank, n, rank, n, "cuda" if backend else "cpu", backend or "gloo")
+            who: Any = World.join(place, listen=bound[0], address=address, port=port)
         else:
             who = rank
         answer = ("value", time.time(), fn(who, *args))
