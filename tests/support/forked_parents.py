@@ -1,8 +1,9 @@
 """The parent of a cluster's ranks, and its controller, forked from the process that ranks of tests are forked from.
 
 That has torch and ipyparallel in memory: to import them takes each start of a cluster seconds of a core. The ranks know
-their links, which all would measure at the first job and at the first one after each death. All else is as at a user's:
-their own session, environment, folder and log. tests/notebook/cluster/test_launch.py starts clusters as a user does.
+their links, which all would measure at the first job and at the first one after each death, and the optimizers of most
+jobs. All else is as at a user's: their own session, environment, folder and log. tests/notebook/cluster/test_launch.py
+starts clusters as a user does.
 """
 
 from __future__ import annotations
@@ -156,6 +157,7 @@ def _be(args: list[str], environment: dict[str, str], work_dir: str, output: str
         from nbkit.rank.comm import link_probe
 
         link_probe._measured = lambda _, node_of, __: ranks.link_of(len(node_of))
+        ranks.know_optimizers()
     main()
     sys.stdout.flush()
     os._exit(0)

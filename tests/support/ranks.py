@@ -32,6 +32,10 @@ left_out: dict[str, Any] = {}
 See the fixture `known_to_be_right`."""
 
 
+known_optimizers = ("SGD", "Adam", "AdamW", "Recording")
+"""As a trial names them. With hooks, or a step that was put in place of their own, they have another name."""
+
+
 def link_of(n: int) -> Any:
     """What so many ranks of a test know of their links: to measure them takes each longer than all else of a small job.
 
@@ -104,6 +108,21 @@ def know_links(n: int) -> None:
     from nbkit.rank.comm import link_probe
 
     link_probe._known = link_of(n)
+
+
+def know_optimizers() -> None:
+    """In a rank: do not try the optimizers of most jobs on small tensors, which takes a small job a sixth of its time.
+
+    tests/rank/train/step/test_optimizer_factory.py tries them; so does what is started otherwise, as by torchrun.
+    """
+    from nbkit.rank.train.step.optimizer_trial import OptimizerTrial
+
+    in_full = OptimizerTrial._tried
+
+    def answer(trial: Any, kind: str) -> str:
+        return "" if trial.name in known_optimizers else in_full(trial, kind)
+
+    OptimizerTrial._tried = answer  # type: ignore[method-assign]
 
 
 def leave_out(without: dict[str, Any]) -> None:
@@ -221,6 +240,7 @@ def _be_rank(
     listeners[:] = bound
     know_links(n)
     leave_out(without)
+    know_optimizers()
     try:
         if join:
             address, port = bound[0].getsockname()

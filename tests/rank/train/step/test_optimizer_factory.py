@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import Recording
 from optimizers import OPTIMIZERS
-from ranks import run_ranks
+from ranks import known_optimizers, run_ranks
 from torch import nn
 
 from nbkit.errors import TrainingError
@@ -41,6 +42,24 @@ def test_an_optimizer_that_mixes_elements_is_refused_where_parameters_are_split(
     factory(torch.optim.AdamW).check(zero3)
     with pytest.raises(TrainingError, match="Mixing does not update each element by itself, and dp=2 zero=3 splits"):
         factory(Mixing).check(zero3)
+
+
+def test_every_strategy_switch_and_checkpoint_takes_the_optimizers_that_ranks_of_tests_do_not_try() -> None:
+    optim = torch.optim
+    made: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+        "SGD": lambda model: optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1),
+        "Adam": lambda model: optim.Adam(model.parameters(), amsgrad=True),
+        "AdamW": lambda model: optim.AdamW(model.parameters()),
+        "Recording": Recording,
+    }
+    assert made.keys() == set(known_optimizers)
+    strategies = [Strategy.parse(text, 2) for text in ("ddp", "zero1", "zero3", "dp=1 tp=2", "pp")]
+    for name, kind in made.items():
+        template = Template(kind, module=nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)))
+        assert template.name == name
+        for strategy in strategies[1:]:
+            template.check_moves(strategies[0], strategy)
+            template.check_saves(strategy)
 
 
 def test_an_optimizer_that_fails_is_not_said_to_mix_elements() -> None:
