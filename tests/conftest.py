@@ -17,26 +17,22 @@ for folder in (_TESTS / "models", _TESTS / "support", _TESTS.parent):
         sys.path.insert(0, str(folder))
 
 
-# What starts kernels, clusters and browsers waits much and runs long: last, it would leave one worker alone at the end.
-# So it comes first, the longest before the rest, and then the many files of ranks that compute.
-_LONG = (
-    "machines",
-    "browser",
-    "commands",
-    "notebooks",
-    "magics",
-    "parity",
-    "bench",
-    "test_docs.py",
-    "notebook",
-    "bridge",
-    "notebook/cluster",
-    "rank/train",
-    "rank/world",
-    "rank/telemetry",
-    "rank/parallel",
-    "rank",
-)
+_WAITING = {
+    "notebook/cluster": 200,
+    "bridge": 150,
+    "browser": 110,
+    "machines": 100,
+    "magics": 90,
+    "test_docs.py": 50,
+    "commands/test_demo.py": 50,
+    "notebooks": 30,
+    "commands": 15,
+    "notebook": 4,
+}
+"""What starts kernels, clusters and browsers: about how many seconds a package of it takes, or each file.
+
+It waits much. So it is spread over the run, the longest first, among the files of ranks, which compute."""
+_COMPUTING = ("rank/", "parity/", "bench/", "zoo/")
 
 
 @pytest.fixture(autouse=True)
@@ -95,15 +91,33 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The folders that take long come first, where several workers share the tests."""
+    """Where several workers share the tests: what waits and what computes in turns, so that some of each runs."""
     if hasattr(config, "workerinput"):
-        items.sort(key=_place)
+        of_item = {item: _unit(item.path.relative_to(_TESTS)) for item in items}
+        places = _places(list(dict.fromkeys(of_item.values())))
+        items.sort(key=lambda item: places[of_item[item]])
 
 
-def _place(item: pytest.Item) -> int:
-    path = item.path.relative_to(_TESTS).as_posix()
-    named = [name for name in _LONG if f"{path}/".startswith(f"{name}/")]
-    return _LONG.index(max(named, key=len)) if named else len(_LONG)
+def _unit(path: Path) -> str:
+    """Of a file below this folder, what one worker runs: the file, or its package, whose files share a browser or a
+    cluster."""
+    package = path.parent != Path() and (_TESTS / path.parent / "__init__.py").exists()
+    return (path.parent if package else path).as_posix()
+
+
+def _places(units: list[str]) -> dict[str, float]:
+    """When each is to start, from 0 to 1."""
+    seconds: dict[str, int] = {}
+    for unit in units:
+        if named := [name for name in _WAITING if f"{unit}/".startswith(f"{name}/")]:
+            seconds[unit] = _WAITING[max(named, key=len)]
+    places, before = {}, 0.0
+    for unit in sorted(seconds, key=lambda unit: -seconds[unit]):
+        places[unit] = 0.9 * before / sum(seconds.values())  # at the very end one worker would wait, and no other work
+        before += seconds[unit]
+    computing = [unit for unit in units if unit.startswith(_COMPUTING) and unit not in seconds]
+    places |= {unit: number / len(computing) for number, unit in enumerate(computing)}
+    return dict.fromkeys(units, 1.0) | places  # the others take no time
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -113,10 +127,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            folder = file.rpartition("/")[0]
-            shared = folder != "tests" and (config.rootpath / folder / "__init__.py").exists()
-            return folder if shared else file
+            file = config.rootpath / super()._split_scope(nodeid)
+            return _unit(file.relative_to(_TESTS))
 
     config.option.loadscopereorder = False  # in the order that the workers have collected
     return Scheduling(config, log)
