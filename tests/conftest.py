@@ -26,7 +26,10 @@ _WAITING = {
     "test_docs.py": 50,
     "commands/test_demo.py": 50,
     "notebooks": 30,
+    "test_private_symbols.py": 20,
     "commands": 15,
+    "test_layering.py": 5,
+    "test_hints.py": 5,
     "notebook": 4,
 }
 """What starts kernels, clusters and browsers: about how many seconds a package of it takes, or each file.

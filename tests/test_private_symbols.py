@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
 from nbkit import ipyparallel_private, ipython_private, private_symbols
 from nbkit.rank import torch_private
@@ -91,15 +92,22 @@ def test_a_symbol_that_is_missing_or_takes_other_arguments_is_a_sentence() -> No
         private_symbols.Missing(missing)("{}")
 
 
+def place_of(rank: int, port: int) -> dict[str, str]:
+    """The environment of one of two ranks."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    return {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 def losses_without(paths: list[str]) -> list[float]:
     """The losses of two ranks that train under five strategies on a torch without these symbols."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    ranks = []
+    port, ranks = free_port(), []
     for rank in range(2):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        environment = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, **place_of(rank, port), "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "tests.support.training_without", *paths]
         ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
     outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
@@ -108,10 +116,19 @@ def losses_without(paths: list[str]) -> list[float]:
     return losses
 
 
+def losses_with_all(rank: int, port: int) -> list[float]:
+    os.environ |= place_of(rank, port)
+    sys.argv = [""]
+    from tests.support.training_without import STRATEGIES, losses
+
+    return losses(STRATEGIES)
+
+
 @pytest.mark.timeout(400)
 def test_a_training_on_a_torch_without_them_has_the_same_losses() -> None:
     assert len(WITHOUT) == 19
-    assert losses_without(WITHOUT) == pytest.approx(losses_without([]), rel=1e-5)
+    (with_all, _) = run_ranks(losses_with_all, 2, free_port(), join=False, timeout=180)
+    assert len(with_all) == 10 and losses_without(WITHOUT) == pytest.approx(with_all, rel=1e-5)
 
 
 CELLS = """
