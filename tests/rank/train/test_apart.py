@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import one_process, points
-from ranks import know_links, run_ranks
+from ranks import know_links, know_optimizers, run_ranks
 
 from tests.rank.train.step.test_gradients import adamw, train_adamw
 from tests.rank.train.switch.test_switch import losses, trainer
@@ -36,6 +36,7 @@ def trained(rank: int, port: int, strategies: Sequence[str]) -> list[Any]:
     os.environ |= {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
     torch.set_num_threads(1)
     know_links(2)
+    know_optimizers()
     said: list[Any] = [train_adamw(None)]
     for strategy in strategies:
         job = trainer(strategy=strategy)
