@@ -58,7 +58,8 @@ def take_objects_along(old: nn.Module, new: nn.Module) -> None:
     parts = dict(new.named_modules())
     for path, part in old.named_modules():
         for name, value in vars(part).items() if path in parts else ():
-            if name not in OF_MODULES and not isinstance(value, Plain) and not _holds(value, model, set()):
+            ours = type(value).__module__.startswith("nbkit.")  # such as what refuses to copy a part of the weights
+            if name not in OF_MODULES and not isinstance(value, Plain) and not ours and not _holds(value, model, set()):
                 parts[path].__dict__[name] = value
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nbkit.errors import TornCheckpoint, TrainingError
 from nbkit.planner.reshard.exchange import Plan
@@ -27,6 +27,13 @@ from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.json_values import encoded
 from nbkit.rank.train.checkpoint.model_match import check_fits, check_tensors
+from nbkit.rank.train.checkpoint.own_state import (
+    changed_by,
+    names_of,
+    set_extra_states,
+    whole_state_dict,
+    writable_states,
+)
 from nbkit.rank.train.checkpoint.write_plan import by_name, everyone, shares
 from nbkit.rank.train.step.optimizer_state import OWN_SETTINGS, forget, settings_of, take_settings
 from nbkit.rank.train.training_state import TrainingState
@@ -83,7 +90,9 @@ def take(path: str | Path, state: TrainingState, builder: Builder, about: Mappin
     held = job_state.state(sharded_model, optimizer)
     every = everyone(held, job_state.scalars(sharded_model, optimizer), builder.world_size, builder.device)
     kept: dict[str, Any] = {
-        "names": _names_of(builder.skeleton),
+        "names": names_of(builder.skeleton),
+        "changed_by": changed_by(builder.skeleton),
+        "extra": writable_states(sharded_model, builder),
         "groups": builder.template.groups_of(optimizer, sharded_model.held),
         "settings": settings_of(optimizer),
         "numbers": dict(every.numbers),
@@ -201,7 +210,7 @@ def opened(
     Each rank reads what it will need, and lets go of it: what is damaged is known before anything is changed.
     """
     found: list[Saved] = []
-    own, names = settings_of(state.optimizer), _names_of(builder.skeleton)
+    own, names = settings_of(state.optimizer), names_of(builder.skeleton)
     settings = [{key: value for key, value in group.items() if key not in OWN_SETTINGS} for group in own]
     groups = builder.template.groups_of(state.optimizer, state.sharded_model.held)
 
@@ -247,6 +256,7 @@ def restore(saved: Saved, sharded_model: ShardedModel, optimizer: torch.optim.Op
         forget(optimizer)
         job_state.allocate(sharded_model, optimizer, by_name(saved.reader.kinds), saved.about["numbers"])
         fill(saved.reader, job_state.state(sharded_model, optimizer))
+        set_extra_states(sharded_model.module, saved.about.get("extra", {}))
 
     agree(
         read,
@@ -257,25 +267,19 @@ def restore(saved: Saved, sharded_model: ShardedModel, optimizer: torch.optim.Op
 
 
 def full_state_dict(sharded_model: ShardedModel, builder: Builder) -> dict[str, Tensor]:
-    """The whole model on the CPU, under its own names and in its own order, on every rank. Collective.
+    """Return what `state_dict()` of the whole model gives in one process, on the CPU, on every rank. Collective.
 
     Each rank receives what it lacks, in rounds of bounded size. Tied weights are one tensor, as in the model.
     """
     own = job_state.weights(sharded_model) | job_state.buffers(sharded_model)
     every = everyone(own, {}, builder.world_size, builder.device)
-    names = _names_of(builder.skeleton)
+    names = names_of(builder.skeleton)
     wanted = {key: Layout.whole(shape) for _, key, shape in names}
     plan = Plan.of(
         every.layouts, [wanted] * builder.world_size, {key: kind.itemsize for key, kind in every.kinds.items()}
     )
     whole = {key: (torch.empty(layout.shape, dtype=every.kinds[key]), layout) for key, layout in wanted.items()}
     Exchange(plan, builder.rank).run(own, whole, device=builder.device)
+    if changed_by(builder.skeleton):
+        return whole_state_dict({key: tensor for key, (tensor, _) in whole.items()}, sharded_model, builder)
     return {name: whole[key][0] for name, key, _ in names}
-
-
-def _names_of(skeleton: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name in the model's state dict, key of what holds it, shape); a tied weight's names share one key."""
-    keys = {id(p): f"weight/{name}" for name, p in skeleton.named_parameters()}
-    keys |= {id(buffer): f"buffer/{name}" for name, buffer in skeleton.named_buffers()}
-    kept = skeleton.state_dict(keep_vars=True).items()
-    return [(name, keys[id(value)], tuple(value.shape)) for name, value in kept if id(value) in keys]

@@ -31,7 +31,7 @@ from nbkit.tensor_layout import Box
 class Wanted:
     """Of the job that loads: what a foreign checkpoint does not say, or says in another order.
 
-    names: see checkpoint._names_of. groups: names of parameters, by group of the optimizer. settings: of each.
+    names: see own_state.names_of. groups: names of parameters, by group of the optimizer. settings: of each.
     place_after: finished steps -> position in the data of a training that has always been this one.
     """
 

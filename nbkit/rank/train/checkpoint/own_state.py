@@ -1,0 +1,143 @@
+"""What a model does to its own state dict: hooks on it, extra state, a `state_dict` of its own.
+
+`full_state_dict` gives what the whole model's `state_dict()` gives in one process, so it asks a whole copy. A
+checkpoint holds parameters and buffers as they are, and the extra state beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.errors import NbkitError, StrategyError, TrainingError
+from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.parallel.module.buffer_updates import kept_buffers
+from nbkit.rank.parallel.module.meta_module import homes, replace, skeleton_of
+from nbkit.rank.parallel.proof.memory import MemoryUses, memory_of
+from nbkit.rank.parallel.reshard.plain_attributes import put, set_since, take_objects_along
+from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.torch_private import tree_map_only
+from nbkit.rank.train.builder import Builder
+from nbkit.rank.train.checkpoint.json_values import encoded
+
+_METHODS = "state_dict", "_save_to_state_dict", "get_extra_state"
+_HOOKS = "_state_dict_hooks", "_state_dict_pre_hooks"
+
+
+def names_of(skeleton: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return (name, key of what holds it, shape) of parameters and buffers, in the order of a state dict.
+
+    A tied weight's names share one key. Runs nothing of the user's.
+    """
+    keys = {id(p): f"weight/{name}" for name, p in skeleton.named_parameters()}
+    keys |= {id(buffer): f"buffer/{name}" for name, buffer in skeleton.named_buffers()}
+    kept, found = kept_buffers(skeleton), []
+    for path, part in skeleton.named_modules(remove_duplicate=False):
+        for name, value in (*part._parameters.items(), *part._buffers.items()):
+            name = f"{path}.{name}" if path else name
+            if value is not None and (isinstance(value, nn.Parameter) or name in kept):
+                found.append((name, keys[id(value)], tuple(value.shape)))
+    return found
+
+
+def changed_by(module: nn.Module) -> str:
+    """Return which part of `module` makes its state dict otherwise than torch does, "" where none does."""
+    for path, part in module.named_modules():
+        own = any(getattr(type(part), name) is not getattr(nn.Module, name) for name in _METHODS)
+        if own or any(vars(part)[name] for name in _HOOKS):
+            return f"{path or 'the model'} ({type(part).__name__})"
+    return ""
+
+
+def extra_states(sharded_model: ShardedModel, builder: Builder) -> dict[str, Any]:
+    """Return the extra state of each part that has any, by path, of a rank that runs it. Collective where one has.
+
+    Raises StrategyError, on every rank alike, where it is computed from weights of which a rank has a part, and
+    TrainingError where it fails.
+    """
+    paths = [path for path, part in builder.skeleton.named_modules() if _has_extra(part)]
+    if not paths:
+        return {}
+    own, failed = dict[str, Any](), list[NbkitError]()
+
+    def refuse(*_: Any) -> None:
+        raise StrategyError(
+            f"The extra state of {path or 'the model'} reads weights, of which a rank has a part or nothing.",
+            numbers=f"get_extra_state() on rank {builder.rank}, under {sharded_model.strategy}",
+            hint="trainer.switch('ddp') first   (under zero1 and zero2 a rank has each weight whole, too)",
+        )
+
+    module = sharded_model.module
+    memory = {memory_of(p): "" for p in sharded_model.data.parts()}
+    try:
+        with MemoryUses(memory, refuse):
+            for path in paths:
+                if sharded_model.runs(f"{path}."):
+                    own[path] = module.get_submodule(path).get_extra_state()
+    except NbkitError as error:
+        failed.append(error)
+    except Exception as error:
+        said = f"on rank {builder.rank}: {type(error).__name__}: {error}"
+        failed.append(TrainingError("get_extra_state() of the model fails.", numbers=said, hint="mend it"))
+    own = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), own)
+    everyone = all_gather_objects((own, failed), world_size=builder.world_size, device=builder.device)
+    for _, errors in everyone:
+        if errors:
+            raise errors[0]
+    return {path: value for states, _ in reversed(everyone) for path, value in states.items()}
+
+
+def writable_states(sharded_model: ShardedModel, builder: Builder) -> dict[str, Any]:
+    """Return `extra_states`. Raises TrainingError, on every rank, for one that a checkpoint cannot hold. Collective."""
+    states = extra_states(sharded_model, builder)
+    for path, value in states.items():
+        try:
+            encoded(value)
+        except TypeError as error:
+            raise TrainingError(
+                f"The extra state of {path or 'the model'} cannot be written to a checkpoint.",
+                numbers=f"get_extra_state() gives a {type(value).__name__}: {error}",
+                hint="numbers, text, tensors, and lists, tuples and dicts of them",
+            ) from None
+    return states
+
+
+def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
+    """Give each part of `module` the extra state that was saved of it."""
+    parts = dict(module.named_modules())
+    for path, value in states.items():
+        if path in parts:
+            parts[path].set_extra_state(value)
+
+
+def whole_state_dict(whole: Mapping[str, Tensor], sharded_model: ShardedModel, builder: Builder) -> dict[str, Tensor]:
+    """Return what `state_dict()` of the whole model gives. whole: all weights and buffers, by key. Collective.
+
+    A copy of the model is asked, with these, and with the attributes and the extra state of the model that trains.
+    """
+    states, live = extra_states(sharded_model, builder), sharded_model.module
+    own = {at: value for at, value in set_since(live, sharded_model.built).items() if sharded_model.runs(f"{at[0]}.")}
+    everyone = all_gather_objects(own, world_size=builder.world_size, device=builder.device)
+    copy = skeleton_of(builder.skeleton)
+    take_objects_along(live, copy)
+    for attributes in reversed(everyone):
+        put(attributes, copy)
+    for name, places in homes(copy).items():
+        replace(places, nn.Parameter(whole[f"weight/{name}"], requires_grad=getattr(*places[0]).requires_grad))
+    buffers = {id(buffer): f"buffer/{name}" for name, buffer in copy.named_buffers()}
+    for part in copy.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and (key := buffers.get(id(buffer))) in whole:
+                part._buffers[name] = whole[key]
+    for path, part in copy.named_modules():
+        if path in states:
+            vars(part)["get_extra_state"] = lambda value=states[path]: value
+    with torch.no_grad():
+        return dict(copy.state_dict())
+
+
+def _has_extra(part: nn.Module) -> bool:
+    return type(part).get_extra_state is not nn.Module.get_extra_state
