@@ -38,7 +38,7 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.train.control import active_job
 from nbkit.rank.train.control.detached_flag import DETACHED
 from nbkit.rank.train.step.failure import PEER_GONE
-from nbkit.rank.world import world
+from nbkit.rank.world import meeting, world
 from nbkit.wire import interrupts
 from nbkit.wire.cells import CellRecord, CellRequest, Failure, Status
 from nbkit.wire.link import Link
@@ -183,6 +183,8 @@ class Runner:
         # The ranks let the parent release a cell that begins when one of them has died already.
         self.link.send(event="cell", cell=request.id, state="running", ranks=request.ranks)
         status: Status = "error"
+        if len(self.running) == 1:
+            meeting.begin_cell(request.id, request.ranks)
         try:
             if remark:
                 print(remark, file=sys.stderr)
@@ -196,6 +198,8 @@ class Runner:
         finally:
             # The parent hears of a failure before anything else happens: it releases the ranks that wait for this one.
             self.link.send(event="cell", cell=request.id, state=status)
+            if len(self.running) == 1:
+                meeting.end_cell(finished=status == "ok")
             running.ended.set()
             self.prompts.refuse(request.id)  # threads that outlive the cell wait for nobody
             for stream in (sys.stdout, sys.stderr):
@@ -240,7 +244,7 @@ class Runner:
         try:
             try:
                 self.in_user_code = True
-                return self._execute(request), None
+                return self._execute(request), meeting.unheard()
             finally:
                 self.in_user_code = False
         except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sysconfig
 from pathlib import Path
 
@@ -10,6 +11,7 @@ _STDLIB = Path(sysconfig.get_path("stdlib"))
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 
+@functools.lru_cache(4096)
 def is_users(file: str) -> bool:
     """Whether `file`, as a frame names it, is the user's own code."""
     path = Path(file)

@@ -25,7 +25,6 @@ from nbkit.bridge.replacing.own_loops import OwnLoops
 from nbkit.bridge.replacing.statement import NOWHERE, statement_of
 from nbkit.bridge.runner import Runner
 from nbkit.errors import ClusterError, NbkitError
-from nbkit.rank.train.control.loop_end import PARTED
 from nbkit.rank.train.own_loop.own_loop import OwnLoop
 from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import dumps
@@ -35,6 +34,7 @@ from nbkit.rank.train.resize.plan_resize import Resizing, Wanted
 from nbkit.rank.train.resize.resize import resize
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import watchdog, world
+from nbkit.rank.world.meeting import PARTED
 from nbkit.wire.cells import CellRequest
 
 NEWS_SECONDS = 3.0  # a peer's end is felt before it is told

@@ -37,7 +37,6 @@ from nbkit.rank.train.builder import Blueprint, Builder, Model, Optimizer
 from nbkit.rank.train.config import OWN_LOOP, TrainConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
-from nbkit.rank.train.control.loop_end import LoopEnd
 from nbkit.rank.train.control.rank_agreement import EVERY
 from nbkit.rank.train.control.switch_plan import Given, SwitchPlan
 from nbkit.rank.train.evaluate import evaluate
@@ -46,7 +45,7 @@ from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.run_recorder import record_into, record_run
 from nbkit.rank.train.step.step_stats import StepResult
 from nbkit.rank.train.switch.switch import Switchable
-from nbkit.rank.world import world
+from nbkit.rank.world import meeting, world
 from nbkit.records.events import RunStarted, RunStopped, Switched
 
 
@@ -136,7 +135,6 @@ class Job(Switchable):
         # Weak, so that a `break` ends the loop; after an error the traceback holds it, and it is ended by name.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         self.own_loop = OWN_LOOP
-        self._end = LoopEnd(0, lambda: self.ledger.making)  # of the run under way, or of the last
         self._own: Any = None  # the OwnLoop in which batches were read last, if a rank is replaced in it
         note(self)
         torch_clip.watch(self)
@@ -276,8 +274,8 @@ class Job(Switchable):
                 # replaced, the loop goes on.
                 if self._own is None or not self._own.goes_on(error):
                     self._leave_loop(error)
-                if self._end.apart and isinstance(error, Exception):
-                    raise self._end.error() from None
+                if isinstance(error, Exception) and (parted := meeting.parted()) is not None:
+                    raise parted from None
                 raise
             if not first.taken_back:
                 return result
@@ -321,6 +319,7 @@ class Job(Switchable):
         Raises TrainingError when there is nothing to weigh.
         """
         with self.ledger.clock.stopped():
+            meeting.meet("evaluate")
             self.level()
             return evaluate(self, data, batch_size=batch_size, collate=collate)
 
@@ -350,6 +349,8 @@ class Job(Switchable):
                 hint="wait, or stop it",
             )
         if not joins:
+            if owner is None:
+                meeting.meet("a loop over job.batches")
             self.level()  # a step of zero 3 that was broken off shows whole parameters until then
             self.compare_ranks()
         else:
@@ -360,8 +361,7 @@ class Job(Switchable):
             if not joins:
                 step_boundary.forget(self.device)
             step_boundary.enter(owner or self)
-            self._end = LoopEnd(step_boundary.run, lambda: self.ledger.making)
-            self._end.begin()
+            meeting.begin_run(step_boundary.run, lambda: self.ledger.making)
             self._running = True
             self.ledger.emit(RunStarted(self.step, strategy=str(self.strategy), arithmetic=arithmetic, total=total))
             self.ledger.begin(total)
@@ -375,7 +375,7 @@ class Job(Switchable):
             reason = "done"
         except BaseException as error:
             if isinstance(error, GeneratorExit):
-                self._end.leave()  # a loop that was left; where others go on, they are told
+                meeting.leave()  # a loop that was left; where others go on, they are told
             if lost := accelerator().context_lost(error):
                 reason = self.ledger.ended_by(error)
                 raise TrainingError(
@@ -387,11 +387,11 @@ class Job(Switchable):
             reason = self.ledger.ended_by(error)
             self.break_off()
             self.backups.abandon()
-            if self._end.apart and isinstance(error, Exception):
-                raise self._end.error() from None
+            if isinstance(error, Exception) and (parted := meeting.parted()) is not None:
+                raise parted from None
             raise
         finally:
-            self._end.end()
+            meeting.end_run()
             self._running = self.ledger.at_once = False
             step_boundary.leave()
             self.ledger.emit(RunStopped(self.step, reason=reason))
@@ -414,7 +414,7 @@ class Job(Switchable):
         """
         self.sharded_model.data.settle()
         self.ledger.settle(act=True)
-        self._end.arrive()
+        meeting.arrive()
         here = torch.ones((), device=self.device)
         dist.all_reduce(here)
         if (found := int(here)) != self.world_size:  # broken off on a device, where no call raises
@@ -429,6 +429,7 @@ class Job(Switchable):
 
         A rank that leaves a loop alone would leave the others waiting for it.
         """
+        meeting.meet("stop_if")
         return any_rank(bool(flag), device=self.device)
 
     def at_boundary(self) -> None:

@@ -47,6 +47,7 @@ from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import Rate
 from nbkit.rank.train.switch.compare import compare
 from nbkit.rank.train.switch.trial import try_out
+from nbkit.rank.world import meeting
 from nbkit.records.events import Checkpointed, Event, LrChanged, StepDone, Switched
 from nbkit.strategy import Strategy
 
@@ -286,6 +287,8 @@ class Trainer:
         rank alike, and `fit` may be called again.
         """
         joined, self._joined = self._joined, None
+        if joined is None:
+            meeting.meet("fit")
         if resume is not None and joined is None and not self.step:
             self.saves.resume(resume, self.load)
         if joined is None:
@@ -330,10 +333,12 @@ class Trainer:
 
         No evaluation, checkpoint, callback or record of them. Raises TrainingError for data that cannot go back.
         """
+        meeting.meet("try_out")
         return try_out(self.job, strategy, steps, self._update, again=self._stream.goes_back)
 
     def compare(self, *strategies: str, steps: int = 20) -> dict[str, Any]:
         """Measure strategies in turns, and go on as if nothing had been: see switch/compare.py. Collective."""
+        meeting.meet("compare")
         return compare(self.job, strategies, steps, self._update, again=self._stream.goes_back)
 
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> float:
@@ -356,6 +361,7 @@ class Trainer:
         check_counts(tokens=tokens)
         sampling, inputs, device = Sampling(temperature, top_k, seed), self.job.config.inputs, self.job.device
         with self.job.ledger.clock.stopped():
+            meeting.meet("generate")
             self.job.level()
             return generate(self.job.sharded_model, prompt, tokens, inputs=inputs, sampling=sampling, device=device)
 
@@ -365,11 +371,13 @@ class Trainer:
         Any strategy on any number of ranks can load it. Killed half-way, what was at `path` before stands. beside: go
         on once it is copied to host memory; a thread writes it, and says what fails. `fit` and the next save wait.
         """
+        meeting.meet("save")
         self.saves.save(user_path(path), beside=beside)
 
     def load(self, path: str | Path) -> None:
         """Go on from what `save` wrote, on any number of ranks, or plain FSDP2 or torchtitan. Collective."""
         path = user_path(path)
+        meeting.meet("load")
         self.saves.collect(wait=True)
         self.job.ledger.settle()
         # Everything that can refuse, before anything is changed.
@@ -387,6 +395,7 @@ class Trainer:
 
         Everything is as it was then, and the next steps are made as they were. Raises TrainingError without one.
         """
+        meeting.meet("rewind")
         return self.snapshots.back_to(step)
 
     def full_state_dict(self) -> dict[str, Tensor]:

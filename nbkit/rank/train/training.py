@@ -45,6 +45,7 @@ from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.step.step import TrainingStep
 from nbkit.rank.train.switch.pending_switch import PendingSwitch
 from nbkit.rank.train.training_state import TrainingState
+from nbkit.rank.world import meeting
 from nbkit.rank.world.world import World
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
@@ -61,6 +62,7 @@ class Training:
     ) -> None:
         """later: strategies that are planned to be switched to."""
         here = self._take_place()
+        meeting.meet("Trainer() or prepare()")
         # What is wrong with a strategy is said before a model is built.
         if strategy != AUTO:
             Strategy.parse(strategy, self.world_size)
@@ -310,6 +312,7 @@ class Training:
         it is whole.
         """
         path = user_path(path).absolute()  # a thread writes it, and a cell may change the working directory
+        meeting.meet("save")
         self.builder.template.check_saves(self.strategy)
         if self.run_dir is not None:
             check_room(self.run_dir.parent, path, "no checkpoint is written", run=self.run_dir.name)
@@ -349,6 +352,7 @@ class Training:
 
     def opened(self, path: str | Path) -> checkpoint.Saved:
         """The checkpoint at `path`, if it fits; changes nothing. Collective. Raises as checkpoint.opened does."""
+        meeting.meet("load")
         return checkpoint.opened(user_path(path), self.state, self.builder, seed=self.seed, place_after=self.feed.after)
 
     def load(self, saved: checkpoint.Saved) -> None:
@@ -372,6 +376,7 @@ class Training:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
+        meeting.meet("full_state_dict")
         self.level()
         return checkpoint.full_state_dict(self.sharded_model, self.builder)
 

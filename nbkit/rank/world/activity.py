@@ -6,6 +6,7 @@ import ast
 import linecache
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -25,6 +26,7 @@ from nbkit.rank.telemetry.collectives import Call
 from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.telemetry.timed_work import Timed, wait_on_host
 from nbkit.rank.torch_private import group_tables
+from nbkit.rank.world import meeting
 from nbkit.rank.world.split_model_call import split_model_call
 from nbkit.wire.activity import ANYONE, Activity, CodeLine, GroupLog, Operation
 from nbkit.wire.user_code import is_users
@@ -67,6 +69,12 @@ def activity(rank: int, cells: Mapping[str, int], *, stacks: bool = False, **kno
         split_by="" if called is None else called[1],
         **known,
     )
+
+
+def awaited() -> Operation | None:
+    """Return what the main thread waits in right now. From another thread."""
+    main = list(_outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
+    return _awaited(main, None, {}) or _on_device({})
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -124,6 +132,10 @@ def _awaited(frames: list[FrameType], line: CodeLine | None, cells: Mapping[str,
             return _operation(frame.f_locals["call"], cells, line)
         if code.co_filename == delegating_group.__file__ and code.co_name in ("issue", "_transfer"):
             return _being_issued(frame, line)
+        if code is meeting.WAITS and "number" in frame.f_locals:
+            known = frame.f_locals
+            seconds = time.monotonic() - known["since"]
+            return Operation(known["purpose"], "", "", _everyone(), known["number"], seconds=seconds, line=line)
         if code.co_filename == _C10D and code.co_name == _NEW_GROUP:
             return _being_made(frame, line)
         if code.co_filename == _C10D and collectives.mode() != "time":
@@ -158,9 +170,13 @@ def _being_made(frame: FrameType, line: CodeLine | None) -> Operation:
     world = group_tables
     # torch counts a group when its name is given, which is before anything is waited for.
     ranks = tuple(frame.f_locals.get("ranks") or ())
-    everyone = dist.group.WORLD.members if isinstance(dist.group.WORLD, DelegatingGroup) else ()
+    everyone = _everyone()
     alone = bool(ranks) and frame.f_locals.get("use_local_synchronization")
     return Operation("new_group", "", "", ranks if alone else everyone, world.group_count, line=line)
+
+
+def _everyone() -> tuple[int, ...]:
+    return dist.group.WORLD.members if isinstance(dist.group.WORLD, DelegatingGroup) else ()
 
 
 def _on_device(cells: Mapping[str, int]) -> Operation | None:

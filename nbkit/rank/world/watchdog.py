@@ -24,18 +24,18 @@ _MACHINERY = ("IPython", "ipykernel", "ipyparallel", "jupyter_client", "tornado"
 _dump_file: IO[str] | None = None
 
 
-def break_out(reason: str) -> None:
+def break_out(reason: str, error: Exception | None = None) -> None:
     """Release this process from whatever operation of a process group it waits in, and from the forming of one.
 
-    The waiting call raises an error; the world is marked dirty with `reason` and is of use again after
-    `World.reform`. Returns within about 4 s, mostly within 0.2; harmless when repeated or when nothing waits.
+    The waiting call raises `error`, or an error of its own; the world is marked dirty with `reason` and is of use again
+    after `World.reform`. Returns within about 4 s, mostly within 0.2; harmless when repeated or when nothing waits.
     """
     if (here := world.current()) is not None and not here.dirty:
         here.dirty = reason
-    wake(reason)
+    wake(reason, error)
 
 
-def wake(reason: str) -> None:
+def wake(reason: str, error: Exception | None = None) -> None:
     """As `break_out`, for who forms the groups again by itself (see alarm.py): the world is not marked dirty.
 
     gloo: the connections of our groups are shut (nothing else wakes gloo; on Linux only), and who waits for the rest of
@@ -46,7 +46,7 @@ def wake(reason: str) -> None:
     for tell in group_creation.breaking_off:
         tell()
     group_creation.shut_all()
-    interruptible_wait.interrupt(reason)
+    interruptible_wait.interrupt(reason, error)
     # Aborting may itself wait for the device; the caller may not.
     group_creation.abort(delegating_group.live())
 

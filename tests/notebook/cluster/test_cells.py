@@ -393,3 +393,33 @@ def test_an_exception_of_ones_own_that_is_called_stopped_fails_its_cell(two: Clu
     with pytest.raises(CellError) as caught:
         two.run("class Stopped(Exception): ...\nraise Stopped('mine')")
     assert "Rank" in str(caught.value) and "failed: Stopped: mine, line 2" in str(caught.value)
+
+
+TRAINER = """
+from torch.nn import functional as F
+data = [(torch.ones(4), torch.tensor(i % 2)) for i in range(16)]
+trainer = nbkit.Trainer(model=lambda: torch.nn.Linear(4, 2), loss=F.cross_entropy, data=data, batch_size=8,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), log_dir=None, progress=False)
+"""
+
+
+def test_what_all_ranks_do_together_is_no_hang_where_one_does_it_alone(
+    two: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two.run(TRAINER)
+    alone = {
+        "if rank == 0:\n    trainer.fit(5)": ("rank 0: fit at line 2", "rank 1 has ended this cell"),
+        "if rank == 1:\n    trainer.full_state_dict()\ndist.barrier()": (
+            "rank 1: full_state_dict at line 2",
+            "rank 0 waits in barrier at line 3",
+        ),
+    }
+    for source, texts in alone.items():
+        with pytest.raises(CellError, match="come to different places"):
+            two.run(source, timeout=60)
+        said = plain(capsys.readouterr().err)
+        assert all(text in said for text in texts), said
+    with pytest.raises(CellError):
+        two.run("trainer.evaluate(data)", ranks=[0], timeout=60)
+    assert "rank 1 does not run this cell" in plain(capsys.readouterr().err)
+    assert two.run("len(trainer.fit(2))").values == {0: 2, 1: 2}

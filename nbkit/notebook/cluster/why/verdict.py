@@ -81,8 +81,8 @@ def _nobody_waits(states: Mapping[int, RankState]) -> Verdict:
 def _blockers(rank: int, operation: Operation, states: Mapping[int, RankState]) -> tuple[int, ...]:
     """The ranks that have not come to the operation in which `rank` waits."""
     others = [other for other in operation.members if other != rank and other in states]
-    if operation.op == "new_group":
-        return tuple(other for other in others if not _makes_a_group(states[other], operation.number))
+    if not operation.group:  # of all ranks, and no collective: to make a group, or to come together for a fit
+        return tuple(other for other in others if not _comes_too(states[other], operation))
     if operation.peer is None:
         return tuple(other for other in others if _issued(states[other], operation.group) < operation.number)
     if operation.peer == ANYONE:
@@ -91,8 +91,9 @@ def _blockers(rank: int, operation: Operation, states: Mapping[int, RankState]) 
     return () if met >= operation.number else (operation.peer,)
 
 
-def _makes_a_group(state: RankState, number: int) -> bool:
-    return state.waits is not None and state.waits.op == "new_group" and state.waits.number == number
+def _comes_too(state: RankState, operation: Operation) -> bool:
+    waits = state.waits
+    return waits is not None and (waits.op, waits.number) == (operation.op, operation.number)
 
 
 def _issued(state: RankState, group: str) -> int:

@@ -36,10 +36,12 @@ _OF_BACKEND = dist.Work
 
 
 class _Interrupts:
-    """The newest one. at: ns of perf_counter; what was issued before it is over, one way or another."""
+    """The newest one. at: ns of perf_counter; what was issued before it is over, one way or another. error: what waits
+    raise, where that is known."""
 
     def __init__(self) -> None:
         self.at, self.reason, self.left = 0, "", False
+        self.error: Exception | None = None
         self.lock = threading.Lock()
         self.futures: weakref.WeakSet[_Gate] = weakref.WeakSet()
 
@@ -47,12 +49,13 @@ class _Interrupts:
 _interrupts = _Interrupts()
 
 
-def interrupt(reason: str) -> None:
+def interrupt(reason: str, error: Exception | None = None) -> None:
     """End every wait, in this process, for what was issued before; call it when the connections have been shut.
 
-    Waits raise RuntimeError within about a second. Returns at once.
+    Waits raise `error`, or RuntimeError, within about a second. Returns at once.
     """
-    _interrupts.at, _interrupts.reason = now(), reason
+    _interrupts.reason, _interrupts.error = reason, error
+    _interrupts.at = now()
     _after_patience(_end_what_is_left)
 
 
@@ -131,6 +134,8 @@ def _wait_until(work: Any, issued: int, deadline: float | None) -> Any:
             return work.wait(_SLICE if deadline is None else _slice_before(deadline))
         except RuntimeError:
             if work.is_completed():
+                if issued < _interrupts.at and _interrupts.error is not None:
+                    _aborted()
                 return work.wait()  # raises what has failed; it may have ended since
             if deadline is not None and time.monotonic() >= deadline:
                 raise
@@ -164,6 +169,8 @@ def _after_patience(act: Callable[[], None]) -> None:
 
 
 def _aborted() -> NoReturn:
+    if _interrupts.error is not None:
+        raise _interrupts.error from None
     raise RuntimeError(f"An operation of a process group was aborted: {_interrupts.reason}")
 
 

@@ -130,7 +130,7 @@ def whole_state_dict(whole: Mapping[str, Tensor], sharded_model: ShardedModel, b
     buffers = {id(buffer): f"buffer/{name}" for name, buffer in copy.named_buffers()}
     for part in copy.modules():
         for name, buffer in part._buffers.items():
-            if buffer is not None and (key := buffers.get(id(buffer))) in whole:
+            if buffer is not None and (key := buffers.get(id(buffer), "")) in whole:
                 part._buffers[name] = whole[key]
     for path, part in copy.named_modules():
         if path in states:

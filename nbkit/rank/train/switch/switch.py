@@ -49,6 +49,7 @@ from nbkit.rank.train.switch.switch_beside import prepare
 from nbkit.rank.train.switch.verify import Comparison
 from nbkit.rank.train.training import Training
 from nbkit.rank.train.training_state import TrainingState
+from nbkit.rank.world import meeting
 from nbkit.rank.world.failure_alarm import Alarm
 from nbkit.records.events import Failed, Switched
 from nbkit.strategy import Strategy
@@ -67,6 +68,7 @@ class Switchable(Training):
         either way the old strategy is in force, and nothing has changed.
         """
         with self.ledger.clock.stopped():
+            meeting.meet("switch")
             self._between_steps()
             self.ledger.settle(keep=1)
             # In a loop of the user's own, or in a cell, anything may happen to the weights before the next step.

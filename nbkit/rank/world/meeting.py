@@ -1,0 +1,341 @@
+"""Where all ranks come together before they do something that is no step: a fit, an evaluation, a save, a switch.
+
+Collectives of different ranks meet in the order in which they are called, whatever each is for. So a rank that alone
+evaluates would wait for ever, or would take another rank's gradients for an answer. Therefore each such call comes
+here first: `meet` returns when every rank has come for the same purpose. Where they come for different ones, each of
+them raises an error that names both.
+
+A rank may have come while another one cannot come any more: it makes a later step, waits in a collective for the first
+one, or has ended the cell. For that a thread of each rank looks into the store of the world twice a second, and both
+are told. Nothing is added to a step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from nbkit.errors import TrainingError
+from nbkit.rank.comm import delegating_group
+from nbkit.rank.comm.group_creation import breaking_off
+from nbkit.rank.world import watchdog, world
+from nbkit.wire.activity import Operation
+from nbkit.wire.user_code import is_users
+
+PARTED = "the ranks have parted"
+_LOOK_SECONDS = 0.5
+_SURE_SECONDS = 1.5  # what is on its way to another rank, such as a message or a cell, arrives sooner
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
+
+
+@dataclass
+class _Here:
+    """What this rank does. key: the forming of the world that `number` counts in. number: of the meeting that it has
+    come to last. waits: since when, in a meeting. apart: what is said when the ranks have parted. cell: id and ranks
+    of the cell that runs. run: the number of the steps that are made, and which one that is."""
+
+    key: str = ""
+    number: int = 0
+    waits: float | None = None
+    woken: bool = False
+    apart: str = ""
+    cell: tuple[str, tuple[int, ...]] = "", ()
+    run: tuple[int, Callable[[], int]] | None = None
+    over: threading.Event | None = None
+
+
+_here = _Here()
+_threads = threading.Lock()
+
+
+def meet(purpose: str) -> None:
+    """Return when every rank has come for this purpose, such as "evaluate". Collective, by the store alone.
+
+    Raises TrainingError where ranks came for different purposes, or where some cannot come any more; and RuntimeError
+    where the world is broken meanwhile.
+    """
+    if (here := _world()) is not None:
+        _meet(here, purpose, f"{purpose}{_line(sys._getframe(1))}")
+
+
+def begin_cell(cell: str, ranks: Iterable[int]) -> None:
+    """A cell begins on this rank, and runs on `ranks`."""
+    _here.cell = cell, tuple(ranks)
+    if (here := _world()) is not None:
+        if len(_here.cell[1]) < here.place.world_size:
+            _say_whether_ended(here, ended=False)  # others may run another cell meanwhile
+        _look_from_now_on()
+
+
+def end_cell(*, finished: bool = True) -> None:
+    """The cell has ended on this rank. finished: without an error, of which the others would hear otherwise."""
+    if finished and (here := _world()) is not None:
+        with suppress(Exception):  # rank 0 has died, which is told in other ways
+            _say_whether_ended(here, ended=True)
+    with _threads:
+        if _here.over is not None:
+            _here.over.set()
+            _here.over = None
+    _here.cell = "", ()
+
+
+def begin_run(number: int, making: Callable[[], int]) -> None:
+    """Steps are made from now on. number: of the run, equal on all ranks. making: tells the step under way, or the
+    last one."""
+    _here.run, _here.apart = (number, making), ""
+    if _world() is not None:
+        _look_from_now_on()
+
+
+def end_run() -> None:
+    """No more steps are made."""
+    _here.run = None
+
+
+def leave() -> None:
+    """Say that this rank makes no further step of the run. Does not wait."""
+    if (here := _world()) is not None and _here.run is not None:
+        number, making = _here.run
+        own = _own(here, f"left after step {making()}{_line(sys._getframe(1))}", "")
+        _store(here).compare_set(f"left/{number}", "", json.dumps(own))
+
+
+def arrive() -> None:
+    """Come to the end of the run, and wait there for all ranks. Raises as `meet` does."""
+    if (here := _world()) is not None and _here.run is not None:
+        step = _here.run[1]()
+        _meet(here, "the end of the training", f"left after step {step}{_line(sys._getframe(1))}")
+
+
+def parted() -> TrainingError | None:
+    """Return what a rank raises that was broken off because the ranks have parted, None where they have not."""
+    here = world.current()
+    if not _here.apart and here is not None and here.dirty and here.place.world_size > 1 and _here.key == here.key:
+        with suppress(Exception):
+            store, key = _store(here), f"apart/{_here.number + 1}"
+            if store.check([key]):  # another rank was told, and what it broke off has ended this one's collective
+                _here.apart = json.loads(store.get(key))["said"]
+    return _error(_here.apart) if _here.apart else None
+
+
+def unheard() -> TrainingError | None:
+    """Return `parted()` where what was broken off has raised nothing: on a device it ends with any numbers."""
+    here = world.current()
+    return parted() if here is not None and here.dirty.endswith(PARTED) and here.place.device != "cpu" else None
+
+
+def _error(said: str) -> TrainingError:
+    if " left after step " in said:
+        return TrainingError(
+            "A rank has left the training alone, and the others would wait for it.",
+            numbers=said,
+            hint="if job.stop_if(flag): break   leaves the loop on all ranks, where the flag is set on any of them",
+        )
+    return TrainingError(
+        "The ranks have come to different places, and would wait for each other.",
+        numbers=said,
+        hint="the same calls on every rank: in a %%distributed cell, and not behind `if rank == 0:`",
+    )
+
+
+def _world() -> world.World | None:
+    """The world, where there are others in it, and it works."""
+    here = world.current()
+    if here is None or here.place.world_size == 1 or here.dirty:
+        return None
+    if _here.key != here.key:
+        _here.key, _here.number, _here.apart = here.key, 0, ""
+    return here
+
+
+def _store(here: world.World, store: Store | None = None) -> Store:
+    return PrefixStore(f"{here.key}/meet", store or here._require_store())
+
+
+def _own(here: world.World, does: str, purpose: str) -> dict[str, Any]:
+    run = _here.run
+    return {
+        "rank": here.place.rank,
+        "does": f"rank {here.place.rank}: {does}" if purpose else f"rank {here.place.rank} {does}",
+        "for": purpose,
+        "run": None if run is None else [run[0], run[1]()],
+        "counts": {group.label: group.count for group in delegating_group.registered()},
+    }
+
+
+def _meet(here: world.World, purpose: str, does: str) -> None:
+    _look_from_now_on()
+    store, size = _store(here), here.place.world_size
+    own = _own(here, does, purpose)
+    if purpose == "the end of the training":
+        own["does"] = f"rank {here.place.rank} {does}"
+    since = time.monotonic()  # which `%nbkit why` tells, as it does the number and the purpose
+    number = _here.number = _here.number + 1
+    come, apart = f"come/{number}", f"apart/{number}"
+    _here.woken, added = False, 0
+    try:
+        _here.waits = since
+        first = json.loads(store.compare_set(f"at/{number}", "", json.dumps(own)))
+        if first["for"] != purpose:
+            store.compare_set(apart, "", json.dumps({"said": f"{first['does']}; {own['does']}", "clean": True}))
+        else:
+            added = store.add(come, 1)
+            if added == size:
+                for key in (f"come/{number - 1}", f"at/{number - 1}"):
+                    store.delete_key(key)  # all have passed it
+                return
+        pause = _FIRST_PAUSE
+        while True:
+            if store.check([apart]):
+                told = json.loads(store.get(apart))
+                if not told["clean"]:
+                    _here.apart = told["said"]
+                    watchdog.break_out(f"{told['said']}: {PARTED}")
+                added = 0
+                raise _error(told["said"])
+            if store.add(come, 0) >= size:
+                return
+            if _here.woken or here.dirty or world.current() is not here:
+                raise RuntimeError(f"Waiting for the other ranks was aborted: {here.dirty or 'one of them has failed'}")
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE * max(1, size // 16))
+    except BaseException:
+        # Who is interrupted, and comes again, is at the same number as those who were not.
+        if added and not here.dirty and _here.key == here.key:
+            with suppress(Exception):
+                if (left := store.add(come, -1)) == size - 1:
+                    store.add(come, 1)  # all had come
+                else:
+                    _here.number -= 1
+                    if left == 0:
+                        store.delete_key(f"at/{number}")
+        raise
+    finally:
+        _here.waits = None
+
+
+WAITS = _meet.__code__
+
+
+def _wake() -> None:
+    _here.woken = True
+
+
+breaking_off.append(_wake)
+
+
+# The thread ---------------------------------------------------------------------------------------------------------
+
+
+def _look_from_now_on() -> None:
+    with _threads:
+        if _here.over is None:
+            _here.over = threading.Event()
+            threading.Thread(target=_watch, args=(_here.over,), name="nbkit-meeting", daemon=True).start()
+            if not _here.cell[0]:
+                atexit.unregister(end_cell)
+                atexit.register(end_cell)  # of a script: before the world is left
+
+
+def _watch(over: threading.Event) -> None:
+    key, store, before = "", None, 0
+    while not over.wait(_LOOK_SECONDS):
+        here = world.current()
+        if here is None or here.dirty:
+            continue
+        try:
+            if store is None or key != here.key:
+                own: Any = here._require_store()
+                store, key = _store(here, own.clone()), here.key  # nccl waits in the world's own
+            number, text = (_here.key == key and _apart(here, store, _here.number)) or (0, "")
+            # Twice: a rewind or a load, from which one rank comes a moment before another, changes the step.
+            seen, before = before, number
+            if number and seen == number and not over.is_set():
+                told = store.compare_set(f"apart/{number}", "", json.dumps({"said": text, "clean": False}))
+                if _here.waits is None:  # else it is read there
+                    _here.apart = json.loads(told)["said"]
+                    watchdog.break_out(f"{_here.apart}: {PARTED}", _error(_here.apart))
+        except Exception:  # the store is gone, and rank 0 with it: that is told in other ways
+            store = None
+
+
+def _apart(here: world.World, store: Store, number: int) -> tuple[int, str] | None:
+    """Return which meeting, after `number` others, will not come about, and what each of two ranks does instead."""
+    mine, (cell, inside) = here.place.rank, _here.cell
+    if (since := _here.waits) is not None:
+        if time.monotonic() - since > _SURE_SECONDS:
+            others = (rank for rank in range(here.place.world_size) if rank != mine)
+            for rank, how in _ended(store, others, lambda ended: ended["number"] < number):
+                at = json.loads(store.get(f"at/{number}")) if store.check([f"at/{number}"]) else None
+                if at is not None and at["rank"] != rank:
+                    return number, f"{at['does']}; rank {rank} {how}"
+        return None
+    for key in (f"at/{number + 1}", f"left/{_here.run[0]}" if _here.run is not None else ""):
+        if key and store.check([key]) and (does := _cannot_come(other := json.loads(store.get(key)))):
+            return number + 1, f"{other['does']}; rank {mine} {does}"
+    # In steps alone: elsewhere a rank may wait for what a user tries out by hand, and `%nbkit why` says for whom.
+    if _here.run is not None and store.check([f"ended-in/{cell}"]) and (waits := _awaited()) is not None:
+        members = [rank for rank in waits.members if rank != mine and (not cell or rank in inside)]
+        for rank, how in _ended(store, members, lambda ended: ended["counts"].get(waits.group, 0) < waits.number):
+            return number + 1, f"rank {mine} waits in {waits.op}{_line()}; rank {rank} {how}"
+    return None
+
+
+def _cannot_come(other: dict[str, Any]) -> str:
+    """Return what this rank does in place of coming to where `other` is, "" where it may still come."""
+    run = _here.run
+    if run is not None and other["run"] is not None and other["run"][0] == run[0] and run[1]() > other["run"][1]:
+        return f"makes step {run[1]()}{_line()}"
+    if other["for"] and (waits := _awaited()) is not None and other["rank"] in waits.members:
+        if waits.number > other["counts"].get(waits.group, 0):
+            return f"waits in {waits.op}{_line()}"
+    return ""
+
+
+def _awaited() -> Operation | None:
+    """Return the collective that the main thread has waited in for a while."""
+    from nbkit.rank.world.activity import awaited
+
+    waits = awaited()
+    return waits if waits is not None and waits.peer is None and waits.seconds > _SURE_SECONDS else None
+
+
+def _ended(store: Store, ranks: Iterable[int], lacks: Callable[[dict[str, Any]], bool]) -> Iterable[tuple[int, str]]:
+    """Yield those of `ranks` that have ended this rank's cell and lack something of it, or do not run it."""
+    cell, inside = _here.cell
+    for rank in ranks:
+        key = f"ended/{rank}"
+        ended = json.loads(store.get(key)) if store.check([key]) else None
+        if ended is not None and ended["ended"] and ended["cell"] == cell and lacks(ended):
+            yield rank, "has ended this cell" if cell else "has ended"
+        elif cell and rank not in inside and (ended is None or ended["ended"]):
+            yield rank, "does not run this cell"
+
+
+def _say_whether_ended(here: world.World, *, ended: bool) -> None:
+    store, cell = _store(here), _here.cell[0]
+    counts = {group.label: group.count for group in delegating_group.registered()}
+    own = {"cell": cell, "ended": ended, "number": _here.number, "counts": counts}
+    store.set(f"ended/{here.place.rank}", json.dumps(own))
+    if ended:
+        store.set(f"ended-in/{cell}", "")
+
+
+def _line(frame: FrameType | None = None) -> str:
+    """Return where the main thread is in the user's code: " at line 3". frame: of it, where one is known."""
+    frame = frame or sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return f" at line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""
