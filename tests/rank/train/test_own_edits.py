@@ -514,3 +514,106 @@ def test_columns_that_are_normalised_between_steps_are_right_or_warned_of_once()
         for parts in (zero3, tp):
             assert len(parts[1]) == 1 and "switch('zero2')" in parts[1][0]
     assert run_ranks(quietly, 2, ["zero3", "dp=1 tp=2"]) == [[], []]
+
+
+class Twin(nn.Module):
+    """A block that has a slow copy of itself, which follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow = Block(), Block().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fast(x) + 0.1 * self.slow(x)
+
+
+class Student(nn.Module):
+    """slow: in each block, or all of it before the model that it follows."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        kind = Block if apart else Twin
+        self.teacher = nn.Sequential(Block(), Block()).requires_grad_(False) if apart else nn.Identity()
+        self.blocks, self.head = nn.Sequential(kind(), kind()), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x) + 0.1 * self.teacher(x))
+
+
+def followed(model: nn.Module) -> list[tuple[Any, Any]]:
+    """The parameters that follow, and which."""
+    if len(list(model.teacher.children())):
+        return list(zip(model.teacher.parameters(), model.blocks.parameters(), strict=True))
+    parts = [zip(block.slow.parameters(), block.fast.parameters(), strict=True) for block in model.blocks]
+    return [pair for pairs in parts for pair in pairs]
+
+
+def by_data(pairs: list[Any]) -> None:
+    for slow, fast in pairs:
+        slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+
+
+@torch.no_grad()
+def by_lerp(pairs: list[Any]) -> None:
+    for slow, fast in pairs:
+        slow.lerp_(fast, 0.1)
+
+
+def by_copy(pairs: list[Any]) -> None:
+    for slow, fast in pairs:
+        slow.data.copy_(0.9 * slow.data + 0.1 * fast.detach())
+
+
+@torch.no_grad()
+def by_each(pairs: list[Any]) -> None:
+    slow, fast = (list(each) for each in zip(*pairs, strict=True))
+    torch._foreach_mul_(slow, 0.9)
+    torch._foreach_add_(slow, fast, alpha=0.1)
+
+
+FOLLOWS = [by_data, by_lerp, by_copy, by_each]
+
+
+def followers(world: Any, cases: list[Any]) -> list[Any]:
+    """By case: the weights after three steps, each behind which one part follows another, or what is said."""
+    found: list[Any] = []
+    for strategy, apart, follow in cases:
+        trainer = trainer_of(lambda apart=apart: Student(apart), strategy, optimizer=trained)
+        try:
+            for _ in range(3):
+                trainer.fit(1)
+                follow(followed(trainer.model))
+            found.append(trainer.full_state_dict())
+        except StrategyError as error:
+            found.append(str(error))
+        if strategy == "pp":
+            outer = AveragedModel(built(lambda apart=apart: Student(apart)))
+            with pytest.raises(StrategyError) as raised:
+                outer.update_parameters(trainer.model)
+            found.append(str(raised.value))
+    return found
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+@QUICKLY
+def test_a_part_that_follows_another_one_is_right_or_refused_where_a_rank_has_one_of_them() -> None:
+    cases: list[Any] = [("ddp", True, by_data), ("zero3", True, by_each), ("dp=1 tp=2", True, by_lerp)]
+    cases += [("pp", False, follow) for follow in FOLLOWS] + [("pp", True, follow) for follow in FOLLOWS]
+    for rank in run_ranks(followers, 2, cases, timeout=120):
+        found = iter(rank)
+        for strategy, apart, follow in cases:
+            state = next(found)
+            if strategy == "pp" and apart:
+                assert "in a stage of the pipeline that does not hold it" in state and "zero2" in state, state
+            else:
+                alone = Alone(lambda apart=apart: Student(apart))
+                alone.optimizer = trained(alone.model)  # type: ignore[assignment]
+                for _ in range(3):
+                    alone.fit(1)
+                    follow(followed(alone.model))
+                assert_alike(state, alone.full_state_dict())
+            if strategy == "pp":
+                assert "does not hold it" in next(found)

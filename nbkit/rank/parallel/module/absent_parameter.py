@@ -3,11 +3,17 @@
 It answers for shape, dtype and device, which is what models ask a weight for wherever they are
 (`x.to(self.embed.weight.dtype)`). On its way to the first block that runs here the model's forward may also compute
 with it: it is zeros then, and nothing of what comes of them is used. Behind that, a use of its values raises by name.
+
+Who goes through `model.parameters()` finds one at each place that other stages hold (`list_absent`), so that `zip` of
+the parameters of two parts pairs the same ones as in one process. What changes such a tensor by itself, or by others
+that are not here either, changes nothing: the rank that holds it does the same. With values from here it raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +33,7 @@ class Absent(Tensor):
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, whole: nn.Parameter, name: str, idle: Callable[[], bool]) -> Absent:
+    def __new__(cls, whole: Tensor, name: str, idle: Callable[[], bool]) -> Absent:
         """whole: has the shape, the dtype, the device; its values are not looked at."""
         made: Absent = Tensor._make_subclass(cls, _zeros(whole), False)
         made.param_name, made.idle = name, idle
@@ -35,19 +41,32 @@ class Absent(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        kwargs = kwargs or {}
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         absent = [leaf for leaf in leaves if isinstance(leaf, Absent)]
-        if func.overloadpacket not in SHAPE_ONLY and not all(leaf.idle() for leaf in absent):
+        if func.overloadpacket in SHAPE_ONLY or all(leaf.idle() for leaf in absent):
+            args, kwargs = pytree.tree_unflatten([_zeros(x) if isinstance(x, Absent) else x for x in leaves], spec)
+            return func(*args, **kwargs)
+        if func._schema.name.startswith("aten::_foreach_"):
+            return _each(func, args, kwargs)
+        alone = all(isinstance(leaf, Absent) for leaf in leaves if isinstance(leaf, Tensor))
+        if not alone or func.overloadpacket is torch.ops.aten._local_scalar_dense:
             raise _used(absent[0], str(func.overloadpacket))
+        if func._schema.is_mutable:
+            return absent[0]
         args, kwargs = pytree.tree_unflatten([_zeros(x) if isinstance(x, Absent) else x for x in leaves], spec)
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        return Absent(made, absent[0].param_name, absent[0].idle) if isinstance(made, Tensor) else made
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """Zeros, where what is computed is not used."""
-        if not self.idle():
+        """Zeros, where what is computed is not used; else itself."""
+        return _zeros(self) if self.idle() else self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, Absent):
             raise _used(self, ".data")
-        return _zeros(self)
 
     def __deepcopy__(self, memo: Any) -> Absent:
         return self
@@ -63,6 +82,61 @@ def _zeros(like: Tensor) -> Tensor:
 def _used(absent: Absent, how: str) -> StrategyError:
     return StrategyError(
         f"The parameter {absent.param_name!r} is used in a stage of the pipeline that does not hold it.",
-        numbers=f"shape {tuple(absent.shape)}, by {how}; not so when the model was run to find its stages",
-        hint="a strategy without pp; or a model that uses the same weights in every forward",
+        numbers=f"shape {tuple(absent.shape)}, by {how}, under pp",
+        hint="strategy='zero2', or another one without pp; or a model that uses the same weights in every forward",
     )
+
+
+def _each(func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch._foreach_*` of what is here; of the others nothing changes."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
+    here = []
+    for place in zip(*lists, strict=True):
+        absent = [value for value in place if isinstance(value, Absent)]
+        if absent and any(isinstance(value, Tensor) and not isinstance(value, Absent) for value in place):
+            raise _used(absent[0], str(func.overloadpacket))
+        here.append(not absent)
+
+    def those(value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        return [each for each, is_here in zip(value, here, strict=True) if is_here]
+
+    made = func(*map(those, args), **{key: those(value) for key, value in kwargs.items()}) if any(here) else None
+    if func._schema.is_mutable:
+        return None
+    found = iter(made or ())
+    return [next(found) if is_here else value for is_here, value in zip(here, lists[0], strict=True)]
+
+
+def list_absent(module: nn.Module) -> None:
+    """Have `parameters()` of `module` and all in it give what other stages hold too, each at its place."""
+    for part in module.modules():
+        if type(part).parameters is nn.Module.parameters:
+            vars(part)["parameters"] = _Parameters(part)
+
+
+class _Parameters:
+    """Stands for the method of a module. It keeps what the module holds, and not the module: that would be a circle."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._own, self._parts = part._parameters, part._modules
+        self._absent = {name: value for name, value in vars(part).items() if isinstance(value, Absent)}
+
+    def __call__(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        seen = set[int]()
+        held = [(self._own, self._absent)]
+        for child in self._parts.values() if recurse else ():
+            held += [] if child is None else [(each._parameters, vars(each)) for each in child.modules()]
+        for params, attributes in held:
+            for name, param in params.items():
+                found: Any = attributes.get(name) if param is None else param
+                if found is None or id(found) in seen or (param is None and not isinstance(found, Absent)):
+                    continue
+                seen.add(id(found))
+                if param is not None or not sys._getframe(1).f_code.co_filename.startswith(_INSIDE):
+                    yield found
+
+
+_INSIDE = str(Path(__file__).parents[3]), str(Path(nn.__file__).parent)
+"""Whose own code goes through what this rank holds: nbkit's and that of torch.nn, such as vectors of parameters."""

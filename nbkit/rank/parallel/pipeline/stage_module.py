@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.rank.data.batch import call
-from nbkit.rank.parallel.module.absent_parameter import Absent
+from nbkit.rank.parallel.module.absent_parameter import Absent, list_absent
 from nbkit.rank.parallel.module.meta_module import homes, replace
 from nbkit.rank.parallel.module.parameter_aliases import put_aliases
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
@@ -50,6 +50,7 @@ class Staged:
         self._gates.team = team
         self.holds = set().union(*(chain.holds(lo, hi) for lo, hi in self.ranges))
         _drop(module, self.holds, self._gates.idle)
+        list_absent(module)
 
     def runs(self, name: str) -> bool:
         """Whether the module that the parameter or buffer `name` belongs to computes on this rank."""
