@@ -19,11 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from nbkit.errors import TrainingError
 from nbkit.rank.comm import delegating_group
@@ -35,14 +35,16 @@ from nbkit.wire.user_code import is_users
 PARTED = "the ranks have parted"
 _LOOK_SECONDS = 0.5
 _SURE_SECONDS = 1.5  # what is on its way to another rank, such as a message or a cell, arrives sooner
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
+_FIRST_PAUSE, _SLOW_PAUSE, _LONGEST_PAUSE = 0.0001, 0.01, 0.02
+_KEPT = 100  # meetings, in the store
 
 
 @dataclass
 class _Here:
     """What this rank does. key: the forming of the world that `number` counts in. number: of the meeting that it has
     come to last. waits: since when, in a meeting. apart: what is said when the ranks have parted. cell: id and ranks
-    of the cell that runs. run: the number of the steps that are made, and which one that is."""
+    of the cell that runs. run: the number of the steps that are made, and which one that is. passed: keys in the store
+    of meetings that are over."""
 
     key: str = ""
     number: int = 0
@@ -52,6 +54,7 @@ class _Here:
     cell: tuple[str, tuple[int, ...]] = "", ()
     run: tuple[int, Callable[[], int]] | None = None
     over: threading.Event | None = None
+    passed: list[str] = field(default_factory=list)
 
 
 _here = _Here()
@@ -65,7 +68,7 @@ def meet(purpose: str) -> None:
     where the world is broken meanwhile.
     """
     if (here := _world()) is not None:
-        _meet(here, purpose, f"{purpose}{_line(sys._getframe(1))}")
+        _meet(here, purpose, purpose)
 
 
 def begin_cell(cell: str, ranks: Iterable[int]) -> None:
@@ -106,15 +109,14 @@ def leave() -> None:
     """Say that this rank makes no further step of the run. Does not wait."""
     if (here := _world()) is not None and _here.run is not None:
         number, making = _here.run
-        own = _own(here, f"left after step {making()}{_line(sys._getframe(1))}", "")
+        own = _own(here, f"left after step {making()}", "")
         _store(here).compare_set(f"left/{number}", "", json.dumps(own))
 
 
 def arrive() -> None:
     """Come to the end of the run, and wait there for all ranks. Raises as `meet` does."""
     if (here := _world()) is not None and _here.run is not None:
-        step = _here.run[1]()
-        _meet(here, "the end of the training", f"left after step {step}{_line(sys._getframe(1))}")
+        _meet(here, "the end of the training", f"left after step {_here.run[1]()}")
 
 
 def parted() -> TrainingError | None:
@@ -154,7 +156,7 @@ def _world() -> world.World | None:
     if here is None or here.place.world_size == 1 or here.dirty:
         return None
     if _here.key != here.key:
-        _here.key, _here.number, _here.apart = here.key, 0, ""
+        _here.key, _here.number, _here.apart, _here.passed = here.key, 0, "", []
     return here
 
 
@@ -163,10 +165,11 @@ def _store(here: world.World, store: Store | None = None) -> Store:
 
 
 def _own(here: world.World, does: str, purpose: str) -> dict[str, Any]:
+    """Return what others are told of this rank, in the main thread. purpose: for which it waits, "" if it does not."""
     run = _here.run
     return {
         "rank": here.place.rank,
-        "does": f"rank {here.place.rank}: {does}" if purpose else f"rank {here.place.rank} {does}",
+        "does": f"rank {here.place.rank}{':' * (does == purpose)} {does}{_line(sys._getframe())}",
         "for": purpose,
         "run": None if run is None else [run[0], run[1]()],
         "counts": {group.label: group.count for group in delegating_group.registered()},
@@ -174,41 +177,42 @@ def _own(here: world.World, does: str, purpose: str) -> dict[str, Any]:
 
 
 def _meet(here: world.World, purpose: str, does: str) -> None:
+    """does: what others are told."""
     _look_from_now_on()
     store, size = _store(here), here.place.world_size
-    own = _own(here, does, purpose)
-    if purpose == "the end of the training":
-        own["does"] = f"rank {here.place.rank} {does}"
-    since = time.monotonic()  # which `%nbkit why` tells, as it does the number and the purpose
     number = _here.number = _here.number + 1
-    come, apart = f"come/{number}", f"apart/{number}"
-    _here.woken, added = False, 0
+    come, since = f"come/{number}/{purpose}", time.monotonic()  # `%nbkit why` tells the number, the purpose and since
+    _here.woken, added, told = False, False, False
     try:
         _here.waits = since
-        first = json.loads(store.compare_set(f"at/{number}", "", json.dumps(own)))
-        if first["for"] != purpose:
-            store.compare_set(apart, "", json.dumps({"said": f"{first['does']}; {own['does']}", "clean": True}))
-        else:
-            added = store.add(come, 1)
-            if added == size:
-                for key in (f"come/{number - 1}", f"at/{number - 1}"):
-                    store.delete_key(key)  # all have passed it
-                return
+        added = True
+        if store.add(come, 1) == size:
+            _tidy(here, store, come)
+            return
         pause = _FIRST_PAUSE
-        while True:
-            if store.check([apart]):
-                told = json.loads(store.get(apart))
-                if not told["clean"]:
-                    _here.apart = told["said"]
-                    watchdog.break_out(f"{told['said']}: {PARTED}")
-                added = 0
-                raise _error(told["said"])
-            if store.add(come, 0) >= size:
-                return
+        while store.add(come, 0) < size:
             if _here.woken or here.dirty or world.current() is not here:
                 raise RuntimeError(f"Waiting for the other ranks was aborted: {here.dirty or 'one of them has failed'}")
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE * max(1, size // 16))
+            if pause < _SLOW_PAUSE:
+                continue
+            if not told:
+                told, own = True, _own(here, does, purpose)
+                first = json.loads(store.compare_set(f"at/{number}", "", json.dumps(own)))
+                if first["for"] != purpose:
+                    both = {"said": f"{first['does']}; {own['does']}", "clean": True}
+                    store.compare_set(f"apart/{number}", "", json.dumps(both))
+            if store.check([f"apart/{number}"]):
+                added = False
+                heard = json.loads(store.get(f"apart/{number}"))
+                if not heard["clean"]:
+                    _here.apart = heard["said"]
+                    watchdog.break_out(f"{heard['said']}: {PARTED}")
+                raise _error(heard["said"])
+        _tidy(here, store, come)
+    except DistError as error:
+        raise RuntimeError("Waiting for the other ranks was aborted: the store, which rank 0 keeps, is gone") from error
     except BaseException:
         # Who is interrupted, and comes again, is at the same number as those who were not.
         if added and not here.dirty and _here.key == here.key:
@@ -222,6 +226,16 @@ def _meet(here: world.World, purpose: str, does: str) -> None:
         raise
     finally:
         _here.waits = None
+
+
+def _tidy(here: world.World, store: Store, come: str) -> None:
+    """All have come: some time later, rank 0 forgets of what all have passed."""
+    if here.place.rank == 0:
+        _here.passed.append(come)
+        if len(_here.passed) > _KEPT:
+            for key in _here.passed[:-1]:
+                store.delete_key(key)
+            del _here.passed[:-1]
 
 
 WAITS = _meet.__code__

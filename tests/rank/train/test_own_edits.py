@@ -274,7 +274,7 @@ def penalised(world: Any, strategies: list[str]) -> list[list[str]]:
         )
 
         def penalty(job: Any = job) -> None:
-            sum(p.pow(2).sum() for p in job.model.parameters()).backward()
+            sum(p.pow(2).sum() for _, p in job.model.named_parameters()).backward()
 
         penalty()
         said = []

@@ -68,6 +68,17 @@ class Absent(Tensor):
         if not isinstance(value, Absent):
             raise _used(self, ".data")
 
+    def numpy(self, **_: Any) -> Any:
+        """Raise: it has no values."""
+        raise _used(self, "numpy")
+
+    def tolist(self) -> Any:
+        """Raise: it has no values."""
+        raise _used(self, "tolist")
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise _used(self, "numpy")
+
     def __deepcopy__(self, memo: Any) -> Absent:
         return self
 

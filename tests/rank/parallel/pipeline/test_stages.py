@@ -98,7 +98,15 @@ def test_the_classes_and_names_of_gated_modules_stay() -> None:
     assert {name.split(".")[1] for name, _ in part.module.named_parameters()} == {"1", "2"}
     head = part.module.head.weight
     assert (head.shape, head.dtype, head.new_zeros(2).tolist()) == (model.head.weight.shape, torch.float32, [0.0, 0.0])
-    for use in (lambda: head * 2, lambda: head.data, lambda: part.module.blocks[0].up.weight.norm()):
+    up = part.module.blocks[0].up.weight
+    for use in (
+        lambda: head * torch.ones(()),
+        lambda: float(up.norm()),
+        lambda: head.data.mul_(2).tolist(),
+        lambda: up.detach().cpu().numpy(),
+        lambda: (head * 2).sum() + torch.ones(()),
+        lambda: torch._foreach_add_([head], [torch.ones(())]),
+    ):
         with pytest.raises(StrategyError, match=r"'(head|blocks\.0\.up)\.weight' is used in a stage .* not hold it"):
             use()
 
