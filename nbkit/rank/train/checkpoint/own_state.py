@@ -7,7 +7,7 @@ checkpoint holds parameters and buffers as they are, and the extra state beside 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ from nbkit.rank.parallel.proof.memory import MemoryUses, memory_of
 from nbkit.rank.parallel.reshard.plain_attributes import put, set_since, take_objects_along
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.torch_private import tree_map_only
-from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint.json_values import encoded
+
+if TYPE_CHECKING:
+    from nbkit.rank.train.builder import Builder
 
 _METHODS = "state_dict", "_save_to_state_dict", "get_extra_state"
 _HOOKS = "_state_dict_hooks", "_state_dict_pre_hooks"
