@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.planner.reshard.boxes import halves
 from nbkit.quoting import user_path
-from nbkit.rank.parallel.module.meta_module import homes, replace, window
+from nbkit.rank.parallel.module.meta_module import homes, marked, parameter_like, replace, window
 from nbkit.rank.parallel.reshard.load_local_shards import copy_part
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import seeded
@@ -59,10 +59,10 @@ class Pretrained:
             for places in homes(module).values():
                 old = getattr(*places[0])
                 drawn = window(old.shape, old.dtype, device)
-                replace(places, nn.Parameter(drawn, requires_grad=old.requires_grad))
+                replace(places, parameter_like(drawn, old))
             for part in module.modules():
                 for name, buffer in part._buffers.items():
-                    part._buffers[name] = None if buffer is None else buffer.to(device)
+                    part._buffers[name] = None if buffer is None else marked(buffer.to(device), buffer)
             files.read_buffers(module)
             tensors = {id(p): kept[name] for name, p in module.named_parameters()}
             module = (self.adapt(module) if self.adapt else module).train()
@@ -219,7 +219,7 @@ def _without_weights() -> Iterator[None]:
 
     def without(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            param = parameter_like(param.detach().to("meta"), param)
         register(module, name, param)
 
     nn.Module.register_parameter = without  # type: ignore[method-assign, assignment]

@@ -137,10 +137,23 @@ def need_rows(options: Options, strategy: Strategy) -> None:
 
 def need_outside(options: Options, strategy: Strategy) -> None:
     """Raises StrategyError where what the model keeps beside its parameters and buffers would be another one."""
-    if (found := options.outside) is None or (strategy.mesh.size == 1 and not options.cut and not options.recompute):
+    if (found := options.outside) is None:
         return
-    why = ""
-    if options.cut or options.recompute or strategy.pp > 1 or (strategy.microbatches or 1) > 1:
+    if found.unseen:
+        raise StrategyError(
+            "The model or the loss remembers something that nbkit can neither see nor put back: each look at the model "
+            f"would change what {strategy} trains.",
+            numbers=f"from the same rows, weights and random numbers a second pass is {found.unseen:.2g} off"
+            + (f"; it may be {found.names[0]}" if found.names else ""),
+            hint="self.calls += 1 and self.scales[self.calls % 3]: a number in an attribute, in place of an iterator",
+        )
+    if found.drawn or (strategy.mesh.size == 1 and not options.cut and not options.recompute):
+        return
+    why, hint = "", "a buffer (register_buffer), summed over the ranks in forward; or strategy='ddp', or one rank"
+    if found.on_tensors and not keeps_whole(strategy):
+        why = f"{found.on_tensors[0]!r} is set on a parameter or buffer, in whose place the strategy puts another"
+        hint = "self.calls = ..., an attribute of the module; or strategy='ddp'"
+    elif options.cut or options.recompute or strategy.pp > 1 or (strategy.microbatches or 1) > 1:
         why = "several forwards of a step, or one of a part of the model, change it more often or less"
     elif strategy.dp > 1 and found.by_rows and not found.per_row:
         why = "it is computed of all rows of a batch, and a rank has some of them"
@@ -151,7 +164,7 @@ def need_outside(options: Options, strategy: Strategy) -> None:
             f"The model or the loss changes {found.spelled} in each pass and reads it in the next, which {strategy} "
             "would not do as one process does.",
             numbers=why,
-            hint="a buffer (register_buffer), summed over the ranks in forward; or strategy='ddp', or one rank",
+            hint=hint,
         )
 
 

@@ -130,6 +130,7 @@ class Builder:
             )
         # Before the skeleton: the factory sees weights, and may freeze some of them.
         self.template = Template(optimizer, module=self.module)
+        OutsideState(self.module, config.loss)  # iterators that it finds can be copied and put back from now on
         self.skeleton = self._skeleton(model)
         self.reference = self._built_again(model)
         self.options = self._look(config, asked, model)

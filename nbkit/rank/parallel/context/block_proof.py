@@ -297,9 +297,8 @@ def _weights(block: nn.Module, drawn: bool, dtype: torch.dtype | None) -> Iterat
     ]
     try:
         for places, param in params:
-            meta_module.replace(
-                places, nn.Parameter(_drawn(param.detach(), draw, drawn, dtype), requires_grad=_floats(param))
-            )
+            own = nn.Parameter(_drawn(param.detach(), draw, drawn, dtype), requires_grad=_floats(param))
+            meta_module.replace(places, meta_module.marked(own, param))
         for holder, key, tensor in others:
             holder[key] = tensor.detach().to(dtype)
         yield

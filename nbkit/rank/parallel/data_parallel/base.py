@@ -194,10 +194,3 @@ def check_alike(name: str, found: Tensor, known: Tensor) -> None:
             numbers=" -> ".join(" ".join(map(str, kind)) for kind in kinds),
             hint="build the Trainer (or job) again around the changed model; precision='bf16' computes in fewer bits",
         )
-
-
-def fresh(data: Tensor, old: nn.Parameter) -> nn.Parameter:
-    """A parameter over `data`, trained or frozen and marked as `old` is."""
-    param = nn.Parameter(data, requires_grad=old.requires_grad)
-    param.__dict__.update(old.__dict__)
-    return param

@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.levers import BUCKET
-from nbkit.rank.parallel.data_parallel.base import fresh
 from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction, all_gather
 from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, aligned, flat_with_views
 from nbkit.rank.parallel.data_parallel.gradient_buckets import Bucket, BucketedAxis
 from nbkit.rank.parallel.data_parallel.late_gather import LateGather, compiles, waiting
-from nbkit.rank.parallel.module.meta_module import homes, replace
+from nbkit.rank.parallel.module.meta_module import homes, parameter_like, replace
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.rank.torch_private import foreach_copy_
 from nbkit.tensor_layout import Layout, bounds
@@ -97,7 +96,7 @@ class ShardedOptimizer(BucketedAxis[_Bucket]):
         found = homes(module)
         for name, places in found.items():
             old = getattr(*places[0])
-            wholes[name] = fresh(torch.empty(layouts[name].local, dtype=old.dtype, device=old.device), old)
+            wholes[name] = parameter_like(torch.empty(layouts[name].local, dtype=old.dtype, device=old.device), old)
             replace(places, wholes[name])
         super().__init__(wholes, bucket=bucket)
         self.links, self.zero, self._module = links, zero, module
@@ -107,7 +106,7 @@ class ShardedOptimizer(BucketedAxis[_Bucket]):
             if layout.local:
                 part = layout.part(0, links.ranks, links.index)
                 mine = mine[slice(*bounds(layout.local[0], links.ranks, links.index))]
-            self._add(name, fresh(mine, whole), part, (whole.data, layout), whole, found[name])
+            self._add(name, parameter_like(mine, whole), part, (whole.data, layout), whole, found[name])
             emptied(whole.data)
         self._flight = InFlight()
         self.begin_again()

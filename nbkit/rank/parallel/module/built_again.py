@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.module.meta_module import homes, placeholder, replace
+from nbkit.rank.parallel.module.meta_module import homes, marked, placeholder, replace
 from nbkit.rank.parallel.module.parameter_aliases import note_aliases, tensors_beside
 from nbkit.rank.parallel.module.rebound_functions import parts_of
 from nbkit.rank.parallel.reshard.plain_attributes import plain_attributes, put
@@ -55,11 +55,11 @@ def take_buffers(made: nn.Module, like: nn.Module) -> None:
         for name, buffer in parts[path]._buffers.items():
             own = part._buffers[name]
             if buffer is None or own is None:
-                part._buffers[name] = None if buffer is None else buffer.detach().clone()
+                part._buffers[name] = None if buffer is None else marked(buffer.detach().clone(), buffer)
             elif (own.shape, own.dtype, own.device) == (buffer.shape, buffer.dtype, buffer.device):
-                own.detach().copy_(buffer)
+                marked(own, buffer).detach().copy_(buffer)
             else:
-                part._buffers[name] = buffer.detach().clone()
+                part._buffers[name] = marked(buffer.detach().clone(), buffer)
 
 
 def _called(build: Build, like: nn.Module) -> Any:

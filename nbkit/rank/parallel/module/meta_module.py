@@ -10,7 +10,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,25 @@ from torch import Tensor, nn
 from nbkit.rank.parallel.module.parameter_aliases import note_aliases, notes_of, put_aliases, tensors_beside
 from nbkit.rank.parallel.module.rebound_functions import rebind
 
+T = TypeVar("T", bound=Tensor)
+
 
 def placeholder(shape: Sequence[int], like: nn.Parameter) -> nn.Parameter:
     """A parameter of `shape` without memory; dtype, device, requires_grad and marks as those of `like`."""
     empty = torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape))
-    param = nn.Parameter(empty, requires_grad=like.requires_grad)
-    param.__dict__.update(like.__dict__)
-    return param
+    return parameter_like(empty, like)
+
+
+def parameter_like(data: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """Return a parameter over `data`, trained or frozen as `like` is, with the attributes that were set on `like`."""
+    return marked(nn.Parameter(data, requires_grad=like.requires_grad), like)
+
+
+def marked(tensor: T, like: Tensor) -> T:
+    """Return `tensor` with the attributes that were set on `like`, which a model may read: `weight.scale = 2.0`."""
+    if like.__dict__:
+        tensor.__dict__.update(like.__dict__)
+    return tensor
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
@@ -124,8 +136,7 @@ def runnable(skeleton: nn.Module) -> nn.Module:
     module, draw = skeleton_of(skeleton), torch.Generator().manual_seed(0)
     for places in homes(module).values():
         old: nn.Parameter = getattr(*places[0])
-        param = nn.Parameter(window(old.shape, old.dtype, old.device, draw), requires_grad=old.requires_grad)
-        param.__dict__.update(old.__dict__)
+        param = parameter_like(window(old.shape, old.dtype, old.device, draw), old)
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(_let_go)
         replace(places, param)

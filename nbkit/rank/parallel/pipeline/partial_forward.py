@@ -27,7 +27,7 @@ from nbkit.errors import StrategyError
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.argument_paths import look, put
 from nbkit.rank.parallel.module.forward_wrapper import subclass
-from nbkit.rank.parallel.module.meta_module import copied
+from nbkit.rank.parallel.module.meta_module import copied, marked
 from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, Skip
 from nbkit.rank.parallel.proof.unchanged import plain_attention
 from nbkit.rank.parallel.tensor.sequence_tensor import completed, sendable
@@ -291,11 +291,12 @@ def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
 
 def _on_meta(tensor: Tensor) -> Tensor:
     bare = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
+    return marked(nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare, tensor)
 
 
 def _blank(param: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape), False)
+    blank = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
+    return marked(nn.Parameter(blank, requires_grad=False), param)
 
 
 def _kind(value: Any) -> Any:

@@ -12,8 +12,10 @@ import array
 import contextvars
 import copy
 import functools
+import io
 import itertools
 import os
+import queue
 import random
 import sys
 import threading
@@ -41,12 +43,17 @@ _HOLDERS = (
     UserList,
     threading.local,
     threading.Event,
+    queue.Queue,
     weakref.WeakKeyDictionary,
     weakref.WeakValueDictionary,
 )
 """Classes of libraries whose objects hold what a program puts there."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, types.ModuleType)
 _MOST, _LONG, _COPIED = 5000, 256, 1 << 24  # places that are looked at; elements of one; elements of all tensors
+
+_ITERATORS = ("builtins", "itertools", "_csv")
+"""Modules whose iterators hold where they stand in a way that nobody can read and write back."""
+_OF_GENERATORS = {"send", "throw", "close", "gi_frame", "gi_running"}
 
 Slots = dict[Any, Any]
 
@@ -57,6 +64,9 @@ class Outside:
 
     names: of the places. by_rows: what is there afterwards depends on the rows. per_row: it has a part for each row.
     tensors: it is more than a number. attributes: (name of a module, name of an attribute of it) of those that are one.
+    on_tensors: names of those that are attributes of parameters and buffers, or within one. unseen: how far a second
+    pass was off from the first, where nothing that is seen explains it; names are guesses then. drawn: they are random
+    generators of the user's, and nothing else.
     """
 
     names: tuple[str, ...]
@@ -64,6 +74,9 @@ class Outside:
     per_row: bool
     tensors: bool
     attributes: frozenset[tuple[str, str]] = frozenset()
+    on_tensors: tuple[str, ...] = ()
+    unseen: float = 0.0
+    drawn: bool = False
 
     def parted(self, module: nn.Module) -> tuple[dict[str, Any], list[str]]:
         """Return the numbers and texts in attributes of `module`, by name, and the names of all else."""
@@ -86,6 +99,46 @@ class _Numpy:
     """The state of a generator of numpy's."""
 
     state: Any
+
+
+class _Replayed:
+    """Stands in for an iterator that user code advances: it gives what that one gives, and it can be copied.
+
+    Copies go on from the same place, each by itself. What all of them have read is let go of.
+    """
+
+    __slots__ = ("_from", "_items", "_place")
+
+    def __init__(self, items: Any, source: object, place: int) -> None:
+        self._items, self._from, self._place = items, source, place
+
+    @classmethod
+    def of(cls, iterator: Iterator[Any]) -> _Replayed:
+        """Take the place of `iterator`, which nobody else may advance from now on."""
+        return cls(itertools.tee(iterator, 1)[0], iterator, 0)
+
+    def __iter__(self) -> _Replayed:
+        return self
+
+    def __next__(self) -> Any:
+        found = next(self._items)
+        self._place += 1
+        return found
+
+    def __copy__(self) -> _Replayed:
+        return _Replayed(copy.copy(self._items), self._from, self._place)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Replayed:
+        memo[id(self)] = copied = self.__copy__()
+        return copied
+
+    def go_to(self, other: _Replayed) -> None:
+        """Give from now on what `other` gives."""
+        self._items, self._from, self._place = copy.copy(other._items), other._from, other._place
+
+    def stands_as(self, other: _Replayed) -> bool:
+        """Return whether `other` gives the same from here on."""
+        return self._from is other._from and self._place == other._place
 
 
 @dataclass
@@ -118,12 +171,21 @@ class OutsideState:
         self._places: list[_Place] = []
         self._tensors: list[tuple[str, Tensor, int, Tensor | None]] = []
         self._seen: dict[int, Any] = {}  # by id; held, so that no other object gets the same
-        for tensor in itertools.chain(module.parameters(), module.buffers()):
+        self._generators: list[tuple[_Place, Any]] = []
+        self._called: set[str] = set()  # names in the code that was looked at
+        self.unkept: list[str] = []  # iterators and generators that cannot be put back
+        self._own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for tensor in self._own.values():
             self._seen[id(tensor)] = tensor
         self._most, self._room = len(self._seen) + _MOST, _COPIED
         self._modules(type(module).__name__, module, top=True)
+        self._attributes_of_tensors()
         for function in functions:
             self._visit(getattr(function, "__name__", type(function).__name__), function)
+        for place, key in self._generators:
+            value = place.read().get(key)
+            if isinstance(value, types.GeneratorType):
+                self._replay(place, key, value, here=not self._called & _OF_GENERATORS)
 
     def changes(self) -> dict[str, Any]:
         """Return name -> value now of every place that holds something else than before."""
@@ -146,6 +208,24 @@ class OutsideState:
         found = ((name, own.get(name)) for name in names)
         return frozenset((at[0], at[1]) for _, at in found if at is not None and at[0] is not None)
 
+    def drawn(self) -> list[str]:
+        """Return the names of the random generators that have given something."""
+        return [place.name for place in self._places if place.draws and not _same(place.before[""], place.read()[""])]
+
+    def advanced(self) -> bool:
+        """Return whether an iterator stands elsewhere: where it makes a difference may be far ahead."""
+        return any(
+            isinstance(value, _Replayed) and not _same(place.before.get(key), value)
+            for place in self._places
+            for key, value in place.read().items()
+        )
+
+    def on_tensors(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return those of `names` that are attributes of the model's parameters and buffers, or within one."""
+        return tuple(
+            name for name in names if any(name[:at] in self._own for at, letter in enumerate(name) if letter == ".")
+        )
+
     def draw_again(self) -> None:
         """Make every random generator give again what it gave after this was made."""
         for place in self._places:
@@ -158,7 +238,7 @@ class OutsideState:
 
     def held(self) -> Held:
         """Return what everything holds now, for `put`."""
-        slots = [{key: _kept(value) for key, value in place.read().items()} for place in self._places]
+        slots = [place.read() for place in self._places]
         return Held(slots, [None if kept is None else tensor.detach().clone() for _, tensor, _, kept in self._tensors])
 
     def put(self, held: Held) -> None:
@@ -166,7 +246,7 @@ class OutsideState:
         for place, slots in zip(self._places, held.slots, strict=True):
             now = place.read()
             if now.keys() != slots.keys() or any(not _same(now[key], slots[key]) for key in now):
-                place.write({key: _kept(value) for key, value in slots.items()})
+                place.write(slots)
         with torch.no_grad():
             for (_, tensor, version, _), content in zip(self._tensors, held.contents, strict=True):
                 if tensor._version != version and content is not None:
@@ -195,6 +275,23 @@ class OutsideState:
                     self._visit(_spelled(label, key), tensor)
             self._class(type(part))
 
+    def _attributes_of_tensors(self) -> None:
+        """Watch what is set on the model's own tensors, as in `self.weight.calls = 1`, now or in a pass."""
+        own = self._own
+
+        def read() -> Slots:
+            return {f"{name}.{key}": value for name, each in own.items() for key, value in each.__dict__.items()}
+
+        def write(slots: Slots) -> None:
+            for name, each in own.items():
+                for key in [key for key in each.__dict__ if f"{name}.{key}" not in slots]:
+                    del each.__dict__[key]
+            for at, value in slots.items():
+                name, _, key = at.rpartition(".")
+                own[name].__dict__[key] = value
+
+        self._place("", read, write)
+
     def _visit(self, name: str, value: Any) -> None:
         if isinstance(value, _PLAIN) or id(value) in self._seen or len(self._seen) > self._most:
             return
@@ -210,6 +307,8 @@ class OutsideState:
                 kept = value.detach().clone() if value.numel() <= self._room else None
                 self._room -= 0 if kept is None else kept.numel()
                 self._tensors.append((name, value, value._version, kept))
+            if value.__dict__:
+                self._namespace(name, value.__dict__, lambda _: True)
         elif isinstance(value, dict):
             self._namespace(name, value, lambda _: True)
         elif isinstance(value, list | deque):
@@ -219,11 +318,17 @@ class OutsideState:
         elif isinstance(value, tuple):
             for number, each in enumerate(value[:_LONG]):
                 self._visit(f"{name}[{number}]", each)
+        elif isinstance(value, _Replayed):
+
+            def read() -> Slots:
+                return {"": copy.copy(value)}
+
+            self._places.append(_Place(name, read, lambda slots: value.go_to(slots[""]), read()))
         elif isinstance(value, random.Random):
             self._place(name, lambda: {"": value.getstate()}, lambda slots: value.setstate(slots[""]), draws=True)
         elif isinstance(value, torch.Generator):
             self._place(name, lambda: {"": value.get_state()}, lambda slots: value.set_state(slots[""]), draws=True)
-        elif (bits := getattr(value, "bit_generator", None)) is not None:
+        elif (bits := getattr(value, "bit_generator", getattr(value, "_bit_generator", None))) is not None:
             self._place(
                 name,
                 lambda: {"": _Numpy(bits.state)},
@@ -232,9 +337,15 @@ class OutsideState:
             )
         elif isinstance(value, types.FunctionType):
             self._function(value)
+        elif isinstance(value, io.IOBase):
+            self._file(name, value)
+        elif _is_iterator(value) or isinstance(value, types.GeneratorType):
+            self.unkept.append(f"{name!r}, a {type(value).__name__}")  # nothing can be put in its place
         elif isinstance(value, types.MethodType):
             self._visit(name, value.__func__)
             self._visit(name, value.__self__)
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+            self._visit(name, value.__self__)  # the list of its append, the iterator of its __next__
         elif isinstance(value, functools.partial):
             for each in (value.func, value.args, value.keywords):
                 self._visit(name, each)
@@ -263,6 +374,23 @@ class OutsideState:
                     values[...] = numpy.frombuffer(slots[""], kind).reshape(values.shape)
 
                 self._place(name, lambda: {"": values.tobytes()}, write)
+
+    def _file(self, name: str, file: io.IOBase) -> None:
+        """Watch how far a file was read."""
+
+        def read() -> Slots:
+            try:
+                return {"": file.tell()}
+            except (OSError, ValueError):  # it is closed, or text that is read line by line
+                return {"": None}
+
+        def write(slots: Slots) -> None:
+            if slots[""] is not None:
+                file.seek(slots[""])
+
+        with suppress(ValueError):
+            if file.seekable():
+                self._place(name, read, write)
 
     def _variable(self, name: str, variable: contextvars.ContextVar[Any]) -> None:
         def read() -> Slots:
@@ -330,9 +458,26 @@ class OutsideState:
         draws: bool = False,
     ) -> None:
         now = read()
-        self._places.append(_Place(name, read, write, {key: _kept(value) for key, value in now.items()}, path, draws))
+        self._places.append(place := _Place(name, read, write, now, path, draws))
         for key, value in itertools.islice(now.items(), _LONG):
-            self._visit(_spelled(name, key), value)
+            if isinstance(value, types.GeneratorType):
+                self._generators.append((place, key))  # whether it is sent anything is known later
+            elif _is_iterator(value):
+                self._replay(place, key, value)
+            else:
+                self._visit(_spelled(name, key), value)
+
+    def _replay(self, place: _Place, key: Any, iterator: Iterator[Any], *, here: bool = True) -> None:
+        """Let what can be put back take the place of `iterator`."""
+        made = self._seen.get(id(iterator))
+        if not isinstance(made, tuple):
+            made = self._seen[id(iterator)] = iterator, _Replayed.of(iterator) if here else None
+        if made[1] is None:
+            self.unkept.append(f"{_spelled(place.name, key)!r}, a {type(iterator).__name__}")
+            return
+        place.before[key] = made[1]
+        place.write({**place.read(), key: made[1]})
+        self._visit(_spelled(place.name, key), made[1])
 
     def _class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -358,6 +503,7 @@ class OutsideState:
         if not _is_users(function) or "-packages" in function.__code__.co_filename:
             return
         names, named = _names(function.__code__), function.__globals__
+        self._called |= names
         for name in names & named.keys():
             value = named[name]
             if isinstance(value, types.ModuleType):
@@ -414,7 +560,7 @@ def find_outside(forward: Callable[[Sequence[int]], Any], state: OutsideState, *
     if not changes:
         return None
     run([1, 0])  # what remembers the same rows may give the same again
-    if _equal(first, _copied(run([0, 1]))) and not _read(run, state, first):
+    if _equal(first, _copied(run([0, 1]))) and not state.advanced() and not _read(run, state, first):
         return None
     state.put_back()
     run([0, 1])
@@ -437,7 +583,8 @@ def find_outside(forward: Callable[[Sequence[int]], Any], state: OutsideState, *
         per_row = all(_read_by_row(whole, *half) for whole, *half in zip(again, *halves, strict=True))
     large = any(tensor.numel() != 1 for value in changes.values() for tensor in value if isinstance(tensor, Tensor))
     names = sorted(changes)
-    return Outside(tuple(names), len(same) < len(changes), per_row, large, state.attributes(names))
+    own = state.attributes(names), state.on_tensors(names)
+    return Outside(tuple(names), len(same) < len(changes), per_row, large, *own)
 
 
 def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) -> bool:
@@ -518,15 +665,16 @@ def _equal(one: Any, other: Any) -> bool:
     )
 
 
-def _kept(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, itertools.count) else value
+def _is_iterator(value: Any) -> bool:
+    known = type(value).__module__ in _ITERATORS and not isinstance(value, types.GeneratorType)
+    return known and hasattr(value, "__next__")
 
 
 def _same(before: Any, now: Any) -> bool:
-    if isinstance(before, itertools.count) and isinstance(now, itertools.count):
-        return repr(before) == repr(now)
     if before is now:
         return True
+    if isinstance(before, _Replayed) and isinstance(now, _Replayed):
+        return before.stands_as(now)
     if isinstance(before, float) and isinstance(now, float) and before != before and now != now:
         return True
     if isinstance(before, _Numpy) and isinstance(now, _Numpy):

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
 from nbkit.rank.loss.output_tensors import leaves
-from nbkit.rank.parallel.module.meta_module import homes, replace
+from nbkit.rank.parallel.module.meta_module import homes, marked, replace
 from nbkit.rank.parallel.module.rebound_functions import parts_of, reaches
 from nbkit.rank.parallel.proof.compare import gap
 from nbkit.rank.parallel.proof.unchanged import unchanged
@@ -74,7 +74,8 @@ def _astray(
     reads = _Reads(foreign, copied)
     for name, places in homes(copied).items():
         empty.append((places, getattr(*places[0])))
-        replace(places, nn.Parameter(weights[name].detach(), requires_grad=weights[name].requires_grad))
+        own = nn.Parameter(weights[name].detach(), requires_grad=weights[name].requires_grad)
+        replace(places, marked(own, empty[-1][1]))
     try:
         found = _output(module, copied, run, reads)
     except Exception as error:

@@ -7,7 +7,7 @@ A temperature or a dropout rate that a live cell sets, the mode of a frozen part
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -24,8 +24,14 @@ Attributes = Mapping[tuple[str, str], Plain]
 _HOOKS = "_forward_hooks", "_forward_pre_hooks"
 
 
+_OF_TENSORS = {"param_name", "unit_name", "retired"}  # set by nbkit
+
+
 def plain_attributes(module: nn.Module) -> dict[tuple[str, str], Plain]:
-    """Numbers, text and modes of all parts of `module`, and how many hooks each part has."""
+    """Return numbers, text and modes of all parts of `module`, and how many hooks each part has.
+
+    An attribute of a parameter or buffer, as in `self.weight.scale = 2.0`, is named "weight.scale".
+    """
     found: dict[tuple[str, str], Plain] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -33,11 +39,27 @@ def plain_attributes(module: nn.Module) -> dict[tuple[str, str], Plain]:
                 found[path, name] = value
             elif name in _HOOKS and value:
                 found[path, name] = sum(not _is_own(hook) for hook in value.values())
+        for name, tensor in _tensors(part):
+            for key, value in tensor.__dict__.items():
+                if isinstance(value, Plain) and key not in _OF_TENSORS:
+                    found[path, f"{name}.{key}"] = value
     return found
+
+
+def _tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of `part` itself that have attributes."""
+    for held in (part._parameters, part._buffers):
+        for name, tensor in held.items():
+            if tensor is not None and tensor.__dict__:
+                yield name, tensor
 
 
 def _is_own(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("nbkit.")
+
+
+def _tensor(part: nn.Module, name: str) -> Tensor | None:
+    return part._parameters.get(name, part._buffers.get(name))
 
 
 def take_along(old: nn.Module, built: Attributes, new: nn.Module) -> None:
@@ -61,6 +83,11 @@ def take_objects_along(old: nn.Module, new: nn.Module) -> None:
             ours = type(value).__module__.startswith("nbkit.")  # such as what refuses to copy a part of the weights
             if name not in OF_MODULES and not isinstance(value, Plain) and not ours and not _holds(value, model, set()):
                 parts[path].__dict__[name] = value
+        for name, tensor in _tensors(part) if path in parts else ():
+            own = _tensor(parts[path], name)
+            for key, value in tensor.__dict__.items() if own is not None else ():
+                if key not in _OF_TENSORS and not _holds(value, model, set()):
+                    own.__dict__[key] = value
 
 
 def _holds(value: object, model: set[int], seen: set[int]) -> bool:
@@ -99,5 +126,10 @@ def put(attributes: Attributes, module: nn.Module) -> None:
     """Set them in the parts that `module` has."""
     parts = dict(module.named_modules())
     for (path, name), value in attributes.items():
-        if path in parts:
+        tensor, _, key = name.rpartition(".")
+        if path in parts and not tensor:
             setattr(parts[path], name, value)
+        elif (
+            path in parts and (own := parts[path]._parameters.get(tensor, parts[path]._buffers.get(tensor))) is not None
+        ):
+            own.__dict__[key] = value

@@ -19,7 +19,7 @@ from torch import nn
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, placeholder, replace
+from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, parameter_like, placeholder, replace
 from nbkit.rank.parallel.tensor.attention import SplitAttention, sizes_of_part
 from nbkit.rank.parallel.tensor.column_row_pair import Link, Team, become
 from nbkit.rank.parallel.tensor.layers import Column, Gathered, Head, Owner, Row, RowCore, SplitRow, Vocabulary
@@ -290,4 +290,4 @@ def _part(old: nn.Parameter, layout: Layout) -> nn.Parameter:
         new = torch.empty(layout.local, dtype=old.dtype, device=old.device)
         for here, there in layout.pieces:
             new[here.slices] = old[there.slices]
-    return nn.Parameter(new, requires_grad=old.requires_grad)
+    return parameter_like(new, old)

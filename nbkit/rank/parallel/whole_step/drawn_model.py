@@ -10,9 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.data_parallel.base import fresh
 from nbkit.rank.parallel.module.built_again import take_buffers
-from nbkit.rank.parallel.module.meta_module import homes, placeholder, replace, skeleton_of
+from nbkit.rank.parallel.module.meta_module import homes, marked, parameter_like, placeholder, replace, skeleton_of
 from nbkit.rank.parallel.proof.unchanged import attributes_kept
 from nbkit.rank.parallel.reshard.plain_attributes import plain_attributes, put
 
@@ -59,14 +58,14 @@ def _draw(model: nn.Module, dtype: torch.dtype, positive: bool) -> nn.Module:
     for name, places in homes(model).items():
         old: nn.Parameter = getattr(*places[0])
         kind = dtype if old.is_floating_point() else old.dtype
-        replace(places, fresh(_drawn(old, name, numbers[start:]).to(kind), old))
+        replace(places, parameter_like(_drawn(old, name, numbers[start:]).to(kind), old))
         start = (start + old.numel()) % _PERIOD
     for part in model.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 # A forward may change them, in the model of which this is one copy of several.
                 kind = dtype if buffer.is_floating_point() else buffer.dtype
-                part._buffers[name] = buffer.detach().to("cpu", kind, copy=True)
+                part._buffers[name] = marked(buffer.detach().to("cpu", kind, copy=True), buffer)
     return model
 
 

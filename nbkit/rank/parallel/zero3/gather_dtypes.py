@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, ops
 
-from nbkit.rank.parallel.module.meta_module import homes, replace
+from nbkit.rank.parallel.module.meta_module import homes, parameter_like, replace
 from nbkit.rank.parallel.proof.memory import SHAPE_ONLY, Memory, memory_of, tensors_in
 from nbkit.rank.parallel.proof.unchanged import set_evaluation, unchanged
 from nbkit.rank.watching_mode import WatchingMode
@@ -125,7 +125,7 @@ def _bits(module: nn.Module, run: Callable[[], Tensor], casts: Casts, *, cast: b
         try:
             for name, (places, p) in before.items():
                 if cast and name in casts.names:
-                    p = nn.Parameter(p.detach().to(casts.dtype), requires_grad=p.requires_grad)
+                    p = parameter_like(p.detach().to(casts.dtype), p)
                     replace(places, p)
                 if p.requires_grad:
                     hooks.append(p.register_post_accumulate_grad_hook(drop))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.parallel.module.meta_module import marked
 from nbkit.rank.parallel.proof.memory import SHAPE_ONLY
 from nbkit.rank.torch_private import disabled_torch_function, tree_leaves
 
@@ -43,7 +44,7 @@ class NotGathered(Tensor):
         """whole: has the shape, the dtype, the device; its values are not looked at."""
         blank = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
         made: NotGathered = Tensor._make_subclass(cls, blank, whole.requires_grad)
-        made.param_name, made.unit_name = name, unit
+        marked(made, whole).param_name, made.unit_name = name, unit
         return made
 
     @classmethod

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.data_parallel.base import Place, fresh
+from nbkit.rank.parallel.data_parallel.base import Place
 from nbkit.rank.parallel.data_parallel.bucket_collectives import Links, Reduction, all_gather
 from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, aligned, flat_with_views
+from nbkit.rank.parallel.module.meta_module import parameter_like
 from nbkit.rank.parallel.reshard.resizable_storage import emptied
 from nbkit.rank.parallel.zero3.gather_dtypes import Casts
 from nbkit.rank.parallel.zero3.placeholder import NotGathered
@@ -53,7 +54,7 @@ class _Wholes:
         flat, self.flats = flat_with_views([slot.layout.local for slot in slots], like)
         # .data: filling it again must not look to autograd like a change of what it saved.
         views = [flat.view(slot.layout.local).data for slot, flat in zip(slots, self.flats, strict=True)]
-        self.params = [fresh(view, slot.old) for slot, view in zip(slots, views, strict=True)]
+        self.params = [parameter_like(view, slot.old) for slot, view in zip(slots, views, strict=True)]
         self._storage = flat.untyped_storage()
         self._num_bytes = self._storage.nbytes()
         self.free()
@@ -113,7 +114,7 @@ class Part:
         self.mine = self.like.new_zeros(width)
         for run in self.runs:
             for i, slot in enumerate(run.slots):
-                slot.shard = fresh(run.packing.shard(run.columns(self.mine), i, links.index), slot.old)
+                slot.shard = parameter_like(run.packing.shard(run.columns(self.mine), i, links.index), slot.old)
         emptied(self.mine)
         self.arriving: tuple[Tensor, Tensor, dist.Work] | None = None
         self.is_cast = False

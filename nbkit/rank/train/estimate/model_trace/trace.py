@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from nbkit.planner.peak.activations import Line, Piece, Updating, upper
 from nbkit.rank.data.batch import call, pair, pick, rows_of
 from nbkit.rank.loss.row_weights import weigh
-from nbkit.rank.parallel.data_parallel.base import fresh
 from nbkit.rank.parallel.module.backward_hooks import in_backward, marked
-from nbkit.rank.parallel.module.meta_module import homes, replace
+from nbkit.rank.parallel.module.meta_module import homes, parameter_like, replace
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.parallelize import Cut, cut
 from nbkit.rank.parallel.proof.calls import watched
@@ -201,7 +200,7 @@ def _filled(made: Cut, *, real: bool) -> nn.Module:
         memory = torch.empty(made.layouts[name].local, dtype=old.dtype)
         if real:
             nn.init.normal_(memory, std=0.02)
-        replace(places, fresh(memory, old))
+        replace(places, parameter_like(memory, old))
     return made.module.train()
 
 
