@@ -505,7 +505,7 @@ class Builder:
         options = replace(options, draws=look.draws, outside=look.outside)
         if self.world_size > 1 or config.microbatch_size is not None:
             run: Callable[[Any], Any] = partial(call, self.module)
-            if look.outside is not None:
+            if look.outside is not None and not look.outside.drawn:
                 run = put_back_before(run, self.module, config.loss)
             options = replace(options, **self._rows(config, run, look))
         return options
