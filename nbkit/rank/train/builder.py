@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbkit.errors import TrainingError
+from nbkit.errors import StrategyError, TrainingError
 from nbkit.planner.link_speed import Link
 from nbkit.rank.aside import NotAside, aside
 from nbkit.rank.comm.agree import agree
@@ -335,6 +335,17 @@ class Builder:
             yield from sharded_model.held.values()
         yield from self.module.parameters()
         yield from self.module.buffers()
+
+    def check_moves(self, old: Strategy, new: Strategy) -> None:
+        """Raises StrategyError where a switch would lose what the model keeps; else as Template.check_moves."""
+        if (outside := self.options.outside) is not None and outside.keyed:
+            raise StrategyError(
+                f"A switch to {new} would lose {outside.keyed[0]!r}, which the model sets in one pass and reads in the "
+                "next.",
+                numbers="it is kept by the model object or one of its tensors, in whose place a switch puts others",
+                hint="self.calls = ..., an attribute of the model",
+            )
+        self.template.check_moves(old, new)
 
     def follow(self, everyone: Sequence[Changes]) -> None:
         """From now on sides are made with the changes of all ranks."""

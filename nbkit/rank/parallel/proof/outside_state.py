@@ -12,6 +12,7 @@ import array
 import contextvars
 import copy
 import functools
+import inspect
 import io
 import itertools
 import os
@@ -48,6 +49,7 @@ _HOLDERS = (
     weakref.WeakValueDictionary,
 )
 """Classes of libraries whose objects hold what a program puts there."""
+_CACHED = type(functools.lru_cache(lambda: None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, types.ModuleType)
 _MOST, _LONG, _COPIED = 5000, 256, 1 << 24  # places that are looked at; elements of one; elements of all tensors
 
@@ -66,7 +68,8 @@ class Outside:
     tensors: it is more than a number. attributes: (name of a module, name of an attribute of it) of those that are one.
     on_tensors: names of those that are attributes of parameters and buffers, or within one. unseen: how far a second
     pass was off from the first, where nothing that is seen explains it; names are guesses then. drawn: they are random
-    generators of the user's, and nothing else.
+    generators of the user's, and nothing else. keyed: names of those that are kept under the model itself, or one of
+    its tensors, as a key: a switch puts others in their place.
     """
 
     names: tuple[str, ...]
@@ -77,6 +80,7 @@ class Outside:
     on_tensors: tuple[str, ...] = ()
     unseen: float = 0.0
     drawn: bool = False
+    keyed: tuple[str, ...] = ()
 
     def parted(self, module: nn.Module) -> tuple[dict[str, Any], list[str]]:
         """Return the numbers and texts in attributes of `module`, by name, and the names of all else."""
@@ -146,6 +150,7 @@ class _Place:
     """Something that holds values. before: what it held, by key. path: of the module whose attributes they are.
 
     draws: it is a random generator. Whoever looks for draws names it (rng/draw_plan.py); it is no state to carry.
+    cache: of a function, by its arguments, such as the model.
     """
 
     name: str
@@ -154,6 +159,7 @@ class _Place:
     before: Slots
     path: str | None = None
     draws: bool = False
+    cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,6 +180,7 @@ class OutsideState:
         self._generators: list[tuple[_Place, Any]] = []
         self._called: set[str] = set()  # names in the code that was looked at
         self.unkept: list[str] = []  # iterators and generators that cannot be put back
+        self._module = module
         self._own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for tensor in self._own.values():
             self._seen[id(tensor)] = tensor
@@ -220,6 +227,21 @@ class OutsideState:
             for key, value in place.read().items()
         )
 
+    def keyed(self) -> tuple[str, ...]:
+        """Return the names of what has changed under the model itself, or one of its tensors, as a key."""
+        own = {id(self._module), *map(id, self._own.values())}
+        found = [
+            _spelled(place.name, key)
+            for place in self._places
+            for key, value in place.read().items()
+            if not _same(place.before.get(key), value) and any(map(own.__contains__, _keys(key)))
+        ]
+        return tuple(found)
+
+    def caches(self) -> tuple[str, ...]:
+        """Return the names of the functions whose caches were filled."""
+        return tuple(place.name for place in self._places if place.cache and place.before != place.read())
+
     def on_tensors(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return those of `names` that are attributes of the model's parameters and buffers, or within one."""
         return tuple(
@@ -262,6 +284,24 @@ class OutsideState:
         for _, tensor, version, kept in self._tensors:
             if tensor._version != version and kept is not None and tensor.dtype != torch.bool:
                 yield functools.partial(_add_to, tensor)
+
+    @contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Inside, the parameters are others, made of what they are; buffers are afterwards as before."""
+        params = [p.detach() for p in self._module.parameters() if p.is_floating_point() or p.is_complex()]
+        # A window shows few numbers many times: nobody can write to it.
+        params = [p for p in params if p.untyped_storage().nbytes() >= p.numel() * p.element_size()]
+        buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
+        with torch.no_grad():
+            for p in params:
+                p.mul_(-2).copy_(p.flip([*range(p.ndim)]))
+            try:
+                yield
+            finally:
+                for p in reversed(params):
+                    p.copy_(p.flip([*range(p.ndim)])).mul_(-0.5)
+                for buffer, content in buffers:
+                    buffer.copy_(content)
 
     def _modules(self, name: str, module: nn.Module, *, top: bool = False) -> None:
         for path, part in module.named_modules():
@@ -337,6 +377,8 @@ class OutsideState:
             )
         elif isinstance(value, types.FunctionType):
             self._function(value)
+        elif isinstance(value, _CACHED):
+            self._cache(name, value)
         elif isinstance(value, io.IOBase):
             self._file(name, value)
         elif _is_iterator(value) or isinstance(value, types.GeneratorType):
@@ -374,6 +416,21 @@ class OutsideState:
                     values[...] = numpy.frombuffer(slots[""], kind).reshape(values.shape)
 
                 self._place(name, lambda: {"": values.tobytes()}, write)
+
+    def _cache(self, name: str, cached: Any) -> None:
+        """Watch the cache of a function, which can be emptied, and fills itself again."""
+        if isinstance(function := inspect.unwrap(cached), types.FunctionType) and _is_users(function):
+            known = [cached.cache_info().misses]
+
+            def read() -> Slots:
+                return {"": cached.cache_info().misses - known[0]}
+
+            def write(_: Slots) -> None:
+                cached.cache_clear()
+                known[0] = 0
+
+            self._places.append(_Place(name, read, write, read(), cache=True))
+            self._function(function)
 
     def _file(self, name: str, file: io.IOBase) -> None:
         """Watch how far a file was read."""
@@ -495,9 +552,9 @@ class OutsideState:
 
             self._place(base.__name__, read, write)
             for value in list(vars(base).values()):
-                function = getattr(value, "__func__", getattr(value, "fget", value))
-                if isinstance(function, types.FunctionType):
-                    self._visit(base.__name__, function)
+                function = getattr(value, "__func__", getattr(value, "fget", getattr(value, "func", value)))
+                if isinstance(function, types.FunctionType | _CACHED):
+                    self._visit(f"{base.__name__}.{function.__name__}", function)
 
     def _function(self, function: types.FunctionType) -> None:
         if not _is_users(function) or "-packages" in function.__code__.co_filename:
@@ -559,9 +616,12 @@ def find_outside(forward: Callable[[Sequence[int]], Any], state: OutsideState, *
     changes = {name: _copied(value) for name, value in state.changes().items()}
     if not changes:
         return None
+    keyed, caches = state.keyed(), state.caches()
     run([1, 0])  # what remembers the same rows may give the same again
-    if _equal(first, _copied(run([0, 1]))) and not state.advanced() and not _read(run, state, first):
-        return None
+    if _equal(first, _copied(run([0, 1]))) and not (state.advanced() or _read(run, state, first)):
+        if not _of_weights(run, state):
+            return None
+        keyed += caches
     state.put_back()
     run([0, 1])
     again = tree_leaves(run([0, 1]))
@@ -583,8 +643,8 @@ def find_outside(forward: Callable[[Sequence[int]], Any], state: OutsideState, *
         per_row = all(_read_by_row(whole, *half) for whole, *half in zip(again, *halves, strict=True))
     large = any(tensor.numel() != 1 for value in changes.values() for tensor in value if isinstance(tensor, Tensor))
     names = sorted(changes)
-    own = state.attributes(names), state.on_tensors(names)
-    return Outside(tuple(names), len(same) < len(changes), per_row, large, *own)
+    attributes, on_tensors = state.attributes(names), state.on_tensors(names)
+    return Outside(tuple(names), len(same) < len(changes), per_row, large, attributes, on_tensors, keyed=keyed)
 
 
 def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) -> bool:
@@ -599,6 +659,19 @@ def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) 
         if changed and not _equal(first, _copied(run([0, 1]))):
             return True
     return False
+
+
+def _of_weights(run: Callable[[Sequence[int]], Any], state: OutsideState) -> bool:
+    """Return whether something is computed of the weights in the first pass, and read when they have changed."""
+    state.put_back()
+    run([0, 1])
+    with state.other_weights():
+        kept = _copied(run([0, 1]))
+        state.put_back()
+        made = _copied(run([0, 1]))
+    state.put_back()
+    finite = all(bool(each.isfinite().all()) for each in (*kept, *made) if isinstance(each, Tensor))
+    return finite and not _equal(kept, made)
 
 
 def _fill(values: Any, content: bytes) -> None:
@@ -694,7 +767,27 @@ def _spelled(name: str, key: Any) -> str:
         return name
     if isinstance(key, str):
         return f"{name}.{key}" if name else key
-    return f"{name}[{key!r}]"
+    return f"{name}[{_shown(key)}]"
+
+
+def _keys(key: Any) -> Iterator[int]:
+    """Yield the ids of what a key is made of, and the numbers in it, which may be ids too."""
+    if isinstance(key, weakref.ReferenceType):
+        key = key()
+    if isinstance(key, tuple):
+        for each in key:
+            yield from _keys(each)
+    elif isinstance(key, int | nn.Module | Tensor):
+        yield key if isinstance(key, int) else id(key)
+
+
+def _shown(key: Any) -> str:
+    """How a key is written, short and the same each time."""
+    if isinstance(key, weakref.ReferenceType):
+        key = key()
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_shown, key))})"
+    return type(key).__name__ if isinstance(key, nn.Module | Tensor) else repr(key)
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -111,7 +111,7 @@ class Switchable(Training):
         if str(new) == str(old) and not keep:
             return Switched(self.step, old=str(old), new=str(new), identical=True)
         self._handle.check_alone(new)
-        self.builder.template.check_moves(old, new)
+        self.builder.check_moves(old, new)
         self.builder.learn([new])
         began, ranks = time.perf_counter(), Consensus(old, self.world_size, self.device)
         try:
