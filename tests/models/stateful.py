@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import random
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch.nn import functional as F
 COUNT = 0
 COUNTS: dict[str, Any] = {"calls": 0}
 SEEN: list[float] = []
+OF_MODELS: dict[Any, Any] = {}
+WEAKLY: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def begin() -> None:
@@ -26,6 +30,7 @@ def begin() -> None:
     COUNTS.clear()
     COUNTS["calls"] = 0
     SEEN.clear()
+    OF_MODELS.clear()
     ByClass.calls = 0
     damped.calls = 0  # type: ignore[attr-defined]
     warmed.__defaults__[0].clear()  # type: ignore[index]
@@ -415,11 +420,111 @@ class CountingLambda(Base):
         return _eased(h, self.count())
 
 
+class OnWeight(Base):
+    """Counts in an attribute of a parameter."""
+
+    def between(self, h: Tensor) -> Tensor:
+        weight: Any = self.body.weight
+        weight.calls = getattr(weight, "calls", 0) + 1
+        return _eased(h, weight.calls)
+
+
+class RunningOnWeight(Base):
+    def init(self) -> None:
+        self.head.weight.running = torch.zeros(6)  # type: ignore[assignment]
+
+    def between(self, h: Tensor) -> Tensor:
+        weight: Any = self.head.weight
+        weight.running = 0.5 * weight.running + 0.5
+        return h * (1 + weight.running)
+
+
+class ReadsMark(Base):
+    """Reads what was set on a parameter."""
+
+    def init(self) -> None:
+        self.body.weight.scale = 3.0  # type: ignore[assignment]
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * self.body.weight.scale
+
+
+class Cycling(Base):
+    def init(self) -> None:
+        self.scales = itertools.cycle([1.0, 0.5, 2.0])
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * next(self.scales)
+
+
+class Generating(Base):
+    """Advances a generator by two names."""
+
+    def init(self) -> None:
+        def scales() -> Iterator[float]:
+            scale = 1.0
+            while True:
+                yield scale
+                scale = 0.7 * scale + 0.1
+
+        self.scales = scales()
+        self.held = [self.scales]
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * (next(self.scales) + next(self.held[0]))
+
+
+class BoundNext(Base):
+    """Advances an iterator that nothing can be put in the place of."""
+
+    def init(self) -> None:
+        self.scale = itertools.cycle([1.0, 0.5, 2.0]).__next__
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * self.scale()
+
+
+class OnceComputed(Base):
+    """Computes a table of the weights in its first pass, and keeps it."""
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        return self.body.weight.detach().sum(0)
+
+    def between(self, h: Tensor) -> Tensor:
+        return h + self.table
+
+
+class OnceCached(Base):
+    @functools.lru_cache  # noqa: B019
+    def table(self) -> Tensor:
+        return self.body.weight.detach().sum(0)
+
+    def between(self, h: Tensor) -> Tensor:
+        return h + self.table()
+
+
+class ByItself(Base):
+    """Counts under itself as a key."""
+
+    def between(self, h: Tensor) -> Tensor:
+        OF_MODELS[self] = OF_MODELS.get(self, 0) + 1
+        return _eased(h, OF_MODELS[self])
+
+
+class WeaklyByItself(Base):
+    def between(self, h: Tensor) -> Tensor:
+        WEAKLY[self] = WEAKLY.get(self, 0) + 1
+        return _eased(h, WEAKLY[self])
+
+
 MODELS: tuple[type[Base], ...] = (
     *(Hidden, Memory, Remembering, Calls, Tempered, Flipping, Moded, Iterating, ByGlobal, ByGlobalDict, ByClass),
     *(ByClosure, ByObject, Nested, Every3, TensorCount, Centred, CentredFloat, EarlyExit, FirstRow, Cached),
     *(CountsClasses, CountsRows, CountsPasses, Unkept, ViewBuffer, ByHand, Teacher, Drawing, Between),
     *(Lambdas, Patched, OfAnother, CountingLambda),
+    *(OnWeight, RunningOnWeight, ReadsMark, Cycling, Generating, BoundNext, OnceComputed, OnceCached, ByItself),
+    WeaklyByItself,
 )
 
 

@@ -90,7 +90,7 @@ def trained(world: Any, names: list[str]) -> dict[tuple[str, str], tuple[Any, An
     return found
 
 
-SAMPLE = ["Hidden", "Calls", "ByGlobal", "Centred", "CountsRows", "FirstRow"]
+SAMPLE = ["Hidden", "Calls", "ByGlobal", "Centred", "CountsRows", "FirstRow", "OnWeight", "Generating"]
 REST = [name for name in cases() if name not in SAMPLE]
 
 
@@ -155,6 +155,16 @@ def test_what_it_depends_on_is_found_by_running(name: str, by_rows: bool, per_ro
     found = first_runs(cases()[name][0](), default_collate(points(2)), inputs=None, loss=stateful.plain).outside
     assert found is not None
     assert (found.by_rows, found.per_row, found.tensors) == (by_rows, per_row, tensors)
+
+
+@pytest.mark.parametrize("name", ["OnceComputed", "OnceCached"])
+def test_what_is_computed_of_the_weights_once_goes_along(name: str) -> None:
+    model = cases()[name][0]()
+    before = [p.detach().clone() for p in model.parameters()]
+    found = first_runs(model, default_collate(points(2)), inputs=None, loss=stateful.plain).outside
+    assert found is not None and not found.by_rows
+    assert found.keyed == (("OnceCached.table",) if name == "OnceCached" else ())
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("name", ["Cached", "Lambdas", "ByHand", "CountsPasses"])
@@ -246,6 +256,55 @@ def test_what_objects_of_libraries_hold_is_found_and_put_back(name: str) -> None
     assert read() != before and state.changes()
     state.put_back()
     assert read() == before and not state.changes()
+
+
+def test_iterators_and_marks_on_weights_are_found_and_put_back() -> None:
+    model, rows = nn.ModuleList([stateful.Generating(), stateful.OnWeight(), stateful.Cycling()]), torch.ones(2, 6)
+    state = OutsideState(model)
+    first = [part(rows) for part in model]
+    assert set(state.changes()) == {"0.scales", "1.body.weight.calls", "2.scales"}
+    assert state.on_tensors(["0.scales", "1.body.weight.calls"]) == ("1.body.weight.calls",)
+    for _ in range(3):
+        for part in model:
+            part(rows)
+        state.put_back()
+        assert not state.changes()
+        assert all(torch.equal(part(rows), once) for part, once in zip(model, first, strict=True))
+        state.put_back()
+
+
+def test_a_generator_that_is_sent_something_stays_what_it_is() -> None:
+    class Sends(stateful.Generating):
+        def between(self, h: Tensor) -> Tensor:
+            return h * self.scales.send(None)
+
+    model = Sends()
+    state, before = OutsideState(model), model.scales
+    assert model.scales is before and state.unkept == ["'scales', a generator", "'held[0]', a generator"]
+
+
+def _switched(world: Any) -> list[str]:
+    said = []
+    for kind in (stateful.ByItself, stateful.WeaklyByItself, stateful.BoundNext):
+        stateful.begin()
+        try:
+            trainer = quiet(model=kind, loss=stateful.plain, optimizer=plain)
+            trainer.fit(1)
+            trainer.switch("zero3")
+        except Exception as error:
+            said.append(f"{len(trainer.history)} {error}")
+    trainer = quiet(model=stateful.ReadsMark, loss=stateful.plain, optimizer=plain, strategy="zero3")
+    trainer.model.body.weight.scale = 2.0  # by a live cell
+    trainer.switch("tp")
+    return [*said, str(trainer.model.body.weight.scale)]
+
+
+def test_a_switch_that_would_lose_what_is_kept_under_the_model_is_refused() -> None:
+    for strong, weak, unseen, mark in run_ranks(_switched, 2):
+        assert strong.startswith("1 A switch to dp=2 zero=3 would lose 'OF_MODELS[ByItself]'")
+        assert weak.startswith("1 A switch to dp=2 zero=3 would lose 'WEAKLY.data[WeaklyByItself]'")
+        assert "neither see nor put back" in unseen and "it may be 'scale', a cycle" in unseen
+        assert mark == "2.0"
 
 
 class CountsBackward(nn.Linear):
