@@ -180,6 +180,7 @@ def _checked(
         positionwise=positionwise,
         draws=look.draws,
         outside=look.outside,
+        changes=look.changes,
     )
     reference = None
     if example is not None:

@@ -50,8 +50,9 @@ class Options:
     the model over a tensor axis, found by running them. gathers: what ZeRO 3 gathers together; positionwise: what
     running the model on parts of the positions has shown; None when nothing could be run to find out. adaptive: the
     optimizer's steps do not grow with the gradients, as Adam's do not. collectives: the first one that the model or the
-    loss makes itself, "" where none was seen. outside: what they change and read beside parameters and buffers. looked:
-    the facts that were looked for (see model_facts.py), None where all were, or nothing can be run.
+    loss makes itself, "" where none was seen. outside: what they change and read beside parameters and buffers.
+    changes: they change something there, read or not. looked: the facts that were looked for (see model_facts.py), None
+    where all were, or nothing can be run.
     """
 
     chain: Chain | None = None
@@ -76,6 +77,7 @@ class Options:
     adaptive: bool = False
     collectives: str = ""
     outside: Outside | None = None
+    changes: bool = False
     looked: frozenset[str] | None = None
 
     def plan(self, model: nn.Module, size: int) -> TensorPlan:

@@ -434,7 +434,8 @@ class Builder:
         few = sum(p.numel() for p in self.skeleton.parameters()) <= WIDE
         if isinstance(model, nn.Module | Pretrained) or self.config.example is None or self.world_size == 1 or not few:
             return None
-        with suppress(Exception):
+        # A model may note itself where the loss looks for it: that is the first one, and stays so.
+        with suppress(Exception), outside_kept(self.module, self.config.loss):
             return Reference(built_again(model, self.skeleton, first=self.module))
         return None
 
@@ -513,7 +514,7 @@ class Builder:
         example = on_device(config.example, self.device)
         look = first_runs(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
         self._short = look.short
-        options = replace(options, draws=look.draws, outside=look.outside)
+        options = replace(options, draws=look.draws, outside=look.outside, changes=look.changes)
         if self.world_size > 1 or config.microbatch_size is not None:
             run: Callable[[Any], Any] = partial(call, self.module)
             if look.outside is not None and not look.outside.drawn:

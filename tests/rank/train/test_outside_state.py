@@ -283,6 +283,47 @@ def test_a_generator_that_is_sent_something_stays_what_it_is() -> None:
     assert model.scales is before and state.unkept == ["'scales', a generator", "'held[0]', a generator"]
 
 
+class Notes(stateful.Base):
+    """Leaves a term for the loss in a list, and itself in another one."""
+
+    def init(self) -> None:
+        LAST[:] = [self]
+
+    def between(self, h: Tensor) -> Tensor:
+        self.term = 0.1 * h.pow(2).mean()
+        TERMS.append(self.term)
+        return h
+
+
+LAST: list[Any] = []
+TERMS: list[Tensor] = []
+
+
+def with_terms(output: Tensor, target: Tensor) -> Tensor:
+    terms = sum(TERMS)
+    TERMS.clear()
+    return stateful.plain(output, target) + terms
+
+
+def with_term_of_last(output: Tensor, target: Tensor) -> Tensor:
+    return stateful.plain(output, target) + LAST[0].term  # type: ignore[no-any-return]
+
+
+def _by_terms(world: Any) -> list[list[float]]:
+    found = []
+    for loss, strategy in ((with_terms, "zero3"), (with_term_of_last, "ddp")):
+        trainer = quiet(model=Notes, loss=loss, optimizer=plain, strategy=strategy, shuffle=False, seed=7)
+        found.append([record["loss"] for record in trainer.fit(3)])
+    return found
+
+
+def test_a_loss_that_finds_a_term_in_a_global_is_equal_to_one_process() -> None:
+    one = run_ranks(_by_terms, 1)[0]
+    assert one[0] == pytest.approx(one[1], rel=1e-6)
+    for found in run_ranks(_by_terms, 2):
+        assert found[0] == pytest.approx(one[0], rel=1e-5) and found[1] == pytest.approx(one[0], rel=1e-5)
+
+
 def _switched(world: Any) -> list[str]:
     said = []
     for kind in (stateful.ByItself, stateful.WeaklyByItself, stateful.BoundNext):

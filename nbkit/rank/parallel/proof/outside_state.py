@@ -267,7 +267,7 @@ class OutsideState:
         """Make everything hold what it held then."""
         for place, slots in zip(self._places, held.slots, strict=True):
             now = place.read()
-            if now.keys() != slots.keys() or any(not _same(now[key], slots[key]) for key in now):
+            if now.keys() != slots.keys() or any(not _stays(now[key], slots[key]) for key in now):
                 place.write(slots)
         with torch.no_grad():
             for (_, tensor, version, _), content in zip(self._tensors, held.contents, strict=True):
@@ -741,6 +741,11 @@ def _equal(one: Any, other: Any) -> bool:
 def _is_iterator(value: Any) -> bool:
     known = type(value).__module__ in _ITERATORS and not isinstance(value, types.GeneratorType)
     return known and hasattr(value, "__next__")
+
+
+def _stays(now: Any, wanted: Any) -> bool:
+    """Return whether `now` may stand for `wanted`: of tensors that a backward pass goes through, each has its own."""
+    return now is wanted or (_same(now, wanted) and not (isinstance(wanted, Tensor) and wanted.requires_grad))
 
 
 def _same(before: Any, now: Any) -> bool:

@@ -37,12 +37,14 @@ _POSITIONS = 16
 class FirstRuns:
     """draws: of the model itself. short: the example with a few positions of each row, on which the model makes the
     operations that it makes on all, and gives a finite loss; None where there is no such. outside: what the model and
-    the loss change and read beside parameters and buffers. reads: they read numbers of tensors, and may go by them."""
+    the loss change and read beside parameters and buffers. reads: they read numbers of tensors, and may go by them.
+    changes: they change something beside parameters and buffers, read or not."""
 
     draws: DrawPlan | None = None
     short: Any = None
     outside: Outside | None = None
     reads: bool = False
+    changes: bool = False
 
 
 def first_runs(
@@ -62,6 +64,7 @@ def first_runs(
         few = example if short is None else short
         draws = find_draws(module, runs.of(few))
         outside = None
+        changes = bool(state.changes())  # of the forward alone: a loss may take away what that has left
         state.put_back()
         seen = _Operations()
         with suppress(Exception):
@@ -78,7 +81,7 @@ def first_runs(
                 outside = find_outside(lambda rows: runs.seeded(few, rows), state, two=rows_of(few) > 1)
             if outside is None and drawn:
                 outside = Outside(tuple(drawn), False, False, False, drawn=True)
-        return FirstRuns(draws, short, outside, any(str(each) in _READS for each in seen.operations))
+        return FirstRuns(draws, short, outside, any(str(each) in _READS for each in seen.operations), changes)
     return FirstRuns()
 
 

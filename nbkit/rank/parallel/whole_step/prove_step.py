@@ -155,7 +155,7 @@ def _proof(
     if options.collectives:
         rows = max(each, 2) * small.dp * (small.microbatches or 1)  # every rank calls them as often, on as many rows
     # The models of one process and of the ranks share what is outside of them.
-    outside = OutsideState(skeleton, loss) if options.outside is not None else None
+    outside = OutsideState(skeleton, loss) if options.outside is not None or options.changes else None
     why = ""
     for dtype, positive in _DRAWS[size > exact :]:
         try:
