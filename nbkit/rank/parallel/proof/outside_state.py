@@ -368,7 +368,13 @@ class OutsideState:
             self._place(name, lambda: {"": value.getstate()}, lambda slots: value.setstate(slots[""]), draws=True)
         elif isinstance(value, torch.Generator):
             self._place(name, lambda: {"": value.get_state()}, lambda slots: value.set_state(slots[""]), draws=True)
-        elif (bits := getattr(value, "bit_generator", getattr(value, "_bit_generator", None))) is not None:
+        elif type(value).__module__ == "numpy.random.mtrand" and hasattr(value, "set_state"):
+
+            def state() -> Slots:
+                return {"": _Numpy(value.get_state())}
+
+            self._place(name, state, lambda slots: value.set_state(slots[""].state), draws=True)
+        elif (bits := getattr(value, "bit_generator", None)) is not None:
             self._place(
                 name,
                 lambda: {"": _Numpy(bits.state)},
