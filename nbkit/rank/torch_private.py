@@ -230,6 +230,9 @@ _attributes(
     "torch.nn:MultiheadAttention.", "_qkv_same_embed_dim", "split attention over ranks", "it is not split", at_use=True
 )
 _attributes(
+    "torch.nn:Module().", "_call_impl _compiled_call_impl", "skip modules of other pipeline stages", "pp is refused"
+)
+_attributes(
     "torch.nn:BatchNorm1d.", "_check_input_dim", "compute batch normalisation over ranks", "it is refused", at_use=True
 )
 _attributes(

@@ -425,6 +425,34 @@ class LazyHooks(Net):
         return y + sum(s.pow(2).mean((1, 2), keepdim=True) for s in seen)
 
 
+class ByClass(Block):
+    """Does what depends on its class: counts in it, asks for it, looks a number up by it, goes on from it."""
+
+    calls = 0
+
+    def __init_subclass__(cls) -> None:
+        _SCALES[cls] = 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        y: Tensor = super(type(self), self).forward(x)  # type: ignore[misc]
+        return y * _SCALES.get(self.__class__, 1.0) if type(self) is ByClass else x
+
+
+_SCALES: dict[type, float] = {}
+
+
+class AsksItsParts(Net):
+    """Does what depends on the classes of its parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x) if type(block) is ByClass else x
+            x = x + sum(part.weight.mean() for part in block.modules() if type(part) is nn.LayerNorm)
+        return self.out(x) if type(self.out) is nn.Linear else x
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "lambda": lambda: Net(LambdaBlock),
     "default": lambda: Net(DefaultBlock),
@@ -457,6 +485,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lazy hooks": LazyHooks,
     "local class": local_class,
     "global": global_part,
+    "class": lambda: AsksItsParts(ByClass),
 }
 
 

@@ -90,6 +90,20 @@ def test_a_model_that_cannot_be_copied_is_built_again() -> None:
     compare(["local class"], [CHAIN])
 
 
+def calls_counted(world: Any) -> list[int]:
+    found = []
+    for strategy in ("ddp", "tp"):
+        bound_models.ByClass.calls = 0
+        losses(world, ["class"], [strategy], False)
+        found.append(bound_models.ByClass.calls)
+    return found
+
+
+def test_the_classes_of_a_model_stay_what_they_are() -> None:
+    compare(["class"], ["tp > pp > zero3"])
+    assert run_ranks(calls_counted, 2) == [[4, 4]] * 2
+
+
 def test_attention_in_closures_is_split_over_positions_and_stages() -> None:
     compare(["attention"], ["cp=2 > dp=1 tp=2 > pp > ddp"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Parts, numbers_of
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.forward_wrapper import Wrapper, subclass
+from nbkit.rank.parallel.module.forward_wrapper import Wrapper, wrap, wrapped_by
 from nbkit.rank.torch_private import BatchNorm, graph_task_id, sync_batch_norm
 
 
@@ -46,39 +45,32 @@ def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.dev
             vars(part)["process_group"] = axes.group("dp")
             if takes_all_ranks(part):
                 continue
-            if type(part).forward is not nn.BatchNorm1d.forward or "forward" in vars(part):
-                part.forward = _OwnForward(part, on_device)  # type: ignore[method-assign, assignment]
-            else:
-                kind: Any = subclass(type(part), nn.SyncBatchNorm if on_device else OfAllRanks)
-                part.__class__ = kind
+            own = type(part).forward is not nn.BatchNorm1d.forward or "forward" in vars(part)
+            wrap(part, _OwnForward(part, on_device) if own else OfAllRanks(part, on_device))
     return model
 
 
-class OfAllRanks(nn.Module):
-    """What nn.SyncBatchNorm does, for tensors on the CPU, which torch refuses there. Stands before the class of a
-    BatchNorm, which stays where it is in the model: a function may hold it."""
+class OfAllRanks(Wrapper):
+    """The forward of a plain BatchNorm, by the rows of all ranks: what nn.SyncBatchNorm does, on a CPU too."""
 
-    process_group: Any
-    momentum: float | None
-    eps: float
-    weight: Tensor | None
-    bias: Tensor | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
-    _check_input_dim: Callable[[Tensor], None]
+    def __init__(self, part: nn.Module, on_device: bool) -> None:
+        super().__init__(part.forward)
+        self._part, self._on_device = part, on_device
 
-    def forward(self, input: Tensor) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:
         """(N, C, ...) -> the same shape. Running statistics are those of the rows of all ranks."""
-        if not self.training:
-            return super().forward(input)  # type: ignore[no-any-return, misc]
-        self._check_input_dim(input)
-        tracked = self.num_batches_tracked
+        part: Any = self._part
+        if not part.training:
+            return self.plain(input)  # type: ignore[no-any-return]
+        part._check_input_dim(input)
+        tracks = part.track_running_stats
+        tracked = part.num_batches_tracked if tracks else None
         if tracked is not None and not _runs_again():
             tracked.add_(1)
-        factor = self.momentum if self.momentum is not None or tracked is None else 1 / float(tracked)
-        held = self.running_mean, self.running_var
-        return _of_all_ranks(input, *held, self.weight, self.bias, factor, self.eps, self.process_group)
+        factor = part.momentum if part.momentum is not None or tracked is None else 1 / float(tracked)
+        mean, variance = (part.running_mean, part.running_var) if tracks else (None, None)
+        held = part.weight, part.bias, factor, part.eps, part.process_group
+        return _of_all_ranks(input, mean, variance, *held, self._on_device)
 
 
 def _runs_again() -> bool:
@@ -88,7 +80,7 @@ def _runs_again() -> bool:
 
 def takes_all_ranks(part: nn.Module) -> bool:
     """Return whether `part` is a BatchNorm that waits for all ranks in each forward."""
-    return isinstance(part, nn.SyncBatchNorm | OfAllRanks) or isinstance(vars(part).get("forward"), _OwnForward)
+    return isinstance(part, nn.SyncBatchNorm) or wrapped_by(part, OfAllRanks) or wrapped_by(part, _OwnForward)
 
 
 class _OwnForward(Wrapper, TorchFunctionMode):
@@ -118,10 +110,7 @@ class _OwnForward(Wrapper, TorchFunctionMode):
         if not training or not self._part.training:
             return func(*args, **(kwargs or {}))
         group: Any = self._part.process_group
-        if self._on_device:
-            size = dist.get_world_size(group)
-            return sync_batch_norm.apply(input, weight, bias, mean, variance, eps, factor, group, size)
-        return _of_all_ranks(input, mean, variance, weight, bias, factor, eps, group)
+        return _of_all_ranks(input, mean, variance, weight, bias, factor, eps, group, self._on_device)
 
 
 def _of_all_ranks(
@@ -133,10 +122,16 @@ def _of_all_ranks(
     factor: float | None,
     eps: float,
     group: Any,
+    on_device: bool,
 ) -> Tensor:
-    """F.batch_norm in training, on the CPU, over the rows of all ranks of `group`."""
+    """F.batch_norm in training, over the rows of all ranks of `group`. on_device: by torch's own, on an accelerator."""
+    if _runs_again():
+        running_mean = running_var = None
+    if on_device:
+        running, size = (running_mean, running_var), dist.get_world_size(group)
+        return sync_batch_norm.apply(input, weight, bias, *running, eps, factor or 0.0, group, size)  # type: ignore[no-any-return]
     output, mean, variance, count = _Normalize.apply(input, weight, bias, eps, group)
-    if running_mean is not None and running_var is not None and factor is not None and not _runs_again():
+    if running_mean is not None and running_var is not None and factor is not None:
         running_mean.lerp_(mean.to(running_mean.dtype), factor)
         running_var.lerp_((variance * (count / max(count - 1, 1))).to(running_var.dtype), factor)
     return output  # type: ignore[no-any-return]

@@ -1,7 +1,8 @@
-"""Something around the forward of a user's module, that comes off again.
+"""Runs something around the forward of a user's module, and takes it off again.
 
-An object, and no function that closes over the original: a deep copy of the module has to compute with its own weights,
-and a function is not copied.
+It stands in the module itself, as its attribute `forward`. The class stays what it is: a forward may count its calls in
+it, look a registry up by it, or call `super(type(self), self)`. It is an object, and no function that closes over the
+original: a deep copy of the module has to compute with its own weights, and a function is not copied.
 """
 
 from __future__ import annotations
@@ -16,27 +17,37 @@ from nbkit.errors import StrategyError
 
 _MARK = "_nbkit_parts_of"
 
-_subclasses: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}
-
-
-def subclass(kind: type[nn.Module], mixin: type) -> type[nn.Module]:
-    """What the class of a module becomes for `mixin` to run around its methods: names and isinstance stay."""
-    if (mixin, kind) not in _subclasses:
-        body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        make: Any = type(kind)
-        _subclasses[mixin, kind] = make(kind.__name__, (mixin, kind), body)
-    return _subclasses[mixin, kind]
-
 
 class Wrapper:
-    """What a module's `forward` becomes. plain: the one before, whose name and signature it has."""
+    """Becomes a module's `forward`. plain: the one before, whose name and signature it has."""
 
     def __init__(self, plain: Callable[..., Any]) -> None:
+        # What another wrapper holds is its own.
+        update_wrapper(self, plain, updated=() if isinstance(plain, Wrapper) else ("__dict__",))
         self.plain = plain
-        update_wrapper(self, plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+
+def wrap(module: nn.Module, wrapper: Wrapper) -> None:
+    """Make `wrapper` the forward of `module`. Raise StrategyError where its class decides what its forward is."""
+    vars(module)["forward"] = wrapper
+    if module.forward is not wrapper:
+        del vars(module)["forward"]
+        raise StrategyError(
+            f"The class of a {type(module).__name__} decides itself what its forward is.",
+            numbers="a property, or a __getattribute__ of its own: nothing can be put around it",
+            hint="def forward(self, ...) in the class; or strategy='ddp'",
+        )
+
+
+def wrapped_by(module: nn.Module, kind: type[Wrapper]) -> bool:
+    """Return whether a wrapper of `kind` is around the forward of `module`."""
+    forward = vars(module).get("forward")
+    while isinstance(forward, Wrapper) and not isinstance(forward, kind):
+        forward = forward.plain
+    return isinstance(forward, kind)
 
 
 def unwrap(module: nn.Module) -> None:

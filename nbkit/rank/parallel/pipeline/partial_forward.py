@@ -7,7 +7,7 @@ sent; the call of block `hi` ends the forward, and what goes into it is sent on.
 which hang on no parameter, are computed by every stage for itself.
 
 A gate is the outermost thing at its module, so that hooks (of other strategies, of the user) run only when the module
-does. It is put there by changing the module's class: names, attributes and isinstance stay as they are.
+does. It stands in the module itself, where torch puts a compiled call; the class stays what it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nbkit.errors import StrategyError
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.argument_paths import look, put
-from nbkit.rank.parallel.module.forward_wrapper import subclass
 from nbkit.rank.parallel.module.meta_module import copied, marked
 from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, Skip
 from nbkit.rank.parallel.proof.unchanged import plain_attention
@@ -36,13 +35,6 @@ from nbkit.rank.torch_private import no_function_modes, pytree
 
 class _Reached(BaseException):
     """Ends a forward at the entry of a block that another stage holds; no `except Exception` of the model stops it."""
-
-
-class _Gated:
-    """What a module's class gets as its first base while a gate stands before it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return vars(self)["_gate"](super().__call__, args, kwargs)  # type: ignore[misc]
 
 
 class Gates:
@@ -69,7 +61,7 @@ class Gates:
             WeakTensorKeyDictionary() if again else None
         )
         self.blocks, self.entries = tuple(blocks), tuple(entries)
-        self._kinds: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._gated: list[tuple[nn.Module, Any]] = []
         self._lo = self._hi = self._at = 0
         self._running = False
         self._received: tuple[Tensor, ...] = ()
@@ -85,16 +77,16 @@ class Gates:
         for name in dict.fromkeys([*numbers, *skipped]):
             part = module.get_submodule(name)
             shapes = _Shapes(part, zeros) if name in skipped else None
-            vars(part)["_gate"] = partial(self._pass_by, name, numbers.get(name), shapes)
-            self._kinds.append((part, type(part)))
-            part.__class__ = subclass(type(part), _Gated)
+            compiled = part._compiled_call_impl
+            self._gated.append((part, compiled))
+            proceed = part._call_impl if compiled is None else compiled
+            part._compiled_call_impl = partial(self._pass_by, name, numbers.get(name), shapes, proceed)
 
     def remove(self) -> None:
         """The modules are as before."""
-        for part, kind in self._kinds:
-            part.__class__ = kind
-            del vars(part)["_gate"]
-        self._kinds.clear()
+        for part, compiled in self._gated:
+            part._compiled_call_impl = compiled
+        self._gated.clear()
 
     def run(self, lo: int, hi: int, received: Sequence[Tensor], call: Callable[[], Any]) -> Any:
         """Blocks lo to hi - 1 of `call()`, which calls the whole model: the tensors for block hi, or the output.
@@ -122,7 +114,7 @@ class Gates:
         return self._running and self._at < self._lo
 
     def _pass_by(
-        self, name: str, number: int | None, shapes: _Shapes | None, proceed: Any, args: Any, kwargs: Any
+        self, name: str, number: int | None, shapes: _Shapes | None, proceed: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """A gated module is called: skip it, or change what goes into it, or end the forward.
 

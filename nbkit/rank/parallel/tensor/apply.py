@@ -21,7 +21,7 @@ from nbkit.errors import StrategyError
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, parameter_like, placeholder, replace
 from nbkit.rank.parallel.tensor.attention import SplitAttention, sizes_of_part
-from nbkit.rank.parallel.tensor.column_row_pair import Link, Team, become
+from nbkit.rank.parallel.tensor.column_row_pair import Link, Team, put_around
 from nbkit.rank.parallel.tensor.layers import Column, Gathered, Head, Owner, Row, RowCore, SplitRow, Vocabulary
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.cuts import Cut, cuts_of_columns, cuts_of_packed, cuts_of_rows, cuts_of_single
@@ -147,11 +147,11 @@ class _Surgery:
         for path in pair.columns:
             part = self.parts[path]
             self._cut_columns(path, part, pair.widths[path])
-            become(part, Column, _link=link)
+            put_around(part, Column, _link=link)
         for path in pair.rows:
             part = self.parts[path]
             self._cut_rows(path, part)
-            become(part, Row, _link=link)
+            put_around(part, Row, _link=link)
 
     def _cut_packed(self, pair: Pair, link: Link) -> None:
         part: Any = self.parts[pair.owner]
@@ -162,7 +162,7 @@ class _Surgery:
                 hint=f"tp_plan={{'{pair.owner}': 'replicate'}}; or a strategy without tp",
             )
         self._cut(cuts_of_packed(part, pair.inner))
-        become(part, SplitAttention, _link=link, _heads=pair.heads)
+        put_around(part, SplitAttention, _link=link, _heads=pair.heads)
 
     def _cut_columns(self, path: str, part: nn.Module, widths: Sequence[int]) -> None:
         self._cut(cuts_of_columns(part, widths))
@@ -176,7 +176,7 @@ class _Surgery:
         (start, stop), *_ = self._ranges((sizes(part)[0],))
         self._cut(cuts_of_rows(part))
         _say(base, "in_features", "nx", stop - start)
-        become(base, RowCore)
+        put_around(base, RowCore)
         for name, _, up in adapters(part):
             self._plain_lora(path, part, name)
             if up.bias is not None:
@@ -200,16 +200,16 @@ class _Surgery:
         if role == "vocab" and isinstance(part, nn.Embedding) and part._parameters.get("weight") is not None:
             self._cut(cuts_of_single(part, role))
             self._show_uneven(path, part.num_embeddings)
-            become(part, Vocabulary, _team=team, _total=part.num_embeddings, _in_sequence=in_sequence)
+            put_around(part, Vocabulary, _team=team, _total=part.num_embeddings, _in_sequence=in_sequence)
         if not is_linear(part):
             return
         total = int(core(part).weight.shape[feature_dims(part)[1]])
         if role == "rowwise_split":
             self._cut_rows(path, part)
-            become(part, SplitRow, _team=team)
+            put_around(part, SplitRow, _team=team)
         elif role in ("colwise_gather", "head"):
             self._cut_columns(path, part, (total,))
-            become(part, Head if role == "head" else Gathered, _team=team, _total=total)
+            put_around(part, Head if role == "head" else Gathered, _team=team, _total=total)
             self._show_uneven(path, total)
 
     def _show_uneven(self, path: str, total: int) -> None:
@@ -226,7 +226,7 @@ class _Surgery:
             divide(part, pair.counts, self.team.size)
         sizes = next((pair for pair, _ in owned if pair.views), None)
         taken = any(pair.taken for pair, _ in owned if pair.kind == "attention")
-        become(
+        put_around(
             part,
             Owner,
             _links=tuple(link for _, link in owned),
@@ -240,7 +240,7 @@ class _Surgery:
             for p in block.parameters():
                 if self.layouts[self._name_of(p)].is_whole:
                     self.partial.add(self._name_of(p))
-            become(block, Block, _team=self.team)
+            put_around(block, Block, _team=self.team)
 
     def _off_the_fast_path(self) -> None:
         """torch's encoder computes whole layers in one kernel while evaluating, past everything that is put around."""

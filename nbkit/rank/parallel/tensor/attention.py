@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.tensor.column_row_pair import Link
+from nbkit.rank.parallel.tensor.column_row_pair import Around, Link
 from nbkit.rank.parallel.tensor.plan.heads import Heads
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 from nbkit.rank.rng.shard_offsets import extent, gathered
@@ -43,13 +43,13 @@ class _Weights:
         return "<weights of an attention that is split by heads>"
 
 
-class SplitAttention(nn.Module):
+class SplitAttention(Around):
     """Around nn.MultiheadAttention, of which this rank holds the heads `start` and following."""
 
     _link: Link
     _heads: Heads
 
-    def forward(
+    def __call__(  # type: ignore[override]
         self,
         query: Tensor,
         key: Tensor,
@@ -61,7 +61,7 @@ class SplitAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Any]:
         """As nn.MultiheadAttention; inputs (B, T, D), (T, B, D) without batch_first, or (T, D)."""
-        itself: Any = self
+        itself: Any = self.module
         link, heads = self._link, self._heads
         link.reset()
         first, count = link.team.bounds(heads.heads)[0], heads.heads // link.team.size
@@ -85,7 +85,7 @@ class SplitAttention(nn.Module):
             is_causal = False
         if mask is not None and mask.requires_grad:
             mask = link.take(mask, whole=True)
-        drop = itself.dropout if self.training else 0.0
+        drop = itself.dropout if itself.training else 0.0
         with extent("head", first, heads.heads):
             y = _attend(q, k, v, mask, drop, is_causal=is_causal, explicit=need_weights, sequence=link.sequence)
         y = y.transpose(1, 2).flatten(2)

@@ -16,23 +16,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.module.forward_wrapper import subclass
+from nbkit.rank.parallel.module.forward_wrapper import Wrapper, wrap
 from nbkit.rank.parallel.tensor.collectives import gather_seq, reduce_from, reduce_scatter_seq
 from nbkit.rank.parallel.tensor.sequence_tensor import for_parts
 from nbkit.rank.rng.shard_offsets import Present, _present, extent, extent_of, gathered, present, restored
 from nbkit.tensor_layout import bounds
 
 
-def become(module: nn.Module, mixin: type, **state: Any) -> None:
-    """Let `mixin.forward` run around the forward of `module`, which stays what it is (isinstance, names, hooks)."""
-    kind = type(module)
-    if "forward" in vars(module):
+class Around(Wrapper):
+    """Runs around the forward of `module`. state: becomes its attributes."""
+
+    def __init__(self, module: nn.Module, **state: Any) -> None:
+        super().__init__(module.forward)
+        self.module = module
+        vars(self).update(state)
+
+
+def put_around(module: nn.Module, kind: type[Around], **state: Any) -> None:
+    """Let `kind` run around the forward of `module`, which stays what it is (class, names, hooks)."""
+    own = vars(module).get("forward")
+    if own is not None and not isinstance(own, Wrapper):
         raise TrainingError(
-            f"The forward of a {kind.__name__} was replaced on the object itself, past its class.",
+            f"The forward of a {type(module).__name__} was replaced on the object itself, past its class.",
             hint="subclass it; or tp_plan={'<that module>': 'replicate'}",
         )
-    module.__class__ = subclass(kind, mixin)
-    vars(module).update(state)
+    wrap(module, kind(module, **state))
 
 
 @dataclass(frozen=True)

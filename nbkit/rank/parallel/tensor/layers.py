@@ -1,4 +1,4 @@
-"""Linear maps and embeddings of which a rank holds a part: mixins around the modules that the user wrote.
+"""Linear maps and embeddings of which a rank holds a part: put around the forwards that the user wrote.
 
 Column     output features split; input whole (or, under sequence parallelism, a part of the positions)
 Row        input features split; output summed over the ranks, then the bias, once
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.tensor.collectives import gather_from, reduce_from, reduce_scatter_seq, split_to
-from nbkit.rank.parallel.tensor.column_row_pair import Link, Team, first_tensor, mapped
+from nbkit.rank.parallel.tensor.column_row_pair import Around, Link, Team, first_tensor, mapped
 from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims
 from nbkit.rank.parallel.tensor.sequence_tensor import PositionShard, for_parts
 from nbkit.rank.parallel.tensor.sharded_tensor import whole
@@ -29,86 +29,86 @@ from nbkit.rank.rng.shard_offsets import extent, present, restored
 from nbkit.rank.torch_private import assert_async
 
 
-class Column(nn.Module):
+class Column(Around):
     """Around a linear map of which this rank holds some output features."""
 
     _link: Link
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         x = self._link.column_input(x)
         with self._link.before():
-            y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            y = self.plain(x, *args, **kwargs)
         self._link.begin()
         return y
 
 
-class RowCore(nn.Module):
+class RowCore(Around):
     """A linear map without its bias."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        itself: Any = self
-        weight = itself.weight if feature_dims(self)[0] == 1 else itself.weight.t()
+    def __call__(self, x: Tensor) -> Tensor:
+        itself: Any = self.module
+        weight = itself.weight if feature_dims(itself)[0] == 1 else itself.weight.t()
         return F.linear(x, weight)
 
 
-class Row(nn.Module):
+class Row(Around):
     """Around a linear map of which this rank holds some input features. Its core is a RowCore."""
 
     _link: Link
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         # What LoRA adds is a part of the sum too.
         with self._link.after():
-            partial = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        return self._link.end(partial, core(self).bias)
+            partial = self.plain(x, *args, **kwargs)
+        return self._link.end(partial, core(self.module).bias)
 
 
-class Gathered(nn.Module):
+class Gathered(Around):
     """Around a linear map of which this rank holds some output features, for readers who expect all of them."""
 
     _team: Team
     _total: int
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = super().forward(for_parts(x, self._team.group), *args, **kwargs)  # type: ignore[misc]
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = self.plain(for_parts(x, self._team.group), *args, **kwargs)
         return gather_from(y, self._team.group, -1, self._total)
 
 
-class SplitRow(nn.Module):
+class SplitRow(Around):
     """Around a linear map of which this rank holds some input features, for an input that has all of them."""
 
     _team: Team
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         total = x.shape[-1]
         x = whole(x)
         with extent("feature", self._team.bounds(total)[0], total):
-            partial = super().forward(split_to(x, self._team.group, -1), *args, **kwargs)  # type: ignore[misc]
+            partial = self.plain(split_to(x, self._team.group, -1), *args, **kwargs)
         y = reduce_from(partial, self._team.group)
-        bias = core(self).bias
+        bias = core(self.module).bias
         return y if bias is None else y + bias.to(y.dtype)
 
 
-class Head(nn.Module):
+class Head(Around):
     """Around the map to the vocabulary."""
 
     _team: Team
     _total: int
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = super().forward(for_parts(x, self._team.group), *args, **kwargs)  # type: ignore[misc]
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = self.plain(for_parts(x, self._team.group), *args, **kwargs)
         return VocabShard(y, self._team.group, self._total)
 
 
-class Vocabulary(nn.Module):
+class Vocabulary(Around):
     """Around an embedding of which this rank holds some rows."""
 
     _team: Team
     _total: int
     _in_sequence: bool
 
-    def forward(self, ids: Tensor) -> Tensor:
-        itself: Any = self
+    def __call__(self, ids: Tensor) -> Tensor:
+        itself: Any = self.module
         start, stop = self._team.bounds(self._total)
         assert_async(((ids >= 0) & (ids < self._total)).all(), "an id lies outside of the vocabulary")
         elsewhere = (ids < start) | (ids >= stop)
@@ -121,7 +121,7 @@ class Vocabulary(nn.Module):
         return reduce_from(rows, self._team.group)
 
 
-class Owner(nn.Module):
+class Owner(Around):
     """Around the module that holds a pair: what the pair keeps during a forward ends with it."""
 
     _links: tuple[Link, ...]
@@ -129,16 +129,16 @@ class Owner(nn.Module):
     _takes: bool
     _sizes: Callable[[], AbstractContextManager[Any]]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for link in self._links:
             link.reset()
         with restored(present()), self._sizes():
             if self._attention is not None:
                 args, kwargs = _taken(self._attention, self._takes, args, kwargs)
-            out = super().forward(*args, **kwargs)  # type: ignore[misc]
+            out = self.plain(*args, **kwargs)
         if any(link.begun != link.ended for link in self._links):
             raise StrategyError(
-                f"A {type(self).__name__} uses the weight of a linear map without calling the map.",
+                f"A {type(self.module).__name__} uses the weight of a linear map without calling the map.",
                 numbers="of a pair split over the tensor axis, only one side was called",
                 hint="tp_plan={'<its maps>': 'replicate'}; or call the modules",
             )

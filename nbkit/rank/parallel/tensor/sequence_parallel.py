@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.tensor.column_row_pair import Team, first_tensor, mapped
+from nbkit.rank.parallel.tensor.column_row_pair import Around, Team, first_tensor, mapped
 from nbkit.rank.parallel.tensor.plan.linear_types import is_linear, is_packed_attention
 from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
 from nbkit.rank.parallel.tensor.sequence_tensor import PositionShard, positions_of
@@ -37,13 +37,13 @@ class Chain:
     pairs: list[Pair]
 
 
-class Block(nn.Module):
+class Block(Around):
     """Around a block that treats positions one by one, but for its pairs: takes hidden states (B, T, D), whole or as a
     PositionShard, and gives a PositionShard. What else goes into it is whole."""
 
     _team: Team
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden, team = _hidden(args, kwargs), self._team
         part, total = positions_of(hidden, team.group)
 
@@ -53,7 +53,7 @@ class Block(nn.Module):
         args = tuple(mapped(arg, change) for arg in args)
         kwargs = {key: mapped(value, change) for key, value in kwargs.items()}
         with extent("sequence", team.bounds(total)[0], total):
-            out = super().forward(*args, **kwargs)  # type: ignore[misc]
+            out = self.plain(*args, **kwargs)
         y = out[0] if isinstance(out, tuple) else out
         if y.ndim != 3 or y.shape[1] != part.shape[1]:
             raise TrainingError(

@@ -25,6 +25,7 @@ from nbkit.planner.stage_partition import place, ranks_of_stages
 from nbkit.planner.step.measured_step import Sends, link_seconds
 from nbkit.planner.step.overlap import Unit
 from nbkit.planner.traffic import Traffic, per_step, wire_bytes
+from nbkit.rank.parallel.module.forward_wrapper import wrapped_by
 from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Options, casts_of
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
@@ -235,7 +236,7 @@ class CostModel:
         if size not in self._partial:
             module = skeleton_of(self.skeleton)
             split = parts_of(module, self.options.plan(self.skeleton, size), size, 0, sequence=True)
-            self._partial[size] = split.partial, any(isinstance(part, Block) for part in module.modules())
+            self._partial[size] = split.partial, any(wrapped_by(part, Block) for part in module.modules())
         return self._partial[size]
 
     @cached_property

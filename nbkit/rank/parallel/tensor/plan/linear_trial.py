@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from nbkit.rank.parallel.module.forward_wrapper import Wrapper
 from nbkit.rank.rng.dropout_ops import DRAWS
 from nbkit.rank.rng.random_ops import RANDOM
 
@@ -27,10 +28,11 @@ _known: dict[Hashable, bool] = {}
 def computes_linear(module: nn.Linear) -> bool:
     """Of one that nbkit has put nothing around. Sends nothing, draws nothing, in any thread."""
     forward: Any = type(module).forward
+    if isinstance(vars(module).get("forward"), Wrapper):
+        return False  # a part of a map that is split already: its forward communicates
     if forward is nn.Linear.forward:
         return True
-    # A part of a map that is split already: its forward communicates.
-    if forward.__module__.startswith("nbkit.rank.") or module._modules or module._buffers:
+    if module._modules or module._buffers:
         return False
     if module._parameters.keys() != {"weight", "bias"} or module._parameters["weight"] is None:
         return False

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from nbkit.rank.parallel.module.forward_wrapper import Wrapper, wrapped_by
 from nbkit.rank.parallel.tensor.plan.linear_trial import computes_linear
 from nbkit.tensor_layout import bounds
 
@@ -17,7 +18,7 @@ def _is_plain(module: Any) -> bool:
         linear = computes_linear(module)
     else:
         conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-        linear = conv1d or type(module).forward is nn.Linear.forward
+        linear = (conv1d or type(module).forward is nn.Linear.forward) and not wrapped_by(module, Wrapper)
     return linear and module._parameters.get("weight") is not None
 
 
@@ -34,7 +35,7 @@ def is_linear(module: nn.Module | None) -> bool:
 
 def is_packed_attention(module: nn.Module) -> bool:
     """Whether it computes what torch's own MultiheadAttention does."""
-    return type(module).forward is nn.MultiheadAttention.forward
+    return type(module).forward is nn.MultiheadAttention.forward and not wrapped_by(module, Wrapper)
 
 
 def core(module: nn.Module) -> Any:

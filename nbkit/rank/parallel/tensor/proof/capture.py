@@ -8,6 +8,7 @@ part of that. An attribute that a split changes (a number of heads) must not be 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.module.forward_wrapper import subclass
 from nbkit.rank.parallel.proof.calls import watched
 from nbkit.rank.parallel.proof.memory import Memory, memory_of, tensors_in, written_by
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, is_linear
@@ -215,27 +215,34 @@ _LARGE = 1 << 18
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
-class _Read:
-    """What a module's class gets as its first base while the reads of its attributes are noted."""
+_noted: dict[int, Callable[[str], None]] = {}
+"""Who is told of the reads of a module's attributes, by the module's id."""
+_noting = threading.Lock()
 
-    def __getattribute__(self, name: str) -> Any:
-        own = object.__getattribute__(self, "__dict__")
-        if name in own and name not in _OF_MODULES and "_noted" in own:
-            own["_noted"](name)
-        return super().__getattribute__(name)
+
+def _note(self: nn.Module, name: str) -> Any:
+    """Stand for `nn.Module.__getattribute__`, which is object's."""
+    if name not in _OF_MODULES and (note := _noted.get(id(self))) is not None:
+        if name in super(nn.Module, self).__getattribute__("__dict__"):
+            note(name)
+    return super(nn.Module, self).__getattribute__(name)
 
 
 @contextmanager
 def _reading(model: nn.Module, note: Callable[[str, str], None]) -> Iterator[None]:
-    """Inside, `note(path, attribute)` is called for every own attribute that is asked of a module."""
-    before = [(part, type(part)) for part in model.modules()]
+    """Inside, `note(path, attribute)` is called for every own attribute that is asked of a module.
+
+    The classes of the user's modules stay as they are: what a forward does may depend on them.
+    """
+    told = {id(part): partial(note, path) for path, part in model.named_modules()}
+    with _noting:
+        _noted.update(told)
+        nn.Module.__getattribute__ = _note  # type: ignore[assignment, method-assign]
     try:
-        for path, part in model.named_modules():
-            if not isinstance(part, torch.jit.ScriptModule):
-                part.__class__ = subclass(type(part), _Read)
-                vars(part)["_noted"] = partial(note, path)
         yield
     finally:
-        for part, kind in before:
-            part.__class__ = kind
-            vars(part).pop("_noted", None)
+        with _noting:
+            for each in told:
+                del _noted[each]
+            if not _noted:
+                del nn.Module.__getattribute__

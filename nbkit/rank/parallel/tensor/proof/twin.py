@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nbkit.rank.parallel.module.meta_module import copied, placeholder
 from nbkit.rank.parallel.tensor.attention import sizes_of_part
-from nbkit.rank.parallel.tensor.column_row_pair import become
+from nbkit.rank.parallel.tensor.column_row_pair import Around, put_around
 from nbkit.rank.parallel.tensor.plan.heads import divide
 from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims, ranges_of, sizes
 from nbkit.rank.parallel.tensor.plan.plan import Pair
@@ -79,7 +79,7 @@ def twin_of(unit: Unit, answers: Answers, index: int | None, dtype: torch.dtype)
 def _cut(twin: nn.Module, pair: Pair, unit: Unit, answers: Answers, index: int | None, dtype: torch.dtype) -> None:
     owner = twin.get_submodule(pair.owner)
     if pair.kind == "module":
-        become(owner, _Answered, _answer=partial(answers["packed"], pair.owner))
+        put_around(owner, _Answered, _answer=partial(answers["packed"], pair.owner))
         return
     for path in (*pair.columns, *pair.rows):
         part = twin.get_submodule(path)
@@ -95,12 +95,12 @@ def _cut(twin: nn.Module, pair: Pair, unit: Unit, answers: Answers, index: int |
             if (param := base._parameters.get(name)) is not None:
                 shape = tuple(length if d == along else n for d, n in enumerate(param.shape))
                 base._parameters[name] = placeholder(shape, nn.Parameter(param.detach()[:0].to(dtype)))
-        become(part, _Answered, _answer=partial(answers["column" if column else "row"], path))
+        put_around(part, _Answered, _answer=partial(answers["column" if column else "row"], path))
     if index is not None:
         divide(owner, pair.counts, unit.size)
     if pair.kind == "attention":
         answer, around = partial(answers["attention"], pair.owner), None if index is None else pair
-        become(owner, _Attention, _answer=answer, _sizes=sizes_of_part(around, unit.size))
+        put_around(owner, _Attention, _answer=answer, _sizes=sizes_of_part(around, unit.size))
 
 
 def _parameter(value: Tensor, dtype: torch.dtype) -> nn.Parameter:
@@ -108,22 +108,22 @@ def _parameter(value: Tensor, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(value.to(dtype) if number else value, requires_grad=number)
 
 
-class _Answered(nn.Module):
+class _Answered(Around):
     """A map whose output is given."""
 
     _answer: Callable[..., Any]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._answer(*args, **kwargs)
 
 
-class _Attention(nn.Module):
+class _Attention(Around):
     """An attention whose arguments are given."""
 
     _answer: Callable[..., Any]
     _sizes: Callable[[], AbstractContextManager[Any]]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._answer(args, kwargs)
         with self._sizes():
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return self.plain(*args, **kwargs)
