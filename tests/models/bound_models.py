@@ -5,6 +5,7 @@ Each is an ordinary way to write or to change a model. `MODELS` has what builds 
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 import weakref
@@ -453,6 +454,54 @@ class AsksItsParts(Net):
         return self.out(x) if type(self.out) is nn.Linear else x
 
 
+class Weakly(Net):
+    """Refers to its parts weakly, and knows them by themselves: as keys, as members."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = weakref.ref(self.out)
+        self.few, self.scales = weakref.WeakSet(self.blocks), weakref.WeakKeyDictionary({self.blocks[0]: 1.2})
+        self.first, self.names = weakref.WeakMethod(self.inp.forward), {self.blocks[1]: 0.9}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first()(x)  # type: ignore[misc]
+        for block in self.blocks:
+            x = block(x) * self.scales.get(block, 1.0) * self.names.get(block, 1.0) if block in self.few else x
+        return self.head()(x)  # type: ignore[misc, no-any-return]
+
+
+class ByProxy(Net):
+    """Calls a layer through a weakref.proxy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = [weakref.proxy(self.out)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.heads[0](x)  # type: ignore[no-any-return]
+
+
+def siblings() -> nn.Module:
+    """A block beside its shallow copy: two modules with the same parts."""
+    model = Net(number=1)
+    model.blocks.append(copy.copy(model.blocks[0]))
+    return model
+
+
+class Patched(Block):
+    """Whose forward is patched in the class, by `patched_class`."""
+
+
+def patched_class() -> nn.Module:
+    """Patches a class each time."""
+    old = Patched.forward
+    Patched.forward = lambda self, x: old(self, x) * 1.1  # type: ignore[method-assign]
+    return Net(Patched)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "lambda": lambda: Net(LambdaBlock),
     "default": lambda: Net(DefaultBlock),
@@ -486,13 +535,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "local class": local_class,
     "global": global_part,
     "class": lambda: AsksItsParts(ByClass),
+    "weakly": Weakly,
+    "by proxy": ByProxy,
+    "siblings": siblings,
 }
+ONCE = {"patched class": patched_class}
+"""Not for a process that builds it more than once."""
 
 
 def built(name: str) -> nn.Module:
     """In float64, from a seed of its own."""
     torch.manual_seed(0)
-    return MODELS[name]().double()
+    return (MODELS | ONCE)[name]().double()
 
 
 def batch(number: int = 0) -> tuple[Tensor, Tensor]:

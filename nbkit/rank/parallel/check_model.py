@@ -30,7 +30,7 @@ from nbkit.rank.parallel.check_findings import findings, warn_of_coupled, warn_o
 from nbkit.rank.parallel.context.positionwise import try_in_parts
 from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
-from nbkit.rank.parallel.module.built_again import built_again
+from nbkit.rank.parallel.module.built_again import built_again, classes_kept
 from nbkit.rank.parallel.module.meta_module import build_again, homes, hooked_gradient, skeleton_of
 from nbkit.rank.parallel.module.mixture_of_experts import experts_in
 from nbkit.rank.parallel.options import (
@@ -124,7 +124,7 @@ def check(
     """
     check_inputs(inputs)
     world = world_size or (dist.get_world_size() if dist.is_initialized() else None)
-    with stand_in(Alone()) as here:  # what the model or the loss sends itself waits for nobody
+    with classes_kept(), stand_in(Alone()) as here:  # what the model or the loss sends itself waits for nobody
         return _checked(model, strategy, batch, world, inputs, stages, tp_plan, loss, here)
 
 

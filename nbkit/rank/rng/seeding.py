@@ -140,9 +140,20 @@ def build(model: nn.Module | Callable[[], nn.Module], *, seed: int, device: torc
     return module.to(device)
 
 
+def _slots(kind: type) -> tuple[str, ...]:
+    named = vars(kind).get("__slots__", ())
+    return tuple(name for name in ((named,) if isinstance(named, str) else named) if name[:2] != "__")
+
+
 def _refuse_kinds(module: nn.Module) -> None:
     """Raise TrainingError for tensors and modules that cannot be sent, cut or copied as others are."""
     for path, part in module.named_modules():
+        if slots := [name for kind in type(part).__mro__ for name in _slots(kind) if hasattr(part, name)]:
+            raise TrainingError(
+                "A module keeps values in __slots__, which copies of a module do not have.",
+                numbers=f"{slots[0]!r} of {path or 'the model'}, a {type(part).__name__}",
+                hint="a class without __slots__",
+            )
         if isinstance(part, torch.jit.ScriptModule):
             raise TrainingError(
                 "A module is scripted or traced: its code cannot be cut for ranks, nor copied.",

@@ -104,6 +104,16 @@ def test_the_classes_of_a_model_stay_what_they_are() -> None:
     assert run_ranks(calls_counted, 2) == [[4, 4]] * 2
 
 
+@pytest.mark.parametrize("instance", [False, True])
+def test_weak_references_and_keys_go_along(instance: bool) -> None:
+    compare(["weakly"], ["pp > zero1 > tp"], instance)
+    compare(["siblings", "by proxy"], ["tp > zero3"], instance)
+
+
+def test_a_class_that_the_callable_patches_is_patched_once() -> None:
+    compare(["patched class"], ["zero3 > tp"])
+
+
 def test_attention_in_closures_is_split_over_positions_and_stages() -> None:
     compare(["attention"], ["cp=2 > dp=1 tp=2 > pp > ddp"])
 
@@ -139,9 +149,16 @@ def test_a_callable_is_called_again_without_a_trace() -> None:
         built_again(lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), skeleton_of(first))
 
 
-def test_a_callable_that_changes_what_it_built_before_is_refused() -> None:
-    said = nbkit.check(partial(built, "global"), "zero1", batch(), 2, loss=F.mse_loss)
-    assert not said.ok and "Calling model= again changes what the model that it built before" in str(said)
+def test_a_callable_whose_models_share_a_global_name_is_refused_and_keeps_it() -> None:
+    build = partial(built, "global")
+    held, first = bound_models._GLOBAL, build()
+    assert nbkit.check(build, "ddp", batch(), 2, loss=F.mse_loss).ok
+    named = held["inp"]
+    assert named is not first.inp
+    built_again(build, skeleton_of(first), first=first)
+    assert held["inp"] is named
+    said = nbkit.check(build, "zero1", batch(), 2, loss=F.mse_loss)
+    assert not said.ok and "GlobalBlock.forward reads 'inp.weight' of the model that was copied" in str(said)
 
 
 class Locked(nn.Linear):
@@ -155,9 +172,30 @@ class Locked(nn.Linear):
         return super().forward(x.float())
 
 
+class Sharing(nn.Linear):
+    """Gives itself for a copy of itself."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharing:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.scale = 2.0
+
+
 def locked(world: Any) -> list[str]:
     said = []
-    for model in (Locked, Locked()):
+    for model in (Locked, Locked(), Sharing, Sharing(), Slotted):
         try:
             trainer = Trainer(
                 model=model,
@@ -176,6 +214,9 @@ def locked(world: Any) -> list[str]:
 
 
 def test_what_cannot_be_copied_is_built_again_by_its_callable_and_refused_as_an_instance() -> None:
-    trained, refused = run_ranks(locked, 2)[0]
-    assert trained == "1 step"
-    assert "cannot be copied" in refused and "model=lambda: MyModule(...)" in refused
+    trained, refused, trained_too, shares, slotted = run_ranks(locked, 2)[0]
+    assert trained == trained_too == "1 step"
+    for text in (refused, shares):
+        assert "cannot be copied" in text and "model=lambda: MyModule(...)" in text
+    assert "a copy of the model, a Sharing, shares its parts with it, by a __deepcopy__ of its own" in shares
+    assert "values in __slots__" in slotted and "'scale' of the model, a Slotted" in slotted

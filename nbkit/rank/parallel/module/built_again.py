@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.meta_module import homes, marked, placeholder, replace
 from nbkit.rank.parallel.module.parameter_aliases import note_aliases, tensors_beside
 from nbkit.rank.parallel.module.rebound_functions import parts_of
+from nbkit.rank.parallel.proof.outside_state import outside_kept
 from nbkit.rank.parallel.reshard.plain_attributes import plain_attributes, put
 from nbkit.rank.rng.seeding import Drawn, seeded
 
@@ -66,7 +67,14 @@ def _called(build: Build, like: nn.Module) -> Any:
     drawn = Drawn.so_far()
     device = next(like.parameters()).device
     try:
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), warnings.catch_warnings(), seeded(device):
+        with (
+            open(os.devnull, "w") as nowhere,
+            redirect_stdout(nowhere),
+            warnings.catch_warnings(),
+            seeded(device),
+            outside_kept(like, build),
+            classes_kept(),
+        ):
             warnings.simplefilter("ignore")
             try:
                 with _Unfilled():
@@ -75,6 +83,33 @@ def _called(build: Build, like: nn.Module) -> Any:
                 return build()
     finally:
         drawn.restore()
+
+
+@contextmanager
+def classes_kept() -> Iterator[None]:
+    """Undo what happens inside to classes of modules.
+
+    A callable that patches one (`Block.forward = scaled(Block.forward)`) would put its patch around that of the first
+    model, which trains.
+    """
+    kinds, ahead = set[type](), [nn.Module]
+    while ahead:
+        for kind in ahead.pop().__subclasses__():
+            if kind not in kinds:
+                ahead.append(kind)
+                kinds.update(kind.__mro__)
+    before = {kind: dict(vars(kind)) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, held in before.items():
+            now = dict(vars(kind))
+            for name in now.keys() | held.keys():
+                with suppress(AttributeError, TypeError):
+                    if name not in held:
+                        type.__delattr__(kind, name)
+                    elif now.get(name) is not held[name]:
+                        type.__setattr__(kind, name, held[name])
 
 
 class _Unfilled(TorchFunctionMode):

@@ -7,6 +7,7 @@ tensors, factories of optimizers take it for what it will be; buffers, which `__
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.parallel.module.parameter_aliases import note_aliases, notes_of, put_aliases, tensors_beside
-from nbkit.rank.parallel.module.rebound_functions import rebind
+from nbkit.rank.parallel.module.rebound_functions import parts_of, rebind
 
 T = TypeVar("T", bound=Tensor)
 
@@ -49,17 +50,36 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
     It takes half the time: most of the dicts that each module has for its hooks are empty, and `copy` takes an empty
     OrderedDict apart as it does a full one.
+    Raise TypeError where the copy shares a module, parameter or buffer with `module` that `memo` does not name.
     """
+    shared = parts_of(module) - memo.keys()
     for part in module.modules():
         for value in vars(part).values():
             if type(value) is OrderedDict and not value:
                 memo.setdefault(id(value), OrderedDict())
+        for reference in weakref.getweakrefs(part):
+            if type(reference) in (*weakref.ProxyTypes, weakref.WeakMethod):
+                memo[id(reference)] = reference  # a copy would be a module of its own, or cannot be made
     for note in notes_of(module):
         memo[id(note)] = {}
     made = copy.deepcopy(module, memo)
+    if not shared.isdisjoint(parts_of(made)):
+        raise TypeError(_shares(made, shared))
     rebind(made, module, memo)
     note_aliases(made)
     return made
+
+
+def _shares(made: nn.Module, shared: set[int]) -> str:
+    """Return who in the copy `made` has something of the ids `shared`."""
+    for path, part in made.named_modules():
+        if any(id(each) in shared for each in (part, *part._parameters.values(), *part._buffers.values())):
+            while path and not hasattr(type(made.get_submodule(path)), "__deepcopy__"):
+                path = path.rpartition(".")[0]
+            kind = type(made.get_submodule(path))
+            own = ", by a __deepcopy__ of its own" if hasattr(kind, "__deepcopy__") else ""
+            return f"a copy of {path or 'the model'}, a {kind.__name__}, shares its parts with it{own}"
+    return ""
 
 
 _AGAIN = "_nbkit_built_again"

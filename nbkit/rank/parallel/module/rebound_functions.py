@@ -24,6 +24,8 @@ _CACHED = type(functools.lru_cache(lambda: None))
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 _HOLDERS = {OrderedDict, dict, list, tuple, set}
 _CLOSED: tuple[type, ...] = (str, bytes, int, float, type, CodeType, ModuleType, Tensor)
+_WEAK: Any = {weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary}
+_CHANGED = {*_HOLDERS, deque}
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
 _MOST, _FARTHEST = 4096, 20_000
 """A container of more items is a vocabulary or a cache. Nobody looks at more objects from one function."""
@@ -34,10 +36,19 @@ def rebind(copied: nn.Module, original: nn.Module, memo: dict[int, Any]) -> None
     _Rebinding(copied, original, memo).run()
 
 
+def rebind_handles(model: nn.Module, handles: dict[int, nn.Module]) -> None:
+    """Make weak references, containers and functions in `model` hold `handles` in place of the modules of these ids."""
+    _Rebinding(model, model, handles, set(handles)).run()
+
+
 class _Rebinding:
-    def __init__(self, copied: nn.Module, original: nn.Module, memo: dict[int, Any]) -> None:
+    """Gives what `copied` holds the parts of `memo` in place of those of `original`."""
+
+    def __init__(
+        self, copied: nn.Module, original: nn.Module, memo: dict[int, Any], own: set[int] | None = None
+    ) -> None:
         self._copied, self._original, self._memo = copied, original, memo
-        self._own: set[int] | None = None
+        self._own, self._in_place = own, own is not None
         self._made: dict[int, tuple[Any, Any]] = {}  # id -> (what was found, what it has become)
         self._cells: dict[int, tuple[CellType, CellType]] = {}
         self._copies, self._known = set[int](), 0
@@ -58,10 +69,15 @@ class _Rebinding:
     def _of(self, value: Any) -> Any:
         """Return what `value` becomes in the copy: `value` itself where it holds nothing of the original."""
         kind = type(value)
+        if kind in weakref.ProxyTypes:  # asked for its class, it gives that of what it stands for
+            new = self._instead(_target(value))
+            return value if new is None else weakref.proxy(new)
         if kind in _PLAIN or isinstance(value, _CLOSED):
             return value
         if id(value) in self._made:
             return self._made[id(value)][1]
+        if isinstance(value, nn.Module) and (new := self._instead(value)) is not None:
+            return new
         if kind is FunctionType:
             return self._function(value)
         self._made[id(value)] = value, value
@@ -78,13 +94,22 @@ class _Rebinding:
             if (function := self._of(value.__wrapped__)) is not value.__wrapped__:
                 new = functools.lru_cache(**value.cache_parameters())(function)
         elif kind is weakref.ReferenceType:
-            if id(target := value()) in self._originals():
-                new = weakref.ref(self._memo.get(id(target), target))
+            if (target := self._instead(value())) is not None:
+                new = weakref.ref(target)
+        elif kind is weakref.WeakMethod:
+            method = value()
+            if method is not None and (target := self._instead(method.__self__)) is not None:
+                new = weakref.WeakMethod(MethodType(method.__func__, target))
+        elif kind in _WEAK:
+            held = dict.fromkeys(value) if kind is weakref.WeakSet else dict(value)
+            changed = {self._of(key): self._of(item) for key, item in held.items()}
+            if any(a is not b for a, b in zip((*held, *held.values()), (*changed, *changed.values()), strict=True)):
+                new = kind(changed)
         elif isinstance(value, tuple):
             items = [self._of(item) for item in value]
             if any(a is not b for a, b in zip(items, value, strict=True)):
                 new = tuple(items) if kind is tuple else kind(*items)
-        elif self._is_copy(value):
+        elif kind in _CHANGED if self._in_place else self._is_copy(value):
             self._inside(value)
         self._made[id(value)] = value, new
         return new
@@ -106,7 +131,11 @@ class _Rebinding:
         elif isinstance(value, MutableMapping):
             for key, item in list(value.items()) if len(value) <= _MOST else ():
                 self._put(value, key, item)
-        if isinstance(held := getattr(value, "__dict__", None), dict) and len(held) <= _MOST:
+            if len(value) <= _MOST and any(self._of(key) is not key for key in value):
+                items = [(self._of(key), item) for key, item in value.items()]
+                value.clear()
+                value.update(items)
+        if not self._in_place and isinstance(held := getattr(value, "__dict__", None), dict) and len(held) <= _MOST:
             for key, item in list(held.items()):
                 self._put(held, key, item)
 
@@ -144,6 +173,10 @@ class _Rebinding:
             return value
         return self._of(value)
 
+    def _instead(self, target: Any) -> Any:
+        """Return what stands for `target` now, if that is a part of the original; else None."""
+        return self._memo.get(id(target)) if id(target) in self._originals() else None
+
     def _originals(self) -> set[int]:
         if self._own is None:
             self._own = parts_of(self._original)
@@ -168,7 +201,17 @@ def reaches(value: Any, wanted: set[int]) -> bool:
     return False
 
 
+def _target(proxy: Any) -> Any:
+    """Return the module for which a weakref.proxy stands; None where it is gone, or no module."""
+    try:
+        return next(proxy.modules()) if isinstance(proxy, nn.Module) else None
+    except ReferenceError:
+        return None
+
+
 def _held_by(value: Any) -> Iterable[Any]:
+    if type(value) in weakref.ProxyTypes:
+        return (_target(value),)
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
         return [*cells, value.__defaults__, value.__kwdefaults__, *vars(value).values()]

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nbkit.errors import TrainingError
+from nbkit.errors import StrategyError, TrainingError
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper, wrap
 from nbkit.rank.parallel.tensor.collectives import gather_seq, reduce_from, reduce_scatter_seq
 from nbkit.rank.parallel.tensor.sequence_tensor import for_parts
@@ -36,8 +36,9 @@ def put_around(module: nn.Module, kind: type[Around], **state: Any) -> None:
     """Let `kind` run around the forward of `module`, which stays what it is (class, names, hooks)."""
     own = vars(module).get("forward")
     if own is not None and not isinstance(own, Wrapper):
-        raise TrainingError(
+        raise StrategyError(
             f"The forward of a {type(module).__name__} was replaced on the object itself, past its class.",
+            numbers="the tensor axis cannot split what it computes",
             hint="subclass it; or tp_plan={'<that module>': 'replicate'}",
         )
     wrap(module, kind(module, **state))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
+from nbkit.rank.parallel.module.rebound_functions import rebind_handles
 from nbkit.rank.torch_private import tree_leaves
 from nbkit.strategy import Strategy
 
@@ -72,7 +73,11 @@ class ModelHandle:
         for _, part in places:
             for name, child in part._modules.items():
                 if child is not None:
-                    part._modules[name] = stable[id(child)]
+                    # Siblings made by copy.copy share one `_modules`, whose handles are there by then.
+                    part._modules[name] = stable.get(id(child), child)
+        if moved := {id(part): stable[id(part)] for _, part in places if stable[id(part)] is not part}:
+            rebind_handles(self.model, moved)
+        self._shown = places  # what else refers to them weakly
         params = dict(module.named_parameters())
         new = set(map(id, params.values()))
         for param in params.values():

@@ -113,7 +113,10 @@ def refusals(world: Any) -> dict[str, str]:
     halving = ZOO["gpt"].build()
     halving.blocks[1].__class__ = odd.Halving  # type: ignore[union-attr]
     tensor_parallel(halving, axes, plan=candidates(halving, 2))
+    decides = ZOO["gpt"].build()
+    decides.blocks[0].__class__ = odd.Deciding  # type: ignore[union-attr]
     return {
+        "decides": said(lambda: tensor_parallel(decides, axes, plan=candidates(decides, 2))),
         "by hand": said(lambda: by_hand(x)),
         "weights": said(lambda: looks(x, x, x)[1].mean()),
         "dora": said(lambda: tensor_parallel(odd.lora_llama(use_dora=True), axes)),
@@ -128,6 +131,7 @@ def refusals(world: Any) -> dict[str, str]:
 @pytest.mark.filterwarnings("ignore")
 def test_refusals() -> None:
     answers = run_ranks(refusals, 2, timeout=120)[0]
+    assert "The class of a Deciding decides itself what its forward is" in answers["decides"]
     assert "without calling the map" in answers["by hand"]
     assert "need_weights=False" in answers["weights"]
     assert "This variant of LoRA needs the whole matrix" in answers["dora"]
