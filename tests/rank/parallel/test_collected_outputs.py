@@ -132,6 +132,7 @@ def collected(world: Any, kind: str, chain: str, loss: Any) -> list[float]:
         ("gpt2", CHAIN, loss_of),
         ("mixtral", WHOLE, loss_of),
         ("mixtral", "tp", with_balance),
+        ("mixtral", "zero3 > tp", loss_of),
         ("vit", CHAIN, loss_of),
         ("segformer", CHAIN, loss_of),
         ("llava", CHAIN, loss_of),

@@ -137,13 +137,22 @@ def replace(places: Sequence[tuple[nn.Module, str]], param: nn.Parameter | None)
         put_aliases(part, attribute, param)
 
 
+_MATRIX = 1 << 20
+
+
 def window(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, draw: torch.Generator | None = None
 ) -> Tensor:
-    """A tensor of `shape` whose rows differ, with hardly more memory than the sum of its dims. draw: of its numbers."""
+    """A tensor of `shape` whose rows differ, with hardly more memory than the sum of its dims. draw: of its numbers.
+
+    One of many small matrices, as of experts, has the memory of one of them.
+    """
     if not shape:
         return torch.ones((), dtype=dtype, device=device)
     strides = list(accumulate([1] + [7] * (len(shape) - 1), lambda a, b: a * b))
+    if len(shape) == 3 and shape[1] * shape[2] <= _MATRIX:
+        # Torch's product of groups of rows takes matrices of experts that overlap, and none whose rows do.
+        strides = [16, shape[2], 1]
     size = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True) if length)
     drawn = torch.randn(size, generator=draw) * 0.02 + (1.0 if len(shape) == 1 else 0.0)
     return drawn.to(device, dtype).as_strided(tuple(shape), strides)
