@@ -37,7 +37,7 @@ def rebind(copied: nn.Module, original: nn.Module, memo: dict[int, Any]) -> None
 
 
 def rebind_handles(model: nn.Module, handles: dict[int, nn.Module]) -> None:
-    """Make weak references, containers and functions in `model` hold `handles` in place of the modules of these ids."""
+    """Make weak references and containers in `model` hold `handles` in place of the modules of these ids."""
     _Rebinding(model, model, handles, set(handles)).run()
 
 
@@ -79,7 +79,8 @@ class _Rebinding:
         if isinstance(value, nn.Module) and (new := self._instead(value)) is not None:
             return new
         if kind is FunctionType:
-            return self._function(value)
+            # A handle has the attributes of what a function holds: only who asks which module it is needs the handle.
+            return value if self._in_place else self._function(value)
         self._made[id(value)] = value, value
         new = value
         if kind is MethodType:
