@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from functools import partial
 from typing import Any
@@ -166,7 +167,7 @@ class Locked(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(8, 8)
-        self.waiting = (value for value in range(3))
+        self.lock = threading.Lock()
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float())
