@@ -150,3 +150,21 @@ def test_a_class_of_a_cell_in_a_spawned_worker_fails_and_what_to_write_is_said(
             two.run(cell, "1")
         said = "".join(capsys.readouterr())
         assert "cannot import what a cell has defined" in said and 'multiprocessing_context="fork"' in said
+
+
+def test_a_shell_command_of_a_cell_is_a_program_of_its_own(two: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "sees.py").write_text(
+        "import os\nof = ('MASTER_', 'WORLD', 'TORCHEL')\n"
+        "print(sorted(n for n in os.environ if 'RANK' in n or n.startswith(of)))"
+    )
+    command = f"{sys.executable} {tmp_path / 'sees.py'}"
+    two.run("import os; os.environ['WORLD_SIZE'] = '9'", "1")
+    two.run(f"def within(path):\n    seen = !{{path}} {tmp_path / 'sees.py'}\n    return seen")
+    found = [
+        two.run(f"x = !{command}\nx[0]").values,
+        two.run(f"within({sys.executable!r})[0]").values,
+        two.run(f"!{command} > {tmp_path}/of{{rank}}\nopen(f'{tmp_path}/of{{rank}}').read().strip()").values,
+        two.run(f"%%bash --out y\n{command}").values and two.run("y.strip()").values,
+    ]
+    assert found == [{0: "[]", 1: "['WORLD_SIZE']"}] * 4, "what the user has set reaches it"
+    assert two.run("import os; os.environ['WORLD_SIZE'] = '2'; os.environ['RANK']").values == {0: "0", 1: "1"}

@@ -294,6 +294,30 @@ class Listing(SGD):
             p.lerp_(slow, 0.1)
 
 
+def by_name(model: nn.Module) -> Optimizer:
+    """Rates by name, which the step looks up."""
+    names = {p: name for name, p in model.named_parameters()}
+
+    class ByName(Each):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group, p in self.every:
+                p.sub_(group["lr"] * (0.1 if names.get(p, "") == "0.weight" else 1.0) * p.grad)
+
+    return ByName(model.parameters())
+
+
+class ByIdentity(Each):
+    """Rates by the id of each parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.factors = {id(p): 0.1 * (n + 1) for group in self.param_groups for n, p in enumerate(group["params"])}
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return grad * self.factors.get(id(p), 1.0)
+
+
 class ByParameter(SGD):
     """Keeps momentum in a dict of its own, by parameter."""
 
@@ -404,6 +428,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "agc": lambda model: Agc(model.parameters()),
     "closure": counting,
     "list": lambda model: Listing(model.parameters()),
+    "by name": by_name,
+    "by id": lambda model: ByIdentity(model.parameters()),
     "by parameter": lambda model: ByParameter(model.parameters()),
     "by address": lambda model: ByAddress(model.parameters(), lr=0.1),
     "accumulating": lambda model: Accumulating(model.parameters()),

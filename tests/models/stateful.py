@@ -268,6 +268,37 @@ class Cached(Base):
         return h * table
 
 
+class Tabled(Base):
+    """Keeps a table beside how long it is, as rotary embeddings do, and counts what it never reads."""
+
+    def init(self) -> None:
+        self.table, self.length, self.calls = None, 0, 0
+
+    def between(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        if h.shape[-1] > self.length:
+            self.length = h.shape[-1]
+            self.table = torch.linspace(0.5, 1.5, self.length)
+        return h * self.table[: h.shape[-1]]
+
+
+class Recurrent(Base):
+    """torch's own module holds its weights in a list too."""
+
+    def init(self) -> None:
+        self.cells = nn.LSTM(6, 6, batch_first=True)
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.cells(h[:, None])[0][:, 0]
+
+
+class Normed(Base):
+    """torch computes the weight anew in each pass, by a vector in a buffer that each pass makes better."""
+
+    def init(self) -> None:
+        self.body = nn.utils.spectral_norm(self.body)
+
+
 class CountsClasses(Base):
     def init(self) -> None:
         self.register_buffer("counts", torch.ones(6, dtype=torch.long))
@@ -521,6 +552,9 @@ class WeaklyByItself(Base):
 MODELS: tuple[type[Base], ...] = (
     *(Hidden, Memory, Remembering, Calls, Tempered, Flipping, Moded, Iterating, ByGlobal, ByGlobalDict, ByClass),
     *(ByClosure, ByObject, Nested, Every3, TensorCount, Centred, CentredFloat, EarlyExit, FirstRow, Cached),
+    Tabled,
+    Recurrent,
+    Normed,
     *(CountsClasses, CountsRows, CountsPasses, Unkept, ViewBuffer, ByHand, Teacher, Drawing, Between),
     *(Lambdas, Patched, OfAnother, CountingLambda),
     *(OnWeight, RunningOnWeight, ReadsMark, Cycling, Generating, BoundNext, OnceComputed, OnceCached, ByItself),

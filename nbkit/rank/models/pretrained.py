@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,14 @@ from nbkit.errors import TrainingError
 from nbkit.planner.reshard.boxes import halves
 from nbkit.quoting import user_path
 from nbkit.rank.parallel.module.meta_module import homes, marked, parameter_like, replace, window
+from nbkit.rank.parallel.proof.memory import MemoryUses, memory_of
 from nbkit.rank.parallel.reshard.load_local_shards import copy_part
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import seeded
+
+T = TypeVar("T")
+
+_VIEWS = {f"aten.{name}" for name in ("detach", "alias", "view", "t", "transpose", "select", "slice", "unsqueeze")}
 
 _READ_BYTES = 16 << 20
 """Of a larger box, this much is read at a time."""
@@ -81,6 +86,12 @@ class Shell:
     names: Mapping[str, str]
     added: Mapping[str, Tensor]
 
+    def made_unread(self, factory: Callable[[nn.Module], T], module: nn.Module) -> T:
+        """Return what `factory` makes of `module`. Raises TrainingError where it reads or changes a weight."""
+        unread = {memory_of(p): name for name, p in module.named_parameters() if name not in self.added}
+        with MemoryUses(unread, _refuse):
+            return factory(module)
+
     @torch.no_grad()
     def fill(self, sharded_model: ShardedModel) -> None:
         """Read the weights that this rank holds."""
@@ -92,6 +103,16 @@ class Shell:
                 for box in halves(there, _READ_BYTES // target.element_size()):
                     place = box.moved(there.start, here.start)
                     target[place.slices].copy_(self.files.read(self.names[name], box.slices))
+
+
+def _refuse(name: str, tensor: Tensor, how: str, changed: bool) -> None:
+    if how not in _VIEWS:
+        raise TrainingError(
+            f"optimizer= {'changes' if changed else 'reads'} {name!r} of a model whose weights are not there yet: each "
+            "rank reads its part of the directory later.",
+            numbers=f"shape {tuple(tensor.shape)}, by {how}",
+            hint="model=lambda: transformers.AutoModelForCausalLM.from_pretrained(directory), whose weights are there",
+        )
 
 
 class _Files:

@@ -51,8 +51,9 @@ class Options:
     running the model on parts of the positions has shown; None when nothing could be run to find out. adaptive: the
     optimizer's steps do not grow with the gradients, as Adam's do not. collectives: the first one that the model or the
     loss makes itself, "" where none was seen. outside: what they change and read beside parameters and buffers.
-    changes: they change something there, read or not. looked: the facts that were looked for (see model_facts.py), None
-    where all were, or nothing can be run.
+    changes: they change something there, read or not. caches: attributes that describe what the model caches, which is
+    made again after a switch. looked: the facts that were looked for (see model_facts.py), None where all were, or
+    nothing can be run.
     """
 
     chain: Chain | None = None
@@ -78,6 +79,7 @@ class Options:
     collectives: str = ""
     outside: Outside | None = None
     changes: bool = False
+    caches: frozenset[tuple[str, str]] = frozenset()
     looked: frozenset[str] | None = None
 
     def plan(self, model: nn.Module, size: int) -> TensorPlan:
@@ -159,6 +161,7 @@ def need_outside(options: Options, strategy: Strategy) -> None:
         why = "several forwards of a step, or one of a part of the model, change it more often or less"
     elif strategy.dp > 1 and found.by_rows and not found.per_row:
         why = "it is computed of all rows of a batch, and a rank has some of them"
+        hint = "a buffer (register_buffer), summed over the ranks in forward; or %cluster start -n 1"  # not ddp
     elif (strategy.tp > 1 or strategy.cp > 1) and (found.by_rows or found.tensors):
         why = "it holds tensors, and a rank computes a part of them"
     if why:

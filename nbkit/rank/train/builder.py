@@ -129,6 +129,8 @@ class Builder:
                 hint="register_buffer; or model=lambda: ..., which is built from one seed on every rank",
             )
         # Before the skeleton: the factory sees weights, and may freeze some of them.
+        if self.shells and not isinstance(optimizer, torch.optim.Optimizer | type):
+            optimizer = partial(self.shells[0].made_unread, optimizer)
         self.template = Template(optimizer, module=self.module)
         OutsideState(self.module, config.loss)  # iterators that it finds can be copied and put back from now on
         self.skeleton = self._skeleton(model)
@@ -514,7 +516,7 @@ class Builder:
         example = on_device(config.example, self.device)
         look = first_runs(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
         self._short = look.short
-        options = replace(options, draws=look.draws, outside=look.outside, changes=look.changes)
+        options = replace(options, draws=look.draws, outside=look.outside, changes=look.changes, caches=look.caches)
         if self.world_size > 1 or config.microbatch_size is not None:
             run: Callable[[Any], Any] = partial(call, self.module)
             if look.outside is not None and not look.outside.drawn:

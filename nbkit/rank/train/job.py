@@ -9,6 +9,7 @@ for batch in job.batches(loader):       # global batches, the same on every rank
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -89,7 +90,7 @@ def prepare(
     argument_checks.check_own_loop(on_failure, backup_every)
     job = Job(model, optimizer, config, strategy=strategy, switches=switches)
     job.own_loop = replace(OWN_LOOP, on_failure=on_failure, backup_every=backup_every)
-    job.plan.check(job.parsed, job.feed.fits)
+    job.check_plan()
     job.record(log_dir, name=name)
     return job
 
@@ -442,6 +443,13 @@ class Job(Switchable):
                 self.training_step.compare_buffers()
         self.follow_plan()
         self.back_up()
+
+    def check_plan(self) -> None:
+        """Raise what a switch of the plan would raise for its ranks, data, optimizer or model. Collective."""
+        for old, new in itertools.pairwise([self.strategy, *self.plan.check(self.parsed, self.feed.fits)]):
+            if str(old) != str(new):
+                self.builder.template.check_moves(old, new)
+                self.builder.agree_on(new)
 
     def follow_plan(self) -> None:
         """Switch, if the plan says so for this step."""

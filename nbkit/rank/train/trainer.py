@@ -185,7 +185,7 @@ class Trainer:
         self._begin(job, loop)
         self.job.record(log_dir, name=name, batch=batch_size)
         self._listen()
-        self.job.plan.check(self.job.parsed, self.job.feed.fits)
+        self.job.check_plan()
 
     @classmethod
     def joining(cls, job: Job, loop: LoopSettings, *, run_dir: Path | None, saved: LastCheckpoint) -> Trainer:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.reshard.plain_attributes import take_along, take_objects_along
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.step.model_handle import Shown, shown_by
@@ -27,12 +28,13 @@ class TrainingState:
     position: Any
     precision: dict[str, Any]
 
-    def under(
-        self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, *, objects: bool = False
-    ) -> TrainingState:
-        """The same place in the training, with another sharded model, which takes plain attributes along, and its
-        optimizer. objects: the model changes others too as it runs."""
-        take_along(self.sharded_model.module, self.sharded_model.built, sharded_model.module)
-        if objects:
+    def under(self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, options: Options) -> TrainingState:
+        """Return the same place in the training, with another sharded model and its optimizer.
+
+        The model takes plain attributes along, and others too where `options` say that it changes them as it runs.
+        """
+        old = self.sharded_model
+        take_along(old.module, old.built, sharded_model.module, left=options.caches)
+        if options.outside is not None:
             take_objects_along(self.sharded_model.module, sharded_model.module)
         return replace(self, sharded_model=sharded_model, optimizer=optimizer, shown=shown_by(sharded_model.module))

@@ -182,6 +182,11 @@ class World:
             init_process_group.guard(None)
         gc.collect()
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """Every variable by which a program finds this world, as under torchrun."""
+        return {**self.environment, **self.place.roles(), "TORCHELASTIC_RUN_ID": _RUN_ID}
+
     def _prepare(self, address: str, port: int) -> None:
         install()
         init_process_group.guard(self)

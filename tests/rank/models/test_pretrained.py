@@ -50,11 +50,15 @@ def lora(model: nn.Module) -> nn.Module:
         return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 
 
-def trainer(model: Any, strategy: str = "ddp") -> Trainer:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def trainer(model: Any, strategy: str = "ddp", optimizer: Any = adamw) -> Trainer:
     ids, target = next_tokens(16, torch.Generator().manual_seed(4))
     data = [({"input_ids": x}, y) for x, y in zip(ids, target, strict=True)]
     return Trainer(
-        model=model, loss=object_cross_entropy, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
+        model=model, loss=object_cross_entropy, optimizer=optimizer,
         data=data, batch_size=8, strategy=strategy, log_dir=None, progress=False,
     )  # fmt: skip
 
@@ -145,6 +149,38 @@ def adapted(world: Any, folder: Path) -> dict[str, Any]:
         "steps": len(losses(made)),
         "errors": errors,
     }
+
+
+def _by_weights(world: Any, folder: Path) -> list[str]:
+    """What is said of optimizers whose factory reads weights, changes them, or asks for shapes alone."""
+
+    def by_norm(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], "lr": 0.1 * float(p.detach().norm())} for p in model.parameters()])
+
+    def changing(model: nn.Module) -> torch.optim.Optimizer:
+        nn.init.zeros_(model.lm_head.weight)  # type: ignore[union-attr, arg-type]
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def by_shape(model: nn.Module) -> torch.optim.Optimizer:
+        matrices = [p for p in model.parameters() if p.ndim > 1 and torch.zeros_like(p).numel()]
+        return torch.optim.SGD(
+            [{"params": matrices}, {"params": [p for p in model.parameters() if p.ndim < 2]}], lr=0.1
+        )
+
+    said = []
+    for factory in (by_norm, changing, by_shape):
+        try:
+            trainer(nbkit.from_pretrained(folder / "llama"), optimizer=factory)
+        except TrainingError as error:
+            said.append(str(error))
+    return said
+
+
+def test_an_optimizer_does_not_see_weights_that_are_still_on_the_disk(tmp_path: Path) -> None:
+    run_ranks(saved, 1, tmp_path, timeout=120)
+    reads, changes = run_ranks(_by_weights, 1, tmp_path, timeout=240)[0]
+    assert reads.startswith("optimizer= reads 'model.embed_tokens.weight'") and "norm" in reads
+    assert changes.startswith("optimizer= changes 'lm_head.weight'")
 
 
 def test_adapters_on_a_model_that_is_still_on_the_disk_and_what_is_refused(tmp_path: Path) -> None:

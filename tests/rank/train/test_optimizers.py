@@ -25,6 +25,8 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "prodigy": ("ddp", "zero1", "pp"),
     "8-bit": ("tp", "pp"),
     "by parameter": ("saved",),
+    "by name": ("zero3", "chain"),
+    "by id": ("pp",),
     "closure": ("ddp",),
 }
 
@@ -257,8 +259,8 @@ def _what_hooks_hold(world: Any) -> list[str]:
 
 def test_what_a_hook_remembers_and_a_step_that_reads_the_model_are_refused_by_name() -> None:
     for remembers, *reads, positions in run_ranks(_what_hooks_hold, 2):
-        assert "would not take along all that _Lookahead remembers: dp=2 goes on" in positions
-        assert "would not take along all that SGD with hooks remembers: dp=2 goes on" in remembers
+        assert "would not take along all that _Lookahead remembers under dp=2" in positions
+        assert "would not take along all that SGD with hooks remembers under dp=2" in remembers
         assert [line.split(" that it was made for")[0] for line in reads] == [
             "SGD with another step reads parameters of the model",
             "SGD with hooks reads parameters of the model",

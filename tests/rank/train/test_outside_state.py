@@ -91,6 +91,7 @@ def trained(world: Any, names: list[str]) -> dict[tuple[str, str], tuple[Any, An
 
 
 SAMPLE = ["Hidden", "Calls", "ByGlobal", "Centred", "CountsRows", "FirstRow", "OnWeight", "Generating"]
+SAMPLE += ["Tabled", "Recurrent"]
 REST = [name for name in cases() if name not in SAMPLE]
 
 
@@ -167,10 +168,17 @@ def test_what_is_computed_of_the_weights_once_goes_along(name: str) -> None:
     assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("name", ["Cached", "Lambdas", "ByHand", "CountsPasses"])
+@pytest.mark.parametrize("name", ["Cached", "Tabled", "Normed", "Lambdas", "ByHand", "CountsPasses"])
 def test_what_makes_no_difference_is_left_alone(name: str) -> None:
     model = cases()[name][0]()
-    assert first_runs(model, default_collate(points(2)), inputs=None, loss=stateful.plain).outside is None
+    found = first_runs(model, default_collate(points(2)), inputs=None, loss=stateful.plain)
+    assert found.outside is None
+    assert found.caches == ({("", "length")} if name == "Tabled" else set())
+
+
+def test_a_mode_that_every_pass_turns_is_no_cache_and_goes_through_a_switch() -> None:
+    found = first_runs(stateful.Flipping(), default_collate(points(2)), inputs=None, loss=stateful.plain)
+    assert not found.caches
 
 
 class Slotted:

@@ -67,6 +67,34 @@ def without_gradients(output: Tensor, target: Tensor) -> Tensor:
     return contrast(output, target, gathered)
 
 
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        ctx.length = len(x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.split(ctx.length)[dist.get_rank()]
+
+
+class SpreadExperts(nn.Module):
+    """As soft and sparse mixtures that are written for several ranks: each runs some experts, on the rows of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        rows = Gathered.apply(x)
+        outs = Gathered.apply(torch.stack([expert(rows).tanh() for expert in list(self.experts)[rank::size]]))
+        out: Tensor = self.head(outs.sum(0)[rank * len(x) : (rank + 1) * len(x)])
+        return out
+
+
 def barred(output: Tensor, target: Tensor) -> Tensor:
     dist.barrier()
     return F.cross_entropy(output, target)
@@ -83,6 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
     "barred": {"loss": barred},
     "counts": {"model": Counts},
     "counts_alone": {"model": counts_alone},
+    "experts": {"model": SpreadExperts},
 }
 
 
@@ -100,8 +129,9 @@ def trained(world: Any, cases: list[tuple[str, str]]) -> list[Any]:
 
 EQUAL = [("reported", "ddp"), ("with_gradients", "ddp"), ("counts", "ddp")]
 MORE = [("reported", "zero3"), ("reported", "tp"), ("with_gradients", "zero2"), ("barred", "ddp"), ("barred", "zero1")]
-REFUSED = [("without_gradients", "ddp"), ("reported", "pp"), ("counts_alone", "ddp")]
+REFUSED = [("without_gradients", "ddp"), ("reported", "pp"), ("counts_alone", "ddp"), ("experts", "zero3")]
 MORE_REFUSED = [("with_gradients", "tp"), ("counts_alone", "zero3"), ("without_gradients", "zero1")]
+MORE_REFUSED += [("experts", strategy) for strategy in ("ddp", "tp", "pp")]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +145,9 @@ def test_what_a_model_or_a_loss_sends_itself_is_right_or_refused(
         for (case, strategy), one, losses in zip(equal, alone, found, strict=False):
             assert losses == pytest.approx(one, rel=1e-5), (case, strategy)
         assert all("Error" in each for each in found[len(equal) :]), found
+        for (case, strategy), said in zip(refused, found[len(equal) :], strict=True):
+            if case == "experts" and strategy in ("ddp", "zero3"):
+                assert "all_gather itself" in said and "→ %cluster start -n 1" in said
 
 
 def unequal(world: Any) -> str:

@@ -23,7 +23,7 @@ import threading
 import types
 import weakref
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -274,6 +274,18 @@ class OutsideState:
                 if tensor._version != version and content is not None:
                     tensor.detach().copy_(content)
 
+    def set_numbers(self) -> dict[tuple[str, str], Callable[[], None]]:
+        """Return what a pass has set of numbers and texts in attributes of modules, (path, attribute) -> sets it again.
+
+        A switch hands on those alone.
+        """
+        found: dict[tuple[str, str], Callable[[], None]] = {}
+        for place in self._places:
+            for key, now in place.read().items() if place.path is not None else ():
+                if isinstance(now, _PLAIN) and not _same(place.before.get(key, self), now):
+                    found[place.path or "", str(key)] = functools.partial(_set, place, key, now)
+        return found
+
     def numbers(self) -> Iterator[Callable[[float], None]]:
         """Yield, for every number and every tensor that was changed in place, what adds to it."""
         for place in self._places:
@@ -343,7 +355,7 @@ class OutsideState:
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
-            if not value.is_inference():
+            if not value.is_inference() and _has_memory(value):
                 kept = value.detach().clone() if value.numel() <= self._room else None
                 self._room -= 0 if kept is None else kept.numel()
                 self._tensors.append((name, value, value._version, kept))
@@ -659,10 +671,9 @@ def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) 
         state.put_back()
         run([0, 1])
         changed = list(state.numbers())
-        state.put_back()
-        for add in changed:
+        for add in changed:  # to what a cache has left beside them too
             add(added)
-        if changed and not _equal(first, _copied(run([0, 1]))):
+        if changed and not _repeats(run, first):
             return True
     return False
 
@@ -680,6 +691,46 @@ def _of_weights(run: Callable[[Sequence[int]], Any], state: OutsideState) -> boo
     return finite and not _equal(kept, made)
 
 
+def find_caches(forward: Callable[[Sequence[int]], Any], state: OutsideState) -> frozenset[tuple[str, str]]:
+    """Return the numbers in attributes of modules that a pass sets to describe objects that it keeps beside them.
+
+    The length of a table that it has made: without the table, the model would run otherwise, or not at all. For a model
+    of which `find_outside` has found nothing. (path of the module, name of the attribute).
+    """
+
+    def run(rows: Sequence[int]) -> Any:
+        state.draw_again()
+        return forward(rows)
+
+    state.put_back()
+    run([0, 1])
+    numbers = state.set_numbers()
+    if not numbers:
+        return frozenset()
+    second = _copied(run([0, 1]))
+
+    def runs_with(names: Collection[str]) -> bool:
+        state.put_back()
+        for (_, name), set_again in numbers.items():
+            if name in names:
+                set_again()
+        return _repeats(run, second)
+
+    names = {name for _, name in numbers}
+    if runs_with(names):
+        return frozenset()
+    alone = {name for name in names if runs_with({name})}
+    return frozenset(at for at in numbers if at[1] not in alone)
+
+
+def _repeats(run: Callable[[Sequence[int]], Any], first: Any) -> bool:
+    """Return whether the two rows give `first` again; an error is another answer."""
+    try:
+        return _equal(first, _copied(run([0, 1])))
+    except Exception:
+        return False
+
+
 def _fill(values: Any, content: bytes) -> None:
     """Make an array of Python's own hold `content`."""
     if isinstance(values, bytearray):
@@ -687,6 +738,10 @@ def _fill(values: Any, content: bytes) -> None:
     else:
         del values[:]
         values.frombytes(content)
+
+
+def _set(place: _Place, key: Any, value: Any) -> None:
+    place.write({**place.read(), key: value})
 
 
 def _add(place: _Place, key: Any, value: float) -> None:
@@ -768,9 +823,16 @@ def _same(before: Any, now: Any) -> bool:
     if isinstance(before, _PLAIN) or isinstance(now, _PLAIN):
         return type(before) is type(now) and bool(before == now)
     if isinstance(before, Tensor) and isinstance(now, Tensor):
+        if not (_has_memory(before) and _has_memory(now)):
+            return before.shape == now.shape
         # Made anew in each pass, as a cache is.
         return before.shape == now.shape and before.dtype == now.dtype and torch.equal(before, now)
     return False
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor can be read: ZeRO-3 frees weights, which an nn.LSTM goes on holding in a list."""
+    return tensor.layout != torch.strided or not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
 def _spelled(name: str, key: Any) -> str:

@@ -21,7 +21,7 @@ from nbkit.rank.data.sample_rows import undrawn
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.proof.compare import gap
-from nbkit.rank.parallel.proof.outside_state import Outside, OutsideState, find_outside
+from nbkit.rank.parallel.proof.outside_state import Outside, OutsideState, find_caches, find_outside
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.rng.keyed_dropout import find_draws
@@ -38,13 +38,15 @@ class FirstRuns:
     """draws: of the model itself. short: the example with a few positions of each row, on which the model makes the
     operations that it makes on all, and gives a finite loss; None where there is no such. outside: what the model and
     the loss change and read beside parameters and buffers. reads: they read numbers of tensors, and may go by them.
-    changes: they change something beside parameters and buffers, read or not."""
+    changes: they change something beside parameters and buffers, read or not. caches: numbers in attributes that
+    describe what the model has cached beside them, see find_caches."""
 
     draws: DrawPlan | None = None
     short: Any = None
     outside: Outside | None = None
     reads: bool = False
     changes: bool = False
+    caches: frozenset[tuple[str, str]] = frozenset()
 
 
 def first_runs(
@@ -63,7 +65,7 @@ def first_runs(
             short = None
         few = example if short is None else short
         draws = find_draws(module, runs.of(few))
-        outside = None
+        outside, caches = None, frozenset[tuple[str, str]]()
         changes = bool(state.changes())  # of the forward alone: a loss may take away what that has left
         state.put_back()
         seen = _Operations()
@@ -78,10 +80,18 @@ def first_runs(
                 outside = Outside(tuple(state.unkept), True, False, True, unseen=off)
             elif changed:
                 state.put_back()
-                outside = find_outside(lambda rows: runs.seeded(few, rows), state, two=rows_of(few) > 1)
+                buffers = _Buffers(module)
+
+                def seeded(rows: Sequence[int]) -> Any:
+                    buffers.put_back()  # what they hold goes from pass to pass on every rank
+                    return runs.seeded(few, rows)
+
+                outside = find_outside(seeded, state, two=rows_of(few) > 1)
+                caches = find_caches(seeded, state) if outside is None else caches
             if outside is None and drawn:
                 outside = Outside(tuple(drawn), False, False, False, drawn=True)
-        return FirstRuns(draws, short, outside, any(str(each) in _READS for each in seen.operations), changes)
+        reads = any(str(each) in _READS for each in seen.operations)
+        return FirstRuns(draws, short, outside, reads, changes, caches)
     return FirstRuns()
 
 
@@ -132,6 +142,25 @@ def _apart(one: Any, other: Any) -> float:
         off = gap(a, b)
         most = max(most, off) if off > least else most
     return most
+
+
+class _Buffers:
+    """The buffers of a model as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        held = [(part._buffers, name) for part in module.modules() for name in part._buffers]
+        self._held = [(home, name, home[name], _clone(home[name])) for home, name in held]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for home, name, buffer, content in self._held:
+            home[name] = buffer
+            if buffer is not None and content is not None:
+                buffer.copy_(content)
+
+
+def _clone(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
 
 
 def _shortened(example: Any, value: Any, multiple: int) -> Any:

@@ -7,7 +7,7 @@ A temperature or a dropout rate that a live cell sets, the mode of a frozen part
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -62,12 +62,14 @@ def _tensor(part: nn.Module, name: str) -> Tensor | None:
     return part._parameters.get(name, part._buffers.get(name))
 
 
-def take_along(old: nn.Module, built: Attributes, new: nn.Module) -> None:
-    """Set in `new` what is another in `old` than when that was `built`.
+def take_along(
+    old: nn.Module, built: Attributes, new: nn.Module, *, left: Collection[tuple[str, str]] = frozenset()
+) -> None:
+    """Set in `new` what is another in `old` than when that was `built`, but for those that are `left`.
 
     What a strategy itself has changed, such as the number of heads of a rank, stays what it is in `new`.
     """
-    put(set_since(old, built), new)
+    put({at: value for at, value in set_since(old, built).items() if at not in left}, new)
 
 
 def take_objects_along(old: nn.Module, new: nn.Module) -> None:

@@ -263,7 +263,7 @@ def _compared(
         return StrategyError(
             f"{strategy} does not run this model: a step of {batch.rows} rows fails.",
             numbers=_told(error) + _called(options),
-            hint=_hint(strategy),
+            hint=_hint(strategy, options),
         )
     tolerance, before = max(1e-9, 64 * eps), {name: p.detach() for name, p in model.named_parameters()}
     found = [text for rank in ranks for text in differences(whole, rank, tolerance)]
@@ -274,7 +274,7 @@ def _compared(
     return StrategyError(
         f"{strategy} does not train this model as one process does.",
         numbers=f"a step of {batch.rows} rows: {'; '.join(list(dict.fromkeys(found))[:3])}{_called(options)}",
-        hint=_hint(strategy),
+        hint=_hint(strategy, options),
     )
 
 
@@ -286,8 +286,9 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _hint(strategy: Strategy) -> str:
-    if strategy.dp < strategy.mesh.size or strategy.zero:
+def _hint(strategy: Strategy, options: Options | None = None) -> str:
+    sends = options is not None and options.collectives  # on the same ranks under ddp
+    if strategy.dp < strategy.mesh.size or (strategy.zero and not sends):
         return "another strategy, such as 'ddp'"
     return "%cluster start -n 1   trains it on one rank"
 

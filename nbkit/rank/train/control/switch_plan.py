@@ -37,10 +37,15 @@ class SwitchPlan:
         """The strategies that are still to come."""
         return tuple(self._ahead.values())
 
-    def check(self, parsed: Callable[[str], Strategy], fits: Callable[[Strategy], object]) -> None:
-        """Raise StrategyError or TrainingError for a strategy that these ranks, or `fits`, refuse: before any step."""
-        for text in self._ahead.values():
-            fits(parsed(text))
+    def check(self, parsed: Callable[[str], Strategy], fits: Callable[[Strategy], object]) -> list[Strategy]:
+        """Return the strategies that are still to come, in order.
+
+        Raises StrategyError or TrainingError for one that these ranks, or `fits`, refuse: before any step.
+        """
+        ahead = [parsed(text) for _, text in sorted(self._ahead.items())]
+        for strategy in ahead:
+            fits(strategy)
+        return ahead
 
     def due(self, step: int) -> str | None:
         """The strategy that the plan has after `step` finished steps, until it is `done`: None when nothing changes.

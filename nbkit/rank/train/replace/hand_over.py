@@ -104,6 +104,7 @@ def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> Handed:
     job, loop, saved = trainer.job, trainer.loop, trainer.saves.last
     switches, at = tuple(job.switches), trainer.run_dir
     attributes = set_since(job.sharded_model.module, job.sharded_model.built)
+    attributes = {at: value for at, value in attributes.items() if at not in job.builder.options.caches}
     return Handed(job.builder.blueprint, loop, job.plan, strategy, switches, at, job.seed, saved, attributes)
 
 

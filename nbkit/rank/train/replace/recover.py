@@ -108,7 +108,7 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
         assert trainer is not None
         trainer.reopen()
         left = [job.state]
-        job.adopt(left[0].under(sharded_model, inner, objects=job.builder.options.outside is not None))
+        job.adopt(left[0].under(sharded_model, inner, job.builder.options))
         free(left)
     if told[0] is not None:
         # Without a message since the last line: should another rank die now, this one stands at a boundary.

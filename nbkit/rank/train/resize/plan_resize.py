@@ -53,7 +53,7 @@ def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any],
     try:
         strategy = _strategy(job.strategy, ranks, text)
         job.feed.fits(strategy)
-        job.plan.check(ranks, job.feed.fits)
+        job.plan.check(lambda planned: Strategy.parse(planned, ranks), job.feed.fits)
         job.builder.learn([strategy])
         job.builder.shard_layouts.check(strategy)
     except (StrategyError, TrainingError) as error:

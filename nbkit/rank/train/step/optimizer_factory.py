@@ -72,7 +72,7 @@ class Template:
         self._made: Optimizer | None = made
         self._begin()
         self._trial = OptimizerTrial(self.name, self.groups, dict(module.named_parameters()), self._small)
-        self._trial.check(module.parameters())
+        self._trial.check(made, module.parameters())
 
     def _begin(self) -> None:
         self._names: WeakKeyDictionary[Optimizer, dict[int, str]] = WeakKeyDictionary()
@@ -156,7 +156,7 @@ class Template:
             lost = self._trial.lost_in_a_switch(_cuts(old, new))
         if lost:
             raise SwitchError(
-                f"A switch to {new} would not take along all that {self.name} remembers: {old} goes on.",
+                f"A switch to {new} would not take along all that {self.name} remembers under {old}.",
                 numbers=lost,
                 hint="state[p] of each parameter, as AdamW keeps it: tensors of its shape, and numbers",
             )

@@ -15,11 +15,13 @@ states begin at 4,096 elements, factored ones at 128 rows and columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
+from inspect import getclosurevars, unwrap
 from math import prod
 from threading import get_ident
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -85,18 +87,22 @@ class OptimizerTrial:
         self._found: dict[str, str] = {}
         self._still: list[str] = []  # what it did not update
         self._reads = False  # its steps over other tensors read parameters of the model
+        self._keyed = ""  # where its steps look something up by a parameter of the model
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "build": None}
 
-    def check(self, real: Iterable[nn.Parameter]) -> None:
-        """Raises TrainingError for what no strategy trains as one process does. real: the parameters of the model."""
+    def check(self, made: Any, real: Iterable[nn.Parameter]) -> None:
+        """Raises TrainingError for what no strategy trains as one process does.
+
+        made: the optimizer itself. real: the parameters of the model.
+        """
         real = list(real)
         before = [p._version for p in real]
         device = real[0].device if real else self._on
         with _Reads(real) as reads:
             differs = self._again(device)
-        self._reads = reads.found
+        self._reads, self._keyed = reads.found, _keyed(made, {id(p) for p in real})
         if self._failed:
             return  # maybe small tensors are what it cannot take: without parts it trains as it does in plain torch
         if self._still:
@@ -150,11 +156,12 @@ class OptimizerTrial:
         alone = " does not update each element by itself, and "
         if kind == "tensors":
             alone = " does not update each parameter by itself, and "
-        if self._reads:
+        if self._reads or self._keyed:
             raise TrainingError(
                 f"{self.name} reads parameters of the model that it was made for, and {strategy} {splits}, which a "
                 "step updates in their place.",
-                numbers="a copy of it over other tensors did: by a function or an attribute that holds the model",
+                numbers=self._keyed
+                or "a copy of it over other tensors did: by a function or an attribute that holds the model",
                 hint="read self.param_groups, or the optimizer that a hook gets; or strategy='ddp'",
             )
         differs = _FAILED + self._failed if self._failed else self._tried(kind)
@@ -182,8 +189,9 @@ class OptimizerTrial:
         cuts: "rows" or "columns", where ranks have parts of tensors before or afterwards; "tensors", where they have
         some of them.
         """
-        if self._failed or (self._tried("saved") and self._tried("carried")):
-            return self._failed or self._tried("carried")
+        known = self._keyed or self._failed
+        if known or (self._tried("saved") and self._tried("carried")):
+            return known or self._tried("carried")
         return self._lost_in(cuts)
 
     def _lost_in(self, cuts: Sequence[str]) -> str:
@@ -351,6 +359,28 @@ def _hooks_of(optimizer: Any) -> list[Any]:
     """The functions that its user has put around its steps."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return [hook for name in names for hook in vars(optimizer).get(name, {}).values()]
+
+
+def _keyed(made: Any, real: Collection[int]) -> str:
+    """Return what a step may look up by a parameter, or by its address, so that it finds nothing of a copy; "" if none.
+
+    real: the addresses of the model's parameters.
+    """
+    functions = [made.step, *_hooks_of(made), *(each for kind in type(made).__mro__ for each in vars(kind).values())]
+    functions = [unwrap(getattr(each, "__func__", each)) for each in functions]  # torch wraps `step`
+    found = {f"self.{name}": (value, False) for name, value in vars(made).items()}
+    for function in (each for each in functions if isinstance(each, FunctionType)):
+        if not function.__module__.startswith("torch."):
+            with suppress(ValueError):  # a cell that is not filled yet
+                found |= {name: (value, True) for name, value in getclosurevars(function).nonlocals.items()}
+            named = function.__globals__
+            found |= {name: (named[name], True) for name in function.__code__.co_names if name in named}
+    for name, (value, objects) in found.items():
+        if isinstance(value, Mapping | Set) and any(
+            each in real if type(each) is int else objects and id(each) in real for each in value
+        ):
+            return f"it looks them up in {name}"
+    return ""
 
 
 def _rate(group: Mapping[str, Any]) -> dict[str, Any]:

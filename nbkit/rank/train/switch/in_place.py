@@ -91,7 +91,7 @@ def prepare_in_place(
     with ranks.all_or_none("planning the way"):
         exchange, old = InPlace(plan, builder.rank), Emptying(before, left.sharded_model.data.tensors())
         exchange.check(old, target)
-    there = left.under(sharded_model, inner, objects=builder.options.outside is not None)
+    there = left.under(sharded_model, inner, builder.options)
     return Move(
         left,
         there,

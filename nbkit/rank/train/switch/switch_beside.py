@@ -55,7 +55,7 @@ def prepare(
         if exchange is not None:
             exchange.give_back()  # plans are kept, and with them what they hold
         raise
-    there = left.under(sharded_model, inner, objects=builder.options.outside is not None)
+    there = left.under(sharded_model, inner, builder.options)
     return Prepared(there, before, target, exchange)
 
 

@@ -7,19 +7,68 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jobs import quiet
 from ranks import run_ranks
+from torch import Tensor, nn
 
 from nbkit.errors import NbkitError, StrategyError, TrainingError
 from nbkit.rank.train.control.switch_plan import SwitchPlan
+from nbkit.rank.train.resize.plan_resize import planned
 
 
-def refusal(**settings: Any) -> str:
+def refusal(*, told: bool = False, **settings: Any) -> str:
     try:
         quiet(**settings)
     except NbkitError as error:
-        return type(error).__name__
+        return str(error) if told else type(error).__name__
     return ""
+
+
+class Lookahead(torch.optim.SGD):
+    """Slow weights in a list, which the first step makes."""
+
+    slow: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.slow = [p.clone() for p in params] if self.slow is None else self.slow
+        super().step()
+        for slow, p in zip(self.slow, params, strict=False):
+            p.copy_(slow.lerp_(p, 0.5))
+
+
+class Recurring(nn.Module):
+    """Rows of a batch depend on each other, which no pipeline's micro-batches keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        return x - x.mean(0)
+
+
+def planned_in_vain(world: Any) -> list[str]:
+    def lookahead(model: nn.Module) -> Lookahead:
+        return Lookahead(model.parameters(), lr=0.1)
+
+    said = [
+        refusal(told=True, optimizer=lookahead, switches={2: "ddp", 5: "pp"}),
+        refusal(told=True, model=Recurring, strategy="tp", switches={5: "pp microbatches=2"}),
+    ]
+    quiet(optimizer=lookahead, switches={5: "ddp"})  # which does not change it
+    wanted = planned(quiet(switches={5: "zero3"}), 1, "", ())
+    return [*said, str(wanted.strategy)]
+
+
+def test_a_plan_that_the_optimizer_or_the_model_does_not_allow_is_refused_before_any_step() -> None:
+    for optimizer, model, resized in run_ranks(planned_in_vain, 2):
+        assert optimizer.startswith("A switch to pp=2") and "all that Lookahead remembers under dp=2" in optimizer
+        assert "pp=2" in model and "row" in model
+        assert resized == "dp=1"
 
 
 def planned_and_by_hand(world: Any, folder: Path) -> dict[str, Any]:
