@@ -18,7 +18,7 @@ from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.grad_norm import grad_norm
-from nbkit.rank.parallel.module.forward_wrapper import overrides_train
+from nbkit.rank.parallel.module.forward_wrapper import overrides_train, unwrap
 from nbkit.rank.parallel.pipeline.executor import Forward, OnOp, Pipeline
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.process_groups import Connections
@@ -167,6 +167,7 @@ class ShardedModel:
         self.data.close()
         if self.staged is not None:
             self.staged.close()
+        unwrap(self.module)  # a module and what runs around its forward refer to each other
 
     def _sum_partial(self) -> None:
         by_axis: dict[str, list[str]] = {}
