@@ -38,7 +38,7 @@ def plain_attributes(module: nn.Module) -> dict[tuple[str, str], Plain]:
             if isinstance(value, Plain) and (name == "training" or name not in OF_MODULES):
                 found[path, name] = value
             elif name in _HOOKS and value:
-                found[path, name] = sum(not _is_own(hook) for hook in value.values())
+                found[path, name] = sum(not is_own(hook) for hook in value.values())
         for name, tensor in _tensors(part):
             for key, value in tensor.__dict__.items():
                 if isinstance(value, Plain) and key not in _OF_TENSORS:
@@ -54,8 +54,9 @@ def _tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def _is_own(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("nbkit.")
+def is_own(hook: Any) -> bool:
+    """Return whether a hook is of nbkit's, and not of the user's or of another library."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("nbkit.")
 
 
 def _tensor(part: nn.Module, name: str) -> Tensor | None:
