@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import bound_models
 import numpy
 import pytest
 import stateful
@@ -279,6 +280,19 @@ def test_iterators_and_marks_on_weights_are_found_and_put_back() -> None:
         assert not state.changes()
         assert all(torch.equal(part(rows), once) for part, once in zip(model, first, strict=True))
         state.put_back()
+
+
+def test_hooks_are_put_back_together_with_the_mark_that_they_are_installed() -> None:
+    model, (rows, _) = bound_models.built("lazy hooks"), bound_models.batch()
+    state = OutsideState(model)
+    first = model(rows)
+    assert set(state.changes()) == {"_hooks_installed", "blocks.0._sink", "blocks.1._sink"}
+    for _ in range(2):
+        state.put_back()
+        assert not any(part._forward_hooks for part in model.modules())
+        assert torch.equal(model(rows), first)
+    found = first_runs(bound_models.built("lazy hooks"), bound_models.batch(), inputs=None, loss=nn.functional.mse_loss)
+    assert found.outside is None and found.caches == {("", "_hooks_installed")}
 
 
 def test_a_generator_that_is_sent_something_stays_what_it_is() -> None:

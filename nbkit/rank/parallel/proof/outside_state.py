@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.parallel.proof.memory import tensors_in
-from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
+from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES, is_own
 from nbkit.rank.torch_private import tree_leaves
 
 _LIBRARIES = frozenset({"torch", "numpy", "nbkit", "builtins", *sys.stdlib_module_names}) - {"__main__"}
@@ -53,6 +53,7 @@ _CACHED = type(functools.lru_cache(lambda: None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, types.ModuleType)
 _MOST, _LONG, _COPIED = 5000, 256, 1 << 24  # places that are looked at; elements of one; elements of all tensors
 
+_HOOKS = frozenset(key for key in OF_MODULES if "hooks" in key and isinstance(vars(nn.Module())[key], dict))
 _ITERATORS = ("builtins", "itertools", "_csv")
 """Modules whose iterators hold where they stand in a way that nobody can read and write back."""
 _OF_GENERATORS = {"send", "throw", "close", "gi_frame", "gi_running"}
@@ -150,7 +151,8 @@ class _Place:
     """Something that holds values. before: what it held, by key. path: of the module whose attributes they are.
 
     draws: it is a random generator. Whoever looks for draws names it (rng/draw_plan.py); it is no state to carry.
-    cache: of a function, by its arguments, such as the model.
+    cache: of a function, by its arguments, such as the model. hooks: those of modules. They are put back with the marks
+    that a lazy model sets as it installs them, and are no state themselves.
     """
 
     name: str
@@ -160,6 +162,7 @@ class _Place:
     path: str | None = None
     draws: bool = False
     cache: bool = False
+    hooks: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,7 @@ class OutsideState:
         """Return name -> value now of every place that holds something else than before."""
         found: dict[str, Any] = {}
         for place in self._places:
-            if place.draws:
+            if place.draws or place.hooks:
                 continue
             now = place.read()
             for key in place.before.keys() | now.keys():
@@ -316,6 +319,7 @@ class OutsideState:
                     buffer.copy_(content)
 
     def _modules(self, name: str, module: nn.Module, *, top: bool = False) -> None:
+        self._hooks([part for part in module.modules() if id(part) not in self._seen])
         for path, part in module.named_modules():
             if id(part) in self._seen:
                 continue
@@ -326,6 +330,22 @@ class OutsideState:
                 for key, tensor in (*part._buffers.items(), *part._parameters.items()):
                     self._visit(_spelled(label, key), tensor)
             self._class(type(part))
+
+    def _hooks(self, parts: Sequence[nn.Module]) -> None:
+        """Watch the hooks of `parts`, but for nbkit's, which come and go with what installs them."""
+        held = [hooks for part in parts for key, hooks in vars(part).items() if key in _HOOKS]
+
+        def read() -> Slots:
+            own = {key for hooks in held for key, hook in hooks.items() if is_own(hook)}
+            return {(at, key): hook for at, hooks in enumerate(held) for key, hook in hooks.items() if key not in own}
+
+        def write(slots: Slots) -> None:
+            for at, key in read().keys() - slots.keys():
+                del held[at][key]
+            for (at, key), hook in slots.items():
+                held[at][key] = hook
+
+        self._places.append(_Place("", read, write, read(), hooks=True))
 
     def _attributes_of_tensors(self) -> None:
         """Watch what is set on the model's own tensors, as in `self.weight.calls = 1`, now or in a pass."""

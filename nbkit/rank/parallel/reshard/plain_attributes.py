@@ -38,7 +38,7 @@ def plain_attributes(module: nn.Module) -> dict[tuple[str, str], Plain]:
             if isinstance(value, Plain) and (name == "training" or name not in OF_MODULES):
                 found[path, name] = value
             elif name in _HOOKS and value:
-                found[path, name] = sum(not _is_own(hook) for hook in value.values())
+                found[path, name] = sum(not is_own(hook) for hook in value.values())
         for name, tensor in _tensors(part):
             for key, value in tensor.__dict__.items():
                 if isinstance(value, Plain) and key not in _OF_TENSORS:
@@ -54,8 +54,9 @@ def _tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def _is_own(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("nbkit.")
+def is_own(hook: Any) -> bool:
+    """Return whether a hook is of nbkit's, and not of the user's or of another library."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("nbkit.")
 
 
 def _tensor(part: nn.Module, name: str) -> Tensor | None:
@@ -82,14 +83,22 @@ def take_objects_along(old: nn.Module, new: nn.Module) -> None:
     parts = dict(new.named_modules())
     for path, part in old.named_modules():
         for name, value in vars(part).items() if path in parts else ():
-            ours = type(value).__module__.startswith("nbkit.")  # such as what refuses to copy a part of the weights
-            if name not in OF_MODULES and not isinstance(value, Plain) and not ours and not _holds(value, model, set()):
+            if name not in OF_MODULES and not _is_fixed(value) and not _holds(value, model, set()):
                 parts[path].__dict__[name] = value
         for name, tensor in _tensors(part) if path in parts else ():
             own = _tensor(parts[path], name)
             for key, value in tensor.__dict__.items() if own is not None else ():
                 if key not in _OF_TENSORS and not _holds(value, model, set()):
                     own.__dict__[key] = value
+
+
+def _is_fixed(value: object) -> bool:
+    """Return whether `value` is plain, or of nbkit's, such as what refuses to copy a part of the weights.
+
+    An iterator of nbkit's stands for one of the user's, which goes along as all that holds it does.
+    """
+    kind = type(value)
+    return isinstance(value, Plain) or (kind.__module__.startswith("nbkit.") and not hasattr(kind, "__next__"))
 
 
 def _holds(value: object, model: set[int], seen: set[int]) -> bool:

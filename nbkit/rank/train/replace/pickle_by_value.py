@@ -108,8 +108,13 @@ class _Pickler(pickle.Pickler):
             return _cell, (), held, None, None, _fill
         if kind is types.MethodType and not _is_of_its_class(value):
             return _method, (value.__func__, value.__self__)
-        if kind is weakref.ReferenceType:
-            return weakref.ref, (value(),)
+        if kind in (weakref.ReferenceType, weakref.WeakMethod):
+            # A set that nothing else holds is gone as soon as all is loaded, as what this one referred to is here.
+            return (kind, (alive,)) if (alive := value()) is not None else (weakref.ref, (set(),))
+        if kind is weakref.WeakSet:
+            return kind, (list(value),)
+        if kind in (weakref.WeakKeyDictionary, weakref.WeakValueDictionary):
+            return kind, (dict(value),)
         if kind is _CACHED and not _can_be_imported(value):
             return _cached, (value.cache_parameters(), value.__wrapped__)
         if kind is property:

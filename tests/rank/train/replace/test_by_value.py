@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,18 @@ def test_what_functions_hold_of_a_model_is_part_of_what_is_carried(name: str) ->
     for path, places in homes(carried).items():
         replace(places, nn.Parameter(model.get_parameter(path).detach().clone()))
     assert torch.equal(carried(values), model(values))
+
+
+def test_weak_references_of_every_kind_refer_to_what_is_carried_along() -> None:
+    one, gone = nn.Linear(1, 1), nn.Linear(1, 1)
+    weak = [weakref.ref(one), weakref.WeakMethod(one.forward), weakref.ref(gone), weakref.WeakMethod(gone.forward)]
+    weak += [weakref.WeakSet([one, gone]), weakref.WeakKeyDictionary({one: 1}), weakref.WeakValueDictionary({"a": one})]
+    del gone
+    carried, (ref, method, *dead, members, keys, values) = loads(dumps((one, weak)))
+    assert ref() is carried and method().__self__ is carried and [each() for each in dead] == [None, None]
+    assert list(members) == [carried] and dict(keys) == {carried: 1} and dict(values) == {"a": carried}
+    del carried
+    assert (ref(), method(), len(members), len(keys), len(values)) == (None, None, 0, 0, 0)
 
 
 CELL = """
