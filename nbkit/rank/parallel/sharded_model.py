@@ -18,7 +18,7 @@ from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.grad_norm import grad_norm
-from nbkit.rank.parallel.module.forward_wrapper import overrides_train, unwrap
+from nbkit.rank.parallel.module.forward_wrapper import Wrapper, overrides_train
 from nbkit.rank.parallel.pipeline.executor import Forward, OnOp, Pipeline
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.process_groups import Connections
@@ -44,9 +44,12 @@ class ShardedModel:
     notes: Sequence[str] = ()
     no_cache: str | None = None
     built: Attributes = field(init=False)
+    _attributes: list[dict[str, Any]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.built = plain_attributes(self.module)
+        # The user's handles take the places of the modules later, and show those of another strategy in the end.
+        self._attributes = [vars(part) for part in self.module.modules()]
 
     @property
     def axes(self) -> Axes:
@@ -167,7 +170,9 @@ class ShardedModel:
         self.data.close()
         if self.staged is not None:
             self.staged.close()
-        unwrap(self.module)  # a module and what runs around its forward refer to each other
+        for attributes in self._attributes:  # a module and what runs around its forward refer to each other
+            if isinstance(attributes.get("forward"), Wrapper):
+                del attributes["forward"]
 
     def _sum_partial(self) -> None:
         by_axis: dict[str, list[str]] = {}
