@@ -386,6 +386,7 @@ class Job(Switchable):
                 ) from error
             self.integrity.broken_off |= not isinstance(error, Stopped | GeneratorExit | NotFinite)
             reason = self.ledger.ended_by(error)
+            meeting.end_run()
             self.break_off()
             self.backups.abandon()
             if isinstance(error, Exception) and (parted := meeting.parted()) is not None:

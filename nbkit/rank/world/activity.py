@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.comm.delegating_group import DelegatingGroup
+from nbkit.rank.comm.gloo.interruptible_wait import Interruptible
 from nbkit.rank.comm.operations import num_bytes
 from nbkit.rank.telemetry import collectives
 from nbkit.rank.telemetry.collectives import Call
@@ -39,6 +40,7 @@ _C10D = dist.distributed_c10d.__file__
 _AUTOGRAD = torch.autograd.graph.__file__
 _READERS = ("torch/utils/data/", "nbkit/rank/data/")
 _WAITS = (Timed.wait.__code__, wait_on_host.__code__)  # each knows it as `call`
+_LIMITED = (*_WAITS, Interruptible.wait.__code__)  # each knows its `timeout`, if there is one
 _NEW_GROUP = "_new_group_with_tag"
 
 
@@ -72,8 +74,10 @@ def activity(rank: int, cells: Mapping[str, int], *, stacks: bool = False, **kno
 
 
 def awaited() -> Operation | None:
-    """Return what the main thread waits in right now. From another thread."""
+    """Return what the main thread waits in right now, without a limit of time. From another thread."""
     main = list(_outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
+    if any(frame.f_code in _LIMITED and any(frame.f_locals["timeout"]) for frame in main):
+        return None
     return _awaited(main, None, {}) or _on_device({})
 
 

@@ -27,6 +27,7 @@ from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr
 
 from nbkit.errors import TrainingError
 from nbkit.rank.comm import delegating_group
+from nbkit.rank.comm.gloo import interruptible_wait
 from nbkit.rank.comm.group_creation import breaking_off
 from nbkit.rank.world import watchdog, world
 from nbkit.wire.activity import Operation
@@ -43,8 +44,9 @@ _KEPT = 100  # meetings, in the store
 class _Here:
     """What this rank does. key: the forming of the world that `number` counts in. number: of the meeting that it has
     come to last. waits: since when, in a meeting. apart: what is said when the ranks have parted. cell: id and ranks
-    of the cell that runs. run: the number of the steps that are made, and which one that is. passed: keys in the store
-    of meetings that are over."""
+    of the cell that runs. run: the number of the steps that are made, and which one that is. step: which one that was
+    at the end of the last meeting, None where no steps were made. passed: keys in the store of meetings that are
+    over."""
 
     key: str = ""
     number: int = 0
@@ -53,6 +55,7 @@ class _Here:
     apart: str = ""
     cell: tuple[str, tuple[int, ...]] = "", ()
     run: tuple[int, Callable[[], int]] | None = None
+    step: int | None = None
     over: threading.Event | None = None
     passed: list[str] = field(default_factory=list)
 
@@ -95,13 +98,13 @@ def end_cell(*, finished: bool = True) -> None:
 def begin_run(number: int, making: Callable[[], int]) -> None:
     """Steps are made from now on. number: of the run, equal on all ranks. making: tells the step under way, or the
     last one."""
-    _here.run, _here.apart = (number, making), ""
+    _here.run, _here.step, _here.apart = (number, making), None, ""
     if _world() is not None:
         _look_from_now_on()
 
 
 def end_run() -> None:
-    """No more steps are made."""
+    """No more steps are made. Also before what is left of a broken run is ended, for which no rank waits for long."""
     _here.run = None
 
 
@@ -134,6 +137,26 @@ def unheard() -> TrainingError | None:
     """Return `parted()` where what was broken off has raised nothing: on a device it ends with any numbers."""
     here = world.current()
     return parted() if here is not None and here.dirty.endswith(PARTED) and here.place.device != "cpu" else None
+
+
+def _cause() -> TrainingError | None:
+    """Return what a rank raises in place of an error of gloo's, None where the ranks have not parted.
+
+    A rank that has been told shuts its connections, and another one may see their end before it is told itself. The
+    reason is in the store by then.
+    """
+    here = world.current()
+    if here is None or here.place.world_size == 1 or _here.key != here.key:
+        return None
+    with suppress(Exception):  # the store is gone, and rank 0 with it: that is told in other ways
+        store, key = _store(here), f"apart/{_here.number + 1}"
+        if not _here.apart and store.check([key]) and not (heard := json.loads(store.get(key)))["clean"]:
+            _here.apart = heard["said"]
+            watchdog.break_out(f"{_here.apart}: {PARTED}", _error(_here.apart))
+    return _error(_here.apart) if _here.apart else None
+
+
+interruptible_wait.causes.append(_cause)
 
 
 def _error(said: str) -> TrainingError:
@@ -182,7 +205,7 @@ def _meet(here: world.World, purpose: str, does: str) -> None:
     store, size = _store(here), here.place.world_size
     number = _here.number = _here.number + 1
     come, since = f"come/{number}/{purpose}", time.monotonic()  # `%nbkit why` tells the number, the purpose and since
-    _here.woken, added, told = False, False, False
+    _here.woken, added, own = False, False, {}
     try:
         _here.waits = since
         added = True
@@ -197,12 +220,12 @@ def _meet(here: world.World, purpose: str, does: str) -> None:
             pause = min(1.5 * pause, _LONGEST_PAUSE * max(1, size // 16))
             if pause < _SLOW_PAUSE:
                 continue
-            if not told:
-                told, own = True, _own(here, does, purpose)
-                first = json.loads(store.compare_set(f"at/{number}", "", json.dumps(own)))
-                if first["for"] != purpose:
-                    both = {"said": f"{first['does']}; {own['does']}", "clean": True}
-                    store.compare_set(f"apart/{number}", "", json.dumps(both))
+            own = own or _own(here, does, purpose)
+            # Each time: the rank that has said so first may have been interrupted, and is not here any more.
+            first = json.loads(store.compare_set(f"at/{number}", "", json.dumps(own)))
+            if first["for"] != purpose:
+                both = {"said": f"{first['does']}; {own['does']}", "clean": True}
+                store.compare_set(f"apart/{number}", "", json.dumps(both))
             if store.check([f"apart/{number}"]):
                 added = False
                 heard = json.loads(store.get(f"apart/{number}"))
@@ -221,8 +244,9 @@ def _meet(here: world.World, purpose: str, does: str) -> None:
                     store.add(come, 1)  # all had come
                 else:
                     _here.number -= 1
-                    if left == 0:
-                        store.delete_key(f"at/{number}")
+                    at = f"at/{number}"
+                    if left == 0 or (store.check([at]) and json.loads(store.get(at)) == own):
+                        store.delete_key(at)
         raise
     finally:
         _here.waits = None
@@ -230,6 +254,7 @@ def _meet(here: world.World, purpose: str, does: str) -> None:
 
 def _tidy(here: world.World, store: Store, come: str) -> None:
     """All have come: some time later, rank 0 forgets of what all have passed."""
+    _here.step = None if _here.run is None else _here.run[1]()
     if here.place.rank == 0:
         _here.passed.append(come)
         if len(_here.passed) > _KEPT:
@@ -308,8 +333,12 @@ def _apart(here: world.World, store: Store, number: int) -> tuple[int, str] | No
 def _cannot_come(other: dict[str, Any]) -> str:
     """Return what this rank does in place of coming to where `other` is, "" where it may still come."""
     run = _here.run
-    if run is not None and other["run"] is not None and other["run"][0] == run[0] and run[1]() > other["run"][1]:
-        return f"makes step {run[1]()}{_line()}"
+    if run is not None and other["run"] is not None and other["run"][0] == run[0]:
+        # Which step it is can also change by a load or a rewind, from which another rank may come long before this
+        # one. So this rank has to have gone on by itself since it last met the others.
+        step = run[1]()
+        if step > other["run"][1] and step != _here.step:
+            return f"makes step {step}{_line()}"
     if other["for"] and (waits := _awaited()) is not None and other["rank"] in waits.members:
         if waits.number > other["counts"].get(waits.group, 0):
             return f"waits in {waits.op}{_line()}"
@@ -317,11 +346,13 @@ def _cannot_come(other: dict[str, Any]) -> str:
 
 
 def _awaited() -> Operation | None:
-    """Return the collective that the main thread has waited in for a while."""
+    """Return the collective that the main thread has waited in for a while, where that has no end of its own."""
     from nbkit.rank.world.activity import awaited
 
     waits = awaited()
-    return waits if waits is not None and waits.peer is None and waits.seconds > _SURE_SECONDS else None
+    if waits is None or waits.peer is not None or waits.seconds <= _SURE_SECONDS:
+        return None
+    return waits if waits.op != "monitored_barrier" else None  # which says itself who has not come
 
 
 def _ended(store: Store, ranks: Iterable[int], lacks: Callable[[dict[str, Any]], bool]) -> Iterable[tuple[int, str]]:

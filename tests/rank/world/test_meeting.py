@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -189,3 +191,64 @@ def interrupted(world: Any) -> list[str]:
 
 def test_a_rank_that_is_interrupted_where_it_waits_meets_the_others_afterwards() -> None:
     assert run_ranks(interrupted, 2) == [["done", "done"]] * 2
+
+
+def unwatched(world: Any) -> str:
+    """Rank 2 does not look by itself: the end of its connections is the first that it hears."""
+    if world.place.rank == 2:
+        meeting._LOOK_SECONDS = 100.0
+    meeting.begin_cell("1", (0, 1, 2))
+    return told(dist.barrier if world.place.rank else lambda: meeting.meet("save"))
+
+
+def test_a_rank_whose_connections_end_before_it_is_told_says_why_they_do() -> None:
+    first, *others = run_ranks(unwatched, 3)
+    assert "rank 0: save at line" in first and "waits in barrier" in first and others == [first] * 2
+
+
+def late(world: Any) -> list[str]:
+    """Rank 1 is long in loading an earlier step; then rank 0 is interrupted where rank 2 waits, and comes later."""
+    rank, store, step = world.place.rank, world._store, [10]
+    meeting._LOOK_SECONDS, meeting._SURE_SECONDS = 0.1, 0.4
+    pair = dist.new_group([0, 1])
+    meeting.begin_run(1, lambda: step[0])
+    meeting.meet("load")
+    time.sleep(rank % 2 * 1.0)
+    step[0] = 2
+    found = [told(lambda: meeting.meet("evaluate"))]
+
+    def interrupt() -> None:
+        meeting._store(world, store.clone()).wait([f"at/{meeting._here.number}"])
+        signal.raise_signal(signal.SIGINT)
+
+    if rank == 0:
+        threading.Timer(0.2, interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            meeting.meet("save")
+        store.set("interrupted", "")
+        time.sleep(1.5)
+    elif rank == 2:
+        store.wait([f"{world.key}/meet/at/{meeting._here.number + 1}"])
+    else:
+        store.wait(["interrupted"])
+    if rank < 2:
+        found.append(told(lambda: dist.barrier(pair)))
+    return [*found, told(lambda: meeting.meet("save"))]
+
+
+def test_a_rank_that_can_still_come_is_waited_for() -> None:
+    assert run_ranks(late, 3) == [["done"] * 3, ["done"] * 3, ["done"] * 2]
+
+
+def limited(world: Any) -> str:
+    """Rank 1 waits for rank 0 as long as it has said, and comes then."""
+    meeting._LOOK_SECONDS, meeting._SURE_SECONDS = 0.1, 0.2
+    meeting.begin_cell("1", (0, 1))
+    if world.place.rank:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), async_op=True).wait(timedelta(seconds=1.0))
+    return told(lambda: meeting.meet("save"))
+
+
+def test_a_wait_with_a_limit_of_its_own_is_not_broken_off() -> None:
+    assert run_ranks(limited, 2) == ["done"] * 2

@@ -48,6 +48,9 @@ class _Interrupts:
 
 _interrupts = _Interrupts()
 
+causes: list[Callable[[], Exception | None]] = []
+"""Asked when gloo says that an operation has failed: each returns what is raised in its place, or None."""
+
 
 def interrupt(reason: str, error: Exception | None = None) -> None:
     """End every wait, in this process, for what was issued before; call it when the connections have been shut.
@@ -84,7 +87,7 @@ def wait_for_message(work: Any, issued: int, *timeout: timedelta) -> Any:
     # Looked at before the wait begins; `interrupt` looks for those who stand in it after it has told so.
     if issued < _interrupts.at:
         _after_patience(_end_what_is_left)
-    arrived = work.wait(*timeout)
+    arrived = _outcome(work.wait, *timeout)
     if arrived is False and issued < _interrupts.at:
         _aborted()
     return arrived
@@ -136,7 +139,7 @@ def _wait_until(work: Any, issued: int, deadline: float | None) -> Any:
             if work.is_completed():
                 if issued < _interrupts.at and _interrupts.error is not None:
                     _aborted()
-                return work.wait()  # raises what has failed; it may have ended since
+                return _outcome(work.wait)  # raises what has failed; it may have ended since
             if deadline is not None and time.monotonic() >= deadline:
                 raise
         if issued < _interrupts.at and now() - _interrupts.at > _PATIENCE_SECONDS * 1e9:
@@ -168,6 +171,17 @@ def _after_patience(act: Callable[[], None]) -> None:
     started(act, "nbkit-interrupt", after_s=_PATIENCE_SECONDS)
 
 
+def _outcome(of: Callable[..., Any], *given: Any) -> Any:
+    """Return what `of` does. Where it fails, raise the cause, if that is known."""
+    try:
+        return of(*given)
+    except RuntimeError:
+        for ask in causes:
+            if (cause := ask()) is not None:
+                raise cause from None
+        raise
+
+
 def _aborted() -> NoReturn:
     if _interrupts.error is not None:
         raise _interrupts.error from None
@@ -186,7 +200,7 @@ class _Gate:
             if not inner.done():
                 _interrupts.left = True
                 _aborted()
-            return inner.value()
+            return _outcome(inner.value)
 
         self.future: torch.futures.Future[Any] = self._opened.then(outcome)
         inner.add_done_callback(lambda _: self.open())

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.parameter_aliases import aliased
 
 _UNDER_WAY = 2  # their memory is there beside the parameters'
@@ -85,7 +86,7 @@ class LateGather:
         a rank that failed in its update sends nothing."""
         # On a device nobody is told that what was broken off never came.
         if seconds and getattr(self.group, "inner", None) is self._inner:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, TrainingError):
                 self.wait(until=time.monotonic() + seconds)
         whole = not self.missing
         self._forget()
