@@ -205,7 +205,8 @@ def _meet(here: world.World, purpose: str, does: str) -> None:
     store, size = _store(here), here.place.world_size
     number = _here.number = _here.number + 1
     come, since = f"come/{number}/{purpose}", time.monotonic()  # `%nbkit why` tells the number, the purpose and since
-    _here.woken, added, own = False, False, {}
+    own: dict[str, Any] = {}
+    _here.woken, added = False, False
     try:
         _here.waits = since
         added = True
