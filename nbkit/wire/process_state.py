@@ -1,7 +1,7 @@
 """A process that does not answer, seen from outside: what the system says of it, and the stack that it dumps.
 
 A thread that keeps the interpreter to itself lets no other Python of its process run. faulthandler answers even then:
-its signal handler is C code that appends the stacks to a file. See `watchdog.dump_on_signal`.
+its signal handler is C code that appends the stack of the main thread to a file. See `watchdog.dump_on_signal`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psutil
 from nbkit.wire.processes import Process
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-_HEAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*:$")
+_HEAD = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+.*|Stack \(most recent call first\)):$")
 _PAUSE_SECONDS = 0.02
 
 
@@ -44,7 +44,7 @@ class ProcessState:
 
 
 def look(process: Process, log: Path, seconds: float = 1.0) -> ProcessState | None:
-    """What a process of this host does that dumps its stacks into `log` on SIGUSR1; it is given so many seconds.
+    """What a process of this host does that dumps its stack into `log` on SIGUSR1; it is given so many seconds.
 
     None when it has ended, or is not of this host. One that is stopped is not asked for its stack.
     """
@@ -80,7 +80,7 @@ def _main_stack(process: Process, log: Path, seconds: float) -> tuple[Frame, ...
 
 
 def main_thread_of(dump: str) -> tuple[Frame, ...]:
-    """The main thread's frames in a dump of faulthandler's: its stack comes last."""
+    """Return the frames of the last stack in a dump of faulthandler, innermost first."""
     frames: list[Frame] = []
     for line in dump.splitlines():
         if _HEAD.match(line):

@@ -70,10 +70,14 @@ def where() -> str:
 
 
 def dump_on_signal(path: str | os.PathLike[str]) -> None:
-    """On SIGUSR1 append the stacks of all threads to the file `path`; works while a C call holds the GIL."""
+    """On SIGUSR1 append the stack of the main thread to the file `path`; works while a C call holds the GIL.
+
+    Not those of all threads: Python reads them while they run, and ends with SIGSEGV when one of them ends meanwhile.
+    The system gives the signal to the main thread.
+    """
     global _dump_file
     previous, _dump_file = _dump_file, Path(path).open("a")
-    faulthandler.register(signal.SIGUSR1, file=_dump_file, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=_dump_file, all_threads=False)
     if previous is not None:
         previous.close()
 

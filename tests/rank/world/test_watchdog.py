@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from nbkit.rank.world import watchdog
 from nbkit.rank.world.world import World
+from nbkit.wire import process_state
 
 GENEROUS = 20.0  # seconds; released means: long before that
 
@@ -213,3 +216,27 @@ def broken_out_in_mid_message(world: World) -> float:
 def test_a_message_between_ranks_that_live_is_not_cut_in_two() -> None:
     # gloo wakes nobody who waits for the rest of it.
     assert run_ranks(broken_out_in_mid_message, 2, generations=2, timeout=40) == [2.0, 2.0]
+
+
+ASKED_WHILE_THREADS_END = """
+import os, signal, sys, threading, time
+from nbkit.rank.world import watchdog
+watchdog.dump_on_signal(sys.argv[1])
+
+def ask():
+    for _ in range(150):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.01)
+
+asking = threading.Thread(target=ask)
+asking.start()
+while asking.is_alive():
+    threading.Thread(target=lambda: [str(i) for i in range(200)]).start()
+"""
+
+
+def test_a_rank_whose_threads_come_and_go_outlives_being_asked_for_its_stack(tmp_path: Path) -> None:
+    dump = tmp_path / "dump"
+    asked = subprocess.run([sys.executable, "-c", ASKED_WHILE_THREADS_END, str(dump)], timeout=60)
+    assert asked.returncode == 0
+    assert process_state.main_thread_of(dump.read_text())[-1].function == "<module>"
