@@ -32,9 +32,9 @@ _WAITING = {
     "test_hints.py": 5,
     "notebook": 4,
 }
-"""What starts kernels, clusters and browsers: about how many seconds a package of it takes, or each file.
+"""Packages and files that start kernels, clusters and browsers -> about how many seconds each one takes.
 
-It waits much. So it is spread over the run, the longest first, among the files of ranks, which compute."""
+These tests mostly wait. So they take turns with the tests of ranks, which compute; the longest come first."""
 _COMPUTING = ("rank/", "parity/", "bench/", "zoo/")
 
 
@@ -94,7 +94,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several workers share the tests: what waits and what computes in turns, so that some of each runs."""
+    """Sort the tests for several workers: tests that wait and tests that compute take turns."""
     if hasattr(config, "workerinput"):
         of_item = {item: _unit(item.path.relative_to(_TESTS)) for item in items}
         places = _places(list(dict.fromkeys(of_item.values())))

@@ -1,6 +1,6 @@
-"""What processes find that a cell starts, by multiprocessing or as shell commands: no world of the rank's.
+"""Hides the rank's world from the processes that a cell starts, by multiprocessing or as shell commands.
 
-And why no name of a cell.
+It also explains why a spawned process finds no name of a cell.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _OF_THE_WORLD = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 def hide_the_world() -> None:
-    """From now on, from processes that this one starts by multiprocessing or as shell commands of a cell.
+    """Hide this rank's world from processes that are started from now on: they are no ranks of it.
 
-    They are no ranks of this world.
+    They are started by multiprocessing, or as shell commands of a cell.
 
     `mp.spawn` is how a program starts a world of its own. Where its processes found the last of these variables, all of
     them would join a store that nobody serves. RANK and WORLD_SIZE stay: workers of a DataLoader read them.

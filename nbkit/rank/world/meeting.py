@@ -1,13 +1,12 @@
-"""Where all ranks come together before they do something that is no step: a fit, an evaluation, a save, a switch.
+"""Makes all ranks wait for each other before a fit, an evaluation, a save, a switch, or another call beside steps.
 
-Collectives of different ranks meet in the order in which they are called, whatever each is for. So a rank that alone
-evaluates would wait for ever, or would take another rank's gradients for an answer. Therefore each such call comes
-here first: `meet` returns when every rank has come for the same purpose. Where they come for different ones, each of
-them raises an error that names both.
+Collectives pair up in the order in which each rank calls them, whatever each is for. A rank that evaluates alone would
+wait for ever, or would receive another rank's gradients. So each such call first calls `meet`, which returns when every
+rank has called it with the same purpose. If the purposes differ, each rank raises an error that names both.
 
-A rank may have come while another one cannot come any more: it makes a later step, waits in a collective for the first
-one, or has ended the cell. For that a thread of each rank looks into the store of the world twice a second, and both
-are told. Nothing is added to a step.
+One rank may wait in `meet` while another one can no longer come: it makes a later step, waits in a collective, or has
+ended the cell. A thread on each rank looks for this in the world's store twice a second, and both ranks raise an error.
+A step costs nothing more.
 """
 
 from __future__ import annotations
@@ -42,11 +41,14 @@ _KEPT = 100  # meetings, in the store
 
 @dataclass
 class _Here:
-    """What this rank does. key: the forming of the world that `number` counts in. number: of the meeting that it has
-    come to last. waits: since when, in a meeting. apart: what is said when the ranks have parted. cell: id and ranks
-    of the cell that runs. run: the number of the steps that are made, and which one that is. step: which one that was
-    at the end of the last meeting, None where no steps were made. passed: keys in the store of meetings that are
-    over."""
+    """The state of this rank.
+
+    key: names the world, whose meetings are counted from 1. number: the last meeting that this rank has come to.
+    waits: the time at which it began to wait there, None when it does not wait. apart: the message of the error when
+    ranks cannot meet. cell: the id and the ranks of the cell that runs. run: the number of the `fit` or loop that makes
+    steps, and a function that returns the step. step: the step at the end of the last meeting, None outside of a run.
+    passed: keys of past meetings in the store.
+    """
 
     key: str = ""
     number: int = 0
@@ -75,7 +77,7 @@ def meet(purpose: str) -> None:
 
 
 def begin_cell(cell: str, ranks: Iterable[int]) -> None:
-    """A cell begins on this rank, and runs on `ranks`."""
+    """Note that a cell begins on this rank, and which ranks run it."""
     _here.cell = cell, tuple(ranks)
     if (here := _world()) is not None:
         if len(_here.cell[1]) < here.place.world_size:
@@ -84,7 +86,7 @@ def begin_cell(cell: str, ranks: Iterable[int]) -> None:
 
 
 def end_cell(*, finished: bool = True) -> None:
-    """The cell has ended on this rank. finished: without an error, of which the others would hear otherwise."""
+    """Note that the cell has ended on this rank. finished: it raised no error; the others hear of an error anyway."""
     if finished and (here := _world()) is not None:
         with suppress(Exception):  # rank 0 has died, which is told in other ways
             _say_whether_ended(here, ended=True)
@@ -96,15 +98,17 @@ def end_cell(*, finished: bool = True) -> None:
 
 
 def begin_run(number: int, making: Callable[[], int]) -> None:
-    """Steps are made from now on. number: of the run, equal on all ranks. making: tells the step under way, or the
-    last one."""
+    """Note that steps are made from now on.
+
+    number: counts the runs, equal on all ranks. making: returns the step that is being made, or the last one.
+    """
     _here.run, _here.step, _here.apart = (number, making), None, ""
     if _world() is not None:
         _look_from_now_on()
 
 
 def end_run() -> None:
-    """No more steps are made. Also before what is left of a broken run is ended, for which no rank waits for long."""
+    """Note that no more steps are made. Call it before a broken run is cleaned up: those waits have limits."""
     _here.run = None
 
 
@@ -174,7 +178,7 @@ def _error(said: str) -> TrainingError:
 
 
 def _world() -> world.World | None:
-    """The world, where there are others in it, and it works."""
+    """Return the world if it has other ranks and works."""
     here = world.current()
     if here is None or here.place.world_size == 1 or here.dirty:
         return None
@@ -200,7 +204,7 @@ def _own(here: world.World, does: str, purpose: str) -> dict[str, Any]:
 
 
 def _meet(here: world.World, purpose: str, does: str) -> None:
-    """does: what others are told."""
+    """Wait for all ranks. does: what the other ranks are told that this one does."""
     _look_from_now_on()
     store, size = _store(here), here.place.world_size
     number = _here.number = _here.number + 1
@@ -238,7 +242,7 @@ def _meet(here: world.World, purpose: str, does: str) -> None:
     except DistError as error:
         raise RuntimeError("Waiting for the other ranks was aborted: the store, which rank 0 keeps, is gone") from error
     except BaseException:
-        # Who is interrupted, and comes again, is at the same number as those who were not.
+        # A rank that was interrupted comes again to the meeting of the same number, where the others still wait.
         if added and not here.dirty and _here.key == here.key:
             with suppress(Exception):
                 if (left := store.add(come, -1)) == size - 1:
@@ -254,7 +258,7 @@ def _meet(here: world.World, purpose: str, does: str) -> None:
 
 
 def _tidy(here: world.World, store: Store, come: str) -> None:
-    """All have come: some time later, rank 0 forgets of what all have passed."""
+    """End a meeting to which all ranks have come. Rank 0 deletes the keys of old meetings from time to time."""
     _here.step = None if _here.run is None else _here.run[1]()
     if here.place.rank == 0:
         _here.passed.append(come)
@@ -323,7 +327,7 @@ def _apart(here: world.World, store: Store, number: int) -> tuple[int, str] | No
     for key in (f"at/{number + 1}", f"left/{_here.run[0]}" if _here.run is not None else ""):
         if key and store.check([key]) and (does := _cannot_come(other := json.loads(store.get(key)))):
             return number + 1, f"{other['does']}; rank {mine} {does}"
-    # In steps alone: elsewhere a rank may wait for what a user tries out by hand, and `%nbkit why` says for whom.
+    # Only while steps are made. Elsewhere the user may try out a collective by hand, and `%nbkit why` explains it.
     if _here.run is not None and store.check([f"ended-in/{cell}"]) and (waits := _awaited()) is not None:
         members = [rank for rank in waits.members if rank != mine and (not cell or rank in inside)]
         for rank, how in _ended(store, members, lambda ended: ended["counts"].get(waits.group, 0) < waits.number):

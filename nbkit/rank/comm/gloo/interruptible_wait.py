@@ -36,8 +36,7 @@ _OF_BACKEND = dist.Work
 
 
 class _Interrupts:
-    """The newest one. at: ns of perf_counter; what was issued before it is over, one way or another. error: what waits
-    raise, where that is known."""
+    """The newest interrupt. at: ns of perf_counter; it ends all that was issued before. error: what the waits raise."""
 
     def __init__(self) -> None:
         self.at, self.reason, self.left = 0, "", False
@@ -49,7 +48,7 @@ class _Interrupts:
 _interrupts = _Interrupts()
 
 causes: list[Callable[[], Exception | None]] = []
-"""Asked when gloo says that an operation has failed: each returns what is raised in its place, or None."""
+"""Functions that are called when a gloo operation has failed. Each returns the error to raise instead, or None."""
 
 
 def interrupt(reason: str, error: Exception | None = None) -> None:

@@ -4,9 +4,9 @@ It answers for shape, dtype and device, which is what models ask a weight for wh
 (`x.to(self.embed.weight.dtype)`). On its way to the first block that runs here the model's forward may also compute
 with it: it is zeros then, and nothing of what comes of them is used. Behind that, a use of its values raises by name.
 
-Who goes through `model.parameters()` finds one at each place that other stages hold (`list_absent`), so that `zip` of
-the parameters of two parts pairs the same ones as in one process. What changes such a tensor by itself, or by others
-that are not here either, changes nothing: the rank that holds it does the same. With values from here it raises.
+`model.parameters()` lists one in the place of each parameter that another stage holds (`list_absent`). So `zip` of the
+parameters of two parts pairs the same ones as in one process. An operation on absent parameters alone does nothing: the
+rank that holds them does it. An operation that mixes them with values of this rank raises an error.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _used(absent: Absent, how: str) -> StrategyError:
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """`torch._foreach_*` of what is here; of the others nothing changes."""
+    """Run a `torch._foreach_*` function on the tensors that are here. Leave the others as they are."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
     here = []
     for place in zip(*lists, strict=True):
@@ -128,7 +128,7 @@ def list_absent(module: nn.Module) -> None:
 
 
 class _Parameters:
-    """Stands for the method of a module. It keeps what the module holds, and not the module: that would be a circle."""
+    """Stands for the method of a module. It refers to what the module holds, not to the module: that would be a reference cycle."""
 
     def __init__(self, part: nn.Module) -> None:
         self._own, self._parts = part._parameters, part._modules
@@ -150,4 +150,4 @@ class _Parameters:
 
 
 _INSIDE = str(Path(__file__).parents[3]), str(Path(nn.__file__).parent)
-"""Whose own code goes through what this rank holds: nbkit's and that of torch.nn, such as vectors of parameters."""
+"""Folders whose code sees only the parameters that this rank holds: nbkit, and torch.nn with its utilities."""

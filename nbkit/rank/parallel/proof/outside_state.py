@@ -792,7 +792,7 @@ def _for_each_row(both: Any, first: Any, second: Any) -> bool:
 
 
 def _read_by_row(whole: Any, first: Any, second: Any) -> bool:
-    """Whether an output of two rows is that of the one beside that of the other, unless it has no part for each."""
+    """Return whether the output of two rows is the outputs of each row, joined; or has no part for each row."""
     tensors = all(isinstance(value, Tensor) for value in (whole, first, second))
     return not tensors or whole.shape == first.shape or _for_each_row([whole], [first], [second])
 
@@ -875,7 +875,7 @@ def _keys(key: Any) -> Iterator[int]:
 
 
 def _shown(key: Any) -> str:
-    """How a key is written, short and the same each time."""
+    """Return a short text for a key, the same each time."""
     if isinstance(key, weakref.ReferenceType):
         key = key()
     if isinstance(key, tuple):

@@ -47,7 +47,7 @@ def plain_attributes(module: nn.Module) -> dict[tuple[str, str], Plain]:
 
 
 def _tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of `part` itself that have attributes."""
+    """Yield the parameters and buffers of `part` itself that have attributes."""
     for held in (part._parameters, part._buffers):
         for name, tensor in held.items():
             if tensor is not None and tensor.__dict__:
@@ -137,10 +137,10 @@ def put(attributes: Attributes, module: nn.Module) -> None:
     """Set them in the parts that `module` has."""
     parts = dict(module.named_modules())
     for (path, name), value in attributes.items():
+        if path not in parts:
+            continue
         tensor, _, key = name.rpartition(".")
-        if path in parts and not tensor:
+        if not tensor:
             setattr(parts[path], name, value)
-        elif (
-            path in parts and (own := parts[path]._parameters.get(tensor, parts[path]._buffers.get(tensor))) is not None
-        ):
+        elif (own := _tensor(parts[path], tensor)) is not None:
             own.__dict__[key] = value

@@ -1,7 +1,7 @@
 """Checkpoints: a directory that is whole or not there, written under one strategy and read under any other.
 
 Each rank writes boxes of what it holds, every element once, and reads the boxes that it lacks; nothing is gathered.
-What the directory holds is torch.distributed.checkpoint's own format (chunks.py), and a manifest by which nbkit reads
+What the directory holds is torch.distributed.checkpoint's own format (dcp_io.py), and a manifest by which nbkit reads
 it (manifest.py): a directory from elsewhere, whatever is in it, can run nothing here.
 """
 

@@ -1,4 +1,4 @@
-"""What a model does to its own state dict: hooks on it, extra state, a `state_dict` of its own.
+"""Handles models that change their own state dict: by hooks, by extra state, or by a `state_dict` method.
 
 `full_state_dict` gives what the whole model's `state_dict()` gives in one process, so it asks a whole copy. A
 checkpoint holds parameters and buffers as they are, and the extra state beside them.

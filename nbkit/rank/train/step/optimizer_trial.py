@@ -55,7 +55,7 @@ class Sends(Exception):
 
 
 class _Reads(TorchFunctionMode):
-    """Whether a function of torch is given one of some tensors, or one's gradient is asked for."""
+    """Notes whether torch is given one of some tensors, or the gradient of one is read."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()

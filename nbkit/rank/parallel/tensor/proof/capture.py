@@ -216,7 +216,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 _noted: dict[int, Callable[[str], None]] = {}
-"""Who is told of the reads of a module's attributes, by the module's id."""
+"""id of a module -> the function that is called when one of its attributes is read."""
 _noting = threading.Lock()
 
 
