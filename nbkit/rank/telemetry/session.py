@@ -44,10 +44,10 @@ def record_path(run_dir: Path, rank: int) -> Path:
 class Session:
     """One per rank and run. A listener of events; hears of steps from the clock while a training runs.
 
-    offset_ns: of this rank's clock, see clock_offset.py. detail_every: every so many steps are kept moment by moment (the
-    first three too, and three after a switch); in those, and every LISTEN_EVERY steps, asynchronous collectives tell
-    when they end. base_bytes: what this process held before the job; default: what it holds now. first_of_host: see
-    health.py. What goes wrong in writing is warned of once, at the next step, and never ends a training.
+    offset_ns: of this rank's clock, see clock_offset.py. detail_every: every so many steps are kept moment by moment
+    (the first three too, and three after a switch); in those, and every LISTEN_EVERY steps, asynchronous collectives
+    tell when they end. base_bytes: what this process held before the job; default: what it holds now. first_of_host:
+    see health.py. What goes wrong in writing is warned of once, at the next step, and never ends a training.
     """
 
     def __init__(

@@ -128,7 +128,10 @@ def list_absent(module: nn.Module) -> None:
 
 
 class _Parameters:
-    """Stands for the method of a module. It refers to what the module holds, not to the module: that would be a reference cycle."""
+    """Stands for the method of a module.
+
+    It refers to what the module holds, not to the module: that would be a reference cycle.
+    """
 
     def __init__(self, part: nn.Module) -> None:
         self._own, self._parts = part._parameters, part._modules
