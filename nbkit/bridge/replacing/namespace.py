@@ -8,8 +8,7 @@ the new rank does not get.
 from __future__ import annotations
 
 import hashlib
-import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -45,19 +44,10 @@ def data_of(trainer: Any) -> dict[str, Any]:
     return {name: data for name, data in found.items() if data is not None}
 
 
-def names_of(
-    namespace: Mapping[str, Any],
-    hidden: Mapping[str, Any],
-    trainer: Any,
-    *,
-    linked: bool = False,
-    large: Collection[str] = (),
-) -> Names:
-    """The names that the user has given. hidden: those of the shell itself. linked: the new rank has a Trainer by now,
-    and what refers to one, or to its model or optimizer, can be given to it. large: names whose values may be large."""
+def names_of(namespace: Mapping[str, Any], hidden: Mapping[str, Any], trainer: Any) -> Names:
+    """Return the names that the user has given. hidden: those of the shell itself."""
     parts = {id(part): name for name, part in parts_of(trainer).items()}
     bindable = {id(data): name for name, data in data_of(trainer).items()} | parts
-    within: dict[str, Any] = {"parts": parts} if linked else {"foreign": parts}
     digests, bound, others = dict[str, str](), dict[str, str](), list[str]()
     for name, value in list(namespace.items()):
         if name.startswith("_") or name in _OF_THE_RANK or (name in hidden and hidden[name] is value):
@@ -66,8 +56,8 @@ def names_of(
             bound[name] = bindable[id(value)]
             continue
         try:
-            limit = sys.maxsize if name in large else LIMIT_BYTES
-            digests[name] = hashlib.sha256(dumps(value, classes=True, limit=limit, **within)).hexdigest()
+            pickled = dumps(value, classes=True, limit=LIMIT_BYTES, foreign=parts)
+            digests[name] = hashlib.sha256(pickled).hexdigest()
         except Exception:  # whatever a value raises when it is pickled
             others.append(name)
     return Names(digests, bound, tuple(others))

@@ -70,8 +70,6 @@ class Newcomer:
             trainer = joined(newcomers) if resizes else together(None, world)
             parts = parts_of(trainer) | data_of(trainer)
             names.update({name: parts[part] for name, part in handed.bound.items()})
-            if getattr(trainer, "ends", ""):
-                statement = NOWHERE
             if handed.span is not None and statement == NOWHERE:
                 save_and_leave(trainer)
             elif handed.span is not None:

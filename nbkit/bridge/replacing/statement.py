@@ -60,8 +60,7 @@ class Entering(ast.NodeTransformer):
             node.body = []
         elif index is not None:
             node.body = node.body[index:]
-            if isinstance(node.body[0], _SIMPLE):  # else it is a loop over batches, whose body runs as it is
-                self.generic_visit(node.body[0])
+            self.generic_visit(node.body[0])
         return node
 
     def visit_Call(self, node: ast.Call) -> Any:

@@ -21,7 +21,6 @@ from nbkit.bridge.replacing.brought_files import hand_on
 from nbkit.bridge.replacing.form_resized import Left, form_resized
 from nbkit.bridge.replacing.handing import broadcast, gathered
 from nbkit.bridge.replacing.namespace import equal_names, names_of
-from nbkit.bridge.replacing.own_loops import OwnLoops
 from nbkit.bridge.replacing.statement import NOWHERE, statement_of
 from nbkit.bridge.runner import Runner
 from nbkit.errors import ClusterError, NbkitError
@@ -69,7 +68,6 @@ class Survivor:
         self._words: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._broken = False  # a rank has died, and the world was not formed since
         self.enterable = False
-        self.loops = OwnLoops(runner, self._seat)
 
     # From the link's thread
 
@@ -102,8 +100,10 @@ class Survivor:
             statement = statement_of(source, caller, lambda name: names.get(name) is trainer)
         return self._seat(statement)
 
-    def loop(self, job: Any, loader: Any) -> OwnLoop | None:
-        return self.loops.loop_of(job, loader)
+    def loop(self, job: Any) -> OwnLoop | None:
+        if threading.current_thread() is not threading.main_thread() or job.own_loop.on_failure != "replace":
+            return None
+        return OwnLoop(job) if self._seat(None) else None
 
     def _seat(self, statement: int | None) -> bool:
         """Say where a new rank can enter the cell; None: it takes part until the training is saved. False: no rank is
@@ -138,10 +138,7 @@ class Survivor:
         return self._broken
 
     def recover(self, trainer: Any, newcomers: tuple[int, ...]) -> Any:
-        found = recover(trainer, newcomers)
-        if isinstance(found, OwnLoop):
-            self.loops.level(found, newcomers, new=trainer is None)
-        return found
+        return recover(trainer, newcomers)
 
     def tell(self, said: str) -> None:
         self.link.send(event="replaced", said=said)

@@ -194,36 +194,21 @@ class Job(Switchable):
     def _steps(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
         """What the loader gives, seeded for each step; the time it takes is the loader's."""
         host = resume_fit.host
-        own = self._own = None if host is None else host.loop(self, loader)
-        around = self.running if own is None else own.running if own.enterable else own.running_once
-        loop = own if own is not None and own.enterable else None
-        with around():
-            number, end = 0, object()
-            batches = None
+        own = self._own = None if host is None else host.loop(self)
+        with self.running() if own is None else own.running():
+            batches, end = None, object()
             while True:
                 with phase("data"):
-                    # Where the loop is run again after a death, they are drawn as they were.
-                    known = loop is not None and number < len(loop.reads)
-                    data_rng.seed(self.seed, loop.reads[number].step if loop and known else self.step, SHARED)
+                    data_rng.seed(self.seed, self.step, SHARED)
                     batches = iter(loader) if batches is None else batches
                     batch = next(batches, end)
-                    again = loop is not None and loop.again(number, batch, over=batch is end)
                 if batch is end:
-                    if own is None or not own.enterable:
-                        with self._in_order():
-                            self.arrive()
+                    with self._in_order():
+                        self.arrive()
                     return
                 yield batch
-                number += 1
-                if again:
-                    continue
-                if loop is not None:
-                    loop.boundary()  # before what may wait for a rank that has died
-                acts = self.ledger.acts
                 with self._in_order():
                     self.at_boundary()
-                if loop is not None and acts:
-                    loop.boundary()  # a live cell may have changed what the body uses
 
     def _update(self) -> None:
         with self._in_order():
@@ -231,7 +216,7 @@ class Job(Switchable):
 
     def _in_order(self) -> AbstractContextManager[None]:
         """Around what waits for other ranks in a loop of the user's own."""
-        return nullcontext() if self._own is None else self._own.ending_in_order()
+        return nullcontext() if self._own is None else self._own.saved_if_a_rank_dies()
 
     def _leave_loop(self, error: BaseException | None = None) -> None:
         """Nothing more comes of the newest loop over `batches`. error: what ends it, if it is under way."""
@@ -271,10 +256,7 @@ class Job(Switchable):
                 self.optimizer.zero_grad()
                 if isinstance(error, NotFinite) and not error.spoiled and (names := self.not_finite()):
                     argument_checks.blame_weights(error, names, self.ledger.made_last)
-                # The body of a loop over `batches` was left, and its generator does not know. Where a rank that died is
-                # replaced, the loop goes on.
-                if self._own is None or not self._own.goes_on(error):
-                    self._leave_loop(error)
+                self._leave_loop(error)  # its generator does not know that the body of the loop was left
                 if isinstance(error, Exception) and (parted := meeting.parted()) is not None:
                     raise parted from None
                 raise
@@ -309,8 +291,7 @@ class Job(Switchable):
             yield
         except NotFinite as error:
             self.optimizer.zero_grad()
-            if self._own is None or not self._own.goes_on(error):
-                self._leave_loop(error)
+            self._leave_loop(error)
             raise
 
     def evaluate(self, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any] = default_collate) -> float:
@@ -341,8 +322,6 @@ class Job(Switchable):
         """
         if isinstance(other := step_boundary.training(), Job):
             other._leave_loop()
-            if other._own is not None:
-                other._own.end(GeneratorExit())
         if step_boundary.training() is not None:
             raise TrainingError(
                 "A training runs already.",

@@ -8,8 +8,7 @@ it, as in a switch, from what is held of the newest step that is whole; and all 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,7 +28,7 @@ from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.control.recovery import Progress
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.own_loop.own_loop import OwnLoop, common
+from nbkit.rank.train.own_loop.own_loop import OwnLoop
 from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.backup import Generation, buddy_of
 from nbkit.rank.train.replace.hand_over import hand_over
@@ -78,9 +77,8 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
         job, like = trainer.job, trainer.job.optimizer.inner
     stages.mark("trainer handed over")
     restoration, lost = None, ""
-    ends = common([each.boundaries for each in everyone])
     try:
-        restoration = _newest(everyone, strategy, job, ends)
+        restoration = newest(everyone, strategy, job.builder)
     except TrainingError as error:
         if saved is None or saved.path is None:
             raise
@@ -118,21 +116,9 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
     else:
         assert saved is not None and saved.path is not None
         _load(trainer, saved.path, saved.step, lost)
-    if ends is not None and handed is None and isinstance(trainer, OwnLoop):
-        trainer.go_back(max((number for number, step in ends.items() if step == job.step), default=None))
     stages.mark("adopted")
     job.meet(everyone[source].asked)
     return trainer
-
-
-def _newest(
-    everyone: Sequence[Holding], strategy: Strategy, job: Job, boundaries: Mapping[int, int] | None
-) -> Restoration:
-    """A loop of the user's own goes on where its body was over on all ranks; where that is lost, its steps are kept."""
-    if boundaries is not None:
-        with suppress(TrainingError):
-            return newest(everyone, strategy, job.builder, only=set(boundaries.values()))
-    return newest(everyone, strategy, job.builder)
 
 
 def _load(trainer: Training, path: Path, step: int, lost: str) -> None:
@@ -187,8 +173,6 @@ class _Held:
         kept = {step: Part.kept(each, names) for step, each in wards.items()}
         changes = changes_of(job.sharded_model, job.builder.skeleton)
         told = Holding(job.strategy, changes, job.step, parts, kept, backups.ward, backups.asked, trainer.saves.last)
-        if isinstance(trainer, OwnLoop):
-            told = replace(told, boundaries=trainer.boundaries)
         return cls(told, None if job.integrity.half_way else step, states, points, wards)
 
     def take_back(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,7 @@ class Holding:
     """What a rank tells the others when ranks were lost; a new one has nothing to tell.
 
     finished: steps. parts: by step, what it can give of the state then. wards: what it keeps of rank `ward`. asked:
-    see Backups. saved: the last checkpoint. boundaries: see OwnLoop; None in a `fit`.
+    see Backups. saved: the last checkpoint.
     """
 
     strategy: Strategy | None = None
@@ -63,7 +63,6 @@ class Holding:
     ward: int | None = None
     asked: int | None = 0
     saved: LastCheckpoint | None = None
-    boundaries: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,8 @@ class Restoration:
         return [rank for rank, part in enumerate(self.given) if part is not None]
 
 
-def newest(
-    everyone: Sequence[Holding], strategy: Strategy, builder: Builder, *, only: Collection[int] | None = None
-) -> Restoration:
-    """The same on every rank, without a message. only: steps that it may be; None: any.
+def newest(everyone: Sequence[Holding], strategy: Strategy, builder: Builder) -> Restoration:
+    """Return the newest step that is whole. The same on every rank, without a message.
 
     Raises TrainingError where no step is whole, naming what is lost.
     """
@@ -97,7 +94,7 @@ def newest(
     kept = {each.ward: each.wards for each in everyone if each.ward is not None}
     why = lacking = ""
     held = {step for each in everyone for step in each.parts}
-    for step in sorted(held if only is None else held & set(only), reverse=True):
+    for step in sorted(held, reverse=True):
         parts = [each.parts.get(step) for each in everyone]
         more = [kept.get(rank, {}).get(step) if each.strategy is None else None for rank, each in enumerate(everyone)]
         for those in (parts, [own or its for own, its in zip(parts, more, strict=True)]):

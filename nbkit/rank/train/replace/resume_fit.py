@@ -99,8 +99,9 @@ class Host(Protocol):
         """`caller` calls `fit`. Whether a rank that dies is replaced; where `fit` is, is known until `leave`."""
         ...
 
-    def loop(self, job: Any, loader: Any) -> Any:
-        """The OwnLoop in which the batches of `loader` are read from now on; None where no rank is replaced in it."""
+    def loop(self, job: Any) -> Any:
+        """Return the OwnLoop for a loop over `job.batches` that begins; None where the job is not saved when a rank
+        dies in it."""
         ...
 
     def leave(self, why: str = "") -> None:
