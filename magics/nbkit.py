@@ -6,13 +6,13 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from magics.arguments import HelpShown, nbkit_parser, parse
 from nbkit.notebook.cluster.cluster import current
-from nbkit.notebook.cluster.why.why import Why
+from nbkit.notebook.cluster.why import Why
 from nbkit.notebook.export.export import Exported, export
 from nbkit.notebook.planning import planned
 from nbkit.notebook.tracing import Traced
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 from nbkit.notebook.widgets.run_report import Written
-from nbkit.planner.choose.ranked_strategies import Plan, Words
+from nbkit.planner.choose.search import Plan, Words
 
 
 @magics_class

@@ -9,7 +9,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from magics.arguments import HelpShown, compare_parser, parse, strategy_parser
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cluster import current
-from nbkit.notebook.cluster.control_result import ControlResult
+from nbkit.notebook.cluster.training_control import ControlResult
 from nbkit.notebook.widgets.panel.panel import StrategyPanel
 
 

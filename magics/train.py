@@ -6,7 +6,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from magics.arguments import HelpShown, parse, train_parser
 from nbkit.notebook.cluster.cluster import current
-from nbkit.notebook.cluster.control_result import ControlResult
+from nbkit.notebook.cluster.training_control import ControlResult
 
 
 @magics_class

@@ -2,7 +2,7 @@
 
 Rank order: tp fastest, then cp, dp, and pp slowest, so that the ranks that talk most are neighbours on a node. Another
 axis may be the slowest instead, and cross nodes in place of pp: a strategy's `order=` says so, or it is chosen, so that
-fewer bytes move: see nbkit.planner.reshard.placement. Which rank stands where in this order can be said too: ranks of
+fewer bytes move: see nbkit.planner.exchange. Which rank stands where in this order can be said too: ranks of
 unequal speed suit unequal stages.
 """
 

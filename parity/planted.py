@@ -25,12 +25,11 @@ from nbkit.rank.parallel.context.peers import Threads
 from nbkit.rank.parallel.data_parallel import bucket_collectives
 from nbkit.rank.parallel.data_parallel.bucket_collectives import Reduction
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
-from nbkit.rank.parallel.pipeline.executor import _Run
-from nbkit.rank.parallel.pipeline.split_backward import Deferred
+from nbkit.rank.parallel.pipeline.executor import Deferred, _Run
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.apply import _Surgery
 from nbkit.rank.parallel.tensor.collectives import _GatherSum, _own
-from nbkit.rank.parallel.tensor.column_row_pair import Link
+from nbkit.rank.parallel.tensor.layers import Link
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.train.step.step import TrainingStep
 from parity.cells import Cell

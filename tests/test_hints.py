@@ -24,7 +24,7 @@ from nbkit.commands import prepare_parser, subcommands
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.cluster import Cluster
-from nbkit.planner.stage_partition import partition
+from nbkit.planner.stages import partition
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world.rank_place import Place

@@ -8,7 +8,7 @@ from itertools import combinations
 from bench.rigs.forked import Ranks
 from bench.settings import Settings
 from bench.table import Row, absolute
-from nbkit.planner.stage_partition import partition
+from nbkit.planner.stages import partition
 
 STAGES = (2, 4)
 WIDTH, ROWS, LAYERS = 256, 192, 48

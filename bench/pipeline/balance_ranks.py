@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.pipeline.layer_chain import find_chain
-from nbkit.rank.parallel.pipeline.layer_costs import measure_costs
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain, measure_costs
 
 
 class _Layer(nn.Module):

@@ -11,7 +11,7 @@ import nbkit
 from bench.plan.models import Model, loss, model
 from bench.steps.memory_ranks import _alive, _of, _storages
 from nbkit.errors import StrategyError
-from nbkit.rank.train.estimate.model_trace.live_bytes import LiveBytes
+from nbkit.rank.train.estimate.model_trace import LiveBytes
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes
 
 STEPS = 3

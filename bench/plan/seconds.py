@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.rigs.forked import Ranks
 from bench.rigs.tbf_links import TbfLinks
-from nbkit.planner.choose.fastest import fastest
+from nbkit.planner.choose.search import fastest
 
 RANKS = 4
 STRATEGIES = (

@@ -17,11 +17,11 @@ from bench.rigs.slept_link import Rate, SleptLink
 from nbkit.errors import NbkitError
 from nbkit.planner.link_speed import ranks_of_node
 from nbkit.rank.comm import link_probe
-from nbkit.rank.data.batch_size import Arithmetic
+from nbkit.rank.data.batch import Arithmetic
 from nbkit.rank.models.gpt import GPT, Block
 from nbkit.rank.train.estimate.cost_model import CostModel
-from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
+from nbkit.rank.train.estimate.time_model import seconds_before_a_step
 from nbkit.strategy import Strategy
 
 WARM, STEPS = 3, 4

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.pipeline.sleeping_rank import until
-from nbkit.rank.comm.delegating_group import DelegatingGroup
-from nbkit.rank.comm.operations import COLLECTIVES, num_bytes
+from nbkit.rank.comm.delegating_group import COLLECTIVES, DelegatingGroup, num_bytes
 
 _PARTED = ("alltoall_base", "all_to_all_single")
 """Operations that are told how much each rank gets: (output, input, sizes of what comes, of what goes)."""

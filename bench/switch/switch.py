@@ -17,7 +17,7 @@ import numpy as np
 from bench.rigs.forked import Ranks
 from bench.settings import Settings
 from bench.table import Row, skipped
-from nbkit.planner.reshard.exchange import Plan
+from nbkit.planner.exchange import Plan
 from nbkit.tensor_layout import Layout
 
 RANKS = (4, 8)

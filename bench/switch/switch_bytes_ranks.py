@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.rigs.loopback import measured
 from nbkit.mesh import Mesh
-from nbkit.planner.reshard.exchange import Plan
+from nbkit.planner.exchange import Plan
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.reshard.state_digest import digest
 from nbkit.tensor_layout import Layout

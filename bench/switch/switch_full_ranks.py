@@ -11,8 +11,8 @@ import torch
 from bench.rigs.jobs import config, trainer
 from nbkit.errors import SwitchError
 from nbkit.rank.parallel import model_facts
-from nbkit.rank.parallel.reshard.resizable_storage import Filling
-from nbkit.rank.telemetry.memory import bytes_held, reset_peak, storage_bytes
+from nbkit.rank.parallel.reshard.redistribute import Filling
+from nbkit.rank.telemetry.health import bytes_held, reset_peak, storage_bytes
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.estimate.free_memory import side_bytes, trim
 from nbkit.strategy import Strategy

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from bench.rigs.jobs import config, trainer
 from bench.rigs.loopback import measured
 from bench.switch.dcp_shards import stored
-from nbkit.bridge.training_requests import Control, Controls
+from nbkit.bridge.requests import Control, Controls
 from nbkit.errors import Stopped
 from nbkit.rank.parallel import model_facts
-from nbkit.rank.telemetry.memory import bytes_held, reset_peak
+from nbkit.rank.telemetry.health import bytes_held, reset_peak
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control import step_boundary
 from nbkit.tensor_layout import Layout

@@ -26,14 +26,12 @@ from bench.rigs.forked import Ranks
 from bench.settings import Settings
 from bench.stats import quantile
 from bench.table import Row, absolute
-from nbkit.notebook.run import step_timeline
+from nbkit.notebook.run import step_picture
 from nbkit.notebook.run.follower import Run
 from nbkit.records import record_file
-from nbkit.records.late_ranks import Bar, Late, late_rank
-from nbkit.records.pipeline_links import Link, links, slow_link
-from nbkit.records.readings import bars, members_of, usual_bars
+from nbkit.records.readings import Bar, Late, bars, late_rank, members_of, usual_bars
 from nbkit.records.records import Detail, Group, Header, Record, StepRecord
-from nbkit.records.run_advice import largest_loss
+from nbkit.records.run_advice import Link, largest_loss, links, slow_link
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 
@@ -261,7 +259,7 @@ def _bubble(settings: Settings, ranks: Ranks, schedule: str, stages: int, micros
     found.refresh()
     seen = []
     for step in range(first + 1, last + 1):
-        shown = step_timeline.of_step(found, step, text)
+        shown = step_picture.of_step(found, step, text)
         if shown is not None and shown["step"] == step:
             seen.append(shown["measured_bubble"])
     known = simulate(Schedule.of(schedule, stages, micros)).bubble

@@ -15,8 +15,7 @@ from torch.utils.data import default_collate
 import nbkit
 from bench.pipeline.sleeping_rank import Along, Beside, until
 from bench.rigs.jobs import config, data, token_loss
-from nbkit.rank.comm.delegating_group import DelegatingGroup, live
-from nbkit.rank.comm.operations import COLLECTIVES
+from nbkit.rank.comm.delegating_group import COLLECTIVES, DelegatingGroup, live
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world.world import World
 from nbkit.schedules import Schedule

@@ -4,6 +4,12 @@ A cell runs in the engine's own IPython shell, so magics, `!commands`, top-level
 what they are in a notebook. What this adds: the record that goes back, the notebook's own cell number in
 tracebacks, an event loop for await (the engine's is busy with the request itself), and a stop that only ever
 hits the user's code.
+
+Whether an interrupt would break into the import of something installed, and the wait for its end.
+
+What an import leaves when it is broken off cannot be imported again: extension modules load once in a process, and a
+package whose parts are there already is not the one that its first import would have made. So an interrupt waits for
+it. A module of the user's own may be a whole training: that is interrupted at once.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import asyncio
 import builtins
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import tokenize
@@ -21,28 +28,73 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any, TypeVar
 
 from IPython.core.displayhook import DisplayHook
 
-from nbkit.bridge.debugging.debugger import Debugger
-from nbkit.bridge.debugging.prompts import Prompts
-from nbkit.bridge.import_under_way import LONGEST_S, is_importing, when_imported
-from nbkit.bridge.output.capture import Capture
-from nbkit.bridge.output.length_limit import shortened
+from nbkit.bridge.debugger import Debugger, Prompts
+from nbkit.bridge.output import Capture, shortened
 from nbkit.bridge.shell import Shell, end_words, ends_well
 from nbkit.errors import Stopped
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.control import active_job
-from nbkit.rank.train.control.detached_flag import DETACHED
-from nbkit.rank.train.step.failure import PEER_GONE
+from nbkit.rank.train.control.active_job import DETACHED
+from nbkit.rank.train.step.history import PEER_GONE
 from nbkit.rank.world import meeting, world
 from nbkit.wire import interrupts
 from nbkit.wire.cells import CellRecord, CellRequest, Failure, Status
 from nbkit.wire.link import Link
 from nbkit.wire.text_encoding import encodable
+
+LONGEST_S = 60.0  # what takes longer is no import, or one that hangs
+_LOOKED_S = 0.02
+
+_IMPORTS = "<frozen importlib._bootstrap>"
+_STDLIB = Path(sysconfig.get_path("stdlib"))
+
+
+def is_importing(frame: FrameType | None) -> bool:
+    """Whether something installed, of Python's own too, is being found, loaded or run for its import at `frame`."""
+    body = ""
+    for each, _ in walk_stack(frame):
+        code = each.f_code
+        if code.co_filename == _IMPORTS and code.co_name == "_find_and_load":
+            if not body or _is_installed(body):
+                return True
+            body = ""
+        elif code.co_name == "<module>":
+            body = code.co_filename
+    return False
+
+
+def when_imported(interrupt: Callable[[], None], wanted: Callable[[], bool]) -> None:
+    """From a thread, call `interrupt` when the main thread imports nothing installed; again until it is not `wanted`.
+
+    After LONGEST_S it is called whatever the main thread does.
+    """
+    main, until = threading.main_thread().ident or 0, time.monotonic() + LONGEST_S
+
+    def wait() -> None:
+        while wanted():
+            if time.monotonic() >= until or not is_importing(sys._current_frames().get(main)):
+                interrupt()
+            time.sleep(_LOOKED_S)
+
+    threading.Thread(target=wait, name="nbkit-when-imported", daemon=True).start()
+
+
+def _is_installed(file: str) -> bool:
+    path = Path(file)
+    return (
+        file.startswith("<frozen")
+        or {"site-packages", "dist-packages"} & {*path.parts} != set()
+        or path.is_relative_to(_STDLIB)
+    )
+
 
 TEXT_SECONDS = 20.0  # for the text of an error, which may be the user's code; the other ranks wait meanwhile
 PATIENCE_SECONDS = 1.0  # in which a stop does not break it off

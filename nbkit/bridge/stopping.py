@@ -12,7 +12,7 @@ import time
 
 from nbkit.bridge.runner import Runner, Running
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.world import watchdog
+from nbkit.rank.world import failure_alarm
 
 TICK_SECONDS = 0.05
 SIGINT_SECONDS = 0.15  # Python code needs less than that; what needs more is waiting in C
@@ -75,11 +75,11 @@ class Stopping:
         running.stopped = True
         self.runner.interrupt(running)
         if not running.ended.wait(SIGINT_SECONDS) and self.runner.in_user_code:
-            watchdog.break_out("the cell was stopped while it waited")
+            failure_alarm.break_out("the cell was stopped while it waited")
         self._insist(running)
 
     def _release(self, running: Running, reason: str) -> None:
-        watchdog.break_out(reason)
+        failure_alarm.break_out(reason)
         if not running.ended.wait(SIGINT_SECONDS):
             self.runner.interrupt(running)
             self._insist(running)

@@ -16,7 +16,7 @@ from typing import Any
 import nbkit
 from nbkit.errors import CellError, NbkitError, UsageError
 from nbkit.notebook.cluster import site_settings
-from nbkit.notebook.cluster.launch.limits import pins_within
+from nbkit.notebook.cluster.launch.pins import pins_within
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.notebook.headless import Headless, read_notebook, shown_by, tagged
 from nbkit.notebook.user_files import write_file

@@ -10,11 +10,9 @@ from pathlib import Path
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import site_settings
-from nbkit.notebook.cluster.launch.limits import pins_within
+from nbkit.notebook.cluster.launch.pins import pins_within
 from nbkit.notebook.cluster.machine.machine import read_machine
-from nbkit.notebook.selftest.items import Item, items
-from nbkit.notebook.selftest.report import Outcome, Report
-from nbkit.notebook.selftest.trial import Trial
+from nbkit.notebook.selftest import Item, Outcome, Report, Trial, items
 
 CPU_RANKS = 4
 

@@ -19,8 +19,7 @@ from nbkit.notebook.export.sbatch_file import (
     notebook_job,
     submit_job,
 )
-from nbkit.notebook.headless import Headless, read_notebook
-from nbkit.notebook.parameters import set_parameters
+from nbkit.notebook.headless import Headless, read_notebook, set_parameters
 from nbkit.notebook.user_files import write_file
 from nbkit.quoting import file_word, shell_words
 

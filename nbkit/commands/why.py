@@ -7,7 +7,7 @@ import argparse
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.launch.launch import connect
 from nbkit.notebook.cluster.output.root_cause import deaths_in
-from nbkit.notebook.cluster.why.why import ask_why
+from nbkit.notebook.cluster.why import ask_why
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:

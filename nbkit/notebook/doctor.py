@@ -24,12 +24,12 @@ from nbkit.errors import NbkitError
 from nbkit.ipyparallel_private import SYMBOLS as IPYPARALLEL
 from nbkit.ipython_private import SYMBOLS as IPYTHON
 from nbkit.notebook.cluster import registry, site_settings
-from nbkit.notebook.cluster.control_result import size
-from nbkit.notebook.cluster.launch.limits import pins_within
+from nbkit.notebook.cluster.launch.pins import pins_within
 from nbkit.notebook.cluster.launch.platform_check import check_platform, release, starts_by_forking
 from nbkit.notebook.cluster.machine.gpus import show_mib
 from nbkit.notebook.cluster.machine.machine import Machine, read_machine
 from nbkit.notebook.cluster.machine.remarks import remarks
+from nbkit.notebook.cluster.training_control import size
 from nbkit.private_symbols import problems
 from nbkit.quoting import shell_words
 from nbkit.wire.own_modules import hiding

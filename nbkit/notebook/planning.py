@@ -1,32 +1,158 @@
-"""`nbkit.plan`: which strategy to choose for a model, on this machine, a cluster or hardware described in a line."""
+"""`nbkit.plan`: which strategy to choose for a model, on this machine, a cluster or hardware described in a line.
+
+Runs a function in a fork of this process: what it imports and holds in memory ends with it.
+
+One line on the screen that says what is being done while it takes long; it is gone when that is done.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
+import pickle
+import signal
 import sys
+import threading
+import time
+import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
+from nbkit.durations import text_of
 from nbkit.errors import UsageError
-from nbkit.notebook.call_in_fork import in_a_fork
-from nbkit.notebook.progress_line import ProgressLine
+from nbkit.notebook.cluster.registry import notebook_shell
 from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.choose.load import Subject
-from nbkit.planner.choose.ranked_strategies import Plan, Words
-from nbkit.planner.choose.search import search
+from nbkit.planner.choose.search import Plan, Words, search
 from nbkit.planner.gpt_config import GPTConfig
-from nbkit.planner.peak.gpt_pieces import GPTPieces
+from nbkit.planner.peak import GPTPieces
 from nbkit.strategy import divisors
 from nbkit.unfit_calls import says_what_it_takes
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+
+def in_a_fork(function: Callable[[Say], T], *, heard: Say) -> T:
+    """What `function` returns, which is picklable. It may use all that this process holds, and changes none of it.
+
+    What it says of its progress, by the callable that it is given, is `heard` here. Raises what it raises, with the
+    traceback as a note; ChildProcessError where it ends without an answer. Ctrl-C here ends it. For a process that has
+    not used torch: a fork of one that has may hang in its thread pools.
+    """
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads of a kernel hold no lock that is taken here
+        pid = os.fork()
+    if not pid:
+        os.close(reader)
+        _answer(function, writer)
+    os.close(writer)
+    try:
+        with os.fdopen(reader, "rb") as stream:
+            while (answer := _next(stream)) is not None and answer[0] == "said":
+                heard(answer[1])
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    _, status = os.waitpid(pid, 0)
+    if answer is None:
+        raise ChildProcessError(f"a process of its own ended without an answer: {_how(status)}")
+    kind, value = answer
+    if kind == "failed":
+        raise value
+    return value  # type: ignore[no-any-return]
+
+
+def _next(stream: BinaryIO) -> tuple[str, Any] | None:
+    """("said" | "failed" | "done", value); None behind the last one."""
+    try:
+        found: tuple[str, Any] = pickle.load(stream)
+    except EOFError:
+        return None
+    return found
+
+
+def _answer(function: Callable[[Say], object], writer: int) -> None:
+    """In the fork. Never returns."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits ends this process
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a kernel's own are threads, which a fork lacks
+        with os.fdopen(writer, "wb", buffering=0) as stream:
+            try:
+                packed = pickle.dumps(("done", function(lambda text: pickle.dump(("said", text), stream))))
+            except BaseException as error:
+                error.add_note("".join(traceback.format_tb(error.__traceback__)[1:]).rstrip())
+                try:
+                    packed = pickle.dumps(("failed", error))
+                except Exception:
+                    packed = pickle.dumps(("failed", RuntimeError(f"{type(error).__name__}: {error}")))
+            with os.fdopen(os.dup(writer), "wb") as whole:  # which writes all of it, however much a pipe takes at once
+                whole.write(packed)
+    finally:
+        os._exit(0)
+
+
+def _how(status: int) -> str:
+    return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit status {os.WEXITSTATUS(status)}"
+
+
+_AFTER, _EVERY = 1.5, 1.0
+"""Seconds before the line is first shown, and between two of it."""
+
+
+class ProgressLine:
+    """Within it, what was said last, and how long it all takes so far. In a notebook or on a terminal; elsewhere none.
+
+    By a thread: what takes long may say nothing for long.
+    """
+
+    def __init__(self, name: str, what: str) -> None:
+        self._name, self._what, self._width = name, what, 0
+        self._out, self._done = sys.stdout, threading.Event()
+        self._shown = notebook_shell() is not None or self._out.isatty()
+        # A copy of the context: by it a kernel knows which cell a thread writes for.
+        self._thread = threading.Thread(target=copy_context().run, args=(self._draw,), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        if self._shown:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        if self._shown:
+            self._thread.join()
+        if self._width:
+            self._write("")
+            self._out.write("\r")
+
+    def say(self, what: str) -> None:
+        """From now on this is being done."""
+        self._what = what
+
+    def _draw(self) -> None:
+        wait = _AFTER
+        while not self._done.wait(wait):
+            self._write(f"{self._name}: {self._what} ({text_of(time.monotonic() - self._began)})")
+            wait = _EVERY
+
+    def _write(self, line: str) -> None:
+        self._out.write(f"\r{line:<{self._width}}")
+        self._out.flush()
+        self._width = len(line)
+
 
 PRECISIONS = {None: 4, "bf16": 2, "fp16": 2}
 """Bytes of what is computed."""
 _EXAMPLE = 'nbkit.plan(nbkit.GPTConfig(width=768, layers=12, heads=12), batch=64, on="8 H100")'
 _TABLE_SECONDS = 10.0  # for what every strategy would take, which is worked out when somebody asks first
 _IN_THE_RANK_WING = "nbkit.rank.train.estimate.model_pieces"
-
-T = TypeVar("T")
 
 
 @says_what_it_takes(hint=_EXAMPLE)
@@ -111,8 +237,7 @@ def training_plan() -> Words:
     Raises UsageError where nothing trains there, ClusterError without a cluster.
     """
     from nbkit.notebook.cluster.cluster import current
-    from nbkit.notebook.widgets.panel.state import Looked, State, reduce
-    from nbkit.notebook.widgets.panel.view import text_of
+    from nbkit.notebook.widgets.panel.view import Looked, State, reduce, text_of
 
     cluster = current()
     cluster.training.look_well(_TABLE_SECONDS)

@@ -16,8 +16,7 @@ from nbkit.errors import TrainingError
 from nbkit.notebook.user_files import write_file
 from nbkit.quoting import user_path
 from nbkit.records.chrome_trace import chrome_trace, compressed
-from nbkit.records.record_file import START, cursor_near_end, rank_files, read_head, read_since
-from nbkit.records.record_lookup import groups_of
+from nbkit.records.record_file import START, cursor_near_end, groups_of, rank_files, read_head, read_since
 from nbkit.records.records import Detail, EventRecord, Header, Record, StepRecord
 
 _POLL_SECONDS = 0.1

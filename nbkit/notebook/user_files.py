@@ -1,6 +1,8 @@
 """Writes the files that a user asks for: whole, or what was there before stays and one error says why.
 
 What a library writes to a full disk otherwise is half a file and a traceback.
+
+Clearing up that a second Ctrl-C does not leave half done.
 """
 
 from __future__ import annotations
@@ -8,7 +10,10 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from contextlib import suppress
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nbkit.errors import NbkitError
@@ -51,3 +56,16 @@ def _free(path: Path) -> str:
         folder = next(folder for folder in path.parents if folder.is_dir())
         return f", and {shutil.disk_usage(folder).free / 1e6:,.1f} MB are free there"
     return ""
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """An interrupt that arrives inside is lost. Only for what follows one, or an error, and takes seconds at most."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals act in the main thread alone
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)

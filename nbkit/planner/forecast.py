@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nbkit.planner.memory import Rest
-from nbkit.planner.traffic import Traffic
+from nbkit.planner.traffic import Rest, Traffic
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from nbkit.planner.stage_partition import place
+from nbkit.planner.stages import place
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 

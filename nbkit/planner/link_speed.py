@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import gcd
 
 from nbkit.node_levels import WITHIN, levels_of
-from nbkit.planner.stage_partition import ranks_of_stages
+from nbkit.planner.stages import ranks_of_stages
 from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
 

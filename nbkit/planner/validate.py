@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nbkit.errors import StrategyError
 from nbkit.planner.job_facts import Facts
-from nbkit.planner.stage_partition import ranks_of_stages, spelled, stage_ranges, too_few
+from nbkit.planner.stages import ranks_of_stages, spelled, stage_ranges, too_few
 from nbkit.strategy import Strategy, divisors
 from nbkit.tensor_layout import bounds
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.proof.memory import Memory, memory_of, tensors_in
+from nbkit.rank.parallel.proof.observe import Memory, memory_of, tensors_in
 from nbkit.rank.watching_mode import WatchingMode
 
 T = TypeVar("T")

@@ -1,12 +1,85 @@
-"""Find what costs a step the most, from the bars of all ranks; one sentence on it with what one could try."""
+"""Find what costs a step the most, from the bars of all ranks; one sentence on it with what one could try.
+
+The delay of each link between two ranks of a pipeline, from one detailed step of all its ranks.
+
+A message is on its way from when it has been sent, and its receiver stands still for it from when it has begun to wait:
+the later of the two until it is there is transfer that hides behind nothing. What the receiver waited before was
+idleness in the schedule.
+
+Finds the ranks that are behind, from their fingerprints (`groups.fingerprint`). Pure: no torch, any process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from nbkit.records.late_ranks import Bar, Late, late_rank
-from nbkit.records.pipeline_links import Link
-from nbkit.records.readings import MESSAGES, Row
+from nbkit.records.readings import MESSAGES, Bar, Late, Row, late_rank
+from nbkit.records.records import Detail, TimedCall
+
+_TIMES_THE_REST = 3.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """Messages of one step from one rank to another. seconds: that the receiver stood still for transfers."""
+
+    source: int
+    target: int
+    messages: int
+    bytes: int
+    seconds: float
+
+
+def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = None) -> list[Link]:
+    """Each direction of each pair of ranks between which messages went, the longest stood for first.
+
+    offsets: ns to add to a rank's times to get rank 0's (Header.offset_ns); default: all share a clock.
+    Messages of which one end is not in the records, or for which nobody waited, are left out.
+    """
+    shift = offsets or {}
+    sent = {(rank, *key): call for rank, one in details.items() for key, call in _messages(one.calls, "send")}
+    sums: dict[tuple[int, int], list[float]] = {}
+    for target, one in details.items():
+        for (source, group, place), arrived in _messages(one.calls, "recv"):
+            issued = sent.get((source, target, group, place))
+            if issued is None or arrived.waited is None:
+                continue
+            # Where nobody knows when it was there, it was when the wait was over, or before.
+            done = arrived.done if arrived.done is not None else arrived.waited + arrived.blocked
+            left = issued.issued + shift.get(source, 0)
+            here = shift.get(target, 0)
+            stood = min(done + here - max(left, arrived.waited + here), arrived.blocked)
+            into = sums.setdefault((source, target), [0, 0, 0.0])
+            into[0] += 1
+            into[1] += arrived.bytes
+            into[2] += max(stood, 0) / 1e9
+    made = [Link(a, b, int(count), int(size), seconds) for (a, b), (count, size, seconds) in sums.items()]
+    return sorted(made, key=lambda link: -link.seconds)
+
+
+def slow_link(of: Iterable[Link], step: float, *, at_least: float = 0.05) -> Link | None:
+    """The link that takes `at_least` of a step of `step` seconds, and several times what the next one takes.
+
+    The next one is between two other ranks, since what slows a link mostly slows both of its directions. Where there
+    are only two ranks it is the other direction.
+    """
+    every = sorted(of, key=lambda link: -link.seconds)
+    # One that takes longer than the step has its moments from another step, which was slower.
+    if not every or not at_least * step < every[0].seconds < step:
+        return None
+    ends = {every[0].source, every[0].target}
+    others = [link for link in every[1:] if {link.source, link.target} != ends] or every[1:]
+    usual = others[0].seconds if others else 0.0
+    return every[0] if every[0].seconds >= _TIMES_THE_REST * usual else None
+
+
+def _messages(calls: Iterable[TimedCall], op: str) -> Iterable[tuple[tuple[int, str, int], TimedCall]]:
+    """((rank at the other end, group, number in the pair), call) of each message."""
+    for call in calls:
+        if call.op == op and call.peer is not None and call.peer >= 0:
+            yield (call.peer, call.group, call.place), call
+
 
 _AT_LEAST = 0.1  # of a step, for a part to be worth a word
 _NAMED = 3  # ranks; more are counted
@@ -145,3 +218,46 @@ _CAUSES = {
     "other": "look at what only this rank does",
     "exposed": "look at the link between them",
 }
+
+
+def differences(fingerprints: Sequence[Mapping[str, int]]) -> list[str]:
+    """What does not match between the ranks' fingerprints (index == rank); empty when all is matched.
+
+    A line per group whose members issued different numbers of collectives, and per pair of ranks with a send
+    that nobody received, or the other way round.
+    """
+    lines = []
+    transfers: dict[str, dict[str, int]] = {"sent": {}, "received": {}}
+    collectives: dict[str, dict[int, int]] = {}
+    for rank, counts in enumerate(fingerprints):
+        for key, number in counts.items():
+            kind = key.rsplit(" ", 1)[-1]
+            if kind in transfers and "->" in key:
+                transfers[kind][key.removesuffix(f" {kind}")] = number
+            else:
+                collectives.setdefault(key, {})[rank] = number
+    for label, by_rank in sorted(collectives.items()):
+        if len(set(by_rank.values())) > 1:
+            lines.append(f"{label}: " + ", ".join(f"rank {rank} issued {n}" for rank, n in sorted(by_rank.items())))
+    return lines + _unmatched(transfers["sent"], transfers["received"])
+
+
+def _unmatched(sent: Mapping[str, int], received: Mapping[str, int]) -> list[str]:
+    # A receive from "any" can take any pair's messages: such a destination is compared in total.
+    anyone = {key.replace("any->", "*->") for key in received if ": any->" in key}
+
+    def totals(counts: Mapping[str, int]) -> dict[str, int]:
+        sums: dict[str, int] = {}
+        for key, number in counts.items():
+            label, pair = key.rsplit(": ", 1)
+            total = f"{label}: *->{pair.split('->')[1]}"
+            key = total if total in anyone else key
+            sums[key] = sums.get(key, 0) + number
+        return sums
+
+    gone, come = totals(sent), totals(received)
+    return [
+        f"{key}: sent {gone.get(key, 0)}, received {come.get(key, 0)}"
+        for key in sorted({*gone, *come})
+        if gone.get(key, 0) != come.get(key, 0)
+    ]

@@ -4,8 +4,7 @@
 `simulate` turns into a planned timeline.
 """
 
-from nbkit.schedules.ops import Kind, Op
-from nbkit.schedules.schedule import NAMES, Schedule
+from nbkit.schedules.schedule import NAMES, Kind, Op, Schedule
 from nbkit.schedules.simulate import Span, Timeline, simulate
 
 __all__ = ["NAMES", "Kind", "Op", "Schedule", "Span", "Timeline", "simulate"]

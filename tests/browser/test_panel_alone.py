@@ -10,8 +10,7 @@ import pytest
 from tables import answer_of, table_of
 
 from nbkit.notebook.widgets.panel.panel import STATIC
-from nbkit.notebook.widgets.panel.state import Looked, State, reduce
-from nbkit.notebook.widgets.panel.view import job_view, pulse_view
+from nbkit.notebook.widgets.panel.view import Looked, State, job_view, pulse_view, reduce
 
 MODEL = """
 window.model = {

@@ -12,8 +12,7 @@ import pytest
 
 from nbkit.commands import main
 from nbkit.errors import UsageError
-from nbkit.notebook.headless import text_of
-from nbkit.notebook.parameters import set_parameters
+from nbkit.notebook.headless import set_parameters, text_of
 
 
 @pytest.fixture

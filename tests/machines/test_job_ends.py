@@ -23,7 +23,7 @@ from slurm_nodes import SlurmNodes
 from nbkit import Cluster
 from nbkit.errors import ClusterNotFound, NbkitError
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import moment, parsed
+from nbkit.notebook.cluster.hosts.launchers.slurm import moment, parsed
 from nbkit.notebook.cluster.hosts.progress import Seen
 from nbkit.notebook.cluster.hosts.start_request import SlurmRequest
 

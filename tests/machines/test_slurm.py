@@ -17,8 +17,7 @@ from nbkit import Cluster
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.hosts import progress
-from nbkit.notebook.cluster.hosts.launchers.allocation import allocation_here, counts_of
-from nbkit.notebook.cluster.hosts.launchers.slurm import Node, size_of
+from nbkit.notebook.cluster.hosts.launchers.slurm import Node, allocation_here, counts_of, size_of
 from nbkit.notebook.cluster.hosts.start_request import AllocationRequest, SlurmRequest
 
 GPU_NODES = [Node(f"g{i}", "gpu", True, 32, 4, "10.0.0.1") for i in range(3)]

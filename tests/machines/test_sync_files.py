@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nbkit.bridge import project_files
+from nbkit.bridge import calls
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.hosts import sync_files
 from nbkit.notebook.cluster.hosts.sync_files import project_at
@@ -54,12 +54,12 @@ def test_what_is_too_large_or_elsewhere_is_refused_with_what_to_type(
 def test_a_file_of_the_same_second_and_size_is_not_taken_from_what_was_compiled_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(project_files, "_home", lambda: tmp_path)
+    monkeypatch.setattr(calls, "_home", lambda: tmp_path)
     source = tmp_path / "one.py"
-    project_files.write([("one.py", 0o600, b"X = 1")])
+    calls.write([("one.py", 0o600, b"X = 1")])
     written = source.stat()
     py_compile.compile(str(source))
-    project_files.write([("one.py", 0o600, b"X = 2")])
+    calls.write([("one.py", 0o600, b"X = 2")])
     os.utime(source, ns=(written.st_atime_ns, written.st_mtime_ns))
 
     spec = importlib.util.spec_from_file_location("one", source)

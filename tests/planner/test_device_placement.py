@@ -11,8 +11,7 @@ import pytest
 from nbkit.device_speeds import of_stages
 from nbkit.errors import StrategyError
 from nbkit.mesh import Mesh
-from nbkit.planner.device_placement import best_places, rank_seconds
-from nbkit.planner.load_balance import computing_seconds
+from nbkit.planner.stages import best_places, computing_seconds, rank_seconds
 from nbkit.rank.train.control.rebalance import better
 from nbkit.strategy import Strategy
 

@@ -12,10 +12,8 @@ from rounds_in_place import peaks
 
 from nbkit.errors import TrainingError
 from nbkit.mesh import Mesh
-from nbkit.planner.reshard.exchange import Plan
-from nbkit.planner.reshard.placement import orders, placed
-from nbkit.planner.reshard.rank_steps import steps
-from nbkit.planner.reshard.rounds import rounds
+from nbkit.planner.exchange import Plan, orders, placed
+from nbkit.planner.exchange_rounds import rounds, steps
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Box, Layout
 

@@ -6,7 +6,7 @@ import pytest
 from transformer_weights import transformer
 
 from nbkit.planner.job_facts import held, holders
-from nbkit.planner.stage_partition import place
+from nbkit.planner.stages import place
 from nbkit.strategy import Strategy
 
 

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
-from nbkit.planner.load_balance import _full, best_speeds, computing_seconds, makespan
+from nbkit.planner.stages import _full, best_speeds, computing_seconds, makespan
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 

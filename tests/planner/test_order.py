@@ -9,10 +9,10 @@ from transformer_weights import transformer
 
 from nbkit.errors import StrategyError
 from nbkit.node_levels import WITHIN
+from nbkit.planner.exchange import orders, placed
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.link_speed import Link, Way, between_nodes
-from nbkit.planner.reshard.placement import orders, placed
-from nbkit.planner.step.measured_step import link_seconds
+from nbkit.planner.step import link_seconds
 from nbkit.planner.traffic import per_step
 from nbkit.strategy import Strategy
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbkit.planner.memory import Rest
-from nbkit.planner.peak.activations import Line, Piece, Updating, most, upper
-from nbkit.planner.peak.peak import Peak, Weights, peak
-from nbkit.planner.stage_partition import place
+from nbkit.planner.peak import Line, Peak, Piece, Updating, Weights, most, peak, upper
+from nbkit.planner.stages import place
+from nbkit.planner.traffic import Rest
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 

@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from nbkit.errors import StrategyError
-from nbkit.planner.stage_partition import partition, place, ranks_of_stages, spelled
+from nbkit.planner.stages import partition, place, ranks_of_stages, spelled
 from nbkit.schedules import Schedule
 from nbkit.strategy import SCHEDULES, Strategy
 

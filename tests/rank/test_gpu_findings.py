@@ -28,7 +28,7 @@ from nbkit.rank.parallel import device_mesh
 from nbkit.rank.parallel.data_parallel.ddp import ALIVE
 from nbkit.rank.parallel.pipeline.p2p import Channels
 from nbkit.rank.telemetry import collectives
-from nbkit.rank.world import watchdog
+from nbkit.rank.world import failure_alarm
 from nbkit.strategy import Strategy
 
 
@@ -174,7 +174,7 @@ def half_done(world: Any, gpu: PretendAccelerator) -> bool:
             raise RuntimeError("on purpose")
 
     trainer = quiet(model=blocks, strategy="ddp", callbacks=[leaves])
-    timer = threading.Timer(3.0, watchdog.break_out, ["a test"])
+    timer = threading.Timer(3.0, failure_alarm.break_out, ["a test"])
     if gpu.rank == 0:
         timer.start()
     Work.wait = wait  # type: ignore[method-assign]
@@ -205,7 +205,7 @@ def _released(wait: Callable[[], Any]) -> str:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     time.sleep(0.3)
-    watchdog.break_out("a test")
+    failure_alarm.break_out("a test")
     thread.join(2.0)
     return "".join(ended)
 

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from nbkit.records.late_ranks import Bar, Late, late_rank
-from nbkit.records.pipeline_links import Link, links, slow_link
-from nbkit.records.readings import bars, usual_bars
+from nbkit.records.readings import Bar, Late, bars, late_rank, usual_bars
 from nbkit.records.records import Detail, StepRecord, TimedCall, Traffic
-from nbkit.records.run_advice import reading
+from nbkit.records.run_advice import Link, links, reading, slow_link
 from nbkit.strategy import Strategy
 
 MS = 0.001

@@ -8,11 +8,9 @@ import pytest
 
 from nbkit.rank.telemetry.record_writer import mean_of
 from nbkit.records import readings
-from nbkit.records.late_ranks import Bar, Late, late_rank
-from nbkit.records.pipeline_links import Link
-from nbkit.records.readings import bars, table, traffic_matrix, usual_bars
+from nbkit.records.readings import Bar, Late, bars, late_rank, table, traffic_matrix, usual_bars
 from nbkit.records.records import Group, StepRecord, Traffic
-from nbkit.records.run_advice import largest_loss, reading
+from nbkit.records.run_advice import Link, largest_loss, reading
 
 N = 4
 ALL = {"dp 1 [0,1,2,3]": (0, 1, 2, 3)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbkit.schedules import NAMES, Op, Schedule
-from nbkit.schedules.token_rounds import token_rounds
+from nbkit.schedules.simulate import token_rounds
 
 
 def played(schedule: Schedule, sequences: int, rounds: int) -> int:

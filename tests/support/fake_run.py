@@ -9,8 +9,7 @@ from pathlib import Path
 from nbkit.mesh import Mesh
 from nbkit.planner import forecast
 from nbkit.planner.job_facts import Facts, Weight, cuts_for, held
-from nbkit.planner.memory import Rest
-from nbkit.planner.traffic import per_step
+from nbkit.planner.traffic import Rest, per_step
 from nbkit.rank.telemetry.record_writer import Overview, RecordFile
 from nbkit.records.records import (
     LISTEN_EVERY,

@@ -45,7 +45,7 @@ from nbkit.rank.device import accelerator  # noqa: E402
 from nbkit.rank.telemetry import collectives  # noqa: E402
 from nbkit.rank.train.replace.recover import recover  # noqa: E402
 from nbkit.rank.train.trainer import Trainer  # noqa: E402
-from nbkit.rank.world import watchdog  # noqa: E402
+from nbkit.rank.world import failure_alarm  # noqa: E402
 from parity.cells import Cell, layers_for, matrix  # noqa: E402
 from parity.figures import BARS, compared  # noqa: E402
 from parity.rounds import truths  # noqa: E402
@@ -173,7 +173,7 @@ def _broken_off(train: Callable[[], Any], reached: threading.Event) -> None:
     def release() -> None:
         reached.wait()
         if not ended.wait(_RELEASED_S):
-            watchdog.break_out("rank 1 failed")
+            failure_alarm.break_out("rank 1 failed")
         if not ended.wait(1.0):
             _thread.interrupt_main()
 

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from nbkit.notebook.cluster.machine.cuda_driver import CudaDriver, parse_answer
 from nbkit.notebook.cluster.machine.gpus import Survey, parse_driver, parse_gpus
-from nbkit.notebook.cluster.machine.links import Adapter, parse_topology
-from nbkit.notebook.cluster.machine.machine import Machine
-from nbkit.notebook.cluster.machine.torch_build import TorchBuild, parse_build
+from nbkit.notebook.cluster.machine.machine import Adapter, Machine, TorchBuild, parse_build, parse_topology
 
 # torch/version.py of wheels, shortened to what differs between them.
 VERSION_PY = """from typing import Optional

@@ -17,7 +17,7 @@ from pathlib import Path
 from nbkit import Cluster
 from nbkit.errors import NbkitError
 from nbkit.notebook.cluster.cells.handle import CellHandle
-from nbkit.notebook.cluster.why.why import Why
+from nbkit.notebook.cluster.why import Why
 
 SECONDS = 5.0
 """Within which the answer has to come."""

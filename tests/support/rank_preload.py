@@ -32,11 +32,11 @@ for _name in (
     "peft",
     "pytest",
     "ipyparallel.controller.app",
-    "nbkit.bridge.training_requests",
+    "nbkit.bridge.requests",
     "nbkit.rank.models.pretrained",
     "nbkit.rank.parallel.check_model",
     "nbkit.rank.train.trainer",
-    "nbkit.rank.world.watchdog",
+    "nbkit.rank.world.failure_alarm",
 ):
     importlib.import_module(_name)
 

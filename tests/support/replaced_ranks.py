@@ -167,7 +167,7 @@ def _sit(
 
 
 def _hear(listen: Connection, told: queue.SimpleQueue[tuple[int, Sequence[int]]], late_s: float) -> None:
-    from nbkit.rank.world.watchdog import break_out
+    from nbkit.rank.world.failure_alarm import break_out
 
     with contextlib.suppress(EOFError, OSError):
         while True:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nbkit.planner.reshard.exchange import Holding, Plan
-from nbkit.planner.reshard.rounds import Round
+from nbkit.planner.exchange import Holding, Plan
+from nbkit.planner.exchange_rounds import Round
 
 
 def peaks(plan: Plan, made: Sequence[Round]) -> tuple[int, ...]:

@@ -10,10 +10,10 @@ import torch
 from models_zoo import Specimen
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, replace, skeleton_of
+from nbkit.rank.parallel.module.copies import homes, is_placeholder, replace, skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.pipeline.stage_module import Staged
-from nbkit.rank.parallel.proof.memory import tensors_in
+from nbkit.rank.parallel.proof.observe import tensors_in
 
 Stage = tuple[Staged, int]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nbkit.mesh import Mesh
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.meta_module import homes, replace, skeleton_of
+from nbkit.rank.parallel.module.copies import homes, replace, skeleton_of
 from nbkit.rank.parallel.tensor import TensorPlan, TensorSplit, plan_of, tensor_parallel
 from nbkit.rank.parallel.tensor.proof.prove import prove
 

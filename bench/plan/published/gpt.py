@@ -13,7 +13,7 @@ from nbkit.planner.choose.hardware import DEVICES, Hardware
 from nbkit.planner.choose.load import Known
 from nbkit.planner.choose.seconds import Load
 from nbkit.planner.gpt_config import GPTConfig
-from nbkit.planner.peak.gpt_pieces import GPTPieces
+from nbkit.planner.peak import GPTPieces
 from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.plan.published.case import HALF, NODE, Case
 from nbkit.planner.choose.hardware import DEVICES, Hardware
 from nbkit.planner.choose.seconds import Load
-from nbkit.planner.step.overlap import Unit
+from nbkit.planner.step import Unit
 from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
 

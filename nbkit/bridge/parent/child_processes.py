@@ -1,9 +1,13 @@
-"""Questions to the system about the child processes of the ranks' parent."""
+"""Questions to the system about the child processes of the ranks' parent.
+
+The log of the ranks' parent: what it prints, with the time.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,3 +79,8 @@ def _own_cgroup(root: Path) -> str:
             if number == "0" or "memory" in controllers.split(","):
                 return path.rstrip("/")
     return ""
+
+
+def log(text: str) -> None:
+    with suppress(OSError):  # over SSH nobody may read it any more
+        print(f"{time.strftime('%H:%M:%S')} parent: {text}", flush=True)

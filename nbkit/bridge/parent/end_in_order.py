@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from nbkit.bridge.parent.coordinator import Coordinator
-from nbkit.bridge.parent.parent_log import log
+from nbkit.bridge.parent.child_processes import log
+from nbkit.bridge.parent.other_hosts import Coordinator
 
 END_SECONDS = 600.0  # for a training to reach a boundary and to be saved; whoever sends SIGTERM gives less
 

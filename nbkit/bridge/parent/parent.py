@@ -30,14 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.bridge.parent import spec as specs
-from nbkit.bridge.parent.child_processes import Ends, has_ended, kill_group
+from nbkit.bridge.parent.child_processes import Ends, has_ended, kill_group, log
 from nbkit.bridge.parent.controller import controller_of, end_schedulers, unregister
-from nbkit.bridge.parent.coordinator import Coordinator
 from nbkit.bridge.parent.end_in_order import EndInOrder
-from nbkit.bridge.parent.other_hosts import OtherHosts, RankElsewhere
-from nbkit.bridge.parent.parent_log import log
-from nbkit.bridge.parent.replacement import Replacer, Seat
-from nbkit.bridge.parent.resizing import Resizer
+from nbkit.bridge.parent.other_hosts import Coordinator, OtherHosts, RankElsewhere
+from nbkit.bridge.parent.replacement import Replacer, Resizer, Seat
 from nbkit.bridge.parent.spares import Spares
 from nbkit.private_symbols import LACKING
 from nbkit.rank.world.rank_place import open_listener

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from nbkit.bridge.parent.coordinator import Coordinator
-from nbkit.bridge.parent.parent_log import log
+from nbkit.bridge.parent.child_processes import log
+from nbkit.bridge.parent.other_hosts import Coordinator
 from nbkit.bridge.parent.spec import Spec, write_pins
 from nbkit.wire.processes import node_name
 

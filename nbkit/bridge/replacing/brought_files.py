@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbkit.bridge import calls, project_files
-from nbkit.bridge.project_files import Project
+from nbkit.bridge import calls
+from nbkit.bridge.calls import Project
 from nbkit.bridge.replacing.handing import broadcast, gathered
 
 
@@ -15,11 +15,11 @@ def hand_on(project: Project | None, giver: int, *, new: bool) -> None:
     if project is None:
         return
     assert calls.place is not None
-    found = project_files.look(project.root, project.digests) if new else None
+    found = calls.look(project.root, project.digests) if new else None
     lacks = {name for each in gathered(found) if each is not None for name in each["lacks"]}
     if lacks:
-        files = broadcast(project_files.read(sorted(lacks)) if calls.place.rank == giver else None, giver)
+        files = broadcast(calls.read(sorted(lacks)) if calls.place.rank == giver else None, giver)
         if found is not None and found["lacks"]:
-            project_files.write(files)
+            calls.write(files)
     if found is not None:
-        project_files.use(project.root, project.digests, found["shared"], [])
+        calls.use(project.root, project.digests, found["shared"], [])

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from nbkit.bridge import calls
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.device import accelerator
 
 Told = TypeVar("Told")

@@ -21,7 +21,7 @@ from nbkit.bridge.runner import Runner
 from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import loads
 from nbkit.rank.train.replace.resume_fit import NewWorld, save_and_leave, together
-from nbkit.rank.train.resize.resize import joined
+from nbkit.rank.train.resize import joined
 from nbkit.rank.world.world import World
 from nbkit.wire.processes import Process
 

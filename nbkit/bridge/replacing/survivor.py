@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from nbkit.bridge import calls, project_files
-from nbkit.bridge.project_files import Project
+from nbkit.bridge import calls
+from nbkit.bridge.calls import Project
 from nbkit.bridge.replacing.brought_files import hand_on
 from nbkit.bridge.replacing.form_resized import Left, form_resized
 from nbkit.bridge.replacing.handing import broadcast, gathered
@@ -29,10 +29,10 @@ from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import dumps
 from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.replace.resume_fit import NewWorld, Span
+from nbkit.rank.train.resize import resize
 from nbkit.rank.train.resize.plan_resize import Resizing, Wanted
-from nbkit.rank.train.resize.resize import resize
-from nbkit.rank.train.step.failure import PEER_GONE
-from nbkit.rank.world import watchdog, world
+from nbkit.rank.train.step.history import PEER_GONE
+from nbkit.rank.world import failure_alarm, world
 from nbkit.rank.world.meeting import PARTED
 from nbkit.wire.cells import CellRequest
 
@@ -75,7 +75,7 @@ class Survivor:
         """died: another rank, which is being replaced; form: everyone waits; kept: it is not replaced after all."""
         if word["do"] == "died":
             self._broken = True
-            watchdog.break_out(f"rank {word['rank']} died")
+            failure_alarm.break_out(f"rank {word['rank']} died")
         self._words.put(word)
 
     def waits(self, seconds: float, *, due: bool = False) -> None:
@@ -239,6 +239,6 @@ class Survivor:
         if place.rank == giver:
             names = dumps({name: shell.user_ns[name] for name in sorted(equal)}, classes=True)
             request, dtype = self.runner.running[0].request, torch.get_default_dtype()
-            project, without = project_files.brought, tuple(sorted(lacks))
+            project, without = calls.brought, tuple(sorted(lacks))
             handed = Handed(request, trainer is not None, span, dtype, names, bound, without, project)
         hand_on(broadcast(handed, giver).project, giver, new=False)

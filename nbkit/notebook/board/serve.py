@@ -2,6 +2,8 @@
 
 It loads TensorBoard's own plugins and ours only: a third-party plugin that cannot be imported would end TensorBoard at
 start. It takes a free port, writes its address as the first line of stdout, and ends when its parent does.
+
+TensorBoard's own tabs made to follow a training: one script more in its page, which presses its reload button.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 WATCH_SECONDS = 0.5
@@ -20,7 +23,6 @@ def main(parent: int, logdir: str) -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     from tensorboard import default, program
 
-    from nbkit.notebook.board.live import following
     from nbkit.notebook.board.plugin.plugin import CommunicationPlugin
 
     def server(app: Any, flags: Any) -> Any:
@@ -51,3 +53,36 @@ def _end_with(parent: int) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), sys.argv[2])
+
+
+_SCRIPT = b'<script type="module" src="data/plugin/communication/static/live.js"></script>'
+_PAGES = ("", "/", "/index.html")
+
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+def following(app: App) -> App:
+    """`app` with the script in its first page. Whatever does not look as expected passes unchanged."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ.get("PATH_INFO", "") not in _PAGES or environ.get("REQUEST_METHOD") != "GET":
+            return app(environ, start_response)
+        begun: list[Any] = []
+
+        def hold(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+            begun[:] = [status, headers, *rest]
+            return lambda data: None
+
+        # Compressed it could not be read.
+        parts = app({**environ, "HTTP_ACCEPT_ENCODING": "identity"}, hold)
+        page = b"".join(parts)
+        if callable(close := getattr(parts, "close", None)):
+            close()
+        status, headers, *rest = begun
+        page = page.replace(b"</body>", _SCRIPT + b"</body>", 1)
+        length = [("Content-Length", str(len(page)))]
+        kept = [(name, value) for name, value in headers if name.lower() != "content-length"]
+        start_response(status, kept + length, *rest)
+        return [page]
+
+    return answer

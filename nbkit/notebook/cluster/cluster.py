@@ -3,6 +3,10 @@
 cluster = Cluster.start(n=4, name="lesson")
 cluster.run("x = torch.ones(1) * rank; dist.all_reduce(x); x")
 cluster.stop()
+
+Push and pull: values between the notebook and the ranks: in shared memory, never through the controller.
+
+Ranks that may be on another host share no memory with the notebook; there a value goes the way that cells go.
 """
 
 from __future__ import annotations
@@ -16,40 +20,130 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ipyparallel.error import IPythonError
+
 from nbkit.durations import seconds_given
-from nbkit.errors import ClusterError, ClusterExists, NbkitError, UsageError
+from nbkit.errors import ClusterError, ClusterExists, NbkitError, TransferError, UsageError
 from nbkit.notebook.cluster import registry, site_settings
+from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.cells.execution import Execution
-from nbkit.notebook.cluster.cells.handle import CellHandle
+from nbkit.notebook.cluster.cells.handle import CellHandle, until_training, wait_async, wait_for, wait_here
 from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cells.submit import request_for
-from nbkit.notebook.cluster.cells.wait import until_training, wait_async, wait_for, wait_here
-from nbkit.notebook.cluster.control_result import ControlResult
 from nbkit.notebook.cluster.debugging.debug import debug
 from nbkit.notebook.cluster.hosts.requeue import watch
 from nbkit.notebook.cluster.hosts.start import reach_on_hosts, submit_to_hosts
 from nbkit.notebook.cluster.hosts.start_request import Request, loaded, saved, with_spares
 from nbkit.notebook.cluster.hosts.sync_files import Synced, project_at, sync
 from nbkit.notebook.cluster.launch.launch import connect, with_all_ranks
-from nbkit.notebook.cluster.launch.limits import pins_within
+from nbkit.notebook.cluster.launch.pins import pinning_of, pins_within, repinned, resized_pins
 from nbkit.notebook.cluster.launch.platform_check import check_platform
-from nbkit.notebook.cluster.launch.resized_pins import resized_pins
-from nbkit.notebook.cluster.launch.saved_pins import pinning_of, repinned
 from nbkit.notebook.cluster.launch.started import Started, launched, launched_on_hosts
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.notebook.cluster.machine.remarks import notes_at_start
-from nbkit.notebook.cluster.naming import chosen_ranks, made_up_name, notebook_number
 from nbkit.notebook.cluster.output import display
 from nbkit.notebook.cluster.output.rank_tabs import RankTabs
-from nbkit.notebook.cluster.registry import Entry, Process
+from nbkit.notebook.cluster.registry import Entry, Process, chosen_ranks, made_up_name, notebook_number
 from nbkit.notebook.cluster.sent_cells import SentCell, SentValues
 from nbkit.notebook.cluster.status import ClusterList, Status, rank_rows
-from nbkit.notebook.cluster.training_control import Training
-from nbkit.notebook.cluster.transfer import pull, push
-from nbkit.notebook.cluster.why.why import Why, ask_why
+from nbkit.notebook.cluster.training_control import ControlResult, Training
+from nbkit.notebook.cluster.why import Why, ask_why
 from nbkit.notebook.tracing import Traced
-from nbkit.wire.cells import CellRequest
+from nbkit.wire import parcel
+from nbkit.wire.cells import CellRequest, ranks_text
+
+
+def push(
+    client: Client, values: dict[str, Any], ranks: Sequence[int], *, force: bool = False, shared: bool = True
+) -> None:
+    """Assign `values` by name on `ranks`. shared: one copy into shared memory, however many ranks read it.
+
+    Raises TransferError for what cannot be pickled, or is over 1 GB and not forced.
+    """
+    names = " ".join(values)
+    _identifiers(values)
+    try:
+        packed = parcel.pack(values)
+    except Exception as error:
+        raise TransferError(
+            f"{names} cannot travel to another process.",
+            numbers=f"{type(error).__name__}: {error}",
+            hint="make it on the ranks, in a %%distributed cell",
+        ) from None
+    _check_size(names, parcel.size_of(packed), force, f"%push {names} --force")
+    path = parcel.write(packed) if shared else ""
+    try:
+        if shared:
+            answers = client.call_and_wait(ranks, "nbkit.bridge.calls:put", path)
+        else:
+            answers = client.call_and_wait(ranks, "nbkit.bridge.calls:put_parts", parcel.packed_bytes(packed))
+        if why := next(filter(None, answers.values()), ""):
+            raise ClusterError(why)
+    except Exception as error:
+        raise TransferError(
+            f"{names} could not be assigned on ranks {ranks_text(list(ranks))}.",
+            numbers=str(error).strip().splitlines()[-1][:300],
+            hint="an instance of a class that a notebook cell defines needs that class on the ranks too: "
+            "define it in a %%distributed cell (--here defines it in both places)",
+        ) from None
+    finally:
+        if shared:
+            Path(path).unlink(missing_ok=True)
+
+
+def pull(
+    client: Client, expression: str, ranks: Sequence[int], *, force: bool = False, shared: bool = True
+) -> list[Any]:
+    """The value of `expression` on each of `ranks`. A tensor is an array unless this process has torch."""
+    limit = 1 << 62 if force else parcel.LIMIT_BYTES
+    token = parcel.reserve() if shared else ""
+    try:
+        answers = client.call_and_wait(ranks, "nbkit.bridge.calls:get", expression, limit, token)
+        return [_opened(expression, rank, answers[rank], force) for rank in ranks]
+    except (IPythonError, ClusterError) as error:
+        raise TransferError(
+            f"{expression} could not be fetched from ranks {ranks_text(list(ranks))}.",
+            numbers=str(error).strip().splitlines()[-1][:300],
+            hint="%cluster status",
+        ) from None
+    finally:
+        if shared:
+            parcel.discard(token)
+
+
+def _opened(expression: str, rank: int, answer: dict[str, Any], force: bool) -> Any:
+    if "error" in answer:
+        raise TransferError(
+            f"{expression!r} has no value on rank {rank}.",
+            numbers=answer["error"],
+            hint=f"%%rank {rank}   to look there",
+        )
+    _check_size(expression, answer["bytes"], force, f"%pull {expression} --rank {rank} --force")
+    try:
+        return parcel.read(answer["path"]) if "path" in answer else parcel.unpack(answer["parts"])
+    except (AttributeError, ImportError) as error:
+        raise TransferError(
+            f"{expression} of rank {rank} is of a type that the notebook does not know.",
+            numbers=str(error),
+            hint="pull plain data instead, for example its state_dict() or str()",
+        ) from None
+
+
+def _identifiers(values: dict[str, Any]) -> None:
+    wrong = [name for name in values if not name.isidentifier()]
+    if wrong:
+        raise TransferError(f"{wrong[0]!r} is not a name that can be assigned.", hint="%push name [name ...]")
+
+
+def _check_size(name: str, size: int, force: bool, command: str) -> None:
+    if size > parcel.LIMIT_BYTES and not force:
+        raise TransferError(
+            f"{name} is too large to travel by accident.",
+            numbers=f"{size / 1e9:.2f} GB, the limit is {parcel.LIMIT_BYTES / 1e9:.2f} GB",
+            hint=command,
+        )
+
 
 REACH_SECONDS = 30.0
 _current: Cluster | None = None

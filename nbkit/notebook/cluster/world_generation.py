@@ -12,7 +12,7 @@ from typing import Any
 from nbkit.errors import ClusterError
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.execution import Execution
-from nbkit.records.divergence import differences
+from nbkit.records.run_advice import differences
 
 
 def form(client: Client, n: int, generation: int) -> None:

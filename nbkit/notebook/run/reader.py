@@ -13,9 +13,7 @@ from typing import Any
 
 from nbkit.durations import text_of
 from nbkit.errors import UsageError
-from nbkit.notebook.run.curve import Curve
-from nbkit.notebook.run.follower import Run
-from nbkit.notebook.run.run_timeline import short
+from nbkit.notebook.run.follower import Curve, Run, short
 from nbkit.notebook.run.step_picture import picture
 from nbkit.quoting import user_path
 from nbkit.records.record_file import changed, check_format, rank_files

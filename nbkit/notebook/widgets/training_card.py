@@ -20,7 +20,7 @@ from nbkit.figures import figure
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.cluster.newest_run import NewestRun
-from nbkit.notebook.cluster.output.shown_by_rank import NOBODY, Piece
+from nbkit.notebook.cluster.output.display import NOBODY, Piece
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.text_view import failure, steps_of
 

@@ -1,16 +1,81 @@
 """The output of a cell that shows a widget: the widget while its cluster is there, then a picture of it.
 
 A saved notebook has no kernel: a page says "Error displaying widget" there, whatever else the output holds.
+
+Says when a kernel hears its pages, and what to say where it does not: during a cell, or on a page opened then.
+
+What was tried is in docs/watching.md, "Where the panel answers"; what is known of VS Code is from reports. Where
+neither says anything, the page itself notices that a click is not heard.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from nbkit.notebook.cluster.naming import notebook_shell
-from nbkit.notebook.widgets.messages_during_cells import DETACH
+from nbkit.notebook.cluster.registry import notebook_shell
+
+DETACH = "%%distributed --detach"
+_HEARS_PAGES = (7, 0)  # it has subshells: what a page says while a cell runs need not wait for the cell
+_HEARS_NEW_PAGES = (7, 4)  # and, while a cell awaits, what a page says that has no subshell yet
+
+
+def kernel_version() -> str:
+    """The version of ipykernel; "" where there is none."""
+    try:
+        import ipykernel
+    except ImportError:
+        return ""
+    return str(ipykernel.__version__)
+
+
+def in_vscode(environment: Mapping[str, str], variables: Mapping[str, Any]) -> bool:
+    """Whether VS Code shows the notebook: by what it sets for its kernels, and the variable that it puts into them.
+
+    VSCODE_PID alone is not enough: on WSL and remote machines it is missing (holoviz/panel issue 5200).
+    """
+    return "__vsc_ipynb_file__" in variables or not environment.keys().isdisjoint(("VSCODE_PID", "VSCODE_CWD"))
+
+
+def note_words(version: str, *, vscode: bool) -> str:
+    """Said in a panel whose clicks wait while a cell runs; "" where they do not. version: of ipykernel."""
+    where = "VS Code" if vscode else f"ipykernel {version}" if version and _parts(version) < _HEARS_PAGES else ""
+    if not where:
+        return ""
+    update = "" if vscode else ", or update ipykernel (pip install -U ipykernel) and restart the kernel"
+    return f"With {where} the buttons act between cells: train with {DETACH} and they always answer{update}."
+
+
+def lost_words(version: str, *, vscode: bool) -> str:
+    """Said below a widget that a page opened while a cell runs does not get before the cell is over; else ""."""
+    if vscode or not version or _parts(version) >= _HEARS_NEW_PAGES:
+        return ""
+    return (
+        f"Nothing above? With ipykernel {version} a page that is opened while a cell runs gets this when the cell is "
+        f"over. Train with {DETACH} and it is there at once, or update ipykernel "
+        "(pip install -U ipykernel) and restart the kernel."
+    )
+
+
+def hear_always(comm: Any) -> None:
+    """ipykernel 7.4 sends what a page says to the thread that spoke last on this comm; that may be a busy one."""
+    if hasattr(comm, "_reply_subshell_for"):
+        comm._reply_subshell_for = lambda data, default: default
+
+
+def here() -> dict[str, Any]:
+    """The arguments of `note_words` and `lost_words` for this kernel."""
+    shell = notebook_shell()
+    kernel = shell is not None and hasattr(shell, "kernel")
+    variables = shell.user_ns if kernel else {}
+    return {"version": kernel_version() if kernel else "", "vscode": in_vscode(os.environ, variables)}
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 class Shown(Protocol):

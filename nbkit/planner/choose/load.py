@@ -14,12 +14,10 @@ from typing import Protocol
 
 from nbkit.planner.choose.seconds import Load
 from nbkit.planner.job_facts import Facts
-from nbkit.planner.memory import Rest
-from nbkit.planner.peak.activations import Line, Piece
-from nbkit.planner.peak.peak import Weights
-from nbkit.planner.stage_partition import partition, ranks_of_stages
-from nbkit.planner.step.overlap import Unit
-from nbkit.planner.traffic import Traffic, summed
+from nbkit.planner.peak import Line, Piece, Weights
+from nbkit.planner.stages import partition, ranks_of_stages
+from nbkit.planner.step import Unit
+from nbkit.planner.traffic import Rest, Traffic, summed
 from nbkit.strategy import Strategy
 
 

@@ -2,26 +2,223 @@
 
 Seconds are cheap and come first; memory is computed in the order of seconds until `ROWS` strategies fit, and on few
 devices for all. What cannot fit by its parameters, gradients and optimizer state alone is refused by that sum.
+
+Which of several strategies to choose: by their seconds, and where these do not tell, by what a switch costs.
+
+Which levers of the data axis (nbkit/levers.py) make a step shorter that waits for its link.
+
+A plan as a value: its rows, the best first, and those that were refused with the arithmetic.
+
+A plan for people: a table as text or HTML, and why one row comes before another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import html
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import log
+from typing import Any, Literal, TypeVar
 
-from nbkit.errors import StrategyError
+from nbkit.errors import StrategyError, UsageError
+from nbkit.levers import Levers
 from nbkit.planner.choose.hardware import Hardware
-from nbkit.planner.choose.levers_that_help import levers_that_help
 from nbkit.planner.choose.load import Candidate, Known, Subject, data_terms, load_of, rest_of
-from nbkit.planner.choose.ranked_strategies import Plan, Refused, Row
 from nbkit.planner.choose.seconds import Load, Rates, interval, lines_of, seconds, spans
 from nbkit.planner.job_facts import Facts
-from nbkit.planner.memory import Rest
-from nbkit.planner.peak.peak import Peak, peak
-from nbkit.planner.step.step_time import Parts
+from nbkit.planner.peak import Peak, peak
+from nbkit.planner.step import Parts
+from nbkit.planner.traffic import Rest
 from nbkit.planner.validate import validate
 from nbkit.strategy import Strategy, divisors
+
+ALIKE = 1.02
+"""Seconds this close count as equal: the simpler strategy is recommended."""
+
+AGED = 400  # steps
+WIDER = 0.1
+"""Seconds that were measured more than `AGED` steps ago may be by this part longer or shorter now: of old ones nothing
+tells how the ranks, their links and what else runs there have changed since."""
+
+T = TypeVar("T")
+
+
+def fastest(seconds: Mapping[T, float]) -> T | None:
+    """The first of those that take least: in the order from simple to not so simple, as Strategy.every has it."""
+    least = min(seconds.values(), default=0.0)
+    return next((one for one, took in seconds.items() if took <= ALIKE * least), None)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """strategy: to choose, "" where none fits. why: what it has before the others. rivals: those that may be faster."""
+
+    strategy: str = ""
+    why: Literal["fastest", "in force", "least memory", ""] = ""
+    rivals: tuple[str, ...] = ()
+
+
+def recommended(rows: Sequence[Mapping[str, Any]], limit: float | None, now: str) -> Choice:
+    """The one strategy to choose of those that fit.
+
+    The fastest, and the simplest of those as fast. Where others may be faster for all one knows, or seconds are known
+    of fewer than two: of these the one in force, as nothing tells that a switch would gain; else the one that holds
+    least. rows: of a table of strategies, simple ones first. limit: bytes that the fullest rank can hold; None: not
+    known. now: the strategy in force.
+    """
+    sizes = {row["strategy"]: row["peak_bytes"] or row["memory"].get("after", 0) for row in rows if row["ok"]}
+    fits = {row["strategy"]: row for row in rows if row["ok"] and (limit is None or sizes[row["strategy"]] <= limit)}
+    known = {name: seconds for name, row in fits.items() if (seconds := _seconds(row)) is not None}
+    first = fastest(known) if len(known) > 1 else None
+    if first is None:
+        return _by_state(list(fits), sizes, now)
+    high = bounds_of(fits[first])[1]
+    rivals = [name for name in known if name != first and ALIKE * bounds_of(fits[name])[0] < high]
+    if not rivals:
+        return Choice(first, "fastest")
+    tied = [name for name in known if name == first or name in rivals]
+    chosen = _by_state(tied, sizes, now)
+    return replace(chosen, rivals=tuple(name for name in tied if name != chosen.strategy))
+
+
+def _by_state(names: Sequence[str], sizes: Mapping[str, float], now: str) -> Choice:
+    """Of strategies between which no seconds decide."""
+    if now in names:
+        return Choice(now, "in force")
+    return Choice(min(names, key=lambda name: sizes[name]), "least memory") if names else Choice()
+
+
+def _seconds(row: Mapping[str, Any]) -> float | None:
+    found: float | None = row["step_s"] if row["step_s"] is not None else row["predicted_step_s"]
+    return found
+
+
+def bounds_of(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Between what the seconds of its step lie: anything where too few steps were measured, more where these were long
+    ago. A prediction has no margin."""
+    if row["step_s"] is None:
+        predicted: float = row["predicted_step_s"]
+        return predicted, predicted
+    if row["step_low_s"] is None or row["step_high_s"] is None:
+        return 0.0, math.inf
+    wider = 1 + WIDER * (row["step_ago"] > AGED)
+    return row["step_low_s"] / wider, row["step_high_s"] * wider
+
+
+_WORTH = 0.95
+"""Of a step's seconds, what a lever has to leave at most to be worth a word."""
+_EXACT = tuple(Levers(bucket=size << 20) for size in (1, 4, 100))
+_ROUGH = Levers(compress="bf16"), Levers(compress="int8"), Levers(sync_every=8)
+
+
+def levers_that_help(strategy: Strategy, plain: float, predict: Callable[[Strategy], float | None]) -> dict[str, float]:
+    """lever -> seconds of a step with it, predicted: of sizes of buckets the best, which changes no sum, then those
+    after which a training is not that of one process.
+
+    plain: of `strategy` without any; nothing where it holds no whole gradients on all ranks.
+    """
+    if strategy.zero or strategy.dp == 1 or strategy.dp < strategy.mesh.size:
+        return {}
+    found = {}
+    for lever in (*_EXACT, *_ROUGH):
+        took = predict(replace(strategy, levers=lever))
+        if took is not None and took <= _WORTH * plain:
+            found[lever] = took
+    exact = sorted((found.pop(lever), str(lever)) for lever in _EXACT if lever in found)[:1]
+    return {**{lever: took for took, lever in exact}, **{str(lever): took for lever, took in found.items()}}
+
+
+def is_exact(lever: str) -> bool:
+    """Whether a training with it has the losses of one process."""
+    return Levers.parse(dict(word.split("=", 1) for word in lever.lower().split())).deviation is None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy that fits.
+
+    strategy: as one types it. microbatch_size: rows of a forward where there is no pipeline. recompute: of the blocks.
+    peak: bytes of the fullest rank. seconds: of a step, and by part; low, high: between which they are. sent: bytes
+    that the busiest rank sends in a step, by axis; between: of these, along axes that cross nodes. rate: of samples
+    or, where a sample has positions, of tokens per second. limit: what takes longest. levers: seconds of the same with
+    a key of nbkit/levers.py, where a link is waited for that it would relieve; what they compute is not what one
+    process does.
+    """
+
+    strategy: str
+    label: str
+    microbatch_size: int | None
+    recompute: bool
+    peak: Peak
+    seconds: float
+    low: float
+    high: float
+    parts: Parts
+    sent: dict[str, float]
+    rate: float
+    device_seconds_per_million: float
+    limit: str
+    levers: Mapping[str, float] = field(default_factory=dict)
+    between: float = 0.0
+
+    @property
+    def settings(self) -> str:
+        """All that a Trainer is given, in a line."""
+        words = [self.strategy] + [f"microbatch_size={self.microbatch_size}"] * (self.microbatch_size is not None)
+        return " ".join(words + ["recompute"] * self.recompute)
+
+
+@dataclass(frozen=True)
+class Words:
+    """Shows as the text that it is."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A strategy that does not fit. why: one sentence; numbers: the arithmetic."""
+
+    strategy: str
+    why: str
+    numbers: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `nbkit.plan` gives. rows: the best first, which is the recommendation. considered: strategies in all.
+
+    on: the hardware. memory: bytes of a device, of which `usable` are counted on. unit: of rates, "tokens" or "rows".
+    """
+
+    model: str
+    batch: int
+    on: str
+    devices: int
+    memory: float
+    usable: float
+    unit: str
+    rows: tuple[Row, ...]
+    refused: tuple[Refused, ...]
+    considered: int
+
+    def why(self, first: str, second: str) -> Words:
+        """What two rows differ in, part by part. Raises UsageError for a strategy that has no row."""
+
+        return Words(why(self, first, second))
+
+    def __repr__(self) -> str:
+
+        return text(self)
+
+    def _repr_html_(self) -> str:
+
+        return page(self)
+
 
 ROWS = 16
 USABLE = 0.92
@@ -220,3 +417,126 @@ def chosen(plan: Plan) -> Row:
         numbers=f"{near.strategy}: {near.numbers}" if near else f"{plan.considered} looked at",
         hint="more devices, or a smaller batch",
     )
+
+
+_HEADS = ("strategy", "step", "between", "limit", "peak", "states", "activations", "working", "sent in a step", "rate")
+_SHOWN, _REFUSED = 12, 4
+
+
+def text(plan: Plan) -> str:
+    """The best rows, what was refused, and how to go on."""
+    if not plan.rows:
+        return "\n".join([_title(plan), "Nothing fits.", *_refusals(plan)])
+    table = [_HEADS, *(_cells(row, plan) for row in plan.rows[:_SHOWN])]
+    widths = [max(len(line[i]) for line in table) for i in range(len(_HEADS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    marked = [f"{mark} {line}" for mark, line in zip([" ", "→", *" " * len(lines)], lines, strict=False)]
+    left = len(plan.rows) - _SHOWN
+    more = [f"  … {left} more that fit: .rows"] if left > 0 else []
+    return "\n".join([_title(plan), *marked, *more, *_levers(plan), *_refusals(plan)])
+
+
+def page(plan: Plan) -> str:
+    """The same in HTML, in the notebook's own colours."""
+    head = "".join(f"<th style='text-align:left'>{html.escape(cell)}</th>" for cell in _HEADS)
+    body = ""
+    for number, row in enumerate(plan.rows[:_SHOWN]):
+        weight = "font-weight:bold" if not number else ""
+        cells = "".join(f"<td style='text-align:left;{weight}'>{html.escape(c)}</td>" for c in _cells(row, plan))
+        body += f"<tr>{cells}</tr>"
+    notes = "".join(f"<div>{html.escape(line.strip())}</div>" for line in [*_levers(plan), *_refusals(plan)])
+    title = html.escape(_title(plan))
+    return f"<div>{title}</div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+
+
+def why(plan: Plan, first: str, second: str) -> str:
+    """What two rows differ in. Raises UsageError for a strategy that has no row, with the reason if it was refused."""
+    one, other = _find(plan, first), _find(plan, second)
+    fast, slow = (one, other) if one.seconds <= other.seconds else (other, one)
+    lines = [f"{fast.settings} takes {span(fast.seconds)} a step, {slow.settings} {span(slow.seconds)}:"]
+    for name in ("compute", "exposed", "bubble", "optimizer"):
+        a, b = getattr(fast.parts, name), getattr(slow.parts, name)
+        if abs(b - a) >= 0.01 * slow.seconds:
+            lines.append(f"  {name:12} {span(a):>9} and {span(b):>9}   {'+' if b >= a else '-'}{span(abs(b - a))}")
+    for axis in sorted({*fast.sent, *slow.sent}):
+        a, b = fast.sent.get(axis, 0.0), slow.sent.get(axis, 0.0)
+        lines.append(f"  sent on {axis:4} {size(a):>9} and {size(b):>9}")
+    lines.append(f"  peak         {size(fast.peak.total):>9} and {size(slow.peak.total):>9}   of {size(plan.usable)}")
+    if fast.high >= slow.low:
+        lines.append("Their intervals overlap: measure both before you rely on it.")
+    return "\n".join(lines)
+
+
+def _find(plan: Plan, wanted: str) -> Row:
+    words = " ".join(wanted.split())
+    for row in plan.rows:
+        if words in (row.settings, row.strategy, row.label):
+            return row
+    refused = next((one for one in plan.refused if one.strategy == words), None)
+    if refused is not None:
+        raise UsageError(f"{words} is refused. {refused.why}", numbers=refused.numbers, hint=plan.rows[0].strategy)
+    names = ", ".join(row.strategy for row in plan.rows[:5])
+    raise UsageError(
+        f"{words!r} has no row in this plan.", numbers=f"the best: {names}", hint=f'"{names.split(", ")[0]}"'
+    )
+
+
+def _title(plan: Plan) -> str:
+    return (
+        f"{plan.model}, {plan.batch:,} rows a step, on {plan.on}: {len(plan.rows)} strategies fit, "
+        f"{len(plan.refused)} do not; predicted, not measured"
+    )
+
+
+def _levers(plan: Plan) -> list[str]:
+    """What would relieve the link of the best row that has such a key."""
+    row = next((row for row in plan.rows if row.levers), None)
+    if row is None:
+        return []
+    return [f"  {row.strategy} waits for its link: {span(row.seconds)} a step. {in_words(row.levers)}"]
+
+
+def in_words(levers: Mapping[str, float]) -> str:
+    """What they would leave of a step: those after which losses are as before, then the others."""
+    words = []
+    for exact, what in ((True, "With the same sums"), (False, "Not equal to one process")):
+        some = [f"{lever} {span(took)}" for lever, took in levers.items() if is_exact(lever) is exact]
+        words += [f"{what}: {', '.join(some)}"] * bool(some)
+    return ". ".join(words)
+
+
+def _refusals(plan: Plan) -> list[str]:
+    return [f"  refused: {one.strategy}: {one.why} {one.numbers}" for one in plan.refused[-_REFUSED:]]
+
+
+def _cells(row: Row, plan: Plan) -> Sequence[str]:
+    states = row.peak.parameters + row.peak.gradients + row.peak.optimizer
+    axis = max(row.sent, key=lambda one: row.sent[one], default="")
+    between = f", {size(row.between)} between nodes" if row.between else ""
+    return (
+        row.settings,
+        span(row.seconds),
+        f"{span(row.low)} - {span(row.high)}",
+        row.limit,
+        size(row.peak.total),
+        size(states),
+        size(row.peak.activations),
+        size(row.peak.working),
+        f"{size(sum(row.sent.values()))}, most on {axis}{between}" if row.sent else "nothing",
+        f"{row.rate:,.0f} {plan.unit}/s, {row.device_seconds_per_million:.3g} device s / M",
+    )
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def span(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

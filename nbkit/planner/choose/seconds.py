@@ -1,4 +1,4 @@
-"""Seconds of a step from the figures of data sheets, and how sure they are: the sum is nbkit/planner/step/step_time.py.
+"""Seconds of a step from the figures of data sheets, and how sure they are: the sum is nbkit/planner/step.py.
 
 compute   multiplications at the share of the data sheet's rate that large ones reach, and the bytes that everything
           else reads and writes at that of the memory
@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from nbkit.node_levels import BETWEEN
 from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.link_speed import Way
-from nbkit.planner.step.overlap import Unit
-from nbkit.planner.step.step_time import DATA, Line, Lines, Parts, Work, step_parts
+from nbkit.planner.step import DATA, Line, Lines, Parts, Unit, Work, step_parts
 from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
 

@@ -3,6 +3,11 @@
 `install()` once per process, before user code. From then on init_process_group, new_group (also with an explicit
 backend), DeviceMesh and split_group give delegating groups for gloo and nccl; other backends pass untouched.
 torch's tables keep the official names, so that `get_backend()` and torch's own checks answer as ever.
+
+`dist.batch_isend_irecv` over delegating groups: one batch where the backend makes batches.
+
+torch does that for its own group type alone. For any other it issues send by send, and on nccl two ranks that both
+send first then wait for each other.
 """
 
 from __future__ import annotations
@@ -20,11 +25,35 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from nbkit.rank.background_threads import started
 from nbkit.rank.comm.background_creation import BreakableStore, Meeting, forming
-from nbkit.rank.comm.batched_p2p import install_batched
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live
 from nbkit.rank.comm.gloo.interruptible_wait import interrupt
-from nbkit.rank.torch_private import CAN_DELEGATE_GROUPS, group_tables
+from nbkit.rank.torch_private import CAN_BATCH_P2P, CAN_DELEGATE_GROUPS, group_tables
 from nbkit.rank.world import sockets
+
+
+def install_batched() -> None:
+    """Put ours in the place of torch's, if this torch has what it takes. Called once, by group_creation.install."""
+    if not CAN_BATCH_P2P:
+        return
+    plain = c10d.batch_isend_irecv
+
+    @functools.wraps(plain)
+    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
+        c10d._check_p2p_op_list(p2p_op_list)
+        group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
+        if group is None:
+            group = dist.group.WORLD
+        if not isinstance(group, DelegatingGroup) or not group._get_backend(device).supports_coalescing:
+            return plain(p2p_op_list)
+        with c10d._coalescing_manager(group, device, async_ops=True) as batch:
+            for op in p2p_op_list:
+                peer = "group_dst" if op.op is dist.isend else "group_src"
+                op.op(op.tensor, group=op.group, tag=op.tag, **{peer: op.group_peer})
+        works: list[Any] = batch.works
+        return works
+
+    c10d.batch_isend_irecv = dist.batch_isend_irecv = batch_isend_irecv
+
 
 _DELEGATED = {"gloo", "nccl"}
 _ABORT_SECONDS = _RELEASE_SECONDS = 2.0

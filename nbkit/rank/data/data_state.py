@@ -3,6 +3,8 @@
 As in torchdata's loaders, the data may have state_dict() and load_state_dict(), or the iterator that it gives, or both.
 A state need not be faithful: that of a shuffle buffer may leave out what lies in the buffer. So a Mark holds a checksum
 of samples that have followed it, and whoever goes on from it compares them.
+
+The feed of a job: the little that it has to know of where its batches come from; without a Trainer nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 
 from nbkit.rank.data.batch import fingerprint
 from nbkit.rank.rng.seeding import Drawn
+from nbkit.strategy import Strategy
 
 READ_AGAIN = "the data is read again up to sample {offset:,} of epoch {epoch}, and passed over: {why}"
 """What is said where no state leads there."""
@@ -112,3 +115,20 @@ def read(values: Any) -> Mark | None:
     except (TypeError, KeyError):
         return None
     return mark if all(type(number) is int for number in (mark.index, mark.shard, mark.first, *mark.checks)) else None
+
+
+@dataclass(frozen=True)
+class Feed:
+    """position, go_to: where in the data it stands, carried when ranks become one again. fits: refuses a strategy that
+    cannot cut the batch, and returns the arithmetic of one that can. recut: the strategy has changed.
+    remakes: who makes the steps asks `proof.settled` in each, and can make one again. after: finished steps -> where a
+    training stands in the data that has made them all on it; None where nobody knows. where: see
+    Stream.where; collective."""
+
+    position: Callable[[], Any] = lambda: None
+    go_to: Callable[[Any], None] = lambda position: None
+    fits: Callable[[Strategy], Any] = lambda strategy: None
+    recut: Callable[[], None] = lambda: None
+    remakes: bool = False
+    after: Callable[[int], Any] = lambda step: None
+    where: Callable[[], Any] = lambda: None

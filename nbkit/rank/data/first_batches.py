@@ -19,8 +19,7 @@ from nbkit.rank.comm.thread_group import Alone
 from nbkit.rank.data.batch import Shard, call, pair
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.loss.loss_check import Examined, examine
-from nbkit.rank.loss.row_selection import varying
-from nbkit.rank.loss.row_trial import kept
+from nbkit.rank.loss.row_trial import kept, varying
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.proof.outside_state import outside_kept
 from nbkit.rank.parallel.proof.unchanged import unchanged

@@ -12,12 +12,10 @@ from nbkit.errors import TrainingError
 from nbkit.rank.data.balanced.balanced import Balanced
 from nbkit.rank.data.balanced.balanced_stream import BalancedStream
 from nbkit.rank.data.batch import Shard, bounds
-from nbkit.rank.data.iterable_stream import IterableStream
-from nbkit.rank.data.map_stream import MapStream
 from nbkit.rank.data.split.data_shards import data_shards
 from nbkit.rank.data.split.shard_reader import Course, ShardReader
 from nbkit.rank.data.split.split_stream import SplitStream
-from nbkit.rank.data.stream import Collate, Stream, fetched, is_map_style
+from nbkit.rank.data.stream import Collate, IterableStream, MapStream, Stream, fetched, is_map_style
 
 
 def open_stream(data: Any, *, gather: Callable[[Any], list[Any]] = lambda own: [own], **how: Any) -> Stream:

@@ -12,6 +12,10 @@ Two things are looked at. The loss function by itself, on outputs of the model (
 names the cause. And model and loss as they train, value and gradient: that sees also what a loss takes from inside the
 model. How much its numbers may differ follows from how much the model's outputs differ, which the size of a batch
 changes.
+
+Advice on what to write instead of a loss that is no mean over rows.
+
+Compares some rows together with each alone: the model must give the same for them, and the loss add up.
 """
 
 from __future__ import annotations
@@ -22,31 +26,199 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from math import isclose, isfinite
+from math import inf, isclose, isfinite, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from nbkit.rank.data.batch import pair
 from nbkit.rank.data.data_rng import seed_others
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.loss.counted_targets import Counted
-from nbkit.rank.loss.loss_advice import advice
-from nbkit.rank.loss.mean_over_rows import Defect, LossAlone, loss_alone
+from nbkit.rank.loss.mean_over_rows import Defect, LossAlone, loss_alone, shown
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
-from nbkit.rank.loss.row_pair import RowPair, apart, far
-from nbkit.rank.loss.row_selection import differing_pairs, spread_rows
-from nbkit.rank.loss.row_trial import Counting, Measured, RowTrial, counting, disturbed, in_double, kept
+from nbkit.rank.loss.row_trial import (
+    Auxiliary,
+    Counting,
+    Measured,
+    RowTrial,
+    counting,
+    differing_pairs,
+    disturbed,
+    in_double,
+    kept,
+    spread_rows,
+)
 from nbkit.rank.loss.row_weights import Loss
-from nbkit.rank.parallel.module.mixture_of_experts import mixtures
+from nbkit.rank.parallel.module.block_discovery import mixtures
 from nbkit.rank.parallel.options import Coupled
-from nbkit.rank.parallel.proof.calls import watched
-from nbkit.rank.parallel.proof.random_draws import Draws, DroppingNothing
+from nbkit.rank.parallel.proof.observe import gap, watched
 from nbkit.rank.parallel.proof.short_example import FirstRuns
-from nbkit.rank.parallel.proof.unchanged import unchanged
+from nbkit.rank.parallel.proof.unchanged import Draws, DroppingNothing, unchanged
 from nbkit.rank.rng.draw_plan import DrawPlan, OtherGenerators
 from nbkit.rank.rng.seeding import set_seed
+
+_COUNTED = "(loss.sum(), mask.sum())"
+_WHOLE = "a contrastive loss, or another that compares rows, needs whole batches: strategy='tp', no microbatch_size="
+
+_HINTS = {
+    "sum": "divide it by the rows of the whole batch: return loss.sum(), len(target)",
+    "weights": f"return the sum and what it is divided by, {_COUNTED}, as in "
+    "F.cross_entropy(logits, target, reduction='sum'), (target != -100).sum()   "
+    "(with weight=w: w[target].sum())",
+    "rows": f"where a mask or a count divides, return {_COUNTED}; {_WHOLE}",
+    "pairs": "sum and weight must add up over rows: return (loss * mask).sum(), mask.sum()",
+    "inside": f"compute it from the model's output, as a sum and what it is divided by: {_COUNTED}; {_WHOLE}; a "
+    "load-balancing term trains, with a warning, where the output names it: output.aux_loss, or output['aux_loss']",
+}
+
+
+def advice(kind: str, seen: Measured, batch: Any, inputs: Sequence[str] | None) -> str:
+    """For a defect of this kind (see mean_over_rows.Defect; "inside" the model). seen: what came of `batch`."""
+    line = _labels_line(seen, batch, inputs or ()) if kind == "inside" else ""
+    return line or _HINTS[kind]
+
+
+def _labels_line(seen: Measured, batch: Any, inputs: Sequence[str]) -> str:
+    """The line that gives as (sum, weight) the mean that a HF model makes of its labels; "" of another loss."""
+    logits = seen.tensors.get("logits")
+    if logits is None or logits.ndim != 3 or not isinstance(batch, Mapping):
+        return ""
+    mean = seen.without_auxiliary()[0] / seen.weight
+    found: list[tuple[float, str, bool]] = []
+    for key in inputs:
+        labels = batch[key]
+        if isinstance(labels, Tensor) and labels.shape == logits.shape[:2] and not labels.is_floating_point():
+            # Causal models shift their labels, masked ones do not.
+            for shift, (scored, target) in enumerate(((logits, labels), (logits[:, :-1], labels[:, 1:]))):
+                made = F.cross_entropy(scored.flatten(0, 1).float(), target.flatten().long())
+                found.append((abs(float(made) - mean), key, bool(shift)))
+    away, key, shifted = min(found, default=(inf, "", False))
+    if not away <= 1e-3 * abs(mean):
+        return ""
+    logits_shown, labels_shown = (f"[:, {cut}]" if shifted else "" for cut in (":-1", "1:"))
+    kept = f"(batch[{key!r}]{labels_shown} != -100).sum()"
+    terms = [(name, slope / seen.weight) for name, (_, slope, _) in seen.auxiliary.items() if slope]
+    added = "".join(f" + {slope:g} * output.{name} * {kept}" for name, slope in terms)
+    return (
+        f"loss=lambda output, batch: (F.cross_entropy(output.logits{logits_shown}.flatten(0, 1).float(), "
+        f"batch[{key!r}]{labels_shown}.flatten(), reduction='sum'){added}, {kept})   ({key!r} may stay out of inputs=)"
+    )
+
+
+class RowPair:
+    """numbers: of the rows; whole: all together; parts: the first half and the second. eps: of the coarsest dtype.
+
+    drew: random numbers that are not keyed. lengths: name -> entries along dim 0 of each row, of the tensors of the
+    output that hold rows.
+    """
+
+    def __init__(self, numbers: list[int], whole: Measured, parts: Sequence[Measured], drew: bool) -> None:
+        self.numbers, self.whole, self.drew = numbers, whole, drew
+        # A tensor with one number for each row looks like a scalar where there is one row.
+        self.parts = [replace(part, auxiliary=_of_all(part, whole)) for part in parts]
+        self.eps = eps = whole.eps
+        self.lengths: dict[str, int] = {}
+        self._joined: dict[str, Tensor] = {}
+        for name, tensor in whole.tensors.items():
+            one, other = (part.tensors.get(name) for part in parts)
+            if one is None or other is None or not one.ndim or one.shape != other.shape:
+                continue
+            joined = torch.cat([one, other])
+            # Of what is no row, but several, the order is not known: it holds rows if it looks so.
+            if joined.shape == tensor.shape and not len(tensor) % whole.rows:
+                if len(tensor) == whole.rows or not far(tensor, joined, eps):
+                    self.lengths[name], self._joined[name] = len(tensor) // whole.rows, joined
+
+    def mixed(self, used: Collection[str]) -> str:
+        """The numbers that show that what the model gives for rows depends on others, in the tensors `used`; or ""."""
+        for name in self.lengths.keys() & used:
+            tensor, joined = self.whole.tensors[name], self._joined[name]
+            if tensor.is_floating_point() and far(tensor, joined, self.eps):
+                away = float((tensor - joined).abs().max())
+                return (
+                    f"output{f' {name!r}' * bool(name)} differs by {away:.3g}, largest {float(tensor.abs().max()):.3g}"
+                )
+        return ""
+
+    def differs(self, noise: Callable[[RowPair], float]) -> str:
+        """The numbers that show that the loss, less its auxiliary terms, does not add up; "" where it does.
+
+        noise: by how much gradients of this model differ that do add up.
+        """
+        (value, grads), *parts = [measured.without_auxiliary() for measured in (self.whole, *self.parts)]
+        numbers = f"{len(self.numbers)} rows " + shown(
+            value, self.whole.weight, [(part, m.weight) for (part, _), m in zip(parts, self.parts, strict=True)]
+        )
+        summed = sum(part for part, _ in parts)
+        weight = sum(m.weight for m in self.parts)
+        if not isfinite(summed) or not isclose(self.whole.weight, weight, rel_tol=max(1e-6, 8 * self.eps)):
+            return numbers
+        if abs(value - summed) > self._tolerance(max(abs(value), abs(summed))):
+            return numbers
+        worst = apart(grads, [each for _, each in parts])
+        if worst > max(1e-4 if self.eps > 1e-12 else 1e-8, 16 * self.eps) and worst > 10 * noise(self):
+            return f"{numbers}; their gradients differ by {100 * worst:.2g} %"
+        return ""
+
+    def unbalanced(self) -> str:
+        """The auxiliary terms of the loss that are not means over rows, with their numbers; "" where all are."""
+        found = []
+        for name, (term, slope, _) in self.whole.auxiliary.items():
+            alone = [part.auxiliary[name][0] for part in self.parts if name in part.auxiliary]
+            mean = sum(alone) / max(len(alone), 1)
+            if slope and abs(term - mean) > 1e-5 * max(abs(term), abs(mean)):
+                found.append(f"{name!r} {term:.6g}, mean of the parts {mean:.6g}")
+        return "; ".join(found)
+
+    def _tolerance(self, largest: float) -> float:
+        """What noise, as the model's outputs show it, may change a summed loss of this size."""
+        noise, felt = 4 * self.eps, 0.0
+        for name, joined in self._joined.items():
+            tensor = self.whole.tensors[name]
+            if tensor.is_floating_point() and tensor.numel():
+                away = float((tensor.double() - joined.double()).abs().max())
+                own = max(4 * self.eps * float(tensor.abs().max()), away)
+                noise, felt = max(noise, own), felt + own * self.whole.slopes.get(name, 0.0)
+        # Where the loss does not come from what is given out, it is taken for a smooth function with its least at 0.
+        rows, mean = self.whole.weight or 1.0, largest / (self.whole.weight or 1.0)
+        bound = rows * (2 * noise + 8 * sqrt(mean) * noise + 8 * noise**2 + 16 * self.eps * mean)
+        return max(2 * felt, min(bound, max(2e-3, 2 * self.eps) * largest + 1e-6 * rows))
+
+
+def _of_all(part: Measured, whole: Measured) -> Auxiliary:
+    """Return the auxiliary terms of `part` that are such in `whole` too."""
+    return {name: term for name, term in part.auxiliary.items() if name in whole.auxiliary}
+
+
+def far(one: Tensor, other: Tensor, eps: float) -> bool:
+    """Whether what should be the same is not: of other shapes, or more apart than arithmetic makes it."""
+    if one.is_floating_point():
+        one, other = one.double(), other.double()
+    return gap(one, other) > max(1e-3, 16 * eps)
+
+
+def apart(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> float:
+    """The largest relative difference of a parameter's gradient from the sum of the parts'."""
+    if not whole or any(len(part) != len(whole) for part in parts):
+        return 0.0
+    summed = [torch.stack([_doubled(grad) for grad in grads]).sum(0) for grads in zip(*parts, strict=True)]
+    norms = [max(float(_doubled(grad).norm()), float(other.norm())) for grad, other in zip(whole, summed, strict=True)]
+    # Gradients that are zero but for noise, as that of a key's bias, are measured by the others.
+    floor = 1e-3 * sqrt(sum(norm**2 for norm in norms))
+    away = [float((_doubled(grad) - other).norm()) for grad, other in zip(whole, summed, strict=True)]
+    found = max(
+        (far / max(norm, floor) for far, norm in zip(away, norms, strict=True) if max(norm, floor)), default=0.0
+    )
+    return found if isfinite(found) else 0.0
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    """In float64; a complex one as its two parts."""
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
 
 _APART = 8  # rows that are run together and each alone
 _ROWS, _PAIRS = 16, 3  # that the loss is computed on by itself; that the model is run on

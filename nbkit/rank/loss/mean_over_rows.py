@@ -2,6 +2,8 @@
 
 In float64 where the loss allows it, value and gradient, so that nothing of what a model's kernels round is in the
 numbers, and a term of small weight shows. The outputs of two rows stand for those of all: what differs is the target.
+
+The loss of each row of a batch by itself, beside that of all: how difficult each sample is.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nbkit.rank.data.batch import pair, pick
+from nbkit.rank.data.batch import pair, pick, take
 from nbkit.rank.loss.counted_targets import CountedTargets
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
-from nbkit.rank.parallel.proof.graph import gradients
+from nbkit.rank.parallel.proof.observe import gradients
+from nbkit.rank.rng.seeding import seeded
 
 _GRADIENT, _VALUE = 2e-5, 1e-5  # what the arithmetic of float32 may change, relative to the largest
 _ELEMENTS = 1 << 23  # of all outputs together
@@ -187,3 +190,22 @@ def shown(together: float, weight: float, parts: Sequence[tuple[float, float]]) 
     alone = ", ".join(f"{value / (each or 1):.6g}" for value, each in parts[:4]) + ", ..." * (len(parts) > 4)
     apart = sum(value for value, _ in parts) / (sum(each for _, each in parts) or 1)
     return f"{together / (weight or 1):.6g} together; each alone: {alone}, together {apart:.6g}"
+
+
+@torch.no_grad()
+def row_losses(loss: Loss, output: Any, target: Any, rows: int, device: torch.device) -> Tensor:
+    """Shape (rows,), on the device and not waited for: what `loss` gives for each row of `output` and `target`.
+
+    NaN for a row that weighs nothing. A loss that the model computed for all rows is that of each. What the loss draws
+    is drawn again afterwards. Collective where the loss is.
+    """
+
+    def of(row: int) -> Tensor:
+        def cut(_: str, part: Tensor) -> Tensor:
+            return part[row : row + 1] if part.shape[:1] == (rows,) else part
+
+        weighed = weigh(loss(with_leaves(output, cut), take(target, row, row + 1, rows=rows)), 1)
+        return (weighed.value / weighed.weight if weighed.summed else weighed.value).double()
+
+    with seeded(device):
+        return torch.stack([of(row) for row in range(rows)])

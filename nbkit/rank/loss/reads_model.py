@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import StrategyError
 from nbkit.rank.loss.row_weights import Loss
-from nbkit.rank.parallel.proof.memory import MemoryUses, memory_of, tensors_in
+from nbkit.rank.parallel.proof.observe import MemoryUses, memory_of, tensors_in
 from nbkit.strategy import Strategy
 
 

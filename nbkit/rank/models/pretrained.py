@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.planner.reshard.boxes import halves
+from nbkit.planner.exchange import halves
 from nbkit.quoting import user_path
-from nbkit.rank.parallel.module.meta_module import homes, marked, parameter_like, replace, window
-from nbkit.rank.parallel.proof.memory import MemoryUses, memory_of
+from nbkit.rank.parallel.module.copies import homes, marked, parameter_like, replace, window
+from nbkit.rank.parallel.proof.observe import MemoryUses, memory_of
 from nbkit.rank.parallel.reshard.load_local_shards import copy_part
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import seeded

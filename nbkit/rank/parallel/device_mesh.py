@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nbkit.mesh import AXES, Mesh
 from nbkit.node_levels import BETWEEN, WITHIN, levels_of
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.comm.delegating_group import Broken, DelegatingGroup
 from nbkit.rank.comm.group_creation import abort

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Shard, bounds, numbers_of, on_device, pair, take, tokens_of
-from nbkit.rank.loss.counted_targets import Counted, CountedTargets
+from nbkit.rank.loss.counted_targets import Counted, CountedTargets, share_of
 from nbkit.rank.loss.row_weights import Loss, Weighed, weigh
-from nbkit.rank.loss.target_counts import share_of
 from nbkit.rank.parallel.sharded_model import ShardedModel
 
 

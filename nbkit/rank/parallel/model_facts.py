@@ -16,13 +16,10 @@ from torch import Tensor, nn
 
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.rank.parallel.context.positionwise import try_in_parts
-from nbkit.rank.parallel.module.meta_module import runnable
+from nbkit.rank.parallel.module.copies import runnable
 from nbkit.rank.parallel.options import Options
-from nbkit.rank.parallel.pipeline.hidden_shape import hidden_between
-from nbkit.rank.parallel.pipeline.layer_chain import find_chain
-from nbkit.rank.parallel.pipeline.layer_costs import measure_costs
-from nbkit.rank.parallel.proof.random_draws import DroppingNothing
-from nbkit.rank.parallel.proof.unchanged import set_evaluation
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain, hidden_between, measure_costs
+from nbkit.rank.parallel.proof.unchanged import DroppingNothing, set_evaluation
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.rng.keyed_dropout import repeating

@@ -15,8 +15,8 @@ from nbkit.rank.parallel.proof.outside_state import Outside
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
-from nbkit.rank.parallel.zero3.gather_dtypes import Casts
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
+from nbkit.rank.parallel.zero3.unit import Casts
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.strategy import Strategy
 

@@ -18,23 +18,22 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nbkit.planner.stage_partition import spelled, stage_ranges
+from nbkit.planner.stages import spelled, stage_ranges
 from nbkit.rank.parallel.context.context_parallel import context_parallel
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
-from nbkit.rank.parallel.module.activation_checkpoint import recompute
 from nbkit.rank.parallel.module.batch_norm import synchronised
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.compile import compilable, compile_blocks
-from nbkit.rank.parallel.module.forward_wrapper import mark_parts, refuse_copies
-from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
+from nbkit.rank.parallel.module.copies import homes, skeleton_of
+from nbkit.rank.parallel.module.forward_wrapper import mark_parts, recompute, refuse_copies
 from nbkit.rank.parallel.options import Options, casts_of, keeps_whole, need_chain, need_copies
 from nbkit.rank.parallel.pipeline.executor import Pipeline
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.process_groups import Connections
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.apply import tensor_parallel
-from nbkit.rank.parallel.zero3.gather_dtypes import Casts
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
+from nbkit.rank.parallel.zero3.unit import Casts
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout

@@ -21,7 +21,7 @@ from nbkit.rank.parallel.device_mesh import (
     groups_along,
     key_of,
 )
-from nbkit.rank.parallel.pipeline.p2p_groups import Edges, edge_groups, has_met, meet, meet_all, ranks_of_edges
+from nbkit.rank.parallel.pipeline.p2p import Edges, edge_groups, has_met, meet, meet_all, ranks_of_edges
 from nbkit.rank.parallel.shard_layouts import RankLayouts
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout

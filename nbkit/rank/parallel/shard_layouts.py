@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from nbkit.device_speeds import of_stages
-from nbkit.planner.stage_partition import stage_ranges
+from nbkit.planner.stages import stage_ranges
 from nbkit.rank.parallel.model_facts import need_facts
-from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
+from nbkit.rank.parallel.module.copies import homes, skeleton_of
 from nbkit.rank.parallel.options import (
     Options,
     keeps_whole,

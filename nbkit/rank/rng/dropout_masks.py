@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nbkit.errors import TrainingError
 from nbkit.rank.device import accelerator
-from nbkit.rank.rng.shard_offsets import KINDS, place_of, runs_of
+from nbkit.rank.rng.draw_plan import KINDS, place_of, runs_of
 from nbkit.tensor_layout import count
 
 _WORD = (1 << 64) - 1

@@ -12,10 +12,13 @@ that is known (draw_plan.py); else dim 0 holds rows if it is a multiple of their
 No fused kernel of attention takes a mask. Where that costs more than it is worth, `fused`, the kernel draws its own, by
 a seed of the draw, of the first row and head, and so the same when a step or a part of it is computed again; not the
 same under another strategy.
+
+Random numbers of one draw that are a function of its key and of the place of each element: see dropout_masks.py.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,14 +36,54 @@ from torch.utils.checkpoint import CheckpointFunction
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import rows_of
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.proof.calls import watched
-from nbkit.rank.rng.draw_plan import DrawPlan, Elsewhere, OtherGenerators, Place, Trace, plan_of
-from nbkit.rank.rng.dropout_masks import coordinates, dropped, key_of
-from nbkit.rank.rng.dropout_ops import DRAWS, Draw
-from nbkit.rank.rng.keyed_numbers import KeyedNumbers
-from nbkit.rank.rng.random_ops import RANDOM
-from nbkit.rank.rng.shard_offsets import place_of
+from nbkit.rank.parallel.proof.observe import watched
+from nbkit.rank.rng.draw_plan import DrawPlan, Elsewhere, OtherGenerators, Place, Trace, place_of, plan_of
+from nbkit.rank.rng.dropout_masks import coordinates, dropped, key_of, random_bits
+from nbkit.rank.rng.random_ops import DRAWS, RANDOM, Draw
 from nbkit.rank.torch_private import DropoutNd, graph_task_id
+
+
+class KeyedNumbers:
+    """begin: shape -> (key, whether it is one draw for the whole batch). rows: ids of the samples along dim 0."""
+
+    def __init__(self, begin: Callable[[Sequence[int]], tuple[int, bool]], rows: Tensor) -> None:
+        self._begin, self._rows = begin, rows
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """From [0, 1): as many numbers as the dtype of `like` tells apart."""
+        key, places = self._draw(like)
+        return _uniform(key, places, like.dtype).view(like.shape)
+
+    def normal(self, like: Tensor) -> Tensor:
+        """Of mean 0 and variance 1, by the formula of Box and Muller (1958)."""
+        key, places = self._draw(like)
+        wide = torch.promote_types(like.dtype, torch.float32)
+        radius = torch.log1p(-_uniform(key_of(key, 1), places, wide)).mul_(-2).sqrt_()
+        angle = _uniform(key_of(key, 2), places, wide).mul_(2 * math.pi)
+        return radius.mul_(angle.cos_()).view(like.shape)
+
+    def integers(self, like: Tensor, low: int, high: int) -> Tensor:
+        """From [low, high), int64, for ranges below 2^31."""
+        key, places = self._draw(like)
+        return (random_bits(key, places) * (high - low) >> 32).add_(low).view(like.shape)
+
+    def _draw(self, like: Tensor) -> tuple[int, list[Tensor]]:
+        shape, rows = tuple(like.shape), self._rows.to(like.device)
+        key, shared = self._begin(shape)
+        if shared:
+            shape, rows = (1, *shape), rows.new_tensor([-1])
+        places = coordinates(shape, rows)
+        # What is broadcast over positions, heads or features is the same for each part of them.
+        return key, [place if i == 0 or len(place) > 1 else place * 0 for i, place in enumerate(places)]
+
+
+def _uniform(key: int, places: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    bits = random_bits(key, places)
+    if dtype == torch.float64:
+        return (bits << 21 | random_bits(key_of(key, 3), places) >> 11).double().mul_(2.0**-53)
+    digits = {torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
+    return (bits >> (32 - digits)).float().mul_(2.0**-digits).to(dtype)
+
 
 _BITS = (1 << 62) - 1
 

@@ -2,16 +2,28 @@
 
 `RANDOM[f]` does what f does. It is called with f itself, `Numbers`, then f's own arguments. f runs first, for the
 shape, dtype and device of what it gives, and its values are then replaced.
+
+torch's dropping functions, once more, with a mask that is given instead of drawn.
+
+`DRAWS[f]` does what f does. It is called with f itself, a mask, then f's own arguments. Attention that drops is
+computed as the formula says (the probabilities are in memory), since no fused kernel takes a mask of what to drop;
+unless the kernel may draw its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from nbkit.errors import TrainingError
+from nbkit.rank.torch_private import safe_softmax
 
 
 class Numbers(Protocol):
@@ -126,4 +138,164 @@ RANDOM: dict[Any, Given] = {
     Tensor.normal_: _normal_,
     Tensor.exponential_: _exponential_,
     F.gumbel_softmax: _gumbel_softmax,
+}
+
+
+class Mask(Protocol):
+    """`mask(shape, p)`: bool, True where dropped."""
+
+    def __call__(self, shape: Sequence[int], p: float, /) -> Tensor: ...
+
+
+class AttentionMask(Mask, Protocol):
+    """A mask that attention may leave to its kernel."""
+
+    def in_kernel(self, device: torch.device) -> AbstractContextManager[None] | None:
+        """What to run attention in, whose kernel may draw the mask itself on `device`; None where it may not."""
+        ...
+
+
+Draw = Callable[..., Any]
+
+
+def _scaled(x: Tensor, mask: Tensor, p: float, inplace: bool) -> Tensor:
+    """`x` without what is dropped, the rest scaled so that the expectation stays."""
+    if p >= 1:
+        return x.mul_(0) if inplace else x * 0
+    return (x.mul_(1 / (1 - p)) if inplace else x * (1 / (1 - p))).masked_fill_(mask, 0)
+
+
+def _dropout(
+    _: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if not training or p == 0 or input.numel() == 0:
+        return input
+    return _scaled(input, mask(input.shape, p), p, inplace)
+
+
+def _dropout_(func: Draw, mask: Mask, input: Tensor, p: float, train: bool) -> Tensor:
+    return _dropout(func, mask, input, p, train, inplace=True)
+
+
+def _channels(
+    _: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Whole channels: (B, C, ...)."""
+    return _dropout(_, _of_channels(mask), input, p, training, inplace)
+
+
+def _of_channels(mask: Mask) -> Callable[[Sequence[int], float], Tensor]:
+    def whole(shape: Sequence[int], p: float) -> Tensor:
+        return mask(shape[:2], p).view(*shape[:2], *(1 for _ in shape[2:]))
+
+    return whole
+
+
+def _alpha(_: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+    return _self_normalising(input, mask(input.shape, p) if training and p else None, p, inplace)
+
+
+def _alpha_channels(
+    _: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    return _alpha(_, _of_channels(mask), input, p, training, inplace)
+
+
+def _self_normalising(x: Tensor, mask: Tensor | None, p: float, inplace: bool) -> Tensor:
+    """Klambauer et al. 2017: dropped elements take SELU's lower bound; mean and variance are restored."""
+    if mask is None:
+        return x
+    if p >= 1:
+        return x.mul_(0) if inplace else x * 0
+    bound = -1.7580993408473766
+    scale = ((1 - p) * (1 + p * bound**2)) ** -0.5
+    kept = x.mul_(scale) if inplace else x * scale
+    return kept.masked_fill_(mask, bound * scale).add_(-scale * p * bound)
+
+
+def _attention(
+    func: Draw,
+    mask: AttentionMask,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """(..., H, T, E), (..., H, S, E), (..., H, S, V) -> (..., H, T, V)."""
+    if dropout_p == 0:
+        return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
+    if (drawing := mask.in_kernel(query.device)) is not None:
+        with drawing:
+            return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    if attn_mask is not None:
+        allowed = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if allowed else scores + attn_mask
+    if torch.is_autocast_enabled(scores.device.type) and scores.dtype.itemsize < 4:
+        # Autocast takes a softmax in float32, this one too; but its backward then has two dtypes, which CUDA refuses.
+        scores = scores.float()
+    # As torch's own: a row in which everything is masked gives zeros, not NaN.
+    weights = safe_softmax(scores, -1)
+    return _scaled(weights, mask(weights.shape, dropout_p), dropout_p, inplace=False).to(value.dtype) @ value
+
+
+def _multi_head(func: FunctionType, mask: AttentionMask, *args: Any, **kwargs: Any) -> Any:
+    """torch's own code, in which `dropout` and `scaled_dot_product_attention` mean these here."""
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return _dropout(F.dropout, mask, input, p, training, inplace)
+
+    def attention(*inner: Any, **named: Any) -> Tensor:
+        return _attention(F.scaled_dot_product_attention, mask, *inner, **named)
+
+    names = func.__globals__ | {"dropout": dropout, "scaled_dot_product_attention": attention}
+    # It has been dispatched: to a mode around this one (torch.set_default_device is one) it would hand on the original.
+    names["has_torch_function"] = lambda _: False
+    rebound = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    rebound.__kwdefaults__ = func.__kwdefaults__
+    return rebound(*args, **kwargs)
+
+
+def _recurrent(func: Draw, mask: Mask, *args: Any, **kwargs: Any) -> Any:
+    """nn.LSTM, nn.GRU and nn.RNN draw between their layers, inside of a kernel."""
+    # (input, hx, weights, biases, layers, dropout, train, ...); of packed rows (data, batch_sizes, hx, weights, ...).
+    at = 6 if isinstance(args[3], list | tuple) else 5
+    dropout, train = args[at : at + 2]
+    if not train or dropout == 0:
+        return func(*args, **kwargs)
+    raise TrainingError(
+        "A recurrent layer drops inside of its kernel, where no strategy could make it drop the same elements.",
+        numbers=f"dropout {dropout:g}",
+        hint="single-layer nn.LSTM modules with nn.Dropout between them",
+    )
+
+
+DRAWS: dict[Any, Draw] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    torch.dropout_: _dropout_,
+    F.dropout1d: _channels,
+    F.dropout2d: _channels,
+    F.dropout3d: _channels,
+    torch.feature_dropout: _channels,
+    F.alpha_dropout: _alpha,
+    torch.alpha_dropout: _alpha,
+    F.feature_alpha_dropout: _alpha_channels,
+    torch.feature_alpha_dropout: _alpha_channels,
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _multi_head,
+    torch.lstm: _recurrent,
+    torch.gru: _recurrent,
+    torch.rnn_tanh: _recurrent,
+    torch.rnn_relu: _recurrent,
 }

@@ -21,8 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nbkit.rank.telemetry.disk_thread import IDLE, Background
-from nbkit.rank.telemetry.record_writer import mean_of
+from nbkit.rank.telemetry.record_writer import IDLE, Background, mean_of
 from nbkit.records import tags
 from nbkit.records.events import Event, RunStarted, RunStopped, StepDone
 from nbkit.records.readings import members_of, table

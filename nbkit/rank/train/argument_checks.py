@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from nbkit.errors import NotFinite, TrainingError
-from nbkit.rank.data.batch import numbers_of
-from nbkit.rank.data.batch_size import steps_of_epoch
+from nbkit.rank.data.batch import numbers_of, steps_of_epoch
 from nbkit.rank.data.stream import is_map_style
 from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.step_stats import StepNumbers

@@ -19,8 +19,7 @@ from torch import nn
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.planner.link_speed import Link
 from nbkit.rank.aside import NotAside, aside
-from nbkit.rank.comm.agree import agree
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.comm.agree import agree, all_gather_objects
 from nbkit.rank.comm.delegating_group import stand_in
 from nbkit.rank.comm.link_probe import know, link_of
 from nbkit.rank.comm.thread_group import Alone
@@ -31,13 +30,12 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.loss.loss_check import examine, split_by_values
 from nbkit.rank.loss.reads_model import reading_no_parameter
 from nbkit.rank.models.pretrained import Pretrained, Shell
-from nbkit.rank.parallel.check_findings import warn_of, warn_of_coupled
+from nbkit.rank.parallel.check_model import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
 from nbkit.rank.parallel.model_facts import Runs, facts_for, find_facts, find_later, lacking, told
-from nbkit.rank.parallel.module.built_again import built_again
-from nbkit.rank.parallel.module.meta_module import build_again, hooked_gradient, skeleton_of
-from nbkit.rank.parallel.module.mixture_of_experts import experts_in
+from nbkit.rank.parallel.module.block_discovery import experts_in
+from nbkit.rank.parallel.module.copies import build_again, built_again, hooked_gradient, skeleton_of
 from nbkit.rank.parallel.options import Options, need_rows
 from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
 from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, meet_groups, served
@@ -53,8 +51,7 @@ from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control.rank_agreement import compare_ranks, constants_of
 from nbkit.rank.train.step.optimizer_factory import Template
-from nbkit.rank.train.step.optimizer_offload import offload
-from nbkit.rank.train.step.optimizer_state import remember
+from nbkit.rank.train.step.optimizer_state import offload, remember
 from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.data.batch import call, check_inputs, on_device, pair, rows_of
 from nbkit.rank.data.data_rng import alike
 from nbkit.rank.data.open_stream import open_stream, refuse_loader
@@ -31,7 +31,7 @@ from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.model_facts import Runs
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.checkpoint.retention import Asked
-from nbkit.rank.train.control.detached_flag import DETACHED
+from nbkit.rank.train.control.active_job import DETACHED
 from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy
 

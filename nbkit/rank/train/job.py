@@ -5,6 +5,8 @@ for batch in job.batches(loader):       # global batches, the same on every rank
     result = job.backward(batch)
     job.clip(1.0); job.optimizer.step(); job.optimizer.zero_grad()
     job.log(loss=result.loss)
+
+The loss on other data: weighted over all samples and ranks, each counted once.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from nbkit.quoting import user_path
 from nbkit.rank.comm.agree import any_rank
 from nbkit.rank.data import data_rng
 from nbkit.rank.data.batch import Shard
+from nbkit.rank.data.data_rng import alike, content
+from nbkit.rank.data.open_stream import shards
+from nbkit.rank.data.stream import fetched, is_map_style
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -38,9 +43,8 @@ from nbkit.rank.train.builder import Blueprint, Builder, Model, Optimizer
 from nbkit.rank.train.config import OWN_LOOP, TrainConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
-from nbkit.rank.train.control.rank_agreement import EVERY
+from nbkit.rank.train.control.rank_agreement import EVERY, compare_ranks
 from nbkit.rank.train.control.switch_plan import Given, SwitchPlan
-from nbkit.rank.train.evaluate import evaluate
 from nbkit.rank.train.own_loop import own_gradients, torch_clip
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.run_recorder import record_into, record_run
@@ -48,6 +52,34 @@ from nbkit.rank.train.step.step_stats import StepResult
 from nbkit.rank.train.switch.switch import Switchable
 from nbkit.rank.world import meeting, world
 from nbkit.records.events import RunStarted, RunStopped, Switched
+
+
+def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any]) -> float:
+    """Mean loss of the job's model over one pass of `data`. Collective; the model is in eval mode meanwhile.
+
+    Raises TrainingError when there is nothing to weigh.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=job.device)
+    axes = job.sharded_model.axes
+    if is_map_style(data):
+        ends = content(lambda: fetched(data, [0, -1 % len(data)], (0, 1), collate).data) if len(data) else 0
+        compare_ranks(
+            {"samples": len(data), "the first and the last one": ends},
+            world_size=job.world_size,
+            device=job.device,
+            what="data to evaluate on",
+            hint="the whole data on every rank, which divides it",
+        )
+    with job.sharded_model.evaluating(autocast=job.training_step.precision.dtype is not None), alike():
+        every = shards(data, batch_size=batch_size, rank=axes.index("dp"), ranks=axes.size("dp"), collate=collate)
+        for shard in every:
+            sums += job.training_step.evaluate(shard)
+    if job.world_size > 1:
+        dist.all_reduce(sums)
+    total, count = sums.tolist()
+    if not count:
+        raise TrainingError("There is nothing to evaluate.", numbers=f"weight {count:g}", hint="data with samples")
+    return float(total / count)
 
 
 @argument_checks.prepare_call

@@ -22,7 +22,7 @@ from nbkit.planner import forecast
 from nbkit.quoting import path_part
 from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
-from nbkit.rank.telemetry.memory import bytes_held, memory_of, reset_peak
+from nbkit.rank.telemetry.health import bytes_held, memory_of, reset_peak
 from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, clock, phase
 from nbkit.rank.telemetry.session import FIRST_IN_DETAIL, Session
 from nbkit.rank.telemetry.tensorboard import BoardWriter, ScalarWriter

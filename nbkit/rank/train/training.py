@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.planner.link_speed import Link, ranks_of_node
 from nbkit.quoting import user_path
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.comm.link_probe import link_of
-from nbkit.rank.data.data_position import Feed
+from nbkit.rank.data.data_state import Feed
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.reshard.plain_attributes import put
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -26,11 +26,11 @@ from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Builder, Model, Optimizer
 from nbkit.rank.train.checkpoint import checkpoint, job_state
 from nbkit.rank.train.checkpoint.job_state import bytes_per_element
-from nbkit.rank.train.checkpoint.json_values import writable
+from nbkit.rank.train.checkpoint.manifest import writable
 from nbkit.rank.train.checkpoint.writer import CheckpointWriter
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control import recovery
-from nbkit.rank.train.control.integrity import Integrity
+from nbkit.rank.train.control.active_job import Integrity
 from nbkit.rank.train.control.rank_agreement import compare_ranks, settings_by_name
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.recommend import AUTO, ordered, recommend
@@ -39,8 +39,7 @@ from nbkit.rank.train.run_recorder import Recorder
 from nbkit.rank.train.runs_dir import check_room
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.model_handle import ModelHandle, show_again, shown_by
-from nbkit.rank.train.step.optimizer_handle import OptimizerHandle
-from nbkit.rank.train.step.optimizer_state import settings_of
+from nbkit.rank.train.step.optimizer_state import OptimizerHandle, settings_of
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.step.step import TrainingStep
 from nbkit.rank.train.switch.pending_switch import PendingSwitch

@@ -1,4 +1,7 @@
-"""What this rank does right now, told by another thread than the one that does it: see nbkit.wire.activity."""
+"""What this rank does right now, told by another thread than the one that does it: see nbkit.wire.activity.
+
+Whether the user's own code calls a model of which every rank holds a part: then all of them have to.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,49 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import PurePath
 from time import perf_counter_ns as now
 from types import CodeType, FrameType
 from typing import Any
 
 import torch.autograd.graph
 import torch.distributed as dist
+from torch import nn
 
 from nbkit.rank.comm import delegating_group
-from nbkit.rank.comm.delegating_group import DelegatingGroup
+from nbkit.rank.comm.delegating_group import DelegatingGroup, num_bytes
 from nbkit.rank.comm.gloo.interruptible_wait import Interruptible
-from nbkit.rank.comm.operations import num_bytes
+from nbkit.rank.parallel.module.forward_wrapper import marked_parts
 from nbkit.rank.telemetry import collectives
-from nbkit.rank.telemetry.collectives import Call
+from nbkit.rank.telemetry.collectives import Call, Timed, wait_on_host
 from nbkit.rank.telemetry.phases import clock
-from nbkit.rank.telemetry.timed_work import Timed, wait_on_host
-from nbkit.rank.torch_private import group_tables
+from nbkit.rank.torch_private import call_of_module, group_tables
 from nbkit.rank.world import meeting
-from nbkit.rank.world.split_model_call import split_model_call
 from nbkit.wire.activity import ANYONE, Activity, CodeLine, GroupLog, Operation
 from nbkit.wire.user_code import is_users
+
+_TORCH = PurePath(nn.__file__).parents[1]
+
+
+def split_model_call(frames: Sequence[FrameType]) -> tuple[FrameType, str] | None:
+    """The frame of the user's that calls the model, and the model's strategy; None where a step calls it, or nobody.
+
+    frames: of a thread, innermost first.
+    """
+    caller, model = None, None
+    for frame in frames:
+        if frame.f_code is call_of_module:  # the outermost one is the model, those before are its blocks
+            caller, model = None, frame.f_locals.get("self")
+        elif model is not None and caller is None and not PurePath(frame.f_code.co_filename).is_relative_to(_TORCH):
+            caller = frame
+    if caller is None or not isinstance(model, nn.Module) or not is_users(caller.f_code.co_filename):
+        return None
+    strategy = marked_parts(model)
+    return (caller, strategy) if strategy is not None else None
+
 
 OPERATIONS = 64  # of a group that are told, and as many messages
 _CALLS = 4096  # that are looked through for them

@@ -28,7 +28,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.comm.gloo import interruptible_wait
 from nbkit.rank.comm.group_creation import breaking_off
-from nbkit.rank.world import watchdog, world
+from nbkit.rank.world import failure_alarm, world
 from nbkit.wire.activity import Operation
 from nbkit.wire.user_code import is_users
 
@@ -156,7 +156,7 @@ def _cause() -> TrainingError | None:
         store, key = _store(here), f"apart/{_here.number + 1}"
         if not _here.apart and store.check([key]) and not (heard := json.loads(store.get(key)))["clean"]:
             _here.apart = heard["said"]
-            watchdog.break_out(f"{_here.apart}: {PARTED}", _error(_here.apart))
+            failure_alarm.break_out(f"{_here.apart}: {PARTED}", _error(_here.apart))
     return _error(_here.apart) if _here.apart else None
 
 
@@ -236,7 +236,7 @@ def _meet(here: world.World, purpose: str, does: str) -> None:
                 heard = json.loads(store.get(f"apart/{number}"))
                 if not heard["clean"]:
                     _here.apart = heard["said"]
-                    watchdog.break_out(f"{heard['said']}: {PARTED}")
+                    failure_alarm.break_out(f"{heard['said']}: {PARTED}")
                 raise _error(heard["said"])
         _tidy(here, store, come)
     except DistError as error:
@@ -308,7 +308,7 @@ def _watch(over: threading.Event) -> None:
                 told = store.compare_set(f"apart/{number}", "", json.dumps({"said": text, "clean": False}))
                 if _here.waits is None:  # else it is read there
                     _here.apart = json.loads(told)["said"]
-                    watchdog.break_out(f"{_here.apart}: {PARTED}", _error(_here.apart))
+                    failure_alarm.break_out(f"{_here.apart}: {PARTED}", _error(_here.apart))
         except Exception:  # the store is gone, and rank 0 with it: that is told in other ways
             store = None
 

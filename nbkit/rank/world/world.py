@@ -2,25 +2,44 @@
 
 A generation is one forming of the world: a store of its own (served by rank 0, on a socket that was bound for it),
 and a new inner group in every delegating group. The user's objects keep their groups from one to the next.
+
+Makes init_process_group and destroy_process_group harmless on a rank that is in a world.
+
+A second init is harmless; after a destroy it joins the current generation again. So code written for torchrun,
+which does both by itself, runs in a cell as it is.
+
+Clears what a step that was broken off leaves in the user's DDP and FSDP2 objects.
+
+An exception in the middle of backward leaves a DDP reducer waiting for gradients that never come, and FSDP2
+modules unsharded with gathers in flight. Their own torch says so and stops; after a new generation they train on.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import hashlib
 import json
 import os
 import socket
+import sys
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    Store,  # type: ignore[attr-defined]
+    TCPStore,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 from nbkit.errors import ClusterError, UsageError
 from nbkit.rank.comm.background_creation import BreakableStore, forming
@@ -28,9 +47,126 @@ from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, l
 from nbkit.rank.comm.group_creation import abort, install, reform_group, release
 from nbkit.rank.device import accelerator
 from nbkit.rank.torch_private import default_store, group_tables
-from nbkit.rank.world import init_process_group, sockets
-from nbkit.rank.world.broken_step import clear_broken_steps
+from nbkit.rank.world import sockets
 from nbkit.rank.world.rank_place import Place, keep_local, open_listener
+
+DESTROYED = "the default process group was destroyed by user code"
+
+init_process_group: Callable[..., None] = c10d.init_process_group
+"""torch's own."""
+_destroy_process_group: Callable[..., None] = c10d.destroy_process_group
+
+
+class _World(Protocol):
+    """What this file needs to know of a world."""
+
+    dirty: str
+    place: Any
+
+    def rejoin(self, backend: str | None = None, **options: Any) -> None: ...
+
+
+_world: _World | None = None
+
+
+def guard(world: _World | None) -> None:
+    """From now on user code's init and destroy act on `world`; with None they are torch's own again."""
+    global _world
+    _world = world
+    module: Any
+    for module in (c10d, dist):
+        module.init_process_group = _init if world else init_process_group
+        module.destroy_process_group = _destroy if world else _destroy_process_group
+
+
+@functools.wraps(init_process_group)
+def _init(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Any = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: Any = None,
+    **others: Any,
+) -> None:
+    if dist.is_initialized():
+        present = dist.get_backend()
+        if backend is not None and str(backend).lower() not in ("undefined", present, *_parts(backend, present)):
+            warnings.warn(
+                f"init_process_group({backend!r}): the process group is up already and goes on with {present}.",
+                stacklevel=2,
+            )
+        return
+    ours = (
+        _world is not None
+        and store is None
+        and not others
+        and world_size in (-1, _world.place.world_size)
+        and rank in (-1, _world.place.rank)
+        and (backend is None or set(_names(backend)) <= {"gloo", "nccl"})
+    )
+    if _world is None or not ours:
+        init_process_group(
+            backend, init_method, timeout, world_size, rank, store, group_name, pg_options, device_id, **others
+        )
+        return
+    _world.rejoin(backend, timeout=timeout, pg_options=pg_options, device_id=device_id)
+
+
+@functools.wraps(_destroy_process_group)
+def _destroy(group: dist.ProcessGroup | None = None) -> None:
+    is_default = group is None or group is dist.group.WORLD
+    _destroy_process_group(group)
+    if is_default and _world is not None and not _world.dirty:
+        _world.dirty = DESTROYED
+
+
+def _names(backend: str) -> list[str]:
+    """ "cpu:gloo,cuda:nccl" -> ["gloo", "nccl"]"""
+    return [part.split(":")[-1] for part in str(backend).lower().split(",")]
+
+
+def _parts(backend: str, present: str) -> list[str]:
+    return [str(backend).lower()] if present in _names(backend) else []
+
+
+def clear_broken_steps() -> None:
+    """Put every DDP and FSDP2 object of this process between two steps; gradients in flight are lost.
+
+    All ranks must do so between the same two collectives: DDP agrees anew on its buckets in the next step.
+    """
+    # Found, not registered: user code makes them behind our back, also before this module is imported.
+    objects = gc.get_objects()
+    # FSDP is not imported here: who has not imported it has no such module, and importing it takes half a second.
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", DistributedDataParallel)
+    wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, (DistributedDataParallel, sharded))}
+    for module in [one for one in objects if type(one) in wanted]:
+        with contextlib.suppress(AttributeError):  # of a torch that is newer: then they have to be made again
+            if isinstance(module, DistributedDataParallel):
+                module._has_rebuilt_buckets = False
+                module.reducer._reset_state()
+            else:
+                _reset_fully_sharded(module)
+
+
+def _reset_fully_sharded(module: Any) -> None:
+    state = module._get_fsdp_state()
+    # None: no forward has run yet. Only the root of a tree of sharded modules resets it. Before torch 2.13 there
+    # is no reset, and a broken backward needs the model to be sharded again.
+    if not state._is_root or not hasattr(module, "reset_iter_state"):
+        return
+    for one in state._state_ctx.all_states:
+        for group in one._fsdp_param_groups:
+            gathering, group._all_gather_result = group._all_gather_result, None
+            work = getattr(gathering, "all_gather_work", None)
+            if work is not None and hasattr(work, "wait"):
+                with contextlib.suppress(RuntimeError):  # what was in flight was broken off: that is why we are here
+                    work.wait()
+    module.reset_iter_state()
+
 
 __all__ = ["Place", "World", "current", "open_listener"]
 
@@ -112,7 +248,7 @@ class World:
             )  # fmt: skip
         world = cls(place)
         world._store = default_store()
-        init_process_group.guard(world)
+        guard(world)
         _current = world
         atexit.register(world.leave)  # a group that is left to the interpreter's own end may abort it
         return world
@@ -162,7 +298,7 @@ class World:
         options: as of `init_process_group` (timeout, pg_options, device_id).
         """
         self._init(backend or self.place.torch_backend, **options)
-        if self.dirty == init_process_group.DESTROYED:
+        if self.dirty == DESTROYED:
             self.dirty = ""
 
     def leave(self) -> None:
@@ -179,7 +315,7 @@ class World:
         self.dirty = "this rank has left the world"
         if _current is self:
             _current = None
-            init_process_group.guard(None)
+            guard(None)
         gc.collect()
 
     @property
@@ -189,7 +325,7 @@ class World:
 
     def _prepare(self, address: str, port: int) -> None:
         install()
-        init_process_group.guard(self)
+        guard(self)
         place = self.place
         self.environment = {
             "RANK": str(place.rank),
@@ -284,7 +420,7 @@ class World:
 
     def _init(self, backend: str, **options: Any) -> None:
         before = sockets.inodes()
-        init_process_group.init_process_group(
+        init_process_group(
             backend, store=self._next_store(), rank=self.place.rank, world_size=self.place.world_size, **options
         )
         if not isinstance(dist.group.WORLD, DelegatingGroup):

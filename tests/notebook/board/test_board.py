@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from nbkit.errors import BoardError
-from nbkit.notebook.board import address
+from nbkit.notebook.board import board as address
 from nbkit.notebook.board.board import Board
 
 

@@ -19,12 +19,11 @@ from fake_run import HIDDEN, LATE, WEIGHT, FakeRun
 from tensorboard.plugins import base_plugin
 
 from nbkit.notebook.board.board import Board
-from nbkit.notebook.board.live import following
-from nbkit.notebook.run.follower import Run
-from nbkit.notebook.run.run_timeline import PARTS, Timeline
+from nbkit.notebook.board.serve import following
+from nbkit.notebook.run.follower import PARTS, Run, Timeline
 from nbkit.notebook.run.step_picture import lateness, picture
 from nbkit.rank.telemetry.record_writer import Overview, RecordFile
-from nbkit.records import record_lookup
+from nbkit.records import record_file
 from nbkit.records.records import Header, StepRecord
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -384,12 +383,12 @@ def test_what_only_the_overview_has_is_shown_as_the_mean_that_it_is(tmp_path: Pa
         overview.add(step)
     file.close()
 
-    newest, old = record_lookup.step_at(path, 130), record_lookup.step_at(path, 35)
+    newest, old = record_file.step_at(path, 130), record_file.step_at(path, 35)
 
     assert newest is not None and (newest.seconds, newest.span) == (130.0, 1)
     assert old is not None and old.step - old.span < 35 <= old.step
     assert old.seconds == pytest.approx(old.step - (old.span - 1) / 2)
-    assert record_lookup.step_at(path, 131) is None and record_lookup.step_at(path, 5) is None
+    assert record_file.step_at(path, 131) is None and record_file.step_at(path, 5) is None
 
 
 def test_folding_keeps_means_and_never_mixes_strategies() -> None:

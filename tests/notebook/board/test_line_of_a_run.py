@@ -9,8 +9,8 @@ from fake_run import FakeRun
 
 import nbkit
 from nbkit.figures import unit_of
-from nbkit.notebook.board.plugin.runs import Runs
-from nbkit.notebook.run.run_timeline import PARTS, point_of
+from nbkit.notebook.board.plugin.plugin import Runs
+from nbkit.notebook.run.follower import PARTS, point_of
 from nbkit.rank.telemetry.record_writer import mean_of
 from nbkit.records.readings import bars
 from nbkit.records.records import StepRecord

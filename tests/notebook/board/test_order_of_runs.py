@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fake_run import FakeRun
 
-from nbkit.notebook.board.plugin.runs import Runs
+from nbkit.notebook.board.plugin.plugin import Runs
 from nbkit.records.record_file import newest_run, rank_files
 from nbkit.records.records import Header, Outside, Traffic, from_line, to_line
 

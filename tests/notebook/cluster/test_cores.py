@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster.machine.cpu_cores import cores_here, quota_here, share_cores, show_cores
+from nbkit.notebook.cluster.machine.machine import cores_here, quota_here, share_cores, show_cores
 
 
 def test_the_cores_are_those_this_process_may_use() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster.launch.device_pinning import Pin, Pinning, pins_on, plan_pins
+from nbkit.notebook.cluster.launch.pins import Pin, Pinning, pins_on, plan_pins
 from nbkit.notebook.cluster.machine.gpus import Gpu, GpuProcess, Unfit
 from nbkit.notebook.cluster.machine.machine import read_machine
 

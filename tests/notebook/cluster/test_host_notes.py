@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbkit.notebook.cluster.hosts.versions import notes_on
+from nbkit.notebook.cluster.hosts.agent import notes_on
 
 
 def test_other_drivers_and_clocks_are_named_by_host() -> None:

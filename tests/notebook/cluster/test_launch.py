@@ -95,7 +95,7 @@ def test_a_rank_that_cannot_start_is_an_error_with_its_last_lines(
     nbkit_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # A sitecustomize that breaks a module which only ranks import.
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['nbkit.rank.world.watchdog'] = None\n")
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['nbkit.rank.world.failure_alarm'] = None\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ClusterError, match=r"nbkit\.rank\.world\.watchdog"):
         Cluster.start(2, cpu=True, name="broken")
@@ -192,7 +192,7 @@ def test_a_port_that_a_controller_has_chosen_is_its_own() -> None:
     source = """
 import socket, zmq
 from ipyparallel import util
-from nbkit.notebook.cluster.launch.held_ports import hold_ports
+from nbkit.notebook.cluster.launch.controller import hold_ports
 
 hold_ports()
 context = zmq.Context()

@@ -10,7 +10,7 @@ import pytest
 from nbkit import Cluster
 from nbkit.errors import CellError, UsageError
 from nbkit.notebook.cluster.cells.handle import CellHandle
-from nbkit.notebook.widgets.panel.controller import controller_of
+from nbkit.notebook.widgets.panel.panel import controller_of
 
 TRAINER = """
 import time

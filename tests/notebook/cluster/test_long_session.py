@@ -16,8 +16,8 @@ from traitlets.config import PyFileConfigLoader
 from zmq.eventloop.zmqstream import ZMQStream
 
 from nbkit import Cluster
-from nbkit.notebook.cluster.launch import heartbeat
-from nbkit.notebook.cluster.output.kept_text import KEPT_CHARACTERS, KeptText
+from nbkit.notebook.cluster.launch import controller
+from nbkit.notebook.cluster.output.display import KEPT_CHARACTERS, KeptText
 from nbkit.wire.cells import SIGNATURES_KEPT
 
 SIGNATURES = "len(get_ipython().kernel.session.digest_history)"
@@ -62,14 +62,14 @@ def test_heartbeats_are_as_seldom_as_engines_are_many(
 ) -> None:
     # The controller takes 0.07 ms for an answer; one that comes two periods late does not count.
     monkeypatch.setattr(HeartMonitor, "beat", HeartMonitor.beat)
-    heartbeat.slow_down()
+    controller.slow_down()
     context = zmq.Context()
     try:
         streams = [ZMQStream(context.socket(kind), ioloop.IOLoop()) for kind in (zmq.PUB, zmq.ROUTER)]
         monitor = HeartMonitor(ping_stream=streams[0], pong_stream=streams[1], loop=streams[0].io_loop)
         monitor.hearts = {str(number).encode() for number in range(engines)}
-        monitor.caller = ioloop.PeriodicCallback(monitor.beat, heartbeat.FAST_MS)
-        monitor.last_arrival, monitor.tic = 0.0, time.monotonic() - 2 * heartbeat.QUIET_SECONDS
+        monitor.caller = ioloop.PeriodicCallback(monitor.beat, controller.FAST_MS)
+        monitor.last_arrival, monitor.tic = 0.0, time.monotonic() - 2 * controller.QUIET_SECONDS
         monitor.beat()
         assert monitor.caller.callback_time == milliseconds
         assert monitor.max_heartmonitor_misses * milliseconds == pytest.approx(300_000, rel=0.01)

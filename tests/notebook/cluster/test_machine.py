@@ -12,16 +12,21 @@ import pytest
 
 from nbkit.notebook.cluster.machine import cuda_driver
 from nbkit.notebook.cluster.machine.cuda_driver import CudaDevice, parse_answer
-from nbkit.notebook.cluster.machine.links import (
+from nbkit.notebook.cluster.machine.machine import (
     Adapter,
     Link,
+    PciGpu,
+    TorchBuild,
+    near_cores,
     network_adapters,
+    nvidia_driver_gpus,
+    parse_build,
     parse_topology,
+    pci_gpus,
+    read_build,
     show_adapters,
     show_links,
 )
-from nbkit.notebook.cluster.machine.pci_gpus import PciGpu, near_cores, nvidia_driver_gpus, pci_gpus
-from nbkit.notebook.cluster.machine.torch_build import TorchBuild, parse_build, read_build
 
 # A driver of CUDA 12.4 with two T4s.
 LIBCUDA = """

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from nbkit.notebook.cluster.hosts.coordinator.reachability import hosts_to_try
-from nbkit.notebook.cluster.hosts.reach_probe import Probe, unanswered
+from nbkit.notebook.cluster.hosts.agent import Probe, unanswered
+from nbkit.notebook.cluster.hosts.coordinator import hosts_to_try
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 17, 256])

@@ -8,11 +8,10 @@ import machines
 import pytest
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster.launch.device_pinning import pins_on
+from nbkit.notebook.cluster.launch.pins import pins_on
 from nbkit.notebook.cluster.machine.cuda_driver import CudaDriver
 from nbkit.notebook.cluster.machine.gpus import Survey, parse_gpus, parse_instances, put_instances
-from nbkit.notebook.cluster.machine.machine import Machine, read_machine
-from nbkit.notebook.cluster.machine.pci_gpus import PciGpu
+from nbkit.notebook.cluster.machine.machine import Machine, PciGpu, read_machine
 from nbkit.notebook.cluster.machine.remarks import notes_at_start, remarks
 
 ONE_T4 = machines.KAGGLE_T4.splitlines(keepends=True)[0]

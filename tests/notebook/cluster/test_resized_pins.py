@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster.launch.device_pinning import pins_on
-from nbkit.notebook.cluster.launch.resized_pins import resized_pins
+from nbkit.notebook.cluster.launch.pins import pins_on, resized_pins
 from nbkit.notebook.cluster.machine.gpus import Gpu, Survey
-from nbkit.notebook.cluster.machine.machine import Machine
-from nbkit.notebook.cluster.machine.torch_build import TorchBuild
+from nbkit.notebook.cluster.machine.machine import Machine, TorchBuild
 from nbkit.notebook.cluster.site_settings import Site
 
 

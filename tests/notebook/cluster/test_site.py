@@ -9,10 +9,9 @@ import pytest
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry, site_settings
-from nbkit.notebook.cluster.launch.limits import pins_within
+from nbkit.notebook.cluster.launch.pins import pins_within
 from nbkit.notebook.cluster.machine.gpus import Gpu, Survey
-from nbkit.notebook.cluster.machine.machine import Machine, read_machine
-from nbkit.notebook.cluster.machine.torch_build import TorchBuild
+from nbkit.notebook.cluster.machine.machine import Machine, TorchBuild, read_machine
 from nbkit.notebook.cluster.registry import Entry
 from nbkit.notebook.doctor import doctor
 from nbkit.wire.processes import Process

@@ -15,7 +15,7 @@ import pytest
 
 from nbkit import Cluster
 from nbkit.errors import CellError, CellStopped
-from nbkit.notebook.cluster.cells import rank_signals
+from nbkit.notebook.cluster.cells import stop as rank_signals
 from nbkit.notebook.cluster.cells.handle import CellHandle
 
 # `re` holds the interpreter and looks for signals now and then; the sum holds it and never looks.

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nbkit.notebook.cluster.why.rank_state import RankState
-from nbkit.notebook.cluster.why.verdict import Verdict, verdict
-from nbkit.notebook.cluster.why.why import Why
+from nbkit.notebook.cluster.why import RankState, Verdict, Why, verdict
 from nbkit.wire.activity import ANYONE, Activity, CodeLine, GroupLog, Operation
 from nbkit.wire.process_state import main_thread_of
 

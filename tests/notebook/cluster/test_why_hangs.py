@@ -8,9 +8,9 @@ import pytest
 from planted_hangs import HANGS, ask, begin
 
 from nbkit import Cluster, commands
+from nbkit.notebook.cluster import why
 from nbkit.notebook.cluster.registry import Entry
-from nbkit.notebook.cluster.why import stall
-from nbkit.notebook.cluster.why.collect import looks_from_outside
+from nbkit.notebook.cluster.why import looks_from_outside
 
 SAMPLE = (
     pytest.param("a rank keeps the interpreter to itself", marks=pytest.mark.long),
@@ -42,7 +42,7 @@ def test_it_speaks_by_itself_when_nothing_moves_and_answers_in_a_terminal(
     four: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seconds in (("QUIET_SECONDS", 1.0), ("_LOOK_SECONDS", 0.5), ("_ANSWER_SECONDS", 0.4)):
-        monkeypatch.setattr(stall, name, seconds)
+        monkeypatch.setattr(why, name, seconds)
     handle = four.run(SLEEP, detach=True)
     try:
         shown, deadline = "", time.monotonic() + 40

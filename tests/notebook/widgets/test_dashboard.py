@@ -20,11 +20,9 @@ import nbkit
 from nbkit.commands import main
 from nbkit.durations import text_of
 from nbkit.errors import UsageError
-from nbkit.notebook.run.curve import COLUMNS, Curve, packed
-from nbkit.notebook.run.follower import Run
+from nbkit.notebook.run.follower import COLUMNS, Curve, Run, packed
 from nbkit.notebook.run.reader import RunReader
-from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
-from nbkit.notebook.widgets.dashboard.refresh_thread import RefreshThread
+from nbkit.notebook.widgets.dashboard.dashboard import Dashboard, RefreshThread
 from nbkit.notebook.widgets.dashboard.svg_view import COLOURS, svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined

@@ -13,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 from nbkit.notebook.widgets import widget_output
-from nbkit.notebook.widgets.messages_during_cells import here, in_vscode, lost_words, note_words
+from nbkit.notebook.widgets.widget_output import here, in_vscode, lost_words, note_words
 
 
 @pytest.mark.parametrize(("version", "note", "lost"), [

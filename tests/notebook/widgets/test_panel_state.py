@@ -9,11 +9,25 @@ import pytest
 from tables import answer_of, table_of
 
 from nbkit.errors import NbkitError, NotFinite, StrategyError
-from nbkit.notebook.cluster.control_result import ControlResult
+from nbkit.notebook.cluster.training_control import ControlResult
 from nbkit.notebook.widgets.panel import panel
-from nbkit.notebook.widgets.panel.controller import _WORDS
-from nbkit.notebook.widgets.panel.state import Asked, Finished, Heard, Looked, Lost, State, reduce
-from nbkit.notebook.widgets.panel.view import axis_of, checked, in_table, job_view, previewed, pulse_view, text_of
+from nbkit.notebook.widgets.panel.panel import _WORDS
+from nbkit.notebook.widgets.panel.view import (
+    Asked,
+    Finished,
+    Heard,
+    Looked,
+    Lost,
+    State,
+    axis_of,
+    checked,
+    in_table,
+    job_view,
+    previewed,
+    pulse_view,
+    reduce,
+    text_of,
+)
 
 
 def state_of(*news: Any) -> State:

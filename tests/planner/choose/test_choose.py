@@ -17,9 +17,8 @@ from nbkit.planner.choose.search import _candidates
 from nbkit.planner.choose.seconds import Rates, calibrated, lines_of, seconds
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.job_facts import Weight
-from nbkit.planner.memory import ADAM
-from nbkit.planner.peak.gpt_pieces import GPTPieces
-from nbkit.planner.traffic import Traffic, per_step, wire_bytes
+from nbkit.planner.peak import GPTPieces
+from nbkit.planner.traffic import ADAM, Traffic, per_step, wire_bytes
 from nbkit.strategy import Strategy
 
 SMALL = GPTConfig(vocab=50304, block=1024, layers=12, heads=12, width=768)

@@ -8,8 +8,7 @@ import pytest
 
 from nbkit.node_levels import BETWEEN, WITHIN
 from nbkit.planner.link_speed import Link, Way
-from nbkit.planner.step.measured_step import Seen, Sends, predicted
-from nbkit.planner.step.overlap import Unit
+from nbkit.planner.step import Seen, Sends, Unit, predicted
 from nbkit.planner.traffic import Traffic
 from nbkit.strategy import Strategy
 

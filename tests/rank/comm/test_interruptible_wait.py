@@ -23,9 +23,9 @@ from ranks import listeners, run_ranks
 from torch import Tensor, nn
 
 from nbkit.rank.comm.delegating_group import live
-from nbkit.rank.comm.gloo import message_abort
+from nbkit.rank.comm.gloo import interruptible_wait
 from nbkit.rank.telemetry import collectives
-from nbkit.rank.world import sockets, watchdog
+from nbkit.rank.world import failure_alarm, sockets
 from nbkit.rank.world.world import Place, World
 
 N, DYING = 4, 1
@@ -126,7 +126,7 @@ def _told_when_it_is_dead(pid: int) -> None:
     with contextlib.suppress(FileNotFoundError):  # reaped
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
-    watchdog.break_out(f"rank {DYING} died")
+    failure_alarm.break_out(f"rank {DYING} died")
 
 
 def released(world: World, wait: Callable[[int], None], mode: str) -> float:
@@ -179,7 +179,7 @@ def destroyed_after_it(world: World) -> bool:
     dist.barrier()
     if world.place.rank:
         _in_the_middle(sockets.shut)
-    threading.Timer(1.5, watchdog.break_out, ["planted"]).start()
+    threading.Timer(1.5, failure_alarm.break_out, ["planted"]).start()
     with contextlib.suppress(RuntimeError):
         dist.broadcast(text(), 1)
     dist.destroy_process_group()
@@ -193,7 +193,7 @@ def test_a_group_whose_collective_was_left_can_be_destroyed() -> None:
 
 def aborted(world: World) -> list[object]:
     """A receive that nobody sends for; and the handle of a collective, which is not touched."""
-    group, abort = dist.group.WORLD, message_abort.known()
+    group, abort = dist.group.WORLD, interruptible_wait.known()
     assert group is not None and abort is not None
     receive = group.inner.recv([torch.ones(1)], 1 - world.place.rank, 0)
     threading.Timer(0.2, abort, [receive]).start()
@@ -216,6 +216,6 @@ def test_looking_for_the_abi_of_torch_gives_up_no_reference_to_the_data_of_the_i
     references = ctypes.c_ssize_t.from_address(api.PyInterpreterState_GetDict(api.PyInterpreterState_Get()))
     before = references.value
 
-    message_abort._abi_of_pybind11()
+    interruptible_wait._abi_of_pybind11()
 
     assert references.value == before

@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from nbkit.errors import ClusterError
-from nbkit.rank.comm import delegating_group, operations
+from nbkit.rank.comm import delegating_group
 from nbkit.rank.world.world import World
-from nbkit.records.divergence import differences
+from nbkit.records.run_advice import differences
 
 N = 4
 
@@ -367,7 +367,7 @@ def test_every_communication_method_of_this_torch_is_delegated() -> None:
     inherited = {name for name in vars(dist.ProcessGroup) if name not in vars(delegating_group.DelegatingGroup)}
     backends = set(dist.ProcessGroup.BackendType.__members__)
 
-    assert {name for name in inherited - operations.OWN - backends if not name.startswith("__")} == set()
+    assert {name for name in inherited - delegating_group.OWN - backends if not name.startswith("__")} == set()
 
 
 def test_a_broken_group_says_why_and_what_to_type() -> None:

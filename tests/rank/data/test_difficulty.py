@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.errors import TrainingError
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
-from nbkit.rank.data.balanced.by_seconds import Shares, rates_of
+from nbkit.rank.comm.agree import all_gather_objects
+from nbkit.rank.data.balanced.balanced import Shares, rates_of
 from nbkit.rank.data.balanced.equal_shares import equal_shares, unevenness
 from nbkit.rank.data.open_stream import open_stream
 from nbkit.rank.models.gpt import GPT, GPTConfig

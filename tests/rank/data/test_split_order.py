@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from nbkit.rank.data.batch import bounds
-from nbkit.rank.data.split.round_robin import RoundRobin, share_out
+from nbkit.rank.data.split.split_stream import RoundRobin, share_out
 
 
 def in_turns(lengths: list[int]) -> list[tuple[int, int]]:

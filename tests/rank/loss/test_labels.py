@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader
 
 import nbkit
 from nbkit.errors import TrainingError
-from nbkit.rank.loss.counted_targets import CountedTargets
+from nbkit.rank.loss.counted_targets import CountedTargets, Share
 from nbkit.rank.loss.row_weights import weigh
-from nbkit.rank.loss.target_counts import Share
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.trainer import Trainer
 

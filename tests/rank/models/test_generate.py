@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import nbkit
 from nbkit.errors import TrainingError
-from nbkit.rank.models.generate import Sampling
-from nbkit.rank.models.key_value_cache import KeyValueCache, cache_argument
+from nbkit.rank.models.generate import KeyValueCache, Sampling, cache_argument
 from nbkit.rank.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.module.built_again import built_again
-from nbkit.rank.parallel.module.meta_module import homes, replace, skeleton_of
+from nbkit.rank.parallel.module.copies import built_again, homes, replace, skeleton_of
 from nbkit.rank.train.trainer import Trainer
 
 NOT_COPIED = {"local class", "global"}

@@ -14,7 +14,7 @@ from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.grad_norm import clip, grad_norm
-from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.tensor_layout import Layout
 
 SHAPES = {"even": (8, 3), "uneven": (5, 2), "few": (1, 4), "scalar": (), "never": (3,)}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nbkit
-from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.proof.short_example import first_runs
 from nbkit.rank.parallel.whole_step.prove_step import StepProof, prove_step

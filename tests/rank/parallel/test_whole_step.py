@@ -15,13 +15,12 @@ from torch import nn
 
 import nbkit
 from nbkit.errors import NbkitError, StrategyError
-from nbkit.rank.comm.thread_group import Meeting
-from nbkit.rank.comm.thread_ranks import ThreadRanks
+from nbkit.rank.comm.thread_group import Meeting, ThreadRanks
 from nbkit.rank.data.batch import call
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel import grad_norm, process_groups, sharded_model
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
-from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.options import Coupled, Options
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.tensor.proof.prove import prove

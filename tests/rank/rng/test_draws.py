@@ -16,9 +16,8 @@ from torch.utils.data import IterableDataset
 
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.check_model import check
-from nbkit.rank.rng.draw_plan import DrawPlan
+from nbkit.rank.rng.draw_plan import DrawPlan, extent
 from nbkit.rank.rng.keyed_dropout import KeyedDropout, find_draws
-from nbkit.rank.rng.shard_offsets import extent
 
 ROWS, LENGTH, WIDTH = 8, 4, 6
 

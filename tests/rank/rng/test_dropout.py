@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from nbkit.errors import TrainingError
 from nbkit.rank import device
 from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.rng.draw_plan import extent, extent_of, gathered, place_of
 from nbkit.rank.rng.dropout_masks import dropped
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
-from nbkit.rank.rng.shard_offsets import extent, extent_of, gathered, place_of
 from nbkit.rank.train.config import TrainConfig
 
 ROWS, LENGTH, WIDTH, HEADS = 4, 6, 8, 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbkit.rank.telemetry.disk_thread import Background
+from nbkit.rank.telemetry.record_writer import Background
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")

@@ -10,9 +10,8 @@ import pytest
 
 from nbkit.rank.device import Accelerator
 from nbkit.rank.telemetry import phases
-from nbkit.rank.telemetry.collectives import Call, Seen
+from nbkit.rank.telemetry.collectives import Call, CudaCall, Seen, Timed
 from nbkit.rank.telemetry.phases import clock, phase
-from nbkit.rank.telemetry.timed_work import CudaCall, Timed
 
 MS = 1_000_000
 

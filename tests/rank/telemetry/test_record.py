@@ -20,7 +20,7 @@ from nbkit.errors import UsageError
 from nbkit.mesh import Mesh
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.telemetry import collectives
-from nbkit.rank.telemetry import timed_work as timed
+from nbkit.rank.telemetry import collectives as timed
 from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.telemetry.session import Session, record_path

@@ -15,14 +15,13 @@ from ranks import run_ranks
 from torch import nn
 
 from nbkit.rank.telemetry import collectives
-from nbkit.rank.telemetry.memory import memory_of
+from nbkit.rank.telemetry.health import memory_of
 from nbkit.rank.telemetry.phases import clock, phase
-from nbkit.rank.telemetry.session import Session, record_path
-from nbkit.rank.telemetry.step_breakdown import traffic_of
+from nbkit.rank.telemetry.session import Session, record_path, traffic_of
 from nbkit.rank.world.world import World
 from nbkit.records import readings, record_file, records
 from nbkit.records.events import Checkpointed, RunStarted, RunStopped, StepDone
-from nbkit.records.late_ranks import late_rank
+from nbkit.records.readings import late_rank
 from nbkit.records.run_advice import reading
 
 N = 3

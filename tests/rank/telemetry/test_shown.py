@@ -17,7 +17,7 @@ from nbkit.notebook.run.follower import Run
 from nbkit.notebook.run.step_picture import lateness, picture
 from nbkit.planner import forecast
 from nbkit.planner.job_facts import Facts, Weight
-from nbkit.rank.telemetry.memory import memory_of
+from nbkit.rank.telemetry.health import memory_of
 from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.telemetry.session import Session
 from nbkit.rank.telemetry.tensorboard import ScalarWriter

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from nbkit.errors import NbkitError, TrainingError
-from nbkit.rank.data.batch_size import Arithmetic
+from nbkit.rank.data.batch import Arithmetic
 from nbkit.strategy import Strategy
 
 

@@ -13,7 +13,7 @@ from jobs import flat, net, quiet
 from ranks import run_ranks
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train import rewind
+from nbkit.rank.train import trainer as rewind
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -20,8 +20,8 @@ from torch import nn
 from nbkit.errors import TrainingError
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.checkpoint import autosave
-from nbkit.rank.train.control.detached_flag import DETACHED
-from nbkit.rank.train.progress import progress_line
+from nbkit.rank.train.control.active_job import DETACHED
+from nbkit.rank.train.trainer import progress_line
 from nbkit.records import tags
 from nbkit.records.events import Event
 

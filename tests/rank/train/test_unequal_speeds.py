@@ -17,7 +17,7 @@ from torch import nn
 from nbkit.device_speeds import of_replicas, of_stages, rows_by_speed
 from nbkit.errors import StrategyError
 from nbkit.mesh import Mesh
-from nbkit.planner.stage_partition import partition
+from nbkit.planner.stages import partition
 from nbkit.rank.data.balanced.balanced import Balanced
 from nbkit.rank.data.balanced.equal_shares import equal_shares
 from nbkit.rank.parallel.module.absent_parameter import Absent

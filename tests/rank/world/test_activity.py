@@ -16,7 +16,7 @@ from ranks import next_generation, run_ranks
 
 from nbkit.rank.telemetry import collectives
 from nbkit.rank.telemetry.collectives import Call, Ring, Seen
-from nbkit.rank.world import watchdog
+from nbkit.rank.world import failure_alarm
 from nbkit.rank.world.activity import activity
 from nbkit.rank.world.world import World
 from nbkit.wire.activity import Activity
@@ -38,7 +38,7 @@ def seen_in(wait: Callable[[], Any], rank: int) -> Activity:
         while (found := activity(rank, CELLS)).waits is None and time.monotonic() < deadline:
             time.sleep(0.02)
         seen.append(found)
-        watchdog.break_out("a test")
+        failure_alarm.break_out("a test")
 
     looking = threading.Thread(target=look)
     looking.start()

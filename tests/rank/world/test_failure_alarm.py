@@ -15,7 +15,7 @@ from ranks import next_generation, run_ranks
 
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.delegating_group import DelegatingGroup
-from nbkit.rank.world import watchdog
+from nbkit.rank.world import failure_alarm
 from nbkit.rank.world.failure_alarm import Alarm, Heard
 
 
@@ -119,7 +119,7 @@ def left(world: Any) -> str:
         return ""
     alarm = Alarm("a")
     alarm.begin()
-    threading.Timer(0.5, watchdog.break_out, ("rank 1 died",)).start()
+    threading.Timer(0.5, failure_alarm.break_out, ("rank 1 died",)).start()
     alarm.ring()
     alarm.end()
     with pytest.raises(ClusterError) as error:

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from nbkit.rank.world.rank_place import open_listener
-from nbkit.rank.world.source_filter import admit_only
+from nbkit.rank.world.sockets import admit_only
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="filters on sockets are Linux' own")
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import nbkit
 from nbkit.rank.parallel.module.forward_wrapper import mark_parts
-from nbkit.rank.world.split_model_call import split_model_call
+from nbkit.rank.world.activity import split_model_call
 
 Found = tuple[FrameType, str] | None
 

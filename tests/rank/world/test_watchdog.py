@@ -22,7 +22,7 @@ from ranks import next_generation, run_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
-from nbkit.rank.world import watchdog
+from nbkit.rank.world import failure_alarm
 from nbkit.rank.world.world import World
 from nbkit.wire import process_state
 
@@ -82,8 +82,8 @@ def broken_out(world: World) -> Any:
 
         def breaker(released: threading.Event = released) -> None:
             released.wait(0.3)
-            watchdog.break_out("a test")
-            watchdog.break_out("again")
+            failure_alarm.break_out("a test")
+            failure_alarm.break_out("again")
 
         if rank:
             thread = threading.Thread(target=breaker)
@@ -115,7 +115,7 @@ def test_break_out_releases_every_wait_and_touches_nothing_else() -> None:
 def broken_by_a_peer(world: World) -> str:
     """Only rank 0 breaks out: the others wake because its ends of the connections are shut."""
     if world.place.rank == 0:
-        watchdog.break_out("rank 0 failed")
+        failure_alarm.break_out("rank 0 failed")
         return world.dirty
     with pytest.raises(RuntimeError, match="closed by peer"):
         dist.all_reduce(torch.ones(1))
@@ -139,7 +139,7 @@ def with_workers(world: World) -> bool:
     loader = iter(DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork"))
     next(loader)
     if world.place.rank == 0:
-        watchdog.break_out("stop")
+        failure_alarm.break_out("stop")
     else:
         with pytest.raises(RuntimeError):
             dist.all_reduce(torch.ones(1))
@@ -159,9 +159,9 @@ def seen_from_a_thread(world: World) -> Any:
 
     def look() -> None:
         deadline = time.monotonic() + GENEROUS
-        while not re.search("in a_function.*all_reduce", watchdog.where()) and time.monotonic() < deadline:
+        while not re.search("in a_function.*all_reduce", failure_alarm.where()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        seen.extend([watchdog.main_thread_stack(), watchdog.where()])
+        seen.extend([failure_alarm.main_thread_stack(), failure_alarm.where()])
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -185,8 +185,8 @@ def test_where_names_the_users_line_and_the_collective() -> None:
 
 
 def dumped(world: World, path: str) -> str:
-    watchdog.dump_on_signal(path)
-    watchdog.dump_on_signal(path)
+    failure_alarm.dump_on_signal(path)
+    failure_alarm.dump_on_signal(path)
     os.kill(os.getpid(), signal.SIGUSR1)
     return Path(path).read_text()
 
@@ -201,7 +201,7 @@ def broken_out_in_mid_message(world: World) -> float:
     """Both ranks live, and one's message is half with the other when each of them is released."""
     message = torch.full((100_000_000,), world.place.rank, dtype=torch.uint8)
     ends = dist.isend(message, 0) if world.place.rank == 1 else dist.irecv(message, 1)
-    released = threading.Timer(0.02, watchdog.break_out, ["planted"])
+    released = threading.Timer(0.02, failure_alarm.break_out, ["planted"])
     released.start()
     assert ends is not None
     with contextlib.suppress(RuntimeError):  # if it began after the connection had ended

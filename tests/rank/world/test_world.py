@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from nbkit.errors import ClusterError, UsageError
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.comm.delegating_group import registered
-from nbkit.rank.world import sockets, watchdog
+from nbkit.rank.world import failure_alarm, sockets
 from nbkit.rank.world.rank_place import keep_local
 from nbkit.rank.world.world import Place, World, current, open_listener
 
@@ -152,7 +152,7 @@ class BreaksInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if ctx.rank == 0:
-            watchdog.break_out("rank 0 failed")
+            failure_alarm.break_out("rank 0 failed")
             raise ValueError("a user's error in the middle of backward")
         return grads[0], None
 
@@ -165,14 +165,14 @@ def broken_in_backward(world: World, kind: str) -> Any:
     inner = model.module if kind == "ddp" else model
     hook = inner[2].register_forward_hook(lambda module, args, output: BreaksInBackward.apply(output, rank))
     # As the parent of a cluster's ranks does: a rank that the closed connections have not woken is told.
-    told = threading.Timer(2.0, watchdog.break_out, ("told by rank 0",))
+    told = threading.Timer(2.0, failure_alarm.break_out, ("told by rank 0",))
     told.start()
     with pytest.raises((RuntimeError, ValueError)) as raised:
         model(batch(3, rank)).square().mean().backward()
     told.cancel()
     told.join()
     hook.remove()
-    watchdog.break_out("told by rank 0")
+    failure_alarm.break_out("told by rank 0")
     optimizer.zero_grad()
     next_generation(world)
     return losses + steps(model, optimizer, rank, range(3, 6)), type(raised.value).__name__, world.alive()
@@ -230,7 +230,7 @@ def many_reforms(world: World) -> Any:
     measured = []
     for generation in range(20):
         if generation % 2:
-            watchdog.break_out("again")
+            failure_alarm.break_out("again")
         next_generation(world)
         model(torch.ones(2, 4)).sum().backward()
         assert total(mesh.get_group()) == 2
@@ -308,7 +308,7 @@ def replaced(rank: int) -> Any:
     pair = dist.new_group([0, 1])
     total(pair)  # rank 0 has its end of the connections too
     if rank == 1:
-        watchdog.break_out("this rank ends")
+        failure_alarm.break_out("this rank ends")
         world.leave()
         address, port = listeners[1].getsockname()
         World.join(place, listen=listeners[1], address=address, port=port, generation=2)

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nbkit.rank.comm.gloo.instead import method
-from nbkit.rank.comm.operations import COLLECTIVES
+from nbkit.rank.comm.delegating_group import COLLECTIVES
+from nbkit.rank.comm.gloo.collectives import method
 from pretend.device import PretendAccelerator, poison
 
 

@@ -6,20 +6,176 @@
     step?run=&step=N|newest&replica=        one step
 
 Everything is read from the run's record files; TensorBoard's own event files are not needed.
+
+The runs under a log directory, with a summary of each for choosing and comparing.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from nbkit.notebook.board.plugin.runs import Runs
+from nbkit.figures import unit_of
+from nbkit.notebook.run.follower import PARTS, Run, point_of, rate_of, short, strategy_of
 from nbkit.notebook.run.step_picture import lateness, picture
+from nbkit.records.events import RunStopped
+from nbkit.records.readings import Members, bars, members_of, sent_by, usual_bars
+from nbkit.records.record_file import changed, groups_of, overview_of, rank_files, read_head
+from nbkit.records.records import EventRecord, Group, Header, StepRecord, from_line
+
+_DEPTH = 4
+_LOOK_S = 2.0
+_LIVE_S = 15.0
+_OPEN_AT_MOST = 4
+_MEDIAN_OF = 20  # steps, as of tokens per second in every view
+_TAIL_BYTES = 128 << 10
+
+
+class Runs:
+    """The runs under `logdir` (None: nowhere), by their paths in it. For one thread at a time."""
+
+    def __init__(self, logdir: Path | None) -> None:
+        self.logdir = logdir
+        self._folders: dict[str, Path] = {}
+        self._written: list[Path] = []
+        self._looked = float("-inf")
+        self._open: dict[str, Run] = {}
+        self._summaries: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    def open(self, name: str) -> Run | None:
+        """The run of that name; None when there is none. The longest unused of several open ones is closed."""
+        self._look()
+        if name not in self._folders:
+            return None
+        run = self._open.pop(name, None) or Run(self._folders[name])
+        self._open[name] = run
+        while len(self._open) > _OPEN_AT_MOST:
+            del self._open[next(iter(self._open))]
+        return run
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """One line for each run, those that train first, then the newest: its last steps, whether it trains now.
+
+        seconds, by the clock, parts, rate and sent are medians of the newest steps under the strategy in force, loss is
+        the newest. unit: of the rate, "tokens" or "rows".
+        """
+        self._look()
+        found = []
+        for name, folder in self._folders.items():
+            files = rank_files(folder)
+            written = max((changed(path) for path in files.values()), default=0.0)
+            known = self._summaries.get(name)
+            # The ranks of a live run need not all be asked each time.
+            if known is None or written > known[0] + 1.0:
+                known = written, _summary(files)
+                self._summaries[name] = known
+            live = time.time() - written < _LIVE_S and any(_trains(path) for path in files.values())
+            found.append({"name": name, "live": live, "changed": round(written, 1), **known[1]})
+        # A Trainer that is over or only tried out still notes what its process sends: when it was written says little.
+        return sorted(found, key=lambda one: (one["live"], one["step"] > 0, one["began"]), reverse=True)
+
+    def newest(self) -> str:
+        """Another word whenever something has been written for TensorBoard's own tabs."""
+        self._look()
+        return f"{len(self._written)} {max((changed(path) for path in self._written), default=0.0)}"
+
+    def _look(self) -> None:
+        if self.logdir is None or time.monotonic() - self._looked < _LOOK_S:
+            return
+        self._looked = time.monotonic()
+        found, written = {}, []
+        top = len(self.logdir.parts)
+        for folder, below, files in os.walk(self.logdir):
+            path = Path(folder)
+            written += [path / name for name in files if ".tfevents." in name]
+            if "telemetry" in below:
+                if rank_files(path):
+                    # TensorBoard calls the log directory itself "." too.
+                    found[path.relative_to(self.logdir).as_posix()] = path
+                below.remove("telemetry")
+            if len(path.parts) - top >= _DEPTH:
+                below.clear()
+        self._folders, self._written = found, written
+
+
+def _summary(files: dict[int, Path]) -> dict[str, Any]:
+    steps: dict[int, dict[int, StepRecord]] = {}
+    began = 0.0
+    for rank, path in files.items():
+        for record in _tail(overview_of(path)):
+            steps.setdefault(record.step, {})[rank] = record
+        began = max([began, *(one.unix_s for one in read_head(path) if isinstance(one, Header))])
+    complete = [those for _, those in sorted(steps.items()) if len(those) == len(files)]
+    made: dict[str, Any] = {"ranks": len(files), "step": max(steps, default=0), "began": began}
+    if not complete:
+        return made | {"seconds": None, "parts": [], "rate": None, "unit": unit_of({}), "loss": None, "strategy": ""}
+    newest = strategy_of(complete[-1])
+    complete = [those for those in complete if strategy_of(those) == newest]
+    members = members_of(_groups(files, complete[-1]))
+    of = usual_bars(complete, members)
+    points = [point_of(those, bars(those, members)) for those in complete]
+    rates = [rate for those in complete if (rate := rate_of(those[min(those)])) is not None]
+    count = max(len(of), 1)
+    parts = [sum(getattr(bar, part) for bar in of) / count for part in PARTS]
+    seconds = sum(bar.seconds for bar in of) / count if of else median(point[2] for point in points)
+    return made | {
+        "seconds": short(seconds),
+        "parts": [short(value) for value in parts] if of else [],
+        "rate": short(median(rates)) if rates else None,
+        "unit": unit_of(complete[-1][min(complete[-1])].numbers),
+        "loss": points[-1][-2],
+        "strategy": newest,
+        "sent": round(median(_sent(those, members) for those in complete)),
+    }
+
+
+def _sent(step: Mapping[int, StepRecord], members: Members) -> float:
+    """Bytes of all ranks."""
+    rows = (row for record in step.values() for row in record.traffic)
+    return sum(sent_by(row, members) for row in rows if row.op not in ("recv", "batch"))
+
+
+def _groups(files: dict[int, Path], step: Mapping[int, StepRecord]) -> list[Group]:
+    """The groups of a step. Those that came with a switch stand where it was made: a whole file is read for them."""
+    found = [one for path in files.values() for one in read_head(path) if isinstance(one, Group)]
+    known = {one.label for one in found}
+    lacking = [rank for rank, record in step.items() if any(row.group not in known for row in record.traffic)]
+    return found + [one for rank in lacking for one in groups_of(files[rank])]
+
+
+def _tail(path: Path) -> list[StepRecord]:
+    """The last lines of an overview."""
+    lines = _last_lines(path)[-_MEDIAN_OF:]
+    return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
+
+
+def _trains(path: Path) -> bool:
+    """Whether a rank has noted something of a training, and not last that it ended."""
+    for line in reversed(_last_lines(path)):
+        record = from_line(line)
+        if isinstance(record, EventRecord | StepRecord):
+            return isinstance(record, StepRecord) or record.event.get("kind") != RunStopped.kind
+    return False
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            return file.read().splitlines()
+    except FileNotFoundError:
+        return []
+
 
 NAME = "communication"
 _STATIC = Path(__file__).parent / "static"

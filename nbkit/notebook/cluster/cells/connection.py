@@ -1,4 +1,7 @@
-"""The connection of a notebook to a cluster: sends cells and requests, and hands every answer to its cell."""
+"""The connection of a notebook to a cluster: sends cells and requests, and hands every answer to its cell.
+
+What a notebook hears of the end of its cluster while it comes: why, and whether a training has still to be saved.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import itertools
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -16,21 +19,46 @@ from typing import Any
 from nbkit.errors import CellRunning, ClusterError
 from nbkit.notebook.cluster import registry, resized
 from nbkit.notebook.cluster.cells.client import Client
-from nbkit.notebook.cluster.cells.end_news import EndNews
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.debugging.prompt import announced
-from nbkit.notebook.cluster.launch.saved_pins import repinned
-from nbkit.notebook.cluster.naming import names_of_notebook
+from nbkit.notebook.cluster.launch.pins import repinned
 from nbkit.notebook.cluster.output.display import Screen
 from nbkit.notebook.cluster.output.lines import label
 from nbkit.notebook.cluster.output.root_cause import Death, ends_in
 from nbkit.notebook.cluster.output.widget_comms import Comms
-from nbkit.notebook.cluster.registry import Entry
-from nbkit.notebook.cluster.why.stall import QuietWatch
+from nbkit.notebook.cluster.registry import Entry, names_of_notebook
+from nbkit.notebook.cluster.why import QuietWatch
 from nbkit.notebook.cluster.world_generation import Generation
 from nbkit.wire import cluster_end
 from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, Prompt, ranks_named, record_from
 from nbkit.wire.processes import Process
+
+
+class EndNews:
+    """One per connection. Looked at every second."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        self._said, self._looks = "", 0
+
+    def say(self, cells: Collection[Execution]) -> None:
+        """Say to the cells that run why the cluster ends, before it does; once for each reason."""
+        end = cluster_end.read(self._entry.folder)
+        if cells and end is not None and end.step < 0 and end.why != self._said:
+            self._said = end.why
+            for execution in cells:
+                execution.say(f"{end.why}: a training ends at its next step boundary, and is saved.")
+
+    def still_ends(self) -> bool:
+        """Whether ranks of a cluster that is gone live, and have still to end a training."""
+        self._looks += 1
+        if self._entry.is_spread and self._entry.controller.is_alive() and not registry.how_ended(self._entry):
+            return True  # its coordinator was killed: its ranks, on other hosts, hear of it, and answer
+        if not any(process.is_alive() for process in self._entry.ranks):
+            return False
+        # What a rank writes of it may come a moment after the end that it hears of.
+        return cluster_end.read(self._entry.folder) is not None or self._looks < 2
+
 
 FOLLOW_SECONDS = 0.2
 DEATH_NEWS_SECONDS = 0.1

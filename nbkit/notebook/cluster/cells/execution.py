@@ -17,13 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from nbkit.errors import CellError
 from nbkit.notebook.cluster.cells.results import Results, group_by_text, value_of
-from nbkit.notebook.cluster.output.display import Outbox, Screen
-from nbkit.notebook.cluster.output.handler_failure import fault
-from nbkit.notebook.cluster.output.kept_text import KeptText
+from nbkit.notebook.cluster.output.display import NOBODY, KeptText, Outbox, Piece, Screen, ShownByRank
 from nbkit.notebook.cluster.output.lines import Lines, label
 from nbkit.notebook.cluster.output.rank_tabs import RankTabs
-from nbkit.notebook.cluster.output.root_cause import Death, cell_error, root_of, twins_of
-from nbkit.notebook.cluster.output.shown_by_rank import NOBODY, Piece, ShownByRank
+from nbkit.notebook.cluster.output.root_cause import Death, cell_error, fault, root_of, twins_of
 from nbkit.wire.cells import COMM_TYPES, CellRecord, CellRequest, Failure, Prompt, first_line, ranks_text
 
 if TYPE_CHECKING:

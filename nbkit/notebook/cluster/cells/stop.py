@@ -17,6 +17,8 @@ press: Run All would wait for ever. There the warning says when its ranks are en
 
 The ladder belongs to the cell: whoever stops a cell that is being stopped (the stop button, handle.stop(), the panel)
 presses once more. Each who waits drives it: `tick()` is called about 20 times a second until the cell is over.
+
+The process of a rank that does not answer: see what it does, interrupt it, end it.
 """
 
 from __future__ import annotations
@@ -26,13 +28,63 @@ import threading
 import time
 from types import FrameType, TracebackType
 
+import psutil
+
 from nbkit.errors import CellStopped
-from nbkit.notebook.cluster.cells import rank_signals
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.output import display
 from nbkit.notebook.cluster.registry import Entry
+from nbkit.wire import interrupts
 from nbkit.wire.cells import ranks_named, ranks_text
+
+_ALONE = "in code that lets no other Python of its process run (a C call)"
+_DOES = {
+    psutil.STATUS_RUNNING: f"it computes {_ALONE}",
+    psutil.STATUS_SLEEPING: f"it waits {_ALONE}",
+    psutil.STATUS_DISK_SLEEP: "it waits for a disk or a driver",
+    psutil.STATUS_STOPPED: "it is suspended (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "a debugger holds it",
+}
+
+
+def interrupt(entry: Entry, client: Client, rank: int, cell: str, through: int | None) -> bool:
+    """Send SIGINT to a rank, for this cell. Returns False if there is no way to it.
+
+    through: a rank that answers and passes it on, where the rank may be on another host.
+    """
+    if _is_beside(entry):
+        interrupts.send(entry.folder / "output", rank, cell, entry.ranks[rank].end)
+        return True
+    if through is not None:
+        client.request([through], "interrupt", rank=rank, cell=cell)
+    return through is not None
+
+
+def end(entry: Entry, client: Client, rank: int) -> None:
+    """End one rank's process at once."""
+    if _is_beside(entry):
+        entry.ranks[rank].end(signal.SIGKILL, group=True)
+        return
+    others = [other for other in range(entry.n) if other != rank]
+    client.request(others, "end", rank=rank)  # one that answers is enough
+
+
+def activity(entry: Entry, rank: int) -> str:
+    """The state of a rank's process in words: "it is suspended (SIGSTOP)"; "" where the system does not say."""
+    process = entry.ranks[rank]
+    if not _is_beside(entry) or not process.is_alive():
+        return ""
+    try:
+        return _DOES.get(psutil.Process(process.pid).status(), "")
+    except psutil.Error:
+        return ""
+
+
+def _is_beside(entry: Entry) -> bool:
+    """Whether the ranks are processes of this host."""
+    return entry.is_here and not entry.is_spread
+
 
 ANSWER_SECONDS = 2.0  # a free interpreter answers in milliseconds; one that shares a core with many, in hundreds
 PATIENCE_SECONDS = 3.0
@@ -173,9 +225,7 @@ class Stop:
     def _interrupt(self, ranks: list[int], now: float) -> None:
         through = next((rank for rank, reply in self.replies.items() if reply.done() and not reply.exception()), None)
         reached = [
-            rank
-            for rank in ranks
-            if rank_signals.interrupt(self.entry, self.client, rank, self.execution.request.id, through)
+            rank for rank in ranks if interrupt(self.entry, self.client, rank, self.execution.request.id, through)
         ]
         self.interrupted += ranks
         self.last_rung = now
@@ -189,7 +239,7 @@ class Stop:
         self.warned, self.warned_at = waiting, now
         lines = [f"{ranks_named(waiting)} {_have(waiting)} not ended, {now - self.began:.0f} s after the stop."]
         silent = self._silent(waiting)
-        doing = {rank: rank_signals.activity(self.entry, rank) for rank in silent}
+        doing = {rank: activity(self.entry, rank) for rank in silent}
         for what in dict.fromkeys(doing.values()):
             same = [rank for rank in silent if doing[rank] == what]
             how = "answers" if len(same) == 1 else "answer"
@@ -217,7 +267,7 @@ class Stop:
             self._tell(f"{ranks_named(waiting)} {_are(waiting)} ended now; {_their(waiting)} variables are lost.")
             for rank in waiting:
                 if rank in self.execution.waiting_for:  # it may end by itself at the last moment
-                    rank_signals.end(self.entry, self.client, rank)
+                    end(self.entry, self.client, rank)
         elif pressed:
             self._have_patience("warned", f"a press {READ_SECONDS - stood:.1f} s from now or later ends them")
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from nbkit.errors import CellStopped, UsageError
 from nbkit.notebook.cluster.cells.connection import Connection
-from nbkit.notebook.cluster.cells.wait import stopped, wait_here
+from nbkit.notebook.cluster.cells.handle import stopped, wait_here
 from nbkit.notebook.cluster.debugging.prompt import PromptTalk
-from nbkit.notebook.cluster.naming import notebook_number
 from nbkit.notebook.cluster.output import display
+from nbkit.notebook.cluster.registry import notebook_number
 from nbkit.wire.cells import CellRequest, ranks_text
 
 

@@ -6,30 +6,141 @@ It registers no engine. It tells the coordinator what this host is (versions, de
 hosts fit together, writes the specification of its ranks into a private folder, and replaces itself by
 nbkit.bridge.parent.parent, which forks the ranks and keeps the line to the coordinator. What it has to know comes in
 the environment, or over standard input; never in arguments, which everybody on the host can read.
+
+An agent's part in whether hosts can connect to each other: it listens for a moment, and tries to connect to others.
+
+Before any rank is forked: ranks that form a world would wait for it for a minute. Nothing is sent.
+
+Are the hosts of a cluster alike enough? Asked before any rank is forked.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import platform
+import selectors
 import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+import nbkit
 from nbkit.errors import ClusterError, NbkitError, UsageError
-from nbkit.notebook.cluster.hosts.network import addresses_here, interface_of
-from nbkit.notebook.cluster.hosts.reach_probe import Probe, unanswered
-from nbkit.notebook.cluster.hosts.versions import versions_here
-from nbkit.notebook.cluster.launch.device_pinning import Pinning, pins_on
-from nbkit.notebook.cluster.launch.platform_check import check_platform, starts_by_forking
+from nbkit.notebook.cluster.hosts.network import addresses_here, interface_of, listen_at
+from nbkit.notebook.cluster.launch.pins import Pinning, pins_on
+from nbkit.notebook.cluster.launch.platform_check import check_platform, starts_by_forking, torch_version
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.wire.link import SignedLink, key_of
 from nbkit.wire.own_modules import OWN_MODULES
 from nbkit.wire.processes import Process, node_name
+
+ANSWER_SECONDS = 5.0  # the system asks again after 1 s and after 3 s
+
+
+class Probe:
+    """It listens at `address` until it is closed. The system itself takes the connections."""
+
+    def __init__(self, address: str) -> None:
+        self._listening = listen_at(address)
+        self.port = int(self._listening.getsockname()[1])
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._listening.close()
+
+
+def unanswered(places: Iterable[tuple[int, str, int]], seconds: float = ANSWER_SECONDS) -> list[tuple[int, str]]:
+    """Try to connect to each (host, address, port), all at once: the hosts where that fails, and what the system says.
+
+    host: a number that says which it is.
+    """
+    failed: dict[int, str] = {}
+    with selectors.DefaultSelector() as selector:
+        for host, address, port in places:
+            sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            sock.setblocking(False)
+            if (code := sock.connect_ex((address, port))) in (0, errno.EINPROGRESS):
+                selector.register(sock, selectors.EVENT_WRITE, host)
+            else:
+                failed[host] = os.strerror(code)
+                sock.close()
+        deadline = time.monotonic() + seconds
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                sock = key.fileobj  # type: ignore[assignment]
+                if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    failed[key.data] = os.strerror(code)
+                selector.unregister(sock)
+                sock.close()
+        for key in list(selector.get_map().values()):
+            failed[key.data] = f"no answer within {seconds:.0f} s"
+            selector.unregister(key.fileobj)
+            key.fileobj.close()  # type: ignore[union-attr]
+    return sorted(failed.items())
+
+
+_PARTS = {"Python": 2, "torch": 9, "nbkit": 9, "ipyparallel": 2}  # how many numbers of a version have to agree
+_OF_NOTEBOOK = ("Python", "nbkit", "ipyparallel")  # cells, results and engines come from or go to its process
+
+CLOCK_SECONDS = 0.5
+"""What clocks may differ: a message of a busy host takes some tenths of a second."""
+
+
+def versions_here() -> dict[str, str]:
+    """What is installed where this process runs."""
+    return {
+        "Python": platform.python_version(),
+        "torch": torch_version(),
+        "nbkit": nbkit.__version__,
+        "ipyparallel": metadata.version("ipyparallel"),
+    }
+
+
+def check_versions(hosts: Mapping[str, Mapping[str, str]]) -> None:
+    """hosts: name -> what is installed there, by name. Raises ClusterError, naming hosts, where they differ."""
+    here = versions_here()
+    for name in _PARTS:
+        found = {host: versions[name] for host, versions in hosts.items()}
+        if name in _OF_NOTEBOOK:
+            found = {"this notebook": here[name], **found}
+        if len({_compared(name, version) for version in found.values()}) > 1:
+            with_it: dict[str, list[str]] = {}
+            for host, version in found.items():
+                with_it.setdefault(version, []).append(host)
+            raise ClusterError(
+                f"The hosts have different versions of {name}.",
+                numbers="; ".join(f"{version} on {', '.join(each)}" for version, each in with_it.items()),
+                hint="use one environment everywhere: --python PATH names the one on the hosts",
+            )
+
+
+def notes_on(drivers: Mapping[str, str], clocks: Mapping[str, float]) -> tuple[str, ...]:
+    """What differs between hosts, while a cluster can run. drivers: host -> version of NVIDIA's, "" without GPUs.
+
+    clocks: host -> seconds that its clock is ahead of the coordinator's, whose message took a little of it.
+    """
+    notes = []
+    if len({driver for driver in drivers.values() if driver}) > 1:
+        each = ", ".join(f"{driver or 'none'} on {host}" for host, driver in drivers.items())
+        notes.append(f"the hosts have different versions of NVIDIA's driver: {each}")
+    if max(clocks.values()) - min(clocks.values()) > CLOCK_SECONDS:
+        each = ", ".join(f"{ahead - min(clocks.values()):.1f} s on {host}" for host, ahead in clocks.items())
+        notes.append(
+            f"the clocks of the hosts differ, so times of their ranks in dashboard and traces do too: ahead by {each}"
+        )
+    return tuple(notes)
+
+
+def _compared(name: str, version: str) -> str:
+    return ".".join(version.split(".")[: _PARTS[name]])
+
 
 PAYLOAD = "NBKIT_AGENT"  # the variable that holds it, where it does not come over standard input
 _CONNECT_SECONDS = 20.0

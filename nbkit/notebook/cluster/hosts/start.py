@@ -40,7 +40,7 @@ from nbkit.notebook.cluster.launch.launch import (
 from nbkit.notebook.cluster.output.root_cause import deaths_in
 from nbkit.notebook.cluster.registry import DETACHED, Entry
 from nbkit.notebook.cluster.world_generation import form
-from nbkit.notebook.uninterrupted import uninterrupted
+from nbkit.notebook.user_files import uninterrupted
 from nbkit.wire.cells import ranks_named
 from nbkit.wire.own_modules import OWN_MODULES
 from nbkit.wire.processes import Process
@@ -53,7 +53,7 @@ class CoordinatorLauncher(LocalProcessLauncher):  # type: ignore[misc]
     """ipyparallel's launcher for the one process that has agents started on the hosts."""
 
     def find_args(self) -> list[str]:
-        module = "nbkit.notebook.cluster.hosts.coordinator.coordinator"
+        module = "nbkit.notebook.cluster.hosts.coordinator"
         return [sys.executable, *OWN_MODULES, module, str(Path(self.profile_dir).parent)]
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster.hosts.launchers.allocation import allocation_here
 from nbkit.notebook.cluster.hosts.launchers.mpi import nodes_of_job
+from nbkit.notebook.cluster.hosts.launchers.slurm import allocation_here
 from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
 from nbkit.notebook.cluster.hosts.start_request import (
     AllocationRequest,

@@ -106,7 +106,7 @@ def sync(client: Client, labels: Sequence[str], project: Project) -> Synced:
         ranks.setdefault(label.partition(":")[0], []).append(rank)
     contents = {name: (project.root / name).read_bytes() for name in project.files}
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    at, one_each = "nbkit.bridge.project_files", [those[0] for those in ranks.values()]
+    at, one_each = "nbkit.bridge.calls", [those[0] for those in ranks.values()]
     found = client.call_and_wait(one_each, f"{at}:look", str(project.root), digests)
     hosts: dict[str, tuple[int, int] | None] = {}
     stale: set[str] = set()

@@ -25,11 +25,11 @@ from ipyparallel.cluster.launcher import EngineLauncher, LocalControllerLauncher
 from nbkit.errors import ClusterError, ClusterExists
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.client import Client
-from nbkit.notebook.cluster.launch.device_pinning import Pinning
-from nbkit.notebook.cluster.launch.heartbeat import FAST_MS
+from nbkit.notebook.cluster.launch.controller import FAST_MS
+from nbkit.notebook.cluster.launch.pins import Pinning
 from nbkit.notebook.cluster.launch.platform_check import starts_by_forking
 from nbkit.notebook.cluster.registry import Entry
-from nbkit.notebook.uninterrupted import uninterrupted
+from nbkit.notebook.user_files import uninterrupted
 from nbkit.quoting import path_part
 from nbkit.wire.cells import SIGNATURES_KEPT
 from nbkit.wire.own_modules import OWN_MODULES

@@ -12,8 +12,8 @@ from nbkit.ipython_private import SYMBOLS as IPYTHON
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.hosts.start import launch_on_hosts
 from nbkit.notebook.cluster.hosts.start_request import Request
-from nbkit.notebook.cluster.launch.device_pinning import Pinning
 from nbkit.notebook.cluster.launch.launch import launch
+from nbkit.notebook.cluster.launch.pins import Pinning
 from nbkit.private_symbols import LACKING, problems
 
 

@@ -1,24 +1,401 @@
-"""Everything of this machine that matters to a cluster, read once into one value."""
+"""Everything of this machine that matters to a cluster, read once into one value.
+
+Which torch is installed and what it is built for, read from its files: torch is not imported for it.
+
+Whether the installed torch can compute on an NVIDIA GPU: what `import torch` would find out too late.
+
+The GPUs that Linux sees on the PCI bus, whoever made them and whether or not anything can use them.
+
+What joins the GPUs of this machine, and its network cards that can read GPUs: for people, no choice hangs on it.
+
+The CPU cores this process may use, and how they are shared out among ranks.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster.launch.platform_check import release, torch_version
 from nbkit.notebook.cluster.machine import cuda_driver
-from nbkit.notebook.cluster.machine.cpu_cores import cores_here, quota_here
 from nbkit.notebook.cluster.machine.cuda_driver import CudaDriver
-from nbkit.notebook.cluster.machine.gpu_support import unfit
-from nbkit.notebook.cluster.machine.gpus import Gpu, Survey, survey_gpus
-from nbkit.notebook.cluster.machine.links import Adapter, Link, gpu_links, network_adapters
-from nbkit.notebook.cluster.machine.pci_gpus import PciGpu, near_cores, nvidia_driver_gpus, pci_gpus
-from nbkit.notebook.cluster.machine.torch_build import TorchBuild, read_build
+from nbkit.notebook.cluster.machine.gpus import Gpu, Survey, Unfit, survey_gpus
 from nbkit.wire import nvidia_smi
+
+_NAMED = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
+# What PyTorch's own page offers: "2.13.0", "2.13.0+cu128". Who built another chose its architectures.
+_OFFICIAL = re.compile(r"\d+\.\d+\.\d+(\+cu\d+)?")
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """version: "2.13.0+cpu", "" where torch is not installed. cuda, hip, xpu: versions it is built for, "" without."""
+
+    version: str
+    cuda: str = ""
+    hip: str = ""
+    xpu: str = ""
+
+    @property
+    def kind(self) -> str:
+        """For people: what its GPUs are."""
+        return "CUDA" if self.cuda else "ROCm" if self.hip else "XPU" if self.xpu else "the CPU"
+
+    @property
+    def is_official(self) -> bool:
+        """Whether it has the architectures that PyTorch's wheels of its CUDA have."""
+        return bool(_OFFICIAL.fullmatch(self.version))
+
+
+def read_build() -> TorchBuild:
+    """The torch that ranks will import."""
+    version = torch_version()
+    try:
+        found = importlib.util.find_spec("torch") if version else None
+        text = Path(found.origin or "").with_name("version.py").read_text() if found else ""
+    except (OSError, ValueError):  # a namespace package; a torch that somebody has put into sys.modules
+        text = ""
+    return parse_build(version, text)
+
+
+def parse_build(version: str, text: str) -> TorchBuild:
+    """text: of torch/version.py, "" where it cannot be read; then the version's own end tells ("+cpu", "+cu128")."""
+    if text:
+        return TorchBuild(version, **dict(_NAMED.findall(text)))
+    local = version.partition("+")[2]
+    if digits := re.match(r"cu(\d+)(\d)$", local):
+        return TorchBuild(version, cuda=f"{digits[1]}.{digits[2]}")
+    if local.startswith("rocm"):
+        return TorchBuild(version, hip=local.removeprefix("rocm"))
+    if local == "xpu":
+        return TorchBuild(version, xpu="unknown")
+    return TorchBuild(version)
+
+
+# The CUDA that PyTorch's wheels of now are built for -> the oldest driver that it runs on.
+_DRIVERS = {12: "525", 13: "580"}
+# Which GPUs those wheels have code for: from CUDA 12.8 on none before Turing; Blackwell since then.
+_TURING, _BLACKWELL, _SPLIT = (7, 5), (10, 0), (12, 8)
+
+_PAGE = "PyTorch's install page"
+_ERRORS = {
+    802: "sudo systemctl start nvidia-fabricmanager   (GPUs joined by NVSwitch need it)",
+    803: "restart the machine: the driver was updated while it ran",
+    804: "leave out the cuda-compat folder: LD_LIBRARY_PATH= (it is for data centre GPUs alone)",
+}
+_LIBRARY_MISSING = "in a container, docker run -e NVIDIA_DRIVER_CAPABILITIES=compute,utility; else install it"
+
+
+def unfit(gpu: Gpu, *, torch: TorchBuild, cuda: CudaDriver | None, driver: str) -> Unfit | None:
+    """Why no rank can compute on `gpu`, None if nothing speaks against it. driver: NVIDIA's version of it, or ""."""
+    if not torch.version:
+        return gpu.unfit  # what to install is said elsewhere
+    if not torch.cuda:
+        return Unfit(f"torch {torch.version} is built for {torch.kind}", _a_cuda_build(cuda))
+    # What concerns one GPU says more than what CUDA says of all, and that less than a driver that fits none.
+    return _driver_unfit(torch, cuda, driver) or gpu.unfit or _error_of(cuda) or _too_old_or_new(gpu, torch)
+
+
+def _driver_unfit(torch: TorchBuild, cuda: CudaDriver | None, driver: str) -> Unfit | None:
+    if cuda is None:
+        return None
+    if cuda.version is None:
+        return Unfit(cuda.error, _LIBRARY_MISSING)
+    needed, known = release(torch.cuda), cuda.version
+    # Within a major release, any driver runs it ("minor version compatibility").
+    if needed[0] <= known[0]:
+        return None
+    named = f"the driver {driver}".strip()
+    why = f"{named} knows CUDA {_dotted(known)} and torch {torch.version} is built for CUDA {torch.cuda}"
+    return Unfit(why, _newer_driver(needed[0], known[0]))
+
+
+def _error_of(cuda: CudaDriver | None) -> Unfit | None:
+    if cuda is None or not cuda.error:
+        return None
+    fix = _ERRORS.get(cuda.code, "run nvidia-smi in a terminal; after a driver update, restart the machine")
+    return Unfit(f"CUDA does not start: {cuda.error} ({cuda.code})", fix)
+
+
+def _too_old_or_new(gpu: Gpu, torch: TorchBuild) -> Unfit | None:
+    if gpu.capability is None or not torch.is_official:
+        return None
+    has, built = f"compute capability {_dotted(gpu.capability)}", release(torch.cuda)[:2]
+    if gpu.capability < _TURING and built >= _SPLIT:
+        return Unfit(f"torch {torch.version} has no code for {has}", _install("12.6"))
+    if gpu.capability >= _BLACKWELL and built < _SPLIT:
+        return Unfit(f"torch {torch.version} has no code for {has}", _install("13"))
+    return None
+
+
+def _a_cuda_build(cuda: CudaDriver | None) -> str:
+    """How to come to a torch for CUDA that the driver runs."""
+    known = cuda.version[0] if cuda and cuda.version else max(_DRIVERS)
+    if known < min(_DRIVERS):
+        return f"install a newer driver ({_DRIVERS[max(_DRIVERS)]} or above); {_install('')}"
+    return _install(str(known) if known < max(_DRIVERS) else "")
+
+
+def _install(version: str) -> str:
+    platform = f"CUDA {version}".strip()
+    return f"pip uninstall torch, then the pip line of {_PAGE} for {platform}, then restart the kernel"
+
+
+def _newer_driver(needed: int, known: int) -> str:
+    oldest = _DRIVERS.get(needed)
+    newer = f"install a newer driver ({oldest} or above)" if oldest else "install a newer driver"
+    return newer if known < min(_DRIVERS) else f"{_install(str(known))}; or {newer}"
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
+# VGA, 3D and display controllers; AMD's Instinct calls itself a processing accelerator.
+_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
+_ACCELERATOR = "0x1200"
+# Intel's graphics that is part of a CPU is always there.
+_INTEL_IN_CPU = "0000:00:02."
+
+
+@dataclass(frozen=True)
+class PciGpu:
+    """bus: "0000:07:00.0". driver: of Linux ("nvidia", "amdgpu", "xe", "nouveau"), "" without one.
+
+    is_accelerator: made to compute, no screen can be plugged in.
+    """
+
+    vendor: str
+    bus: str
+    driver: str = ""
+    is_accelerator: bool = False
+
+
+def pci_gpus(root: Path = Path("/")) -> tuple[PciGpu, ...]:
+    """In the order of the bus, without what is part of an Intel CPU."""
+    found = []
+    for device in sorted((root / "sys/bus/pci/devices").glob("*")):
+        kind, vendor = _read(device / "class")[:6], _VENDORS.get(_read(device / "vendor"))
+        if vendor is None or kind not in _CLASSES or device.name.startswith(_INTEL_IN_CPU):
+            continue
+        driver = device / "driver"
+        name = driver.resolve().name if driver.exists() else ""
+        found.append(PciGpu(vendor, device.name, name, kind == _ACCELERATOR))
+    return tuple(found)
+
+
+def nvidia_driver_gpus(root: Path = Path("/")) -> tuple[str, ...]:
+    """The names of the GPUs that NVIDIA's kernel driver holds and this container has a device file of."""
+    found = []
+    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in _lines(path))}
+        if (root / f"dev/nvidia{told.get('Device Minor', '')}").exists():
+            found.append(told.get("Model", "NVIDIA GPU"))
+    return tuple(found)
+
+
+def near_cores(bus: str, root: Path = Path("/")) -> tuple[int, ...]:
+    """The CPU cores on the socket of the PCI device at `bus`; () where Linux does not say."""
+    cores: list[int] = []
+    for part in _read(root / "sys/bus/pci/devices" / bus / "local_cpulist").split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            cores += range(int(first), int(last or first) + 1)
+    return tuple(cores)
+
+
+def _read(path: Path) -> str:
+    return "".join(_lines(path)[:1]).strip()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+_PCIE = {
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "PCIe through the CPU",
+    "NODE": "PCIe through the CPU's bridges",
+    "SYS": "PCIe and the link between sockets",
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """kind: as nvidia-smi has it: "NV18" for 18 NVLinks, "PIX", "PXB", "PHB", "NODE", "SYS"."""
+
+    first: int
+    second: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A port that is up. kind: "InfiniBand", or "Ethernet" for RoCE. rate: in Gb/s."""
+
+    name: str
+    kind: str
+    rate: float
+
+
+def gpu_links() -> tuple[Link, ...]:
+    """From `nvidia-smi topo -m`; () where it is not there or has no answer (WSL)."""
+    smi = nvidia_smi.find()
+    try:
+        return parse_topology(nvidia_smi.ask(smi, ["topo", "-m"])[0]) if smi else ()
+    except (OSError, subprocess.SubprocessError):
+        return ()
+
+
+def parse_topology(table: str) -> tuple[Link, ...]:
+    """The links between GPUs in the table of `nvidia-smi topo -m`, each pair once."""
+    # The columns are GPUs, then network cards, then cores.
+    found = []
+    for cells in map(str.split, table.splitlines()):
+        if len(cells) < 2 or not re.fullmatch(r"GPU\d+", cells[0]) or "X" not in cells:
+            continue  # the head of the table, and what is explained below it
+        row = int(cells[0].removeprefix("GPU"))
+        found += [Link(column, row, cells[column + 1]) for column in range(cells.index("X") - 1)]
+    return tuple(found)
+
+
+def show_links(links: Sequence[Link]) -> str:
+    """For people: "NVLink between all 8 (NV18)"; "" without a link."""
+    kinds = list(dict.fromkeys(link.kind for link in links))
+    gpus = {number for link in links for number in (link.first, link.second)}
+    if len(kinds) == 1:
+        among = f"all {len(gpus)}" if len(gpus) > 2 else "both"
+        return f"{_in_words(kinds[0])} between {among} ({kinds[0]})"
+    # The rarest last is not what people look for: NVLink is named with its pairs, what remains is PCIe.
+    fast = [f"{link.first}-{link.second}" for link in links if link.kind.startswith("NV")]
+    others = ", ".join(f"{_in_words(kind)} ({kind})" for kind in kinds if not kind.startswith("NV"))
+    return f"NVLink between {', '.join(fast)}; else {others}" if fast else others
+
+
+def _in_words(kind: str) -> str:
+    return "NVLink" if kind.startswith("NV") else _PCIE.get(kind, "PCIe")
+
+
+def network_adapters(root: Path = Path("/")) -> tuple[Adapter, ...]:
+    """The ports in /sys/class/infiniband that are up."""
+    found = []
+    for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
+        try:
+            state, rate, kind = ((port / name).read_text().strip() for name in ("state", "rate", "link_layer"))
+        except OSError:
+            continue
+        if state.endswith("ACTIVE"):
+            found.append(Adapter(port.parents[1].name, kind, nvidia_smi.number(rate) or 0.0))
+    return tuple(found)
+
+
+def show_adapters(adapters: Sequence[Adapter]) -> str:
+    """For people: "8 InfiniBand ports of 400 Gb/s (mlx5_0 to mlx5_7)"."""
+    texts = []
+    for kind, rate in dict.fromkeys((each.kind, each.rate) for each in adapters):
+        names = [each.name for each in adapters if (each.kind, each.rate) == (kind, rate)]
+        noun = "RoCE" if kind == "Ethernet" else kind
+        ports = "1" if len(names) == 1 else str(len(names))
+        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        texts.append(f"{ports} {noun} port{'s' * (len(names) > 1)} of {rate:g} Gb/s ({span})")
+    return ", ".join(texts)
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def cores_here() -> tuple[int, ...]:
+    """The cores this process may use, hardware threads of one physical core side by side.
+
+    Contiguous blocks of it then never split a physical core between two ranks, where the numbers come out even.
+    """
+    try:
+        cores = os.sched_getaffinity(0)
+    except AttributeError:  # macOS
+        return tuple(range(os.cpu_count() or 1))
+    return tuple(sorted(cores, key=lambda core: (_first_sibling(core), core)))
+
+
+def quota_here(cgroup: Path = _CGROUP) -> float | None:
+    """Cores' worth of time that a container grants (Kubernetes: limits.cpu), None without such a limit.
+
+    Affinity does not show it: a pod with a limit of 4 sees all cores of its node.
+    """
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text()
+            period = (cgroup / "cpu/cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError):  # no such file; "max"
+        return None
+
+
+def share_cores(count: int, cores: Sequence[int]) -> list[tuple[int, ...]]:
+    """`count` contiguous blocks, the first ones a core larger where it does not come out even.
+
+    More ranks than cores: rank i has core i % cores. Raises UsageError without a core.
+    """
+    if not cores:
+        raise UsageError("No CPU core to run on.", numbers="0 cores in this process's affinity")
+    if count > len(cores):
+        return [(cores[rank % len(cores)],) for rank in range(count)]
+    size, larger = divmod(len(cores), count)
+    ends = [(rank + 1) * size + min(rank + 1, larger) for rank in range(count)]
+    return [tuple(cores[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def share_cores_near(near: Sequence[Sequence[int]], cores: Sequence[int]) -> list[tuple[int, ...]]:
+    """`share_cores` among the ranks whose GPUs are on one socket, of the cores of that socket; near: those, by rank.
+
+    As if no socket were known where one has no core here, fewer than its ranks, or shares cores with another.
+    """
+    sockets = {frozenset(each) & frozenset(cores) for each in near}
+    ranks_at = {socket: [rank for rank, each in enumerate(near) if socket == frozenset(each) & frozenset(cores)]
+                for socket in sockets}  # fmt: skip
+    apart = sum(map(len, sockets)) == len(frozenset().union(*sockets))
+    if not apart or any(len(socket) < len(ranks) for socket, ranks in ranks_at.items()):
+        return share_cores(len(near), cores)
+    shares: dict[int, tuple[int, ...]] = {}
+    for socket, ranks in ranks_at.items():
+        own = [core for core in cores if core in socket]
+        shares.update(zip(ranks, share_cores(len(ranks), own), strict=True))
+    return [shares[rank] for rank in range(len(near))]
+
+
+def show_cores(cores: Sequence[int]) -> str:
+    """For people: "core 3", "cores 0-3,8-11"."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"core {text}" if len(cores) == 1 else f"cores {text}"
+
+
+def _first_sibling(core: int) -> int:
+    path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+    try:
+        return int(path.read_text().replace("-", ",").split(",")[0])
+    except (OSError, ValueError):
+        return core
+
 
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG")
 _CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")

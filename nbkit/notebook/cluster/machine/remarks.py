@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nbkit.notebook.cluster.machine.gpus import Gpu, visible_gpus
-from nbkit.notebook.cluster.machine.links import show_adapters, show_links
-from nbkit.notebook.cluster.machine.machine import Machine
+from nbkit.notebook.cluster.machine.machine import Machine, show_adapters, show_links
 
 # Before Ampere a GPU computes bf16 by way of float32.
 _BF16 = (8, 0)

@@ -2,19 +2,25 @@
 
 Jupyter's server drops stream output beyond 1 MB/s averaged over 3 s (and so would lose lines); `Pace` keeps
 what one kernel sends just below that, and nothing is ever sent twice.
+
+What the ranks of a cell have shown: a page can be cleared only as a whole, and then the others' is shown again.
+
+The beginning of what a rank printed, for `Results.output`; the file on disk has all of it.
 """
 
 from __future__ import annotations
 
 import base64
+import io
 import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from nbkit.notebook.cluster.naming import notebook_shell
+from nbkit.notebook.cluster.registry import notebook_shell
 from nbkit.wire.text_encoding import encodable
 
 BLOCK_CHARACTERS = 200_000
@@ -209,3 +215,73 @@ class Outbox:
             ready, self.when_empty = self.when_empty, []
             for function in ready:
                 function()
+
+
+RESENT_CHARACTERS = 100_000  # the newest; more takes seconds to send again
+_PIECE_CHARACTERS = 100  # that a message counts for beside its text
+NOBODY = -1  # nbkit itself
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A message that a rank has shown. kind, content: as in Jupyter's protocol."""
+
+    rank: int
+    kind: str
+    content: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        texts = [self.content.get("text"), *self.content.get("data", {}).values()]
+        return _PIECE_CHARACTERS + sum(len(text) for text in texts if isinstance(text, str))
+
+    @property
+    def display_id(self) -> object:
+        """By which it is updated; None for none."""
+        return (self.content.get("transient") or {}).get("display_id")
+
+
+class ShownByRank:
+    """The pieces of one cell that are on its screen, the oldest first."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[Piece] = deque()
+        self._size = 0
+
+    def add(self, piece: Piece) -> None:
+        """Something more is shown, or what was shown has other contents."""
+        if piece.kind == "update_display_data":
+            for i, each in enumerate(self._pieces):
+                if each.rank == piece.rank and each.display_id == piece.display_id is not None:
+                    self._pieces[i] = replace(piece, kind=each.kind)
+                    self._size += self._pieces[i].size - each.size
+            return
+        self._pieces.append(piece)
+        self._size += piece.size
+        while self._size > RESENT_CHARACTERS and len(self._pieces) > 1:
+            self._size -= self._pieces.popleft().size
+
+    def clear(self, ranks: Collection[int]) -> list[Piece] | None:
+        """Forget what `ranks` have shown; what stays, to be shown again. None where they had shown nothing."""
+        kept = [piece for piece in self._pieces if piece.rank not in ranks]
+        if len(kept) == len(self._pieces):
+            return None
+        self._pieces, self._size = deque(kept), sum(piece.size for piece in kept)
+        return kept
+
+
+KEPT_CHARACTERS = 1 << 20
+
+
+class KeptText:
+    """Text that arrives in pieces. Each is copied: a list would hold an object for every print of a long training."""
+
+    def __init__(self) -> None:
+        self._text = io.StringIO()
+
+    def add(self, text: str) -> None:
+        self._text.write(text[: KEPT_CHARACTERS - self._text.tell()])
+
+    def __str__(self) -> str:
+        return self._text.getvalue()

@@ -1,4 +1,7 @@
-"""Find the failure that caused the others, and make the error of the cell from it."""
+"""Find the failure that caused the others, and make the error of the cell from it.
+
+The error of a cell that ends because nbkit could not handle a rank's message.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import CellError, RankDied
-from nbkit.wire.cells import CellRecord, ranks_named, ranks_text
+from nbkit.wire.cells import CellRecord, CellRequest, ranks_named, ranks_text
 from nbkit.wire.cluster_end import HINT, SAVED
 
 
@@ -150,3 +153,23 @@ def _moment(record: CellRecord) -> float:
 
 def _first_line(text: str) -> str:
     return text.strip().splitlines()[0][:300] if text.strip() else ""
+
+
+def fault(request: CellRequest, what: str, rank: int | None, error: BaseException) -> CellError:
+    """The error. what: the message that was being handled, of `rank` where one sent it."""
+    whose = f" of rank {rank}" if rank is not None else ""
+    made = CellError(
+        f"nbkit could not handle {what}{whose}: {type(error).__name__}: {_said(error)}",
+        rank=min(request.ranks) if rank is None else rank,
+        numbers="variables live on; what was printed is in the cluster's output folder",
+        hint="%cluster status   (names the folder)",
+    )
+    made.__cause__ = error
+    return made
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error).strip().partition("\n")[0][:300]
+    except Exception:
+        return "its text cannot be made"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nbkit.notebook.cluster.naming import notebook_shell
+from nbkit.notebook.cluster.registry import notebook_shell
 
 TARGET = "nbkit.rank"  # no page asks this kernel for the state of what lives on a rank, which may be busy
 

@@ -9,8 +9,8 @@ from html import escape
 from typing import Any
 
 from nbkit.figures import figure
-from nbkit.notebook.cluster.control_result import seconds
-from nbkit.notebook.run.run_timeline import PARTS
+from nbkit.notebook.cluster.training_control import seconds
+from nbkit.notebook.run.follower import PARTS
 from nbkit.notebook.widgets.dashboard.text_view import PART_NAMES, bars_title, ranks_shown, steps_of
 
 # As board/plugin/static/paint.js has them.

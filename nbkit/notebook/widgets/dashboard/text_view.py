@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbkit.figures import figure
-from nbkit.notebook.cluster.control_result import seconds
-from nbkit.notebook.run.run_timeline import PARTS
+from nbkit.notebook.cluster.training_control import seconds
+from nbkit.notebook.run.follower import PARTS
 
 _SIGNS = "▁▂▃▄▅▆▇█"
 _BARS = {"compute": "█", "exposed": "▓", "waiting": "▒", "bubble": "░", "data": "▚", "optimizer": "▞", "other": "·"}

@@ -1,19 +1,210 @@
-"""The strategy panel: a widget where there are widgets, else the same as text."""
+"""The strategy panel: a widget where there are widgets, else the same as text.
+
+The controller of a cluster's strategy panels: watches the training, does what panels ask for; all show its State.
+
+Panels call from whatever thread their front end reaches them on; nothing of that waits here. One thread looks at the
+ranks a few times a second while anyone listens, another does one control at a time.
+"""
 
 from __future__ import annotations
 
 import html
 import threading
 import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import wait as wait_futures
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nbkit.errors import CellStopped, ClusterError, NbkitError
+from nbkit.notebook.cluster.cells.handle import TICK_SECONDS
+from nbkit.notebook.cluster.cells.stop import begin_stop
 from nbkit.notebook.cluster.cluster import Cluster, current
-from nbkit.notebook.widgets.messages_during_cells import hear_always, here, lost_words, note_words
-from nbkit.notebook.widgets.panel.controller import PanelController, controller_of
-from nbkit.notebook.widgets.panel.state import State
-from nbkit.notebook.widgets.panel.view import checked, in_table, job_view, previewed, pulse_view, text_of
-from nbkit.notebook.widgets.widget_output import display_until_stopped, with_widget
+from nbkit.notebook.cluster.training_control import ControlResult, stopped
+from nbkit.notebook.widgets.panel.view import (
+    Asked,
+    Finished,
+    Heard,
+    Looked,
+    Lost,
+    News,
+    State,
+    checked,
+    in_table,
+    job_view,
+    previewed,
+    pulse_view,
+    reduce,
+    text_of,
+)
+from nbkit.notebook.widgets.widget_output import (
+    display_until_stopped,
+    hear_always,
+    here,
+    lost_words,
+    note_words,
+    with_widget,
+)
+
+LOOK_SECONDS = 0.4
+_WORDS = {
+    "switch": "asked to switch to {strategy}; takes effect at a step boundary …",
+    "try": "asked to try {strategy} for {steps} steps; begins at a step boundary …",
+    "undo": "asked to go back; takes effect at a step boundary …",
+    "pause": "asked to pause; takes effect at a step boundary …",
+    "resume": "going on …",
+    "save": "asked to save; takes effect at a step boundary …",
+    "stop": "asked to stop; takes effect at a step boundary …",
+}
+"""What is shown until a control has ended. Ranks agree on the boundary, and steps that are under way come before it."""
+_controllers: weakref.WeakKeyDictionary[Cluster, PanelController] = weakref.WeakKeyDictionary()
+
+
+def controller_of(cluster: Cluster) -> PanelController:
+    """The controller of a cluster, made at the first call."""
+    if cluster not in _controllers:
+        _controllers[cluster] = PanelController(cluster)
+    return _controllers[cluster]
+
+
+class PanelController:
+    """One per cluster object."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = weakref.ref(cluster)
+        self.state = State(cluster.entry.name, cluster.entry.n)
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._listeners: list[Callable[[State], None]] = []
+        self._looking: threading.Thread | None = None
+        self._heard = len(cluster.training.switched)
+
+    def listen(self, listener: Callable[[State], None]) -> None:
+        """Call `listener` with the state now, and with every later one, on any thread."""
+        with self._lock:
+            self._listeners.append(listener)
+            listener(self.state)
+            if self._looking is None:
+                self._looking = threading.Thread(target=self._keep_looking, name="nbkit-panel", daemon=True)
+                self._looking.start()
+
+    def leave(self, listener: Callable[[State], None]) -> None:
+        """No more calls of it."""
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+        self._wake.set()
+
+    def look(self) -> State:
+        """Look at the ranks now."""
+        cluster = self._cluster()
+        if cluster is None:
+            return self._news(Lost("the cluster is gone"))
+        try:
+            why = cluster.connection.why_gone()
+            self._hear(cluster)
+            return self._news(Lost(why) if why else Looked(cluster.training.look()))
+        except (NbkitError, OSError) as error:
+            return self._news(Lost(str(error).splitlines()[0]))
+
+    def _hear(self, cluster: Cluster) -> None:
+        """Show the switches that were made since the last look, whoever has asked for them."""
+        with self._lock:
+            every = cluster.training.switched
+            new, self._heard = every[self._heard :], len(every)
+            for result in new[-1:]:
+                self._news(Heard(result))
+
+    def option(self, strategy: str) -> dict[str, Any]:
+        """What the ranks predict of a strategy that is in no row of the table; {} where they do not say."""
+        cluster = self._cluster()
+        try:
+            return cluster.training.option(strategy) if cluster is not None else {}
+        except (NbkitError, OSError):
+            return {}  # `look` says what is wrong with them
+
+    def ask(self, do: str, **args: Any) -> None:
+        """Do something to the training, e.g. ask("switch", strategy="zero3"); all panels show the result."""
+        with self._lock:
+            if self.state.asked and do != "stop":
+                return  # one at a time; the panels show what is being done
+            self._news(Asked(_WORDS[do].format(**args)))
+        threading.Thread(target=self._do, args=(do, args), name=f"nbkit-{do}", daemon=True).start()
+
+    def _do(self, do: str, args: dict[str, Any]) -> None:
+        try:
+            result = self._result(do, args)
+        except Exception as error:  # whatever it is, the panels must not wait for ever
+            result = _failed(do, args, error)
+        self.look()  # the table is that of the new strategy when the result shows
+        self._news(Finished(result))
+        self._wake.set()
+
+    def _result(self, do: str, args: dict[str, Any]) -> ControlResult:
+        cluster = self._cluster()
+        assert cluster is not None
+        training = cluster.training
+        if do == "stop":
+            return _stopped(cluster, lambda words: self._news(Asked(words)))
+        acts: dict[str, Callable[..., ControlResult]] = {
+            "switch": training.switch,
+            "try": training.try_out,
+            "undo": training.undo,
+            "pause": training.pause,
+            "resume": training.resume,
+            "save": training.save,
+        }
+        return acts[do](**args)
+
+    def _keep_looking(self) -> None:
+        while True:
+            self._wake.clear()
+            with self._lock:
+                if not self._listeners or self._cluster() is None:
+                    self._looking = None
+                    return
+            self.look()
+            self._wake.wait(LOOK_SECONDS)
+
+    def _news(self, news: News) -> State:
+        with self._lock:
+            cluster = self._cluster()
+            now = self.state if cluster is None else replace(self.state, ranks=cluster.entry.n)  # it may be resized
+            state = reduce(now, news)
+            if state != self.state:
+                self.state = state
+                for listener in list(self._listeners):
+                    listener(state)
+            return state
+
+
+def _stopped(cluster: Cluster, tell: Callable[[str], object]) -> ControlResult:
+    """Stop the cell that runs, and wait for its end. tell: is given what the user has to know meanwhile."""
+    connection = cluster.connection
+    execution, shown = connection.busy(), ""
+    if execution is not None:
+        connection.client.soon(execution.say, "stopped from the panel")
+        stop = begin_stop(connection.entry, connection.client, execution)
+        while not execution.done.done():
+            try:
+                stop.tick()
+            except CellStopped as given_up:
+                raise ClusterError(str(given_up)) from None
+            if stop.words != shown:
+                shown = stop.words
+                tell(shown)
+            wait_futures([execution.done], TICK_SECONDS)
+        execution.done.result()
+    return stopped(cluster.training.look().get("step", 0))
+
+
+def _failed(do: str, args: dict[str, Any], error: Exception) -> ControlResult:
+    what = getattr(error, "what", "") or f"{type(error).__name__}: {error}".splitlines()[0]
+    numbers, hint = getattr(error, "numbers", ""), getattr(error, "hint", "")
+    return ControlResult("", do, args, 0, "", False, type(error).__name__, what, numbers, hint, {})
+
 
 STATIC = Path(__file__).parents[1] / "static"
 TRY_STEPS = 10

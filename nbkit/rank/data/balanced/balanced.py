@@ -1,23 +1,427 @@
-"""Data that says what its samples cost, so that a Trainer gives every rank the same at every step."""
+"""Data that says what its samples cost, so that a Trainer gives every rank the same at every step.
+
+What a sample costs where nobody says it: its size at first, then what a training learns of it while it runs.
+
+The loss of each sample, as it was when the sample was seen last: so that all batches and shares are as difficult.
+
+Losses of an epoch count from the next one on: its order follows from the seed, the epoch and what all ranks had agreed
+on when it began. They are rounded, so that what strategies round otherwise seldom changes an order.
+
+The seconds that samples take, by their size: least squares over the shares that ranks have computed.
+
+A rank's seconds of a step are the sum over its rows of size x rate, with a rate for each of a dozen classes of sizes.
+Ranks that compute another part of the model (stages of a pipeline) count in the proportion of their mean, those of
+unequal speed in that of their `speeds=`. Rates stay as near to what they were as what is measured is noisy (ridge
+regression, Hoerl and Kennard 1970: a rate is off by itself, a share by what the fit leaves of it), and old steps count
+less.
+
+Seconds never change which samples a batch has, only who computes which: a loss does not depend on a clock.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.balanced.by_loss import ByLoss
-from nbkit.rank.data.balanced.by_seconds import BySeconds
-from nbkit.rank.data.balanced.difficulty import Difficulty
 from nbkit.rank.data.balanced.packing import Packed
 from nbkit.rank.data.data_rng import alike
+from nbkit.rank.telemetry.phases import Step, clock
 from nbkit.unfit_calls import says_what_it_takes
+
+Gather = Callable[[Any], list[Any]]
+"""What every rank gives, by rank; collective over all ranks."""
+
+
+class Difficulty(ABC):
+    """Of the samples of one training. Every rank has the same; what it has measured itself waits until all agree."""
+
+    kind: str
+
+    @abstractmethod
+    def of_order(self, epoch: int) -> Sequence[float]:
+        """Costs by which the order of `epoch` is drawn. Raises TrainingError where they are held no more."""
+
+    @abstractmethod
+    def of_shares(self, epoch: int) -> Sequence[float]:
+        """Costs by which the rows of a batch are divided."""
+
+    @abstractmethod
+    def due(self, epoch: int, batches: int) -> bool:
+        """Whether ranks agree after so many batches of `epoch`, beside its end."""
+
+    @abstractmethod
+    def learn(self, epoch: int, gather: Gather) -> None:
+        """Agree on what was measured up to here, the end of `epoch` or where it is `due`. Collective."""
+
+    @abstractmethod
+    def state(self, epoch: int, gather: Gather) -> dict[str, Any]:
+        """What a checkpoint in `epoch` holds of it: plain values. Collective."""
+
+    @abstractmethod
+    def restore(self, epoch: int, state: Mapping[str, Any] | None) -> str:
+        """Stand where `state` was taken; what is missing, in words, "" where nothing is."""
+
+    @abstractmethod
+    def agree(self, gather: Gather) -> None:
+        """Have what all ranks had agreed on, on ranks that have just joined too. Collective."""
+
+    @property
+    def newest(self) -> int:
+        """The epoch from which the newest costs count."""
+        return 0
+
+    @property
+    @abstractmethod
+    def why(self) -> str:
+        """How costs were found, in a line."""
+
+    def begin(self) -> None:  # noqa: B027
+        """Steps are made now."""
+
+    def recut(self) -> None:  # noqa: B027
+        """Another strategy divides from the next step on."""
+
+    def end(self) -> None:  # noqa: B027
+        """No steps are made for now."""
+
+    @abstractmethod
+    def reads(
+        self, epoch: int, indices: Sequence[int], *, replica: int, speed: float
+    ) -> Callable[[Sequence[int], Tensor], None] | None:
+        """The next step computes these samples on this rank; returns who is told their losses, None where nobody is.
+
+        replica: of the model, which this rank has a part of; speed: of its ranks, in any unit.
+        """
+
+
+MOST = 1_400_000
+"""Samples: a checkpoint holds two numbers of each."""
+_KEPT = 4  # epochs to which a training may go back
+_DIGITS = 3
+
+
+class ByLoss(Difficulty):
+    """sizes: of each sample, what is known of it in the first epoch. Raises TrainingError for more than MOST."""
+
+    kind = "loss"
+
+    def __init__(self, sizes: Sequence[float]) -> None:
+        if len(sizes) > MOST:
+            raise TrainingError(
+                "A checkpoint does not hold the losses of so many samples.",
+                numbers=f"{len(sizes):,} samples, at most {MOST:,}",
+                hint="cost='seconds', which keeps a number for each size; or cost=lambda sample: ...",
+            )
+        self._costs: dict[int, list[float]] = {0: list(sizes)}
+        self._told: list[tuple[int, Sequence[int], Tensor]] = []
+        self._seen: dict[int, Tensor] = {}  # epoch -> of each sample, NaN where this rank has not seen it
+        self._number = 0
+
+    def of_order(self, epoch: int) -> Sequence[float]:
+        if epoch < min(self._costs):
+            raise TrainingError(
+                "The losses by which the order of an earlier epoch was drawn are held no more.",
+                numbers=f"epoch {epoch}, those of epochs {min(self._costs)} to {max(self._costs)} are held",
+                hint="trainer.load(path) of a checkpoint of that epoch",
+            )
+        return self._costs[max(held for held in self._costs if held <= epoch)]
+
+    def of_shares(self, epoch: int) -> Sequence[float]:
+        return self.of_order(epoch)
+
+    def due(self, epoch: int, batches: int) -> bool:
+        return False
+
+    def reads(
+        self, epoch: int, indices: Sequence[int], *, replica: int, speed: float
+    ) -> Callable[[Sequence[int], Tensor], None]:
+        return partial(self._note, epoch)
+
+    def _note(self, epoch: int, indices: Sequence[int], losses: Tensor) -> None:
+        """Not read yet: they may be on a device that is not done with them."""
+        self._told.append((epoch, indices, losses))
+
+    def learn(self, epoch: int, gather: Gather) -> None:
+        mean = self._everyones(epoch, gather)
+        before = torch.tensor(self.of_order(epoch), dtype=torch.float32)
+        seen = ~mean.isnan()
+        self._number = int(seen.sum())
+        if not self._number:
+            return
+        # One that was passed over is taken for like the others, unless its loss was known before.
+        other = before if epoch and max(self._costs) else torch.full_like(before, float(mean[seen].mean()))
+        self._costs = {held: costs for held, costs in self._costs.items() if epoch - _KEPT < held <= epoch}
+        self._costs[epoch + 1] = torch.where(seen, mean, other).tolist()
+        self._seen = {held: own for held, own in self._seen.items() if held >= epoch}
+
+    def _own(self, epoch: int) -> Tensor:
+        for at, indices, losses in self._told:
+            if at not in self._seen:
+                self._seen[at] = torch.full((len(self._costs[max(self._costs)]),), math.nan, dtype=torch.float32)
+            self._seen[at][torch.tensor(indices)] = losses.float().cpu()
+        self._told.clear()
+        return self._seen.get(epoch, torch.empty(0, dtype=torch.float32))
+
+    def _everyones(self, epoch: int, gather: Gather) -> Tensor:
+        """Of each sample the loss in `epoch`, >= 0, as float32; NaN where nobody has seen it."""
+        own = self._own(epoch)
+        at = own.isfinite().nonzero().flatten()
+        total, number = torch.zeros(2, len(self.of_order(epoch)), dtype=torch.float64)
+        for where, values in gather((at, own[at])):
+            # One that is made again, on another rank, counts with both.
+            total[where] += values.double()
+            number[where] += 1
+        mean = (total / number).tolist()
+        least = min((value for value in mean if not math.isnan(value)), default=0.0)
+        return torch.tensor([float(f"{value - min(least, 0.0):.{_DIGITS}g}") for value in mean], dtype=torch.float32)
+
+    def state(self, epoch: int, gather: Gather) -> dict[str, Any]:
+        costs = torch.tensor(self.of_order(epoch), dtype=torch.float32)
+        return {"kind": self.kind, "costs": costs, "seen": self._everyones(epoch, gather), "number": self._number}
+
+    def restore(self, epoch: int, state: Mapping[str, Any] | None) -> str:
+        fits = (
+            state is not None
+            and state["kind"] == self.kind
+            and len(state["costs"]) == len(self._costs[min(self._costs)])
+        )
+        if state is None or not fits:
+            return f"epoch {epoch} goes on in another order: the checkpoint has no losses of these samples" * bool(
+                epoch
+            )
+        self._told.clear()
+        self._costs = {epoch: state["costs"].tolist()}
+        self._seen, self._number = {epoch: state["seen"]}, state["number"]
+        return ""
+
+    def agree(self, gather: Gather) -> None:
+        self._costs, self._number = max(gather((self._costs, self._number)), key=lambda held: max(held[0]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_told": [], "_seen": {}}  # which each rank has of its own
+
+    @property
+    def newest(self) -> int:
+        return max(self._costs)
+
+    @property
+    def why(self) -> str:
+        newest = self.newest
+        costs = self._costs[newest]
+        if not self._number:
+            return f"the size of a sample, {min(costs):g} to {max(costs):g}, until an epoch has shown its losses"
+        return (
+            f"the loss of each sample when it was seen last ({self._number} of {len(costs)} seen in the epoch before), "
+            f"{min(costs):g} to {max(costs):g}, from epoch {newest} on"
+        )
+
+
+_CLASSES = 12
+_COMPUTING = ("forward", "backward")
+_FIRST = 8  # batches, after which the first epoch is looked at; then after twice as many
+_LEAST = 1e-3  # of the mean: a rate, and what holds a rate that no share tells
+_OLD = 0.5  # what earlier steps count at the next look
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a rank has computed: sums over steps, of which `number` are new and older ones count less.
+
+    squares: sizes x sizes, by class; products: sizes x seconds; sizes; seconds, and squared; weight: what steps count.
+    """
+
+    squares: Tensor
+    products: Tensor
+    sizes: Tensor
+    seconds: float = 0.0
+    squared: float = 0.0
+    weight: float = 0.0
+    number: int = 0
+
+    @classmethod
+    def none(cls, classes: int) -> Shares:
+        """Of no step."""
+        zeros = torch.zeros(classes, dtype=torch.float64)
+        return cls(torch.zeros(classes, classes, dtype=torch.float64), zeros, zeros)
+
+    def and_one(self, sizes: Tensor, seconds: float) -> Shares:
+        """With one step more."""
+        return Shares(
+            self.squares + torch.outer(sizes, sizes),
+            self.products + seconds * sizes,
+            self.sizes + sizes,
+            self.seconds + seconds,
+            self.squared + seconds**2,
+            self.weight + 1,
+            self.number + 1,
+        )
+
+    def older(self) -> Shares:
+        """The same, which counts less than what comes."""
+        return Shares(
+            _OLD * self.squares,
+            _OLD * self.products,
+            _OLD * self.sizes,
+            _OLD * self.seconds,
+            _OLD * self.squared,
+            _OLD * self.weight,
+        )
+
+
+def rates_of(everyone: Sequence[tuple[int, Shares]], before: Tensor) -> Tensor:
+    """Of each class, by what all ranks have computed; before: rates, which what is not told stays near.
+
+    everyone: of each rank its place along dp, and its shares. Which replica a rank is of says nothing of its part of
+    the model; the first ranks of all replicas have the same part, and so have the second.
+    """
+    alike: dict[int, list[Shares]] = {}
+    met = Counter[int]()
+    for replica, own in everyone:
+        alike.setdefault(met[replica], []).append(own)
+        met[replica] += 1
+    squares, products, squared, weight = torch.zeros_like(everyone[0][1].squares), torch.zeros_like(before), 0.0, 0.0
+    for group in alike.values():
+        seconds = sum(own.seconds for own in group)
+        if seconds <= 0:
+            continue
+        factor = sum(float(own.sizes @ before) for own in group) / seconds
+        for own in group:
+            squares += own.squares
+            products += own.products * factor
+            squared += own.squared * factor**2
+            weight += own.weight
+    if not weight:
+        return before
+
+    def noise(rates: Tensor, known: float) -> float:
+        """What is left of a share on average, squared."""
+        return max(squared - float(2 * rates @ products - rates @ squares @ rates), 0.0) / known
+
+    def near(ridge: Tensor) -> Tensor:
+        found: Tensor = torch.linalg.solve(squares + ridge.diag(), products + ridge * before)
+        return found
+
+    least = _LEAST * float(squares.diagonal().mean())
+    variance = noise(before, weight)
+    if (known := weight - len(before)) > len(before):
+        variance = min(variance, noise(near(torch.full_like(before, least)), known))
+    found = near(variance / before**2 + least)
+    return found.clamp(min=_LEAST * float(found.mean()))
+
+
+class BySeconds(Difficulty):
+    """sizes: of each sample, which are its costs until shares have been measured."""
+
+    kind = "seconds"
+
+    def __init__(self, sizes: Sequence[float]) -> None:
+        self._sizes = [max(size, 1.0) for size in sizes]
+        distinct = sorted(set(self._sizes))
+        if len(distinct) > _CLASSES:
+            ordered = sorted(self._sizes)
+            distinct = sorted({ordered[len(ordered) * (i + 1) // _CLASSES - 1] for i in range(_CLASSES)})
+        self._class = [bisect_left(distinct, size) for size in self._sizes]
+        self._largest = distinct
+        self._rates = torch.ones(len(distinct), dtype=torch.float64)
+        self._costs = list(self._sizes)
+        self._shares, self._number = Shares.none(len(distinct)), 0
+        self._current: Tensor | None = None
+        self._replica, self._speed = 0, 1.0
+        self._made: list[tuple[Tensor, float, Step]] = []
+        self._passed = True
+
+    def of_order(self, epoch: int) -> Sequence[float]:
+        return self._sizes
+
+    def of_shares(self, epoch: int) -> Sequence[float]:
+        return self._costs
+
+    def due(self, epoch: int, batches: int) -> bool:
+        return not epoch and batches >= _FIRST and batches & (batches - 1) == 0
+
+    def begin(self) -> None:
+        self.recut()
+        clock.listeners.append(self._step)
+
+    def recut(self) -> None:
+        self._passed = True  # a first step makes buffers and proofs
+
+    def end(self) -> None:
+        if self._step in clock.listeners:
+            clock.listeners.remove(self._step)
+
+    def reads(self, epoch: int, indices: Sequence[int], *, replica: int, speed: float) -> None:
+        self._replica, self._speed = replica, speed
+        sizes = torch.zeros_like(self._rates)
+        for index in indices:
+            sizes[self._class[index]] += self._sizes[index]
+        self._current = sizes
+
+    def _step(self, step: Step) -> None:
+        """One is made: see StepClock.listeners. A device may not be done with it."""
+        if self._current is not None and float(self._current.sum()) and not self._passed:
+            self._made.append((self._current, self._speed, step))
+        self._passed, self._current = False, None
+        self._take()
+
+    def _take(self) -> None:
+        while self._made and self._made[0][2].over():
+            sizes, speed, step = self._made.pop(0)
+            took = sum(stop - start for state, start, stop in step.intervals() if state in _COMPUTING) / 1e9
+            self._shares = self._shares.and_one(sizes, took * speed)
+
+    def learn(self, epoch: int, gather: Gather) -> None:
+        self._take()
+        everyone = gather((self._replica, self._shares))
+        # Solved on one rank: another processor may round otherwise, and ranks divide alike.
+        self._set(gather(rates_of(everyone, self._rates))[0])
+        self._number += sum(own.number for _, own in everyone)
+        self._shares = self._shares.older()
+
+    def _set(self, rates: Tensor) -> None:
+        self._rates, each = rates, rates.tolist()
+        self._costs = [size * each[kind] for size, kind in zip(self._sizes, self._class, strict=True)]
+
+    def state(self, epoch: int, gather: Gather) -> dict[str, Any]:
+        return {"kind": self.kind, "largest": self._largest, "rates": self._rates, "number": self._number}
+
+    def restore(self, epoch: int, state: Mapping[str, Any] | None) -> str:
+        if state is not None and state["kind"] == self.kind and state["largest"] == self._largest:
+            self._set(state["rates"])
+            self._number = state["number"]
+        return ""  # shares alone depend on it
+
+    def agree(self, gather: Gather) -> None:
+        rates, self._number = max(gather((self._rates, self._number)), key=lambda held: held[1])
+        self._set(rates)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_made": [], "_current": None}  # which hold events of a device
+
+    @property
+    def why(self) -> str:
+        least, most = min(self._sizes), max(self._sizes)
+        if not self._number:
+            return f"the size of a sample, {least:g} to {most:g} elements, until the seconds of some steps are measured"
+        small, large = self._costs[self._sizes.index(least)], self._costs[self._sizes.index(most)]
+        return (
+            f"learned from the seconds of {self._number} shares: a sample of {most:g} elements costs "
+            f"{large / small:.3g} times one of {least:g}, by its size {most / least:.3g}"
+        )
+
 
 Cost = Callable[[Any], float] | Sequence[float]
 LEARNED: dict[str, Callable[[Sequence[float]], Difficulty]] = {"seconds": BySeconds, "loss": ByLoss}

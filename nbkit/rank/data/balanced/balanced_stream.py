@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from nbkit.rank.data.balanced.balanced import Balanced
+from nbkit.rank.data.balanced.balanced import Balanced, Gather
 from nbkit.rank.data.balanced.balanced_order import BalancedOrder
-from nbkit.rank.data.balanced.difficulty import Gather
 from nbkit.rank.data.balanced.equal_shares import equal_shares
 from nbkit.rank.data.batch import Parts, Shard
-from nbkit.rank.data.map_stream import MapStream, Order
-from nbkit.rank.data.stream import Stream
+from nbkit.rank.data.stream import MapStream, Order, Stream
 from nbkit.rank.data.workers import Draws
 
 

@@ -4,28 +4,277 @@ Where readers end is known to who reads them. A rank reads two batches ahead, an
 when one of its readers ends there; then the ranks compare, before the first batch that it concerns. They compare also
 before the first batch behind a jump. Rows that a rank computes and another reads, as there are when some readers have
 ended or dp does not divide their number, are sent with that comparison.
+
+The order of data that is read by several readers: a sample of each in turn; one that has ended is left out.
+
+Reader k reads the data shards k, k + readers, ... one after the other. The order depends on the data alone, not on
+ranks, batches or workers. Which rank computes a row follows from who reads it, as far as every rank gets its number.
+
+What a rank has read and not yet computed, a queue for each of its readers; filled here or by worker processes.
+
+Torch's DataLoader starts the workers, one loader for each, so that a worker whose readers are slow keeps back no other.
+A worker reads for all its readers in turn and sends samples as bytes: a file handle for every tensor would soon be too
+many.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
+import sys
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
+from itertools import islice
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from nbkit.device_speeds import rows_by_speed
 from nbkit.errors import TrainingError
 from nbkit.rank.data import data_rng
 from nbkit.rank.data.batch import Shard, bounds
-from nbkit.rank.data.data_state import NO_STATE, READ_AGAIN, Mark, read, written
+from nbkit.rank.data.data_state import COMPARED, NO_STATE, READ_AGAIN, Mark, checksum, read, written
 from nbkit.rank.data.split.data_shards import DataShards, refuse_unasked
-from nbkit.rank.data.split.round_robin import MOST_READERS, RoundRobin, Row, share_out
-from nbkit.rank.data.split.sample_queues import SampleQueues
-from nbkit.rank.data.split.shard_reader import Course
+from nbkit.rank.data.split.shard_reader import Course, ShardReader
 from nbkit.rank.data.stream import Stream, checked
-from nbkit.rank.data.workers import Draws
+from nbkit.rank.data.workers import Collate, Draws, Loader
+
+MOST_READERS = 64
+
+Row = tuple[int, int]
+"""(reader, which of its samples)"""
+
+
+@dataclass(frozen=True)
+class RoundRobin:
+    """readers: how many there are. ends: the readers of which it is known how many samples they have."""
+
+    readers: int
+    ends: Mapping[int, int]
+
+    def rows(self, first: int, count: int) -> list[Row]:
+        """The samples at positions first, first + 1, ...; fewer than `count` where all readers have ended."""
+        found: list[Row] = []
+        begun, turn, living = 0, 0, list(range(self.readers))
+        for end in [*sorted(set(self.ends.values())), None]:
+            if not living:
+                break
+            whole = (end - turn) * len(living) if end is not None else first + count - begun
+            at = max(first - begun, 0)
+            until = min(whole, first + count - begun)
+            found += [(living[i % len(living)], turn + i // len(living)) for i in range(at, until)]
+            if end is None:
+                break
+            begun, turn = begun + whole, end
+            living = [reader for reader in living if self.ends.get(reader, end + 1) > end]
+        return found
+
+
+def share_out(rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
+    """Which of `rows` each rank computes, `most` of them: what it reads first, then what others have too many of.
+
+    Rank r reads the readers r, r + ranks, ...
+    """
+    shares: list[list[int]] = [[] for _ in most]
+    left: list[int] = []
+    for number, (reader, _) in enumerate(rows):
+        rank = reader % len(most)
+        (shares[rank] if len(shares[rank]) < most[rank] else left).append(number)
+    for rank, share in enumerate(shares):
+        room = most[rank] - len(share)
+        share += left[:room]
+        share.sort()
+        del left[:room]
+    return shares
+
+
+_CHUNKS_AHEAD = 2  # chunks of each reader that a worker reads ahead
+
+
+@dataclass
+class Queue:
+    """first: the number of samples[0] among the reader's. end: how many it has in all, once that is known.
+
+    marks: where its reading stood, the newest that is not beyond `first`, and those behind.
+    """
+
+    first: int
+    samples: deque[Any] = field(default_factory=deque)
+    end: int | None = None
+    marks: deque[Mark] = field(default_factory=deque)
+
+    @property
+    def read(self) -> int:
+        """How many of the reader's samples have been read."""
+        return self.first + len(self.samples)
+
+    def add(self, samples: Sequence[Any], end: int | None, mark: Mark | None) -> None:
+        """What has been read. mark: where reading stands behind them."""
+        self.samples += samples
+        self.end = end
+        if mark is not None:
+            self.marks.append(mark)
+
+    def mark(self, collate: Collate) -> Mark | None:
+        """From where the next sample is read soonest; None where nobody can say."""
+        if not self.marks or self.marks[0].index > self.first:
+            return None
+        checks = tuple(checksum(collate, sample) for sample in islice(self.samples, COMPARED))
+        return replace(self.marks[0], first=self.first, checks=checks)
+
+    def follows(self, mark: Mark, collate: Collate) -> bool:
+        """Whether the samples that have been read are those of which the mark has checksums."""
+        at = mark.first - self.first
+        here = list(islice(self.samples, at, at + len(mark.checks))) if at >= 0 else []
+        return all(checksum(collate, sample) == check for sample, check in zip(here, mark.checks, strict=False))
+
+    def take(self, index: int) -> Any:
+        """Sample `index`; it and those before it are let go of."""
+        while self.first < index:
+            self.samples.popleft()
+            self.first += 1
+        self.first += 1
+        while len(self.marks) > 1 and self.marks[1].index <= self.first:
+            self.marks.popleft()
+        return self.samples.popleft()
+
+
+class SampleQueues:
+    """Queues of the readers in `starts`, from the samples that it gives on. chunk: samples that are read at a time.
+
+    marks: reader -> where its reading begins, if not at its first sample. ended: reader -> how many samples it has, of
+    those that have given all.
+    """
+
+    def __init__(
+        self,
+        course: Course,
+        starts: Mapping[int, int],
+        *,
+        workers: int,
+        chunk: int,
+        marks: Mapping[int, Mark],
+        ended: Mapping[int, int],
+    ) -> None:
+        self.course, self.chunk = course, max(chunk, 1)
+        self.queues = {
+            reader: Queue(ended.get(reader, start), end=ended.get(reader)) for reader, start in starts.items()
+        }
+        for reader, mark in marks.items():
+            self.queues[reader].marks.append(mark)
+        numbers = sorted(starts.keys() - ended.keys())
+        self._here = {} if workers else {reader: ShardReader(course, reader, marks.get(reader)) for reader in numbers}
+        self._from: dict[int, Iterator[Any]] = {}
+        for worker in range(min(workers, len(numbers))):
+            own = numbers[worker::workers]
+            chunks = _Chunks(course, {number: starts[number] for number in own}, self.chunk, marks)
+            batches = iter(_loader(chunks, len(own)))
+            self._from.update(dict.fromkeys(own, batches))
+
+    def fill(self, reader: int, until: int) -> None:
+        """Read samples of `reader` before number `until`, or to its end."""
+        queue = self.queues[reader]
+        while queue.end is None and queue.read < until:
+            if reader in self._from:
+                self._hear(self._from[reader])
+                continue
+            here, wanted = self._here[reader], until - queue.read
+            _skip(here, queue.first)
+            samples = here.read(wanted)
+            queue.add(samples, here.index if len(samples) < wanted else None, here.mark())
+
+    def _hear(self, chunks: Iterator[Any]) -> None:
+        packed = next(chunks)
+        if isinstance(packed, TrainingError):
+            raise packed
+        reader, *read = pickle.loads(packed)
+        self.queues[reader].add(*read)
+
+    def marks(self, collate: Collate) -> dict[int, Mark]:
+        """Reader -> from where its next sample is read soonest, of those that say it."""
+        found = {reader: queue.mark(collate) for reader, queue in self.queues.items()}
+        return {reader: mark for reader, mark in found.items() if mark is not None}
+
+    def close(self) -> None:
+        """End the workers."""
+        self._from.clear()
+
+
+class _Chunks(IterableDataset[bytes | TrainingError]):
+    """In a worker: (reader, samples, its end, its mark) of each reader in turn, packed."""
+
+    def __init__(self, course: Course, starts: Mapping[int, int], chunk: int, marks: Mapping[int, Mark]) -> None:
+        self.course, self.starts, self.chunk, self.marks = course, starts, chunk, marks
+
+    def __iter__(self) -> Iterator[bytes | TrainingError]:
+        readers = {number: ShardReader(self.course, number, self.marks.get(number)) for number in self.starts}
+        try:
+            for number, reader in readers.items():
+                _skip(reader, self.starts[number])
+            while readers:
+                for number, reader in list(readers.items()):
+                    samples = reader.read(self.chunk)
+                    ended = len(samples) < self.chunk
+                    if ended:
+                        del readers[number]
+                    yield _packed((number, samples, reader.index if ended else None, reader.mark()))
+        except TrainingError as error:
+            yield error
+
+
+def _skip(reader: ShardReader, until: int) -> None:
+    while reader.index < until and reader.read(min(until - reader.index, 256)):
+        pass
+
+
+def _loader(chunks: _Chunks, readers: int) -> Loader:
+    return Loader(
+        chunks,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=1,
+        prefetch_factor=_CHUNKS_AHEAD * readers,
+        # What a cell has defined need not be imported by a process that is forked.
+        multiprocessing_context="fork" if sys.platform == "linux" else None,
+        generator=torch.Generator(),
+    )
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as arrays: torch packs each as a file of its own."""
+
+    def reducer_override(self, item: Any) -> Any:
+        plain = type(item) is Tensor and item.layout is torch.strided and item.device.type == "cpu"
+        if plain and not item.requires_grad and item.is_contiguous():
+            if item.dtype is torch.bfloat16:
+                return _bfloat16, (item.view(torch.int16).numpy(),)
+            if item.dtype not in _AS_TORCH_HAS_THEM:
+                return torch.from_numpy, (item.numpy(),)
+        return NotImplemented
+
+
+_AS_TORCH_HAS_THEM = {torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def _bfloat16(array: Any) -> Tensor:
+    return torch.from_numpy(array).view(torch.bfloat16)
+
+
+def _packed(item: Any) -> bytes:
+    out = io.BytesIO()
+    _Pickler(out, protocol=pickle.HIGHEST_PROTOCOL).dump(item)
+    return out.getvalue()
+
 
 _SEED = "seed what shuffles: shuffle(seed=0), and detshuffle in the place of webdataset's shuffle"
 _AHEAD = 2  # batches: what is said in a step is known to all before the next but one

@@ -27,14 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.context.attention import Attention
+from nbkit.rank.parallel.context.attention import MASKS, Attention, Part, argument_names, on_all, working_on
 from nbkit.rank.parallel.context.peers import Peers
 from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
-from nbkit.rank.parallel.context.whole_modules import MASKS, Part, argument_names, on_all, working_on
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.meta_module import homes
+from nbkit.rank.parallel.module.copies import homes
 from nbkit.rank.parallel.tensor.sharded_tensor import whole
-from nbkit.rank.rng.shard_offsets import extent
+from nbkit.rank.rng.draw_plan import extent
 from nbkit.rank.torch_private import tree_leaves, tree_map_only
 from nbkit.tensor_layout import contiguous, head_and_tail
 

@@ -26,14 +26,12 @@ from torch import nn
 from nbkit.levers import NONE, Levers
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.data_parallel.bucket_collectives import Links
-from nbkit.rank.parallel.data_parallel.compressed import CompressedReplicas
-from nbkit.rank.parallel.data_parallel.ddp import Replicas
-from nbkit.rank.parallel.data_parallel.local_steps import LocalSteps, momentum
+from nbkit.rank.parallel.data_parallel.ddp import CompressedReplicas, LocalSteps, Replicas, momentum
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, parameter_like, replace
-from nbkit.rank.parallel.reshard.resizable_storage import emptied
-from nbkit.rank.parallel.zero3.gather_dtypes import Casts
+from nbkit.rank.parallel.module.copies import homes, is_placeholder, parameter_like, replace
+from nbkit.rank.parallel.reshard.redistribute import emptied
+from nbkit.rank.parallel.zero3.unit import Casts
 from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
 from nbkit.tensor_layout import Layout
 

@@ -6,24 +6,50 @@ levels (two_levels.py). compressed.py sends fewer.
 Simpler than torch's DistributedDataParallel, and right where that is not: it *sums* (the loss carries the weights, so
 ragged batches and masks average as on one process), a rank without rows and parameters without gradient take part with
 zeros, and a backward pass that was broken off leaves nothing behind.
+
+Gradients that travel as int8 or bf16: fewer bytes than they have, and sums that are off within a bound.
+
+Of gradients of n ranks that are S bytes in float32, (n - 1) / n of S / 4 (int8) or S / 2 (bf16) leave every rank twice,
+as bytes, and no step of an all-reduce adds numbers of few bits:
+
+    all-to-all    each rank gets its chunk of every rank's gradients, and adds them in float32
+    all-gather    of the sums, rounded again
+
+int8 is x / scale, a scale being 1/127 of the largest of BLOCK elements: 4 more bytes for each. What rounding takes off
+is kept, on the rank that rounded, and added before it rounds the next time (error feedback; Seide et al. 2014,
+Karimireddy et al. 2019): S bytes of own gradients, S / n of sums. Buckets that are built anew begin without it.
+
+Replicas that train apart and meet now and then: local SGD (Stich 2019), with slow momentum (Wang et al. 2020).
+
+Each makes `every` steps with the gradients of its own rows; then weights are averaged: an all-reduce of the bytes of
+all parameters in `every` steps. The optimizer's state stays each replica's own. So that a replica's gradient is that of
+a mean, the step multiplies the loss by `apart`: the mean over the replicas is the gradient of the whole batch.
+
+Of an optimizer whose steps do not grow with the gradients, such as Adam, the mean falls behind one process: a replica's
+gradients are noisier by the square root of the replicas, and steps along what they have in common are smaller by as
+much (Malladi et al. 2022). So there, from one average to the next, the weights move by a momentum of their movements,
+whose sum is larger by that root: 1 / (1 - momentum). Every rank has it from the averages alone. It begins anew at a
+switch, a load and a step that breaks. SGD's mean is the step of the mean gradient already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 from nbkit.errors import TrainingError
-from nbkit.levers import BUCKET
+from nbkit.levers import BLOCK, BUCKET, Levers
+from nbkit.rank.parallel.data_parallel.bucket_collectives import Links, all_gather
 from nbkit.rank.parallel.data_parallel.gradient_buckets import Bucket, BucketedAxis
 from nbkit.rank.parallel.data_parallel.two_levels import TwoLevelSum, all_reduce
 from nbkit.rank.parallel.device_mesh import LevelGroups
-from nbkit.rank.parallel.module.meta_module import homes
-from nbkit.rank.parallel.reshard.resizable_storage import emptied
+from nbkit.rank.parallel.module.copies import homes
+from nbkit.rank.parallel.reshard.redistribute import emptied
 from nbkit.tensor_layout import Layout
 
 ALIVE = 2.0
@@ -199,3 +225,202 @@ def broadcast(model: nn.Module, *, src: int) -> None:
         dist.broadcast(raw.reshape(-1).view(torch.uint8), src=src)
         if raw.data_ptr() != tensor.data_ptr():
             tensor.copy_(raw)
+
+
+class CompressedBucket(GradientBucket):
+    """One bucket. Row r of what is exchanged is the chunk that rank r adds.
+
+    Behind a row come, as bytes, which parameters have a gradient and the canary: see GradientBucket.
+    """
+
+    def __init__(self, params: list[nn.Parameter], links: Links, form: str) -> None:
+        super().__init__(params, links.group)
+        self.links, self.int8 = links, form == "int8"
+        self.size = self.flat.numel() - self.used.numel()
+        self.width = -(-self.size // links.ranks)
+        self.blocks = -(-self.width // BLOCK)
+        # What rounding has taken off this rank's gradients, and off the sums of its chunk; made when it is there.
+        self.off_own: Tensor | None = None
+        self.off_sums: Tensor | None = None
+        self.arriving: Tensor | None = None
+        self.crossed = False
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Each rank its chunk."""
+        self.crossed = False
+        chunks = self.flat.new_zeros(self.links.ranks * self.width, dtype=torch.float32)
+        chunks[: self.size] = self.flat[: self.size]
+        flags = self.used.to(torch.uint8).expand(self.links.ranks, -1)
+        packed, self.off_own = self._packed(chunks.view(self.links.ranks, -1), self.off_own)
+        leaving = torch.cat([packed, flags], 1)
+        self.arriving = torch.empty_like(leaving)
+        self.work = dist.all_to_all_single(self.arriving.view(-1), leaving.view(-1), group=self.group, async_op=True)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """The chunks have come: add them, and start to bring the sums together."""
+        if self.crossed:
+            return
+        assert self.work is not None and self.arriving is not None
+        self.work.wait()
+        flags = self.arriving[:, -self.used.numel() :]
+        self.used.copy_(flags.sum(0, dtype=torch.float32))
+        sums = self._unpacked(self.arriving[:, : -self.used.numel()]).sum(0, keepdim=True)
+        packed, self.off_sums = self._packed(sums, self.off_sums)
+        row = torch.cat([packed[0], flags[self.links.index, -1:]])
+        self.arriving, self.work = all_gather(row, self.links)
+        self.crossed = True
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """The sums of all chunks have come."""
+        self.advance()
+        assert self.work is not None and self.arriving is not None
+        self.work.wait()
+        self.flat[: self.size] = self._unpacked(self.arriving[:, :-1]).reshape(-1)[: self.size]
+        alive = self.arriving[:, -1].sum(dtype=torch.float32).to(self.used.dtype)
+        self.used[-1] = torch.minimum(self.used[-1], alive)
+        self.arriving = None
+
+    def _packed(self, rows: Tensor, off: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(float32 `rows`, changed, as rows of bytes; what that takes off). off: taken off before, and added now."""
+        if not self.int8:
+            return rows.to(torch.bfloat16).view(torch.uint8), None
+        blocks = self._in_blocks(rows if off is None else rows.add_(off))
+        # Never zero. Where a gradient is not finite its scale is not either, nor what becomes of it.
+        scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_(min=1e-30)
+        numbers = (blocks / scales).round_().nan_to_num_(0.0, 0.0, 0.0)
+        bytes_ = numbers.to(torch.int8).view(len(rows), -1)[:, : self.width]
+        packed = torch.cat([scales.view(len(rows), -1).view(torch.uint8), bytes_.view(torch.uint8)], 1)
+        # What is not finite would stay for ever.
+        taken = blocks.sub_(numbers.mul_(scales)).nan_to_num_(0.0, 0.0, 0.0)
+        return packed, taken.view(len(rows), -1)[:, : self.width]
+
+    def _unpacked(self, rows: Tensor) -> Tensor:
+        if not self.int8:
+            return rows.contiguous().view(torch.bfloat16).float()
+        at = 4 * self.blocks
+        scales = rows[:, :at].contiguous().view(torch.float32)
+        numbers = self._in_blocks(rows[:, at:].view(torch.int8).float())
+        return numbers.mul_(scales.unsqueeze(-1)).view(len(rows), -1)[:, : self.width]
+
+    def _in_blocks(self, rows: Tensor) -> Tensor:
+        padded = functional.pad(rows, (0, self.blocks * BLOCK - self.width))
+        return padded.view(len(rows), self.blocks, BLOCK)
+
+
+class CompressedReplicas(Replicas):
+    """Replicas whose gradients travel as `levers` say."""
+
+    def __init__(self, model: nn.Module, links: Links, levers: Levers) -> None:
+        self._links, self._form = links, levers.compress
+        super().__init__(model, world_size=links.ranks, group=links.group, bucket=levers.bucket)
+
+    def _bucket(self, names: Sequence[str]) -> GradientBucket:
+        return CompressedBucket([self._params[name] for name in names], self._links, self._form)
+
+
+def momentum(replicas: int) -> float:
+    """Of the movement from one average to the next."""
+    return float(1 - replicas**-0.5)
+
+
+class LocalSteps(Replicas):
+    """`replicas` of `model` over the group `across`, averaged after every `every`-th step since the last average.
+
+    momentum: of the movement from one average to the next; 0 where there is none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        replicas: int,
+        across: dist.ProcessGroup | None,
+        levels: LevelGroups | None = None,
+        every: int,
+        momentum: float,
+    ) -> None:
+        # By name: the weights of the last average, None where they are not those of all ranks; and how they move.
+        self._begun: dict[str, Tensor] | None = None
+        self._moving: dict[str, Tensor] = {}
+        self._since = 1
+        super().__init__(model, world_size=1)
+        self._replicas, self._across, self._levels, self._every = replicas, across, levels, every
+        self._momentum = momentum
+        self._since = 0
+
+    def begin_again(self) -> None:
+        # Some ranks may have come to the average and others not: all count from here, and the next `unite` is made.
+        self._since = 1
+        super().begin_again()
+        self._begun = None
+        self._moving.clear()
+
+    @property
+    def apart(self) -> int:
+        return self._replicas
+
+    def let_go(self) -> None:
+        super().let_go()
+        self._begun = None
+        self._moving.clear()
+
+    @torch.no_grad()
+    def reset(self, *, passes: int = 1) -> None:
+        super().reset(passes=passes)
+        if not self._since and self._momentum and self._begun is None:
+            self._begun = {name: p.detach().clone() for name, p in self._averaged().items()}
+
+    def finish(self) -> Tensor | None:
+        canary = super().finish()
+        if all(p.grad is None for p in self._params.values()):
+            # A rank without rows updates too, so that optimizers have state of the same parameters.
+            for p in self._params.values():
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+        return canary
+
+    def after_step(self) -> None:
+        self._since += 1
+        if self._since >= self._every:
+            self.unite()
+
+    def unite(self, state: Iterable[Tensor] = ()) -> None:
+        if self._since:
+            self._average([p.detach() for p in self._averaged().values()])
+            self._move_on()
+        self._since = 0
+        self._average(list(state))
+
+    def _averaged(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._params.items() if p.requires_grad}
+
+    @torch.no_grad()
+    def _move_on(self) -> None:
+        """From the last average not by the difference to this one, but by the momentum of such differences."""
+        begun, self._begun = self._begun, None  # the next step notes where it begins: somebody may set weights between
+        for name, p in self._averaged().items():
+            if begun is None or name not in begun:
+                self._moving.pop(name, None)
+                continue
+            moved = p.detach() - begun[name]
+            if name in self._moving:
+                moved.add_(self._moving[name], alpha=self._momentum)
+            self._moving[name] = moved
+            p.copy_(begun[name].add_(moved))
+
+    @torch.no_grad()
+    def _average(self, tensors: list[Tensor]) -> None:
+        """In messages of a bucket's size, in the order that all ranks have; the optimizer's may be on the host."""
+        device = next(iter(self._params.values())).device
+        while tensors:
+            size, group = 0, list[Tensor]()
+            while tensors and size < BUCKET and tensors[0].dtype == (group or tensors)[0].dtype:
+                group.append(tensors.pop(0))
+                size += group[-1].nbytes
+            flat = torch.cat([tensor.reshape(-1).to(device) for tensor in group])
+            all_reduce(flat, None, self._across, self._levels).wait()
+            flat.div_(self._replicas)
+            for tensor, mean in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+                tensor.copy_(mean.view_as(tensor))

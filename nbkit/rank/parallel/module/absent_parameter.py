@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.proof.memory import SHAPE_ONLY
+from nbkit.rank.parallel.proof.observe import SHAPE_ONLY
 from nbkit.rank.torch_private import disabled_torch_function, pytree
 
 

@@ -3,11 +3,13 @@
 Blocks are the children of the outermost ModuleLists, ModuleDicts and Sequentials; of those, where there are both, the
 ones whose children are modules with parts (a list of transformer layers, rather than the Sequential of a head).
 A model without such a list offers its direct children.
+
+Layers that send each token to a few of many experts, which no strategy here splits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -59,3 +61,26 @@ def _children(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 
 def _has_parts(module: nn.Module, name: str) -> bool:
     return any(True for _ in module.get_submodule(name).children())
+
+
+_ROUTERS = {"gate", "router", "gating", "gate_network", "wg"}
+
+
+def experts_in(model: nn.Module) -> str:
+    """Name of the first mixture of experts in `model`; "" without one."""
+    return next((name or type(model).__name__ for name in mixtures(model)), "")
+
+
+def mixtures(model: nn.Module) -> list[str]:
+    """Paths of the mixtures of experts in `model`, by their parts: experts beside a router."""
+    found = []
+    for name, part in model.named_modules():
+        inside = {child for child, _ in part.named_children()} | set(part._parameters)
+        if "experts" in inside and inside & _ROUTERS:
+            found.append(name)
+    return found
+
+
+def within(path: str, mixtures: Iterable[str]) -> bool:
+    """Whether `path` is one of `mixtures`, or inside of one."""
+    return any(not mixture or path == mixture or path.startswith(f"{mixture}.") for mixture in mixtures)

@@ -3,17 +3,40 @@
 It stands in the module itself, as its attribute `forward`. The class stays what it is: a forward may count its calls in
 it, look a registry up by it, or call `super(type(self), self)`. It is an object, and no function that closes over the
 original: a deep copy of the module has to compute with its own weights, and a function is not copied.
+
+Activation checkpointing (Chen et al. 2016): a block keeps what goes into it, and is computed again in backward.
+
+What the computation depends on beside its arguments is as it was the first time: extents, the positions of a context
+split, dropout (keyed, hence with the same mask), and torch's generators. It does not matter which thread recomputes.
+
+Only `forward` is replaced, so names, hooks and signatures stay. The order that follows for whoever composes:
+tensor and context parallel surgery first, so that their collectives are within what is recomputed (ranks of a group
+recompute the same blocks in the same order); hooks that gather a block's shards last, on the block itself: they run
+once per forward and once before its backward, and the recomputation in between finds the parameters whole.
+
+Hooks where a backward pass enters a module and where it leaves it.
+
+It needs the parameters from when it comes to any output until the gradients of all inputs are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import copy_context
+from dataclasses import fields, is_dataclass
 from functools import update_wrapper
+from types import FrameType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import StrategyError
+from nbkit.rank.parallel.tensor.sharded_tensor import InParts
+from nbkit.rank.rng.keyed_dropout import again
+from nbkit.rank.torch_private import call_of_module, graph_task_id, tree_flatten, tree_unflatten
 
 _MARK = "_nbkit_parts_of"
 
@@ -101,3 +124,105 @@ class _OfParts:
 def marked_parts(module: nn.Module) -> str | None:
     """The strategy that has left a part of something in `module`; None when all of it is whole."""
     return next((vars(part)[_MARK] for part in module.modules() if _MARK in vars(part)), None)
+
+
+def recompute(module: nn.Module, blocks: Iterable[str]) -> None:
+    """From now on the blocks of these names keep no activations between forward and backward. In place."""
+    for name in blocks:
+        block = module.get_submodule(name)
+        block.forward = _Forgetful(block.forward)  # type: ignore[method-assign]
+
+
+class _Forgetful(Wrapper):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.plain
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        surroundings, replayed, first = copy_context(), again(), True
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            nonlocal first
+            if first:
+                first = False
+                return forward(*args, **kwargs)
+
+            def once_more() -> Any:
+                with replayed():
+                    return forward(*args, **kwargs)
+
+            # A copy: backward may come here more than once (retain_graph), and a context is entered by one at a time.
+            return surroundings.copy().run(once_more)
+
+        return checkpoint(compute, *args, use_reentrant=False, **kwargs)
+
+
+class _Passage(torch.autograd.Function):
+    """Hands tensors on as they are; tells when their gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, passed: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.passed = passed
+        # An input that gets no gradient stays None: zeros would be a gradient.
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ctx.passed()
+        return None, *grads
+
+
+def marked(
+    args: tuple[Any, ...], kwargs: dict[str, Any], passed: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The inputs of a module such that `passed` is called when backward has come through it.
+
+    None when no input requires a gradient: backward ends inside then, and nothing tells.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not at:
+        return None
+    # What lies in parts over the tensor axis has its graph at the part.
+    given = [leaves[i].part if isinstance(leaves[i], InParts) else leaves[i] for i in at]
+    for i, tensor in zip(at, _Passage.apply(passed, *given), strict=True):  # type: ignore[no-untyped-call]
+        leaves[i] = leaves[i].like(tensor) if isinstance(leaves[i], InParts) else tensor
+    result: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, structure)
+    return result
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work in this thread: a forward now is the recomputation of a checkpointed one."""
+    return graph_task_id() != -1
+
+
+def is_nested(module: nn.Module) -> bool:
+    """Whether a call of `module` runs within another call of it. Walks the stack: for what happens rarely."""
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
+    while frame is not None:
+        calls += frame.f_code is call_of_module and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
+
+
+def awaited(output: Any, wanted: Callable[..., None]) -> bool:
+    """Call `wanted` when backward comes to anything in what a module returns; False when it never will."""
+    parts = [tensor.part if isinstance(tensor, InParts) else tensor for tensor in _tensors(output)]
+    waiting = [tensor for tensor in parts if tensor.requires_grad]
+    for tensor in waiting:
+        tensor.register_hook(wanted)
+        if tensor._base is not None and tensor._base.requires_grad:
+            # Changed in place, a view leaves the graph, and its hook with it.
+            tensor._base.register_hook(wanted)
+    return bool(waiting)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """All tensors in what a module returns: nested tuples, lists, dicts, dataclasses, what pytree knows."""
+    for leaf in tree_flatten(output)[0]:
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in fields(leaf):
+                yield from _tensors(getattr(leaf, field.name))

@@ -5,29 +5,37 @@ block is right when everything that hangs on parameters and is used behind it go
 is what modules before it gave: that is sent along.
 Then the model runs once more, cut everywhere, and its output must be the same. Nothing is traced or rewritten: a stage
 runs the user's own forward.
+
+The shape of what goes from block to block: from it follows what tensor, pipeline and context parallelism send.
+
+Measures what each piece of a chain costs on this device: the seconds of its forward and its backward.
+
+The model runs whole, so that nothing of what cutting adds is in the numbers. Clocks are read where a piece begins: when
+its block is called, and when the gradient of what went into that block is complete. Blocks that are alike and get
+tensors of the same shapes cost the same: what their numbers differ by is noise, and would decide where the cuts fall.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nbkit.errors import StrategyError
+from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.pipeline.partial_forward import Gates
 from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, Flow
-from nbkit.rank.parallel.proof.calls import call_counts, watched
-from nbkit.rank.parallel.proof.compare import gap
-from nbkit.rank.parallel.proof.graph import run_backward
-from nbkit.rank.parallel.proof.memory import tensors_in
-from nbkit.rank.parallel.proof.random_draws import Draws
-from nbkit.rank.parallel.proof.unchanged import set_evaluation, unchanged
+from nbkit.rank.parallel.proof.observe import call_counts, gap, run_backward, tensors_in, watched
+from nbkit.rank.parallel.proof.unchanged import Draws, set_evaluation, unchanged
+from nbkit.rank.torch_private import pytree
 
 _HINT = "stages=['...'] with the names of the modules that begin stages 1, 2, ..."
 
@@ -325,3 +333,104 @@ def _wrong(chain: Chain, number: int, why: str) -> StrategyError:
         numbers=why[:300],
         hint=_HINT,
     )
+
+
+def hidden_between(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> tuple[int, int] | None:
+    """(positions, width) of the hidden states, where each block hands one tensor (rows, positions, width) to the next.
+
+    call: runs the whole model once. None where it hands on something else, or not everywhere the same.
+    """
+    seen: set[tuple[int, ...]] = set()
+
+    def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        entry = chain.entries[chain.blocks.index(name)]
+        paths = {path for path in entry.carried if path not in entry.kept}
+        leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
+        shapes = [tuple(leaf.shape) for key, leaf in leaves if pytree.keystr(key) in paths]
+        seen.add(shapes[0] if len(shapes) == 1 and not entry.skips else ())
+
+    with unchanged(module), watched(module, enter, names=chain.blocks[1:]), torch.no_grad():
+        call()
+    (shape, *others) = seen or {()}
+    return (shape[1], shape[2]) if not others and len(shape) == 3 else None
+
+
+_APART = 1.4  # pieces that look alike and differ by more than this factor are not
+
+
+def measure_costs(module: nn.Module, chain: Chain, call: Callable[[], Any], *, repeats: int = 3) -> tuple[float, ...]:
+    """Seconds of each piece, forward and backward, the least of `repeats` runs after one to warm up.
+
+    call: runs the whole model once; it may return the output or the loss, which then counts to the last piece. What
+    comes before the first block counts to the first piece, what follows the last block to the last one.
+    Parameters, gradients, buffers and random generators are afterwards as before. Let other ranks be idle meanwhile.
+    Raises StrategyError when what `call` returns does not depend on a parameter.
+    """
+    device = next(module.parameters()).device
+    kinds: list[Hashable] = [None] * len(chain)
+    with unchanged(module):
+        runs = [_run(module, chain, call, device, kinds) for _ in range(repeats + 1)][1:]
+    # The first and the last piece are more than their blocks.
+    kinds[0] = kinds[-1] = None
+    return _level(tuple(map(min, zip(*runs, strict=True))), kinds)
+
+
+def _level(costs: Sequence[float], kinds: Sequence[Hashable]) -> tuple[float, ...]:
+    """`costs`, where pieces of one kind (None: of none) have the median of theirs, unless they differ too much."""
+    alike: dict[Hashable, list[float]] = {}
+    for cost, kind in zip(costs, kinds, strict=True):
+        alike.setdefault(kind, []).append(cost)
+    middle = {kind: median(some) for kind, some in alike.items() if kind is not None}
+    return tuple(
+        middle[kind] if kind in middle and middle[kind] / _APART <= cost <= middle[kind] * _APART else cost
+        for cost, kind in zip(costs, kinds, strict=True)
+    )
+
+
+def _run(
+    module: nn.Module, chain: Chain, call: Callable[[], Any], device: torch.device, kinds: list[Hashable]
+) -> list[float]:
+    called, arrived = [0.0] * len(chain), [0.0] * len(chain)
+    end = 0.0
+
+    def now() -> float:
+        if accelerator().holds(device):
+            accelerator().wait_for_all(device)
+        return time.perf_counter()
+
+    def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if end:  # the model's own checkpointing computes the block again, which belongs to its backward
+            return
+        number = chain.blocks.index(name)
+        entry = chain.entries[number]
+
+        def arrive(_: Tensor) -> None:
+            arrived[number] = now()
+
+        kinds[number] = kinds[number] or (repr(block), *(tuple(t.shape) for t in tensors_in((args, kwargs))))
+        for key, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
+            path = pytree.keystr(key)
+            # The gradient of what the caller gives to several blocks is complete only at the first of them.
+            if path in entry.carried and path not in entry.kept and leaf.requires_grad:
+                leaf.register_hook(arrive)
+        called[number] = now()
+
+    with watched(module, enter, names=chain.blocks[1:]):
+        called[0] = now()
+        results = [t for t in tensors_in(call()) if t.requires_grad]
+        end = now()
+        if not results:
+            raise StrategyError(
+                "What the model gives does not depend on its parameters, so that its backward costs nothing.",
+                numbers="no tensor of the output requires a gradient",
+                hint="measure with gradients enabled, and a parameter that is not frozen",
+            )
+        run_backward(results)
+        back = now()
+    # Without a gradient there, nothing before it runs backward (frozen parameters).
+    starts = [back] + [arrived[i] or back for i in range(1, len(chain))]
+    forward = [b - a for a, b in zip(called, [*called[1:], end], strict=True)]
+    backward = [a - b for a, b in zip(starts, [*starts[1:], end], strict=True)]
+    for p in module.parameters():
+        p.grad = None
+    return [f + max(b, 0.0) for f, b in zip(forward, backward, strict=True)]

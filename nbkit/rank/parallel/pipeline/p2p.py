@@ -10,14 +10,19 @@ receives are posted ahead, so no order of operations that `simulate` can run com
 bear their number as a tag. NCCL knows no tags and runs what is issued on one communicator one after the other: a
 receive that was posted early would block the sends behind it, and at both ends that is a standstill. There each
 channel has a group of its own (p2p_groups.py), where the order is the same at both ends by what is said above.
+
+A group for each direction between two ranks of a pipeline, where the backend needs one: p2p.py says why.
+
+The route of each message of a pipeline, read from the lists of operations: the same on every rank.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,8 +31,156 @@ from torch import Tensor
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.rank.comm.delegating_group import DelegatingGroup
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.pipeline.p2p_groups import Edges, meet
-from nbkit.rank.parallel.pipeline.routing import Message, Routes
+from nbkit.rank.parallel.device_mesh import group_of
+from nbkit.schedules import Op
+
+Edges = dict[tuple[int, int], dist.ProcessGroup]
+"""(sender, receiver), as ranks of the world -> the group that serves this channel only."""
+
+
+def edge_groups(pipelines: Sequence[tuple[int, ...]], rank: int, *, always: bool = False) -> Edges:
+    """The groups of this rank's channels where the backend needs them, none on gloo. Collective over the world.
+
+    pipelines: the ranks of every pipeline, such as `mesh.groups("pp")`. always: on gloo too.
+    """
+    edges: Edges = {}
+    for axis, every in ranks_of_edges(pipelines, always=always):
+        group = group_of(axis, every, rank)
+        for low, high in every:
+            if rank in (low, high) and group is not None:
+                edges[(low, high) if axis == "pp up" else (high, low)] = group
+    return edges
+
+
+def ranks_of_edges(
+    pipelines: Sequence[tuple[int, ...]], *, always: bool = False
+) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    """(axis, the ranks of each group along it) of `edge_groups`, in the order in which they are made."""
+    if len(pipelines[0]) == 1 or not (always or dist.get_backend() == "nccl"):
+        return
+    for a, b in _pairs(len(pipelines[0])):
+        for axis in ("pp up", "pp down"):
+            yield axis, [(ranks[a], ranks[b]) for ranks in pipelines]
+
+
+_met: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""Which forming of each group has met."""
+
+
+def meet(edges: Edges, device: torch.device) -> None:
+    """Send a number over each of this rank's `edges` that has not met since it was formed. Collective over the
+    pipelines, before a run; without edges, and where all have met, nothing.
+
+    NCCL connects at the first message and blocks until both ends are there: all go through their edges in one order.
+    """
+    for edge in sorted(edges, key=lambda pair: (min(pair), max(pair), pair)):
+        group = edges[edge]
+        if _meets_again(group):
+            continue
+        token = torch.zeros(1, device=device)
+        if edge[0] == dist.get_rank():
+            dist.send(token, edge[1], group=group)
+        else:
+            dist.recv(token, edge[0], group=group)
+
+
+def meet_all(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Reduce a number over `group`, unless it has met since it was formed. Collective over the group, before a run.
+
+    NCCL connects at the first collective and blocks until all members are there: in the middle of a run, a rank that
+    comes to one first would keep from the others what they need to come.
+    """
+    if not _meets_again(group):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def has_met(group: dist.ProcessGroup) -> bool:
+    """Whether it has met since it was formed."""
+    return _met.get(group) == _formed(group)
+
+
+def _meets_again(group: dist.ProcessGroup) -> bool:
+    """Whether it has met since it was formed; from now on it has."""
+    before, _met[group] = has_met(group), _formed(group)
+    return before
+
+
+def _formed(group: dist.ProcessGroup) -> int:
+    return group.formed if isinstance(group, DelegatingGroup) else 1
+
+
+def _pairs(ranks: int) -> list[tuple[int, int]]:
+    """Neighbours, and the way from the last rank to the first."""
+    return sorted({(i, i + 1) for i in range(ranks - 1)} | {(0, ranks - 1)})
+
+
+class Message(NamedTuple):
+    """What an operation of `stage` on micro-batch `micro` needs from a neighbour: activations, or their gradient."""
+
+    gradient: bool
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{'the gradient' if self.gradient else 'the input'} of stage {self.stage}, micro-batch {self.micro}"
+
+
+class Place(NamedTuple):
+    """An operation: the rank of the pipeline, and the position in that rank's list."""
+
+    rank: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The messages of one rank.
+
+    needs, gives: for each of its operations, what has to arrive before it and what it sends; None where nothing
+    does, or where the neighbour is on this rank. source, target: the operation at the other end.
+    arrivals: for each rank that sends to this one, its messages in the order of its list.
+    """
+
+    needs: tuple[Message | None, ...]
+    gives: tuple[Message | None, ...]
+    source: dict[Message, Place]
+    target: dict[Message, Place]
+    arrivals: dict[int, tuple[Message, ...]]
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[Op]], rank: int, rank_of: Callable[[int], int], num_stages: int) -> Routes:
+        """The messages of `rank` in a pipeline whose ranks follow `lists`."""
+        user: dict[Message | None, Place] = {
+            _need(op): Place(r, i) for r, ops in enumerate(lists) for i, op in enumerate(ops)
+        }
+
+        def crossing(message: Message | None, sender: int) -> Message | None:
+            """`message`, if it leaves `sender` for another rank that uses it."""
+            return message if message is not None and user[message].rank != sender else None
+
+        gives = tuple(crossing(_give(op, num_stages), rank) for op in lists[rank])
+        source: dict[Message, Place] = {}
+        arrivals: dict[int, list[Message]] = {}
+        for peer, ops in enumerate(lists):
+            for i, op in enumerate(ops):
+                message = crossing(_give(op, num_stages), peer)
+                if message is not None and user[message].rank == rank:
+                    source[message] = Place(peer, i)
+                    arrivals.setdefault(peer, []).append(message)
+        needs = tuple(need if (need := _need(op)) in source else None for op in lists[rank])
+        target = {message: user[message] for message in gives if message is not None}
+        return cls(needs, gives, source, target, {peer: tuple(some) for peer, some in arrivals.items()})
+
+
+def _need(op: Op) -> Message | None:
+    return Message(op.kind != "F", op.stage, op.micro) if op.kind != "W" else None
+
+
+def _give(op: Op, num_stages: int) -> Message | None:
+    if op.kind == "F":
+        return Message(False, op.stage + 1, op.micro) if op.stage + 1 < num_stages else None
+    return Message(True, op.stage - 1, op.micro) if op.kind != "W" and op.stage else None
+
 
 _DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),

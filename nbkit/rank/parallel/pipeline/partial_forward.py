@@ -26,10 +26,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nbkit.errors import StrategyError
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.argument_paths import look, put
-from nbkit.rank.parallel.module.meta_module import copied, marked
+from nbkit.rank.parallel.module.copies import copied, marked
 from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, Skip
 from nbkit.rank.parallel.proof.unchanged import plain_attention
-from nbkit.rank.parallel.tensor.sequence_tensor import completed, sendable
+from nbkit.rank.parallel.tensor.sharded_tensor import completed, sendable
 from nbkit.rank.torch_private import no_function_modes, pytree
 
 

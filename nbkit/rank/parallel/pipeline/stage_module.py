@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.module.absent_parameter import Absent, list_absent
-from nbkit.rank.parallel.module.meta_module import homes, replace
-from nbkit.rank.parallel.module.parameter_aliases import put_aliases
+from nbkit.rank.parallel.module.copies import homes, put_aliases, replace
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.pipeline.partial_forward import Gates
 

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.proof.calls import watched
-from nbkit.rank.parallel.proof.memory import SHAPE_ONLY, Memory, memory_of, tensors_in, written_by
+from nbkit.rank.parallel.proof.observe import SHAPE_ONLY, Memory, memory_of, tensors_in, watched, written_by
 from nbkit.rank.torch_private import pytree
 from nbkit.rank.watching_mode import WatchingMode
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.proof.memory import tensors_in
+from nbkit.rank.parallel.proof.observe import tensors_in
 from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES, is_own
 from nbkit.rank.torch_private import tree_leaves
 

@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
 from nbkit.rank.loss.output_tensors import leaves
-from nbkit.rank.parallel.module.meta_module import homes, marked, replace
-from nbkit.rank.parallel.module.rebound_functions import parts_of, reaches
-from nbkit.rank.parallel.proof.compare import gap
+from nbkit.rank.parallel.module.copies import homes, marked, parts_of, reaches, replace
+from nbkit.rank.parallel.proof.observe import gap
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
 from nbkit.rank.rng.seeding import Drawn

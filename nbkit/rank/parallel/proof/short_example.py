@@ -20,7 +20,7 @@ from nbkit.rank.data.data_rng import seed_others
 from nbkit.rank.data.sample_rows import undrawn
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
-from nbkit.rank.parallel.proof.compare import gap
+from nbkit.rank.parallel.proof.observe import gap
 from nbkit.rank.parallel.proof.outside_state import Outside, OutsideState, find_caches, find_outside
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.rng.draw_plan import DrawPlan

@@ -3,23 +3,37 @@
 On the wire: per round that sends anything one all-to-all of the world, all rounds together exactly the bytes of the
 plan. A plan that moves nothing sends no message. Old and new shards are there at the same time; where memory does not
 hold both, see redistribute_in_place.py.
+
+Sharded models whose memory comes and goes tensor by tensor, so that a switch in place never holds two of them.
+
+A new sharded model is built `hollow`: every tensor has its shape, its views and its place in module and optimizer, and
+a storage of no bytes. `Filling` gives the storages of such a model memory, `Emptying` takes it from those of the old
+one; both do it key by key, and a storage that several keys share (the flat parts of zero 3) with the first and the
+last of them.
+
+The data movement of a switch where memory does not hold old and new shards: tensor by tensor, the old freed.
+
+On the wire, the bytes of the plan, in rounds as of an Exchange, and before each round one all-reduce of 8 bytes:
+no rank begins what another has no memory for. A rank that has none brings all back: the same way, the other way round.
 """
 
 from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbkit.errors import TrainingError
-from nbkit.planner.reshard.exchange import Plan
-from nbkit.planner.reshard.rank_steps import Step, steps
-from nbkit.planner.reshard.rounds import rounds
+from nbkit.errors import SwitchError, TrainingError
+from nbkit.planner.exchange import Plan
+from nbkit.planner.exchange_rounds import Step, rounds, steps
+from nbkit.rank.comm.agree import any_rank
 from nbkit.tensor_layout import Layout
 
 State = Mapping[str, tuple[Tensor, Layout]]
@@ -169,3 +183,234 @@ def _unpack(flat: Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -
     stop = at + torch.Size(shape).numel() * dtype.itemsize
     raw = flat[at:stop]
     return (raw if at % dtype.itemsize == 0 else raw.clone()).view(dtype).view(shape), stop
+
+
+Spaces = dict[int, tuple[torch.UntypedStorage, int]]
+"""Address of a storage, which it keeps when its bytes go -> (the storage, the bytes that it is to have)."""
+
+_spaces: ContextVar[Spaces | None] = ContextVar("spaces", default=None)
+
+
+@contextmanager
+def hollow() -> Iterator[Spaces]:
+    """What is built inside takes no memory to stay; gives the bytes that `Filling` has to find later.
+
+    Whoever takes memory for something of a sharded model passes it to `emptied` when its views are made. Until it is
+    filled such a tensor must not be read: torch reads through an address that is not there.
+    """
+    spaces: Spaces = {}
+    token = _spaces.set(spaces)
+    try:
+        yield spaces
+    finally:
+        _spaces.reset(token)
+
+
+def emptied(tensor: Tensor) -> Tensor:
+    """`tensor`; within `hollow` the memory behind it is given back."""
+    if (spaces := _spaces.get()) is not None:
+        storage = tensor.untyped_storage()
+        spaces[storage._cdata] = storage, storage.nbytes()
+        storage.resize_(0)
+    return tensor
+
+
+class Filling:
+    """The sharded model that gets memory. state: what of it is filled, hollow or not. spaces: what `hollow` gave."""
+
+    def __init__(self, state: State, spaces: Spaces) -> None:
+        self.state, self._spaces = state, spaces
+        self._keys: dict[int, set[str]] = {}
+
+    def take(self, key: str) -> None:
+        """Memory for the tensor of `key`. Raises what the allocator raises."""
+        tensor = self.state[key][0]
+        if (address := _address(tensor)) not in self._spaces:
+            return
+        if not (keys := self._keys.setdefault(address, set())):
+            storage, num_bytes = self._spaces[address]
+            storage.resize_(num_bytes)
+            # Between the tensors of a flat one lies padding, which travels.
+            tensor.new_empty(0, dtype=torch.uint8).set_(storage).zero_()
+        keys.add(key)
+
+    def let_go(self, key: str) -> None:
+        """Its memory is free again, once all that share it are let go."""
+        address = _address(self.state[key][0])
+        if keys := self._keys.get(address):
+            keys.discard(key)
+            if not keys:
+                self._spaces[address][0].resize_(0)
+
+
+class Emptying:
+    """The sharded model that gives memory back, and can take it again.
+
+    state: what is led over. tensors: every further tensor over the same memory. Each of them is pointed elsewhere, at
+    a zero of its shape: what nobody else holds is free, and who does hold a part of it goes on reading what was there.
+    """
+
+    def __init__(self, state: State, tensors: Iterable[Tensor]) -> None:
+        self.state = state
+        every = {id(tensor): tensor for tensor in (*(tensor for tensor, _ in state.values()), *tensors)}
+        self._blocks: dict[int, _Block] = {}
+        for tensor in every.values():
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                self._blocks.setdefault(storage._cdata, _Block(storage.nbytes())).add(tensor)
+        self._home = {
+            key: block
+            for key, (tensor, _) in state.items()
+            if (block := self._blocks.get(_address(tensor))) is not None
+        }
+        for key, block in self._home.items():
+            block.keys.add(key)
+
+    def take(self, key: str) -> None:
+        """Memory for the tensor of `key`. Raises what the allocator raises."""
+        if (block := self._home.get(key)) is not None:
+            if not block.keys:
+                block.fill()
+            block.keys.add(key)
+
+    def let_go(self, key: str) -> None:
+        """Its memory is free, once all that share it are let go."""
+        if (block := self._home.get(key)) is not None:
+            block.keys.discard(key)
+            if not block.keys:
+                block.empty()
+
+
+class _Block:
+    """A storage, the tensors that show parts of it, and the keys of what is in it now."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes, self.keys = num_bytes, set[str]()
+        self._shown: list[tuple[Tensor, int, torch.Size, tuple[int, ...]]] = []
+
+    def add(self, tensor: Tensor) -> None:
+        self._shown.append((tensor, int(tensor.storage_offset()), tensor.shape, tensor.stride()))
+
+    def empty(self) -> None:
+        device = self._shown[0][0].device
+        for tensor, _, shape, _ in self._shown:
+            tensor.data = torch.zeros((), dtype=tensor.dtype, device=device).expand(shape)
+
+    def fill(self) -> None:
+        first = self._shown[0][0]
+        storage = torch.empty(self.num_bytes, dtype=torch.uint8, device=first.device).untyped_storage()
+        for tensor, offset, shape, stride in self._shown:
+            # A storage that is shared has padding, which travels; nothing else of it is read before it is filled.
+            tensor.data = tensor.detach().new_empty(0).set_(storage, offset, shape, stride)
+        first.new_empty(0, dtype=torch.uint8).set_(storage).zero_()
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+IN_PLACE_BYTES = 8 << 20
+"""A rank sends, receives and begins at most this much in a round: the tensors of it, old and new, want room too."""
+
+
+class Memory(Protocol):
+    """A sharded model. A tensor of `state` has memory between `take` and `let_go` of its key, and is read only then."""
+
+    state: State
+
+    def take(self, key: str) -> None:
+        """Memory for the tensor of `key`. May raise, and has taken none then."""
+
+    def let_go(self, key: str) -> None:
+        """Nobody will read it again before the next `take`."""
+
+
+class InPlace:
+    """A plan as this rank carries it out in place. Raises TrainingError as Exchange does.
+
+    buffer_bytes: what a run takes besides tensors.
+    """
+
+    def __init__(self, plan: Plan, rank: int, *, limit: int = IN_PLACE_BYTES) -> None:
+        # What is handed on comes last, and an old tensor could not be freed before.
+        self.plan = plan = plan.without_relays()
+        self.rank, self.limit = rank, limit
+        self.rounds = rounds(plan, limit=limit, in_place=limit)
+        self._steps = steps(plan, self.rounds, rank)
+        self._room = room_of(self._steps)
+        self.buffer_bytes = sum(self._room)
+
+    def check(self, old: Memory, new: Memory) -> None:
+        """Raises TrainingError when these shards are not those of the plan."""
+        check(self.plan, old.state, self.plan.old[self.rank], "old")
+        check(self.plan, new.state, self.plan.new[self.rank], "new")
+
+    def run(self, old: Memory, new: Memory, *, device: torch.device, freed: Callable[[], None] = lambda: None) -> None:
+        """Lead every tensor over from `old`, which has memory, to `new`, which has none. Collective.
+
+        freed: called when tensors have been let go of: after each round, and on the way back. When memory is refused on
+        any rank, all lead back what they have led over and raise SwitchError: the old shards are as they were, in other
+        memory. Raises TrainingError when a rank has no memory for the way back either.
+        """
+        done: list[str] = []
+        if (failure := self._lead(old, new, device, freed, done)) is None:
+            return
+        self._back(done, old, new, device, freed, failure)
+        raise SwitchError(
+            "A rank had no room for its part of the new strategy; all are back at the old one.",
+            numbers=f"{failure}; {len(done)} of {len(self.plan.itemsize)} tensors had been moved",
+            hint="%strategy shows what each strategy takes",
+        )
+
+    def run_back(
+        self, old: Memory, new: Memory, *, device: torch.device, why: str, freed: Callable[[], None] = lambda: None
+    ) -> None:
+        """After a `run` that has succeeded: everything back, because of `why`. Collective.
+
+        Raises TrainingError when a rank has no memory for the way back: what it had is on no rank any more.
+        """
+        self._back([key for each in self.rounds for key in each.closes], old, new, device, freed, why)
+
+    def _back(
+        self, done: list[str], old: Memory, new: Memory, device: torch.device, freed: Callable[[], None], why: str
+    ) -> None:
+        back = InPlace(self.plan.reversed(done), self.rank, limit=self.limit)
+        if (again := back._lead(new, old, device, freed, [])) is not None:
+            raise TrainingError(
+                "The switch failed, and so did the way back: the state is incomplete.",
+                numbers=f"{why}; then {again}",
+                hint="trainer.load(path)",
+            )
+        freed()
+
+    def _lead(
+        self, old: Memory, new: Memory, device: torch.device, freed: Callable[[], None], done: list[str]
+    ) -> str | None:
+        """None when all rounds are done, else why a rank could not begin one. done: gets the keys that are complete."""
+        source = {key: tensor for key, (tensor, _) in old.state.items()}
+        target = {key: tensor for key, (tensor, _) in new.state.items()}
+        begun: list[str] = []
+        buffers: tuple[Tensor, Tensor] | None = None
+        for step in self._steps:
+            why = ""
+            try:
+                buffers = buffers or buffers_of(self._room, device)
+                for key in step.opens:
+                    if key in target:
+                        new.take(key)
+                        begun.append(key)
+            except Exception as error:  # whatever it was, the others must not wait for this rank
+                why = f"rank {self.rank}: {type(error).__name__}: {error}"
+            if any_rank(bool(why), device=device):
+                for key in set(begun).difference(done):
+                    new.let_go(key)
+                freed()
+                return why or "another rank could not go on"
+            assert buffers is not None
+            carry_out(step, source, target, buffers)
+            done += step.closes
+            for key in step.closes:
+                if key in source:
+                    old.let_go(key)
+            freed()
+        return None

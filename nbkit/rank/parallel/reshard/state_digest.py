@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.planner.reshard.boxes import halves, held, uncovered
+from nbkit.planner.exchange import halves, held, uncovered
 from nbkit.rank.device import accelerator
 from nbkit.tensor_layout import Box, Layout, bounds
 

@@ -3,6 +3,6 @@
 from nbkit.rank.parallel.tensor.apply import TensorSplit, tensor_parallel
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
-from nbkit.rank.parallel.tensor.vocab_tensor import VocabShard
+from nbkit.rank.parallel.tensor.sharded_tensor import VocabShard
 
 __all__ = ["TensorPlan", "TensorSplit", "VocabShard", "plan_of", "tensor_parallel"]

@@ -19,17 +19,35 @@ from torch import nn
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.meta_module import homes, is_placeholder, parameter_like, placeholder, replace
+from nbkit.rank.parallel.module.copies import homes, is_placeholder, parameter_like, placeholder, replace
 from nbkit.rank.parallel.tensor.attention import SplitAttention, sizes_of_part
-from nbkit.rank.parallel.tensor.column_row_pair import Link, Team, put_around
-from nbkit.rank.parallel.tensor.layers import Column, Gathered, Head, Owner, Row, RowCore, SplitRow, Vocabulary
+from nbkit.rank.parallel.tensor.layers import (
+    Column,
+    Gathered,
+    Head,
+    Link,
+    Owner,
+    Row,
+    RowCore,
+    SplitRow,
+    Team,
+    Vocabulary,
+    put_around,
+)
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
-from nbkit.rank.parallel.tensor.plan.cuts import Cut, cuts_of_columns, cuts_of_packed, cuts_of_rows, cuts_of_single
-from nbkit.rank.parallel.tensor.plan.heads import divide
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, feature_dims, is_linear, ranges_of, sizes
-from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
+from nbkit.rank.parallel.tensor.plan.plan import (
+    Cut,
+    Pair,
+    TensorPlan,
+    cuts_of_columns,
+    cuts_of_packed,
+    cuts_of_rows,
+    cuts_of_single,
+    divide,
+)
 from nbkit.rank.parallel.tensor.sequence_parallel import Block, Chain, chains, why_not_split
-from nbkit.rank.parallel.tensor.sequence_tensor import give_whole
+from nbkit.rank.parallel.tensor.sharded_tensor import give_whole
 from nbkit.tensor_layout import Layout
 
 

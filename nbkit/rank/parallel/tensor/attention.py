@@ -14,10 +14,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.tensor.column_row_pair import Around, Link
-from nbkit.rank.parallel.tensor.plan.heads import Heads
-from nbkit.rank.parallel.tensor.plan.plan import Pair
-from nbkit.rank.rng.shard_offsets import extent, gathered
+from nbkit.rank.parallel.tensor.layers import Around, Link
+from nbkit.rank.parallel.tensor.plan.plan import Heads, Pair
+from nbkit.rank.rng.draw_plan import extent, gathered
 from nbkit.rank.torch_private import canonical_mask, dtype_of
 
 

@@ -17,12 +17,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.tensor.column_row_pair import Around, Team, first_tensor, mapped
+from nbkit.rank.parallel.tensor.layers import Around, Team, first_tensor, mapped
 from nbkit.rank.parallel.tensor.plan.linear_types import is_linear, is_packed_attention
 from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
-from nbkit.rank.parallel.tensor.sequence_tensor import PositionShard, positions_of
-from nbkit.rank.parallel.tensor.sharded_tensor import whole
-from nbkit.rank.rng.shard_offsets import extent
+from nbkit.rank.parallel.tensor.sharded_tensor import PositionShard, positions_of, whole
+from nbkit.rank.rng.draw_plan import extent
 
 _POINTWISE = (nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish)
 _MIXING = ("conv", "pool", "embed", "batchnorm", "groupnorm", "instancenorm", "rnn", "lstm", "gru", "softmax", "fft")

@@ -3,20 +3,42 @@
 `shape` and `size()` are those of the whole, so that code written for one process runs on it. What a subclass knows how
 to do in parts stays in parts. Anything else gathers the whole first, with the right gradient: always right, at the
 price of an all-gather, which every rank of the group makes since every rank runs the same code.
+
+Hidden states of which every rank holds some positions: what goes between the blocks of a sequence-parallel model.
+
+From a vocabulary-parallel embedding to a vocabulary-parallel head positions stay split (Korthikanti et al. 2022, 4.2).
+The code between belongs to the model, and is not ours to rewrite: a `PositionShard` looks like the whole tensor (see
+sharded_tensor.py) and does in parts what treats positions one by one: sums and products, with whole tensors too, of
+which it takes its positions; norms over features; dropout; activations; casts. Anything else gathers it first.
+
+What is learned and is used on the way (the positions' table, a norm's weights) is whole, and its gradient is made whole
+at once: an all-gather of what has positions, an all-reduce of what has none. Both are a batch times smaller than the
+hidden states.
+
+Cross entropy of logits whose vocabulary is spread over a group (Shoeybi et al. 2019, 3).
+
+The output of a vocabulary-parallel head: every rank holds the logits of its part of the vocabulary.
+
+A `VocabShard` looks like the whole tensor (sharded_tensor.py), so that a loss written for one process runs on it. What
+losses do on the way (views, slices, casts, scaling, transposing) keeps it in parts. `F.cross_entropy` is then computed
+in place: per position three numbers go over the wire instead of a row of the vocabulary (one all-reduce of the
+maxima, one of exponent sums and target logits). Anything else gathers the whole first, with the right gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.tensor.collectives import gather_from
-from nbkit.rank.torch_private import tree_map_only, without_subclasses
+from nbkit.rank.parallel.tensor.collectives import copy_to, gather_from, gather_seq, split_to
+from nbkit.rank.torch_private import assert_async, tree_leaves, tree_map_only, without_subclasses
 from nbkit.tensor_layout import bounds
 
 
@@ -179,3 +201,383 @@ _OF_PART: set[Any] = {*_getters("requires_grad", "grad_fn", "is_leaf")}
 def named(*names: str) -> list[Any]:
     """The functions of torch that are called so, wherever they stand."""
     return [found for name in names for home in (torch, Tensor, F) if (found := getattr(home, name, None)) is not None]
+
+
+class PositionShard(InParts):
+    """Hidden states (B, T, ...) whose dim 1 is spread over `group`."""
+
+    called, way_out = "positions of the hidden states", "write x = f(x) instead of changing x in place"
+    to_gather = "x = x[...]"
+
+    _whole: tuple[bool, Tensor] | None = None
+
+    @staticmethod
+    def __new__(cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int = 1) -> PositionShard:
+        return InParts.__new__(cls, part, group, total, along)
+
+    def gathered(self) -> Tensor:
+        """The whole. Several who need it share one all-gather."""
+        with_graph = torch.is_grad_enabled()
+        if self._whole is None or self._whole[0] != with_graph:
+            self._whole = with_graph, super().gathered()
+        return self._whole[1]
+
+    @classmethod
+    def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """What treats every position by itself."""
+        if "out" in kwargs or not args or (handler := _HANDLERS.get(func)) is None:
+            return NotImplemented
+        return handler(func, *args, **kwargs)
+
+
+def for_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All positions of `x`, for a computation of which every rank does a part: the parts of the gradient are summed."""
+    if isinstance(x, PositionShard):
+        return gather_seq(x.part, x.group, x.along, x.total)
+    return copy_to(whole(x), group)
+
+
+def positions_of(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+    """(this rank's positions of `x`, how many there are in all), for a computation that treats them one by one."""
+    if isinstance(x, PositionShard):
+        return x.part, x.total
+    return split_to(whole(x), group, 1), x.shape[1]
+
+
+def give_whole(_: nn.Module, __: Any, output: Any) -> Any:
+    """A forward hook of the model: who calls it gets hidden states whole."""
+    if not any(isinstance(leaf, PositionShard) for leaf in tree_leaves(output)):
+        return None
+    return tree_map_only(PositionShard, PositionShard.gathered, output)
+
+
+def sendable(x: Tensor) -> Tensor:
+    """What goes to the next pipeline stage: this rank's positions, which `completed` makes the same of there.
+
+    Of a single position the parts are not shorter than the whole on every rank, so it goes whole.
+    """
+    if not isinstance(x, PositionShard):
+        return x
+    return x.part if x.total > 1 else x.gathered()
+
+
+def completed(received: Tensor, whole: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """What the stage before had, where its shape was `whole`."""
+    if group is None or len(whole) < 3 or tuple(received.shape) == tuple(whole):
+        return received
+    start, stop = bounds(whole[1], group.size(), group.rank())
+    if tuple(received.shape) != (whole[0], stop - start, *whole[2:]):
+        return received
+    return PositionShard(received, group, whole[1])
+
+
+def _unary(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(x, PositionShard):
+        return NotImplemented
+    # The dtype and device of another tensor, as in type_as.
+    args = tuple(arg.part if isinstance(arg, InParts) else arg for arg in args)
+    return _of(x, func(x.part, *args, **kwargs))
+
+
+def _of(x: PositionShard, part: Tensor) -> PositionShard:
+    """Around `part`; what was changed in place stays the same object."""
+    if part is not x.part:
+        return x.like(part)
+    x._whole = None
+    return x
+
+
+def _together(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operation that is elementwise in all its tensors."""
+    like = next((arg for arg in args if isinstance(arg, PositionShard)), None)
+    if like is None or any(isinstance(value, Tensor) for value in kwargs.values()):
+        return NotImplemented
+    if func in _IN_PLACE and args[0] is not like:
+        return NotImplemented  # an ordinary tensor is to have the whole
+    parts = [_fitting(arg, like) if isinstance(arg, Tensor) else arg for arg in args]
+    if any(part is None for part in parts):
+        return NotImplemented
+    part = func(*parts, **kwargs)
+    first = args[0]
+    return _of(first, part) if isinstance(first, PositionShard) else like.like(part)
+
+
+def _fitting(x: Tensor, like: PositionShard) -> Tensor | None:
+    """What `x` has for the positions of `like` on this rank, both being broadcast; None when there is no telling."""
+    if isinstance(x, PositionShard):
+        alike = (x.ndim, x.along, x.total) == (like.ndim, like.along, like.total)
+        return x.part if alike else None
+    at = like.along - (like.ndim - x.ndim)
+    if isinstance(x, InParts) or x.ndim > like.ndim:
+        return None
+    if at >= 0 and x.shape[at] == like.total:
+        return split_to(x, like.group, at)
+    if at >= 0 and x.shape[at] != 1:
+        return None
+    return copy_to(x, like.group) if x.requires_grad else x
+
+
+def _norm(func: Any, x: Any, shape: Any, *learned: Any, **kwargs: Any) -> Any:
+    """A norm over the last dim: what is learned gets its gradient from the positions of all ranks."""
+    if not isinstance(x, PositionShard) or len(shape) >= x.ndim - x.along:
+        return NotImplemented
+
+    def shared(value: Any) -> Any:
+        return copy_to(value, x.group) if isinstance(value, Tensor) and value.requires_grad else value
+
+    return x.like(func(x.part, shape, *map(shared, learned), **{key: shared(value) for key, value in kwargs.items()}))
+
+
+def _over_features(func: Any, x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    dims = [dim] if isinstance(dim, int) else dim
+    if not isinstance(x, PositionShard) or not dims or any(d % x.ndim <= x.along for d in dims):
+        return NotImplemented
+    return x.like(func(x.part, dim, keepdim, **kwargs))
+
+
+def _index(func: Any, x: Any, index: Any) -> Any:
+    """All of it, as in x[:, 0:, :]."""
+    items = index if isinstance(index, tuple) else (index,)
+    every = all(
+        isinstance(item, slice) and item.start in (None, 0) and item.stop is item.step is None for item in items
+    )
+    return x if isinstance(x, PositionShard) and every else NotImplemented
+
+
+def _same_shape(func: Any, x: Any, *shape: Any, **kwargs: Any) -> Any:
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+    if not isinstance(x, PositionShard) or kwargs or not all(isinstance(n, int) for n in sizes):
+        return NotImplemented
+    known = prod(n for n in sizes if n != -1)
+    full = tuple(x.numel() // max(known, 1) if n == -1 else n for n in sizes)
+    return x if full == tuple(x.shape) else NotImplemented
+
+
+def _shape_only(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Nothing of the values is used: of the last argument, where it says the shape of another one."""
+    if func is Tensor.expand_as and isinstance(args[0], PositionShard):
+        return NotImplemented
+    bare = [_blank(arg) if isinstance(arg, PositionShard) else arg for arg in args]
+    return func(*bare, **kwargs)
+
+
+def _blank(x: PositionShard) -> Tensor:
+    return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
+
+
+_ONE = (
+    *("float", "double", "half", "bfloat16", "to", "type_as", "contiguous", "clone", "detach", "cpu", "cuda"),
+    *("neg", "abs", "exp", "log", "sqrt", "rsqrt", "square", "tanh", "sigmoid", "relu", "gelu", "silu", "__neg__"),
+    *("dropout", "requires_grad_"),
+)
+_SEVERAL = ("add", "sub", "mul", "div", "true_divide", "pow", "masked_fill", "where", "maximum", "minimum")
+_SIGNS = ("add", "sub", "mul", "truediv", "pow")
+_IN_PLACE = frozenset(named(*(f"{name}_" for name in _SEVERAL), *(f"__i{name}__" for name in _SIGNS)))
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(named(*_ONE), _unary),
+    **dict.fromkeys(named(*_SEVERAL, *(f"{name}_" for name in _SEVERAL)), _together),
+    **dict.fromkeys(named(*(f"__{side}{name}__" for name in _SIGNS for side in ("", "r", "i"))), _together),
+    **dict.fromkeys([F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm], _norm),
+    **dict.fromkeys(named("mean", "sum"), _over_features),
+    **dict.fromkeys(named("view", "reshape"), _same_shape),
+    **dict.fromkeys(named("zeros_like", "ones_like", "empty_like", "full_like", "expand_as"), _shape_only),
+    **dict.fromkeys(named("new_zeros", "new_ones", "new_empty", "new_full"), _shape_only),
+    Tensor.__getitem__: _index,
+}
+
+
+def split_cross_entropy(
+    logits: Tensor, target: Tensor, group: dist.ProcessGroup, *, total: int, ignore_index: int, smoothing: float
+) -> Tensor:
+    """Losses (N,), zero where the target is `ignore_index`; the same on every rank. Half precision computes in float32.
+
+    logits: this rank's columns (N, V / n) of `total` by `bounds`; target: ids (N,) in the whole vocabulary;
+    smoothing: as F.cross_entropy's label_smoothing. A target outside of the vocabulary is an error of the device.
+    """
+    return _SplitCrossEntropy.apply(logits, target, group, total, ignore_index, smoothing)  # type: ignore[no-any-return]
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, total: int, ignore: int, smoothing: float
+    ) -> Tensor:
+        x = logits.float() if logits.dtype.itemsize < 4 else logits
+        start, stop = bounds(total, group.size(), group.rank())
+        counted = target != ignore
+        assert_async((~counted | ((target >= 0) & (target < total))).all(), "a target lies outside of the vocabulary")
+        highest = x.amax(-1)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        shifted = x - highest[:, None]
+        here = counted & (target >= start) & (target < stop)
+        column = torch.where(here, target - start, 0)[:, None]
+        hit = torch.where(here, shifted.gather(1, column)[:, 0], 0)
+        sums = [hit, shifted.sum(-1)] if smoothing else [hit]
+        probability = shifted.exp_()
+        parts = torch.stack([probability.sum(-1), *sums])
+        dist.all_reduce(parts, group=group)
+        log_sum = parts[0].log()
+        losses = log_sum - parts[1]
+        if smoothing:
+            losses = (1 - smoothing) * losses + smoothing * (log_sum - parts[2] / total)
+        probability.div_(parts[0][:, None])
+        ctx.save_for_backward(probability, column, here, counted)
+        ctx.total, ctx.smoothing, ctx.dtype = total, smoothing, logits.dtype
+        return torch.where(counted, losses, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
+        probability, column, here, counted = ctx.saved_tensors
+        hit = (here.to(probability.dtype) * (1 - ctx.smoothing))[:, None]
+        result = probability.scatter_add(1, column, -hit)
+        if ctx.smoothing:
+            result = result - ctx.smoothing / ctx.total
+        result = result * torch.where(counted, grad, 0)[:, None]
+        return result.to(ctx.dtype), None, None, None, None, None
+
+
+class VocabShard(InParts):
+    """Logits whose dim `along` (mostly the last) is spread over `group`."""
+
+    called, to_gather = "logits", "logits = logits + 0"
+    way_out = "logits = logits + 0 first, which gathers them; or tp_plan={'<the head>': 'colwise_gather'}"
+
+    @staticmethod
+    def __new__(cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int = -1) -> VocabShard:
+        return InParts.__new__(cls, part, group, total, along)
+
+    @classmethod
+    def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """What losses do on the way."""
+        handler = _VOCAB_HANDLERS.get(func) if args and isinstance(args[0], VocabShard) else None
+        return NotImplemented if handler is None else handler(func, *args, **kwargs)
+
+
+def _at_end(shard: VocabShard) -> bool:
+    return shard.along == shard.ndim - 1
+
+
+def _elementwise(func: Any, shard: VocabShard, *args: Any, **kwargs: Any) -> Any:
+    return shard.like(func(shard.part, *args, **kwargs))
+
+
+def _scaled(func: Any, shard: VocabShard, *args: Any, **kwargs: Any) -> Any:
+    plain = (int, float)
+    if kwargs or not all(isinstance(arg, plain) or (isinstance(arg, Tensor) and arg.ndim == 0) for arg in args):
+        return NotImplemented
+    # A learned scale gets a part of its gradient from each part of the vocabulary.
+    shared = [copy_to(arg, shard.group) if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args]
+    return shard.like(func(shard.part, *shared))
+
+
+def _reshape(func: Any, shard: VocabShard, *shape: Any, **kwargs: Any) -> Any:
+    if len(shape) == 1 and not isinstance(shape[0], int):
+        shape = tuple(shape[0]) if isinstance(shape[0], tuple | list) else ()
+    if kwargs or not shape or not _at_end(shard):
+        return NotImplemented
+    known = prod(n for n in shape if n != -1)
+    full = [shard.numel() // max(known, 1) if n == -1 else n for n in shape]
+    if full[-1] != shard.total:
+        return NotImplemented
+    return shard.like(shard.part.reshape(*full[:-1], shard.part.shape[-1]), len(full) - 1)
+
+
+def _flatten(func: Any, shard: VocabShard, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if not _at_end(shard) or end_dim % shard.ndim == shard.ndim - 1:
+        return NotImplemented
+    part = shard.part.flatten(start_dim, end_dim)
+    return shard.like(part, part.ndim - 1)
+
+
+def _vocab_index(func: Any, shard: VocabShard, index: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    if not _at_end(shard) or any(isinstance(item, list) for item in items):
+        return NotImplemented
+    used = [item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items]
+    used = [0 if item is None or item is Ellipsis else n for item, n in zip(items, used, strict=True)]
+    behind = any(item is Ellipsis for item in items) and items[-1] is not Ellipsis
+    touches = behind or sum(used) == shard.ndim
+    if touches and not (isinstance(items[-1], slice) and items[-1] == slice(None)):
+        return NotImplemented
+    part = shard.part[index]
+    return shard.like(part, part.ndim - 1)
+
+
+def _transpose(func: Any, shard: VocabShard, first: int, second: int) -> Any:
+    first, second = first % shard.ndim, second % shard.ndim
+    along = {first: second, second: first}.get(shard.along, shard.along)
+    return shard.like(shard.part.transpose(first, second), along)
+
+
+def _matrix_transpose(func: Any, shard: VocabShard) -> Any:
+    return _transpose(func, shard, -2, -1)
+
+
+def _permute(func: Any, shard: VocabShard, *dims: Any) -> Any:
+    order = [dim % shard.ndim for dim in (dims[0] if isinstance(dims[0], tuple | list) else dims)]
+    return shard.like(shard.part.permute(order), order.index(shard.along))
+
+
+def _cross_entropy(
+    func: Any,
+    shard: VocabShard,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    of_classes = 0 if shard.ndim == 1 else 1
+    if (
+        shard.along != of_classes
+        or weight is not None
+        or target.is_floating_point()
+        or size_average is not None
+        or reduce is not None
+    ):
+        return NotImplemented
+    logits = shard.part.movedim(of_classes, -1)
+    losses = split_cross_entropy(
+        logits.reshape(-1, logits.shape[-1]),
+        target.reshape(-1),
+        shard.group,
+        total=shard.total,
+        ignore_index=ignore_index,
+        smoothing=label_smoothing,
+    )
+    if not (shard.dtype.itemsize < 4 and torch.is_autocast_enabled(shard.device.type)):
+        losses = losses.to(shard.dtype)
+    if reduction == "none":
+        return losses.view(target.shape)
+    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
+
+
+_ONE_TENSOR = (
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "to",
+    "type_as",
+    "contiguous",
+    "detach",
+    "clone",
+    "cpu",
+    "cuda",
+    "tanh",
+)
+
+_VOCAB_HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
+    **dict.fromkeys(named(*_ONE_TENSOR), _elementwise),
+    **dict.fromkeys(named("mul", "div", "__mul__", "__truediv__", "__rmul__"), _scaled),
+    **dict.fromkeys(named("view", "reshape"), _reshape),
+    **dict.fromkeys(named("flatten"), _flatten),
+    Tensor.__getitem__: _vocab_index,
+    **dict.fromkeys(named("transpose", "swapaxes"), _transpose),
+    **dict.fromkeys(named("permute"), _permute),
+    getattr(Tensor, "mT").__get__: _matrix_transpose,  # noqa: B009  mypy takes it for a tensor
+}

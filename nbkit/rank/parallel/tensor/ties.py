@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from nbkit.rank.parallel.module.meta_module import homes
-from nbkit.rank.parallel.tensor.plan.cuts import cuts_of_pair, cuts_of_single
+from nbkit.rank.parallel.module.copies import homes
 from nbkit.rank.parallel.tensor.plan.linear_types import is_linear
-from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
+from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, cuts_of_pair, cuts_of_single
 
 Place = tuple[int, str]
 """(id of a module, attribute)."""

@@ -10,8 +10,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.module.built_again import take_buffers
-from nbkit.rank.parallel.module.meta_module import homes, marked, parameter_like, placeholder, replace, skeleton_of
+from nbkit.rank.parallel.module.copies import (
+    homes,
+    marked,
+    parameter_like,
+    placeholder,
+    replace,
+    skeleton_of,
+    take_buffers,
+)
 from nbkit.rank.parallel.proof.unchanged import attributes_kept
 from nbkit.rank.parallel.reshard.plain_attributes import plain_attributes, put
 

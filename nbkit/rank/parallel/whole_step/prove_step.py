@@ -27,7 +27,7 @@ from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.reads_model import ReadsParameters
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.module.batch_norm import batch_norms
-from nbkit.rank.parallel.module.meta_module import homes
+from nbkit.rank.parallel.module.copies import homes
 from nbkit.rank.parallel.options import Options, parts_rows
 from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept
 from nbkit.rank.parallel.whole_step.compare_steps import buffers_off, differences, updates_off

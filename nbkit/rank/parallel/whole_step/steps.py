@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.comm.delegating_group import stand_in
-from nbkit.rank.comm.thread_group import Alone, Meeting
-from nbkit.rank.comm.thread_ranks import ThreadRanks
+from nbkit.rank.comm.thread_group import Alone, Meeting, ThreadRanks
 from nbkit.rank.data.batch import call, pair, shapes_of, shard_of
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.grad_norm import clip
 from nbkit.rank.parallel.micro_batch import ForwardPass, micro_batches, most_passes, whole_of
-from nbkit.rank.parallel.module.buffer_updates import check_buffers, watched
-from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.batch_norm import check_buffers, watched
+from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.options import Options, parts_rows
 from nbkit.rank.parallel.parallelize import cut
 from nbkit.rank.parallel.process_groups import connect_threads

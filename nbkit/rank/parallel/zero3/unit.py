@@ -2,22 +2,425 @@
 
 At rest the unit holds a part of each parameter, all in one flat tensor, which is what an all-gather sends. The whole
 parameters are tensors whose memory comes and goes: autograd and hooks keep the same objects from step to step.
+
+The placeholder in a module for a parameter of ZeRO 3 whose values are not on this rank.
+
+It tells shape, dtype and device of the whole parameter, which is what models ask a weight for. Any use of its values
+raises by name: a part of a weight in place of the whole gives wrong numbers, often without an error.
+
+Finds the parameters that ZeRO 3 may gather in the dtype of autocast: half the bytes, and the same numbers.
+
+Autocast casts a float32 weight before a matrix product. Where nothing but such casts reads a parameter, they may as
+well be made before it is gathered: every rank then computes with the same bits. Norms and embeddings read theirs in
+float32, and get them so. The model shows who reads what: it runs on an example, and both ways are compared.
+
+The gradient of such a parameter comes out of backward in the dtype of autocast, as out of the product in the other way.
+It is cast to float32 as soon as it is made: what several micro-batches add up, and all ranks, is summed in float32.
+Products that share one cast in one forward add theirs up in its dtype, in both ways, as torch's autocast does.
+
+The parameters of one unit of ZeRO 3: their rows, which an all-gather sends, and the memory of the whole ones.
+
+Parameters of ZeRO 3 that are used while their unit does not run, or changed: seen at every operation, by memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor, nn, ops
 
-from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links
-from nbkit.rank.parallel.module.meta_module import homes, replace
-from nbkit.rank.parallel.zero3.gather_dtypes import Casts
-from nbkit.rank.parallel.zero3.placeholder import NotGathered
-from nbkit.rank.parallel.zero3.unit_parameters import Part, Slot
+from nbkit.errors import TrainingError
+from nbkit.rank.parallel.data_parallel.base import Place
+from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction, all_gather
+from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, aligned, flat_with_views
+from nbkit.rank.parallel.module.copies import homes, marked, parameter_like, replace
+from nbkit.rank.parallel.proof.observe import SHAPE_ONLY, Memory, MemoryUses, memory_of, tensors_in
+from nbkit.rank.parallel.proof.unchanged import set_evaluation, unchanged
+from nbkit.rank.parallel.reshard.redistribute import emptied
+from nbkit.rank.torch_private import disabled_torch_function, tree_leaves
+from nbkit.rank.watching_mode import WatchingMode
 from nbkit.tensor_layout import Layout
+
+_HINT = (
+    "strategy='zero2', which keeps weights whole; or a batch to see it with beforehand: example=batch of "
+    "nbkit.prepare, data that can be indexed of a Trainer"
+)
+
+
+def used_outside(name: str, unit: str, how: str) -> TrainingError:
+    """The error for a parameter that is used while the block that holds it does not run."""
+    return TrainingError(
+        f"The parameter {name!r} is used outside of the forward of {unit!r}, where zero=3 has only a part of it.",
+        numbers=how,
+        hint=_HINT,
+    )
+
+
+class NotGathered(Tensor):
+    """See above. param_name, unit_name: of the parameter, and of the block with which it is gathered."""
+
+    param_name: str
+    unit_name: str
+    _is_param = True  # isinstance(..., nn.Parameter)
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, whole: nn.Parameter, name: str, unit: str) -> NotGathered:
+        """whole: has the shape, the dtype, the device; its values are not looked at."""
+        blank = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
+        made: NotGathered = Tensor._make_subclass(cls, blank, whole.requires_grad)
+        marked(made, whole).param_name, made.unit_name = name, unit
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func.overloadpacket in SHAPE_ONLY:
+            blank = torch.zeros((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+            return func(blank, *args[1:], **(kwargs or {}))
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, NotGathered))
+        raise used_outside(first.param_name, first.unit_name, f"shape {tuple(first.shape)}, by {func.overloadpacket}")
+
+    # These reach no operator.
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether the parameter is trained in this step."""
+        return bool(Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value != self.requires_grad:
+            raise used_outside(self.param_name, self.unit_name, f"requires_grad is set to {value} within a step")
+
+    def follow(self, trained: bool) -> None:
+        """A step begins, in which the parameter is trained or not."""
+        Tensor.requires_grad_(self, trained)
+
+    def requires_grad_(self, requires_grad: bool = True) -> NotGathered:
+        """Raises TrainingError for another value than it has."""
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """Raises TrainingError."""
+        raise used_outside(self.param_name, self.unit_name, ".data")
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise used_outside(self.param_name, self.unit_name, ".data is set")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"NotGathered({self.param_name!r}, shape {tuple(self.shape)}, with {self.unit_name!r})"
+
+
+@dataclass(frozen=True)
+class Casts:
+    """names: of the parameters that are gathered in `dtype` in passes under autocast."""
+
+    dtype: torch.dtype
+    names: frozenset[str]
+
+    def spelled(self, module: nn.Module) -> str:
+        """For people. module: the whole model, or its skeleton."""
+        sizes = {name: getattr(*places[0]).numel() for name, places in homes(module).items()}
+        share = sum(sizes[name] for name in self.names) / sum(sizes.values())
+        return f"{share:.0%} of the weights gathered in {str(self.dtype)[6:]}; gradients summed in float32"
+
+
+def find_casts(module: nn.Module, run: Callable[[], Tensor], dtype: torch.dtype) -> Casts | None:
+    """The parameters of which only casts to `dtype` are read; None without any, or where casting changes the numbers.
+
+    run: the whole model on an example -> its loss. The module is afterwards as before. Raises what the model raises.
+    """
+    reads = _Reads(module, dtype)
+    with unchanged(module), _autocast(module, dtype), reads:
+        value = run()
+        reads.forward = False
+        if value.requires_grad:
+            value.backward()
+    with unchanged(module), _autocast(module, dtype), reads, torch.no_grad():
+        set_evaluation(module)
+        run()
+    casts = Casts(dtype, frozenset(reads.found))
+    if not casts.names:
+        return None
+    if (cast := _bits(module, run, casts, cast=True)) == (whole := _bits(module, run, casts, cast=False)):
+        return casts
+    # Where one process does not repeat its own gradients, the loss alone can tell.
+    again = _bits(module, run, casts, cast=False)
+    return casts if again != whole and again[0] == whole[0] == cast[0] else None
+
+
+@contextmanager
+def _autocast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """As a step trains: of several readers in one forward, the first one's cast serves all."""
+    device = next(module.parameters()).device
+    torch.set_autocast_cache_enabled(True)  # which `unchanged` has put off, and puts back
+    with torch.autocast(device.type, dtype=dtype):
+        yield
+
+
+class _Reads(WatchingMode):
+    """found: the names of the parameters of which one cast a forward was read, and nothing else."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype, self.forward = dtype, True
+        params = {name: getattr(*places[0]) for name, places in homes(module).items()}
+        # Keyed by memory: a view of a parameter is one of its readers.
+        self._names: dict[Memory, list[str]] = {}
+        for name, p in params.items():
+            self._names.setdefault(memory_of(p), []).append(name)
+        self._params = {id(p) for p in params.values() if p.dtype == torch.float32}
+        self._frozen = {name for name, p in params.items() if not p.requires_grad}
+        self._casts: dict[str, int] = {}
+        self._others: set[str] = set()
+
+    @property
+    def found(self) -> set[str]:
+        # The gradients of several casts of its own would be summed in float32.
+        return {name for name, count in self._casts.items() if count == 1 or name in self._frozen} - self._others
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket not in SHAPE_ONLY:
+            cast = func.overloadpacket is ops.aten._to_copy and kwargs.get("dtype") == self._dtype
+            for tensor in tensors_in((args, kwargs)):
+                for name in self._names.get(memory_of(tensor), ()):
+                    if not cast or id(tensor) not in self._params:
+                        self._others.add(name)
+                    elif self.forward:
+                        self._casts[name] = self._casts.get(name, 0) + 1
+        return func(*args, **kwargs)
+
+
+def _bits(module: nn.Module, run: Callable[[], Tensor], casts: Casts, *, cast: bool) -> tuple[int, dict[str, int]]:
+    """(the loss, the gradients of what is cast), as checksums of their bits. cast: before the model runs."""
+    before = {name: (places, getattr(*places[0])) for name, places in homes(module).items()}
+    found: dict[str, int] = {}
+
+    def note(name: str) -> Callable[[Tensor], None]:
+        def made(gradient: Tensor) -> None:  # before it is the parameter's: one that takes no memory lets go of it
+            found[name] = _checksum(gradient.float())
+
+        return made
+
+    def drop(p: Tensor) -> None:
+        p.grad = None
+
+    with unchanged(module), _autocast(module, casts.dtype):
+        hooks = []
+        try:
+            for name, (places, p) in before.items():
+                if cast and name in casts.names:
+                    p = parameter_like(p.detach().to(casts.dtype), p)
+                    replace(places, p)
+                if p.requires_grad:
+                    hooks.append(p.register_post_accumulate_grad_hook(drop))
+                    if name in casts.names:
+                        hooks.append(p.register_hook(note(name)))
+            value = run()
+            if value.requires_grad:
+                value.backward()
+            return _checksum(value.detach().float()), found
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for places, p in before.values():
+                replace(places, p)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Of float32: bits that change, or change places, change it."""
+    bits = tensor.contiguous().view(-1).view(torch.int32).long()
+    places = torch.arange(1, 1 + len(bits), device=bits.device)
+    return int((bits * (2 * places + 1)).sum())
+
+
+class Slot:
+    """One parameter of a unit: `shard` at rest, `whole` while it is used, at all `places` that share it.
+
+    cast: used in place of `whole` in passes under autocast, where it is gathered in that dtype. absent: stands there
+    while something runs that does not have it.
+    """
+
+    def __init__(self, name: str, places: Sequence[Place], layout: Layout) -> None:
+        self.name, self.places, self.layout = name, places, layout
+        self.old: nn.Parameter = getattr(*places[0])
+        self.shard: nn.Parameter
+        self.whole: nn.Parameter
+        self.cast: nn.Parameter | None = None
+        self.absent: NotGathered
+        self.grad: Tensor | None = None
+
+    @property
+    def used(self) -> list[nn.Parameter]:
+        """What a pass may use it as."""
+        return [self.whole] if self.cast is None else [self.whole, self.cast]
+
+    def widen(self) -> None:
+        """Add the gradient of `cast` to that of `whole`, in its dtype."""
+        if self.cast is not None and (grad := self.cast.grad) is not None:
+            self.cast.grad = None
+            grad = grad.to(self.whole.dtype)
+            self.whole.grad = grad if self.whole.grad is None else self.whole.grad.add_(grad)
+
+
+class _Wholes:
+    """Whole parameters of one dtype, in memory that comes and goes."""
+
+    def __init__(self, slots: Sequence[Slot], like: Tensor) -> None:
+        flat, self.flats = flat_with_views([slot.layout.local for slot in slots], like)
+        # .data: filling it again must not look to autograd like a change of what it saved.
+        views = [flat.view(slot.layout.local).data for slot, flat in zip(slots, self.flats, strict=True)]
+        self.params = [parameter_like(view, slot.old) for slot, view in zip(slots, views, strict=True)]
+        self._storage = flat.untyped_storage()
+        self._num_bytes = self._storage.nbytes()
+        self.free()
+
+    def take(self) -> None:
+        """Memory, for what is to be filled."""
+        self._storage.resize_(self._num_bytes)
+
+    def free(self) -> None:
+        """Let it go."""
+        self._storage.resize_(0)
+
+
+class _Run:
+    """Neighbours in the rows of a part that are gathered in one dtype. at, at_byte: where they begin in a row.
+
+    cast: the dtype in passes under autocast, None where it is that of the parameters.
+    """
+
+    def __init__(
+        self, slots: list[Slot], ranks: int, like: Tensor, at: int, at_byte: int, cast: torch.dtype | None
+    ) -> None:
+        self.slots, self.at, self.at_byte, self.dtype = slots, at, at_byte, cast or like.dtype
+        self.packing = Packing.of([slot.layout.local for slot in slots], ranks, like)
+        self.num_bytes = self.packing.width * self.dtype.itemsize
+        self.wholes = _Wholes(slots, like)
+        self.casts = self.wholes if cast is None else _Wholes(slots, like.new_empty(0, dtype=cast))
+        for i, slot in enumerate(slots):
+            slot.whole = self.wholes.params[i]
+            slot.cast = None if cast is None else self.casts.params[i]
+
+    def columns(self, rows: Tensor) -> Tensor:
+        """Its own of one row or several: of elements, or of bytes under autocast."""
+        if rows.dtype == torch.uint8:
+            return rows[..., self.at_byte : self.at_byte + self.num_bytes].view(self.dtype)
+        return rows[..., self.at : self.at + self.packing.width]
+
+
+class Part:
+    """The parameters of a unit that have one dtype and device."""
+
+    def __init__(self, slots: list[Slot], links: Links, casts: Casts | None) -> None:
+        self.slots, self.links = slots, links
+        self.like = slots[0].old.detach().new_empty(0)
+        # Autocast leaves other dtypes alone.
+        names = casts.names if casts is not None and self.like.dtype == torch.float32 else frozenset()
+        first, rest = [s for s in slots if s.name in names], [s for s in slots if s.name not in names]
+        self.runs: list[_Run] = []
+        width = num_bytes = 0
+        for some, dtype in ((first, casts.dtype if casts is not None else None), (rest, None)):
+            if some:
+                at, at_byte = aligned(width, self.like), aligned(num_bytes, self.like.new_empty(0, dtype=torch.uint8))
+                run = _Run(some, links.ranks, self.like, at, at_byte, dtype)
+                width, num_bytes = at + run.packing.width, at_byte + run.num_bytes
+                self.runs.append(run)
+        self.may_cast, self._num_bytes = bool(first), num_bytes
+        self.mine = self.like.new_zeros(width)
+        for run in self.runs:
+            for i, slot in enumerate(run.slots):
+                slot.shard = parameter_like(run.packing.shard(run.columns(self.mine), i, links.index), slot.old)
+        emptied(self.mine)
+        self.arriving: tuple[Tensor, Tensor, dist.Work] | None = None
+        self.is_cast = False
+        self.trained: list[Slot] = []
+        self.reduction: Reduction | None = None
+        self.sums: Tensor | None = None
+        self.num_passes = 0
+        self.never_here: set[int] = set()
+
+    def gather(self, autocast: bool) -> None:
+        """Send the all-gather. autocast: what can be is cast before."""
+        self.is_cast = autocast and self.may_cast
+        row = self._row_of_bytes() if self.is_cast else self.mine
+        self.arriving = row, *all_gather(row, self.links)
+
+    @torch.no_grad()
+    def _row_of_bytes(self) -> Tensor:
+        row = torch.empty(self._num_bytes, dtype=torch.uint8, device=self.like.device)
+        for run in self.runs:
+            run.columns(row).copy_(run.columns(self.mine))
+        return row
+
+    def fill(self) -> None:
+        """Fill the whole parameters with what arrives."""
+        assert self.arriving is not None
+        _, matrix, work = self.arriving
+        work.wait()
+        for run in self.runs:
+            wholes = run.casts if self.is_cast else run.wholes
+            wholes.take()
+            run.packing.unpack(run.columns(matrix), wholes.flats)
+        self.arriving = None
+
+    def free(self) -> None:
+        """Let the memory of whole parameters go."""
+        for run in self.runs:
+            run.wholes.free()
+            run.casts.free()
+
+    def train(self) -> None:
+        """Follow what is frozen now."""
+        trained = [slot for slot in self.slots if slot.shard.requires_grad]
+        for slot in self.slots:
+            for param in slot.used:
+                param.requires_grad_(slot.shard.requires_grad)
+            slot.absent.follow(slot.shard.requires_grad)
+        if trained == self.trained:
+            return
+        self.trained, self.reduction, self.sums = trained, None, None
+        if trained:
+            packing = Packing.of([slot.layout.local for slot in trained], self.links.ranks, self.like)
+            self.reduction = Reduction(packing, self.links, self.like)
+            self.sums = self.like.new_zeros(packing.width + len(trained))
+            for i, slot in enumerate(trained):
+                slot.grad = packing.shard(self.sums, i, self.links.index)
+            emptied(self.sums)
+
+    def let_go(self) -> None:
+        """Give up the memory of gradients; `train` takes it anew."""
+        self.trained, self.reduction, self.sums = [], None, None
+        for slot in self.slots:
+            slot.grad = slot.shard.grad = slot.whole.grad = None
+
+    def landed(self, row: Tensor) -> None:
+        """Add the sums of one pass, and the counts behind them, to those of the passes before."""
+        assert self.sums is not None and self.reduction is not None
+        if self.num_passes:
+            self.sums.add_(row)
+            self.never_here &= self.reduction.unused
+        else:
+            self.sums.copy_(row)
+            self.never_here = self.reduction.unused
+        self.num_passes += 1
+
+    def give(self) -> None:
+        """The optimizer gets the sums. Only a rank that left a parameter unused looks at the counts."""
+        if self.sums is None:
+            return
+        counts = self.sums[-len(self.trained) :].tolist() if self.never_here else []
+        for i, slot in enumerate(self.trained):
+            slot.shard.grad = None if i in self.never_here and counts[i] == 0 else slot.grad
 
 
 class Unit:
@@ -190,3 +593,45 @@ def _owners(blocks: Sequence[nn.Module], parents: Sequence[int]) -> dict[int, in
                 shared.add(part)
             owners[part] = i
     return owners | dict.fromkeys(shared, 0)
+
+
+Report = Callable[[Unit, Slot, str, bool], None]
+"""(unit, parameter of it, operation, whether the operation changes it)"""
+
+
+Homes = list[tuple[int, Unit, Slot]]
+"""The parameters in one memory: where each begins."""
+
+
+def weight_uses(units: Sequence[Unit], report: Report, there: Callable[[Unit], bool]) -> MemoryUses[Homes]:
+    """Inside, `report` is told of every operation on a parameter whose unit is not `there`, or that changes one."""
+    homes: dict[Memory, Homes] = {}
+    for unit in units:
+        for slot in unit.slots:
+            homes.setdefault(memory_of(slot.whole), []).append((int(slot.whole.storage_offset()), unit, slot))
+    for home in homes.values():
+        home.sort(key=lambda entry: entry[0])
+
+    def used(home: Homes, tensor: Tensor, how: str, changed: bool) -> None:
+        offset = tensor.storage_offset()
+        _, unit, slot = max((entry for entry in home if entry[0] <= offset), key=lambda e: e[0], default=home[0])
+        if not unit.filling and (changed or not there(unit)):
+            report(unit, slot, how, changed)
+
+    return MemoryUses(homes, used)
+
+
+def refuse_use(unit: Unit, slot: Slot, how: str, changed: bool) -> None:
+    """Raises TrainingError, whatever happened."""
+    if changed:
+        raise changed_in_place(slot.name, how)
+    raise used_outside(slot.name, unit.name, f"shape {tuple(slot.whole.shape)}, by {how}")
+
+
+def changed_in_place(name: str, how: str) -> TrainingError:
+    """The error for a parameter that forward or backward changes: the change would be lost with the whole."""
+    return TrainingError(
+        f"The model changes its parameter {name!r} in place while it runs, and zero=3 lets go of it after that.",
+        numbers=f"by {how}",
+        hint="strategy='ddp'; or change it between two steps, in a callback of the Trainer",
+    )

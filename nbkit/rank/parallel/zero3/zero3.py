@@ -3,25 +3,447 @@
 Every forward gathers all units in one fixed order, and every backward pass gathers and reduces them in another,
 whatever a rank uses of them: so ranks that skip a block, or that have no rows at all, issue the same collectives. Hooks
 only say how far along that order this rank has come. A unit is gathered before the one in front of it is done.
+
+The hooks by which ZeRO 3 hears what runs: a block is called, a block returns, a gradient is made.
+
+They live as long as the module, and that may be the user's: they must not hold the axis, nor its memory.
+
+The order in which one backward pass under ZeRO 3 gathers units and reduces their gradients, equal on all ranks.
+
+The order of ZeRO 3: how far along it the forward and the backward pass of this rank have come.
+
+Hooks call `before` and `after` around each block, and `arrive` for each gradient. Every forward gathers all units in
+the order in which they were given; every backward pass gathers and reduces them as `tour` says. A rank that would need
+another order cannot know that the others do too, and is refused: see OutOfOrder.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.base import DataAxis
-from nbkit.rank.parallel.data_parallel.bucket_collectives import Links
-from nbkit.rank.parallel.module.meta_module import homes
-from nbkit.rank.parallel.zero3.backward_order import nested
-from nbkit.rank.parallel.zero3.gather_dtypes import Casts
-from nbkit.rank.parallel.zero3.gather_order import GatherOrder
-from nbkit.rank.parallel.zero3.module_hooks import watch
-from nbkit.rank.parallel.zero3.unit import Unit, units_of
-from nbkit.rank.parallel.zero3.weight_reads import refuse_use, weight_uses
+from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links
+from nbkit.rank.parallel.data_parallel.gradient_buckets import came_twice, refuse_sparse
+from nbkit.rank.parallel.module.copies import homes
+from nbkit.rank.parallel.module.forward_wrapper import awaited, in_backward, is_nested, marked
+from nbkit.rank.parallel.zero3.unit import Casts, Unit, refuse_use, units_of, weight_uses
 from nbkit.tensor_layout import Layout
+
+
+class _Hears(Protocol):
+    def before(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def after(self, number: int, output: Any) -> None: ...
+
+    def arrive(self, number: int, name: str, param: Tensor) -> None: ...
+
+
+def watch(axis: _Hears, units: Sequence[Unit], blocks: Sequence[nn.Module]) -> list[RemovableHandle]:
+    """Tell `axis` of what happens to unit `number`, which is blocks[number]; -1, -2, ... is what the root wraps."""
+    itself = weakref.ref(axis)
+    hooks: list[RemovableHandle] = []
+    wrapped = [(-depth, inner) for depth, inner in enumerate(_wrapped(units, blocks), start=1)]
+    for number, block in [*enumerate(blocks), *wrapped]:
+        before, after = _around(itself, number)
+        hooks.append(block.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        hooks.append(block.register_forward_hook(after))
+    for number, unit in enumerate(units):
+        for slot in unit.slots:
+            if slot.whole.is_floating_point() or slot.whole.is_complex():
+                # Frozen ones too: they may be thawed.
+                for param in slot.used:
+                    param.requires_grad_(True)
+                    hooks.append(param.register_post_accumulate_grad_hook(_arriving(itself, number, slot.name)))
+    return hooks
+
+
+def _wrapped(units: Sequence[Unit], blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The model in a wrapper (of adapters, say), in another ...: what holds all parameters may be called by itself."""
+    needed = {id(part) for unit in units for slot in unit.slots for part, _ in slot.places} | set(map(id, blocks[1:]))
+    inner, found = blocks[0], []
+    while (
+        inside := next((child for child in inner.children() if needed <= set(map(id, child.modules()))), None)
+    ) is not None and not any(inside is block for block in blocks):
+        inner = inside
+        found.append(inner)
+    return found
+
+
+def _around(itself: weakref.ref[_Hears], number: int) -> tuple[Callable[..., Any], Callable[..., None]]:
+    def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if (axis := itself()) is None else axis.before(number, block, args, kwargs)
+
+    def after(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if (axis := itself()) is not None:
+            axis.after(number, output)
+
+    return before, after
+
+
+def _arriving(itself: weakref.ref[_Hears], number: int, name: str) -> Callable[[Tensor], None]:
+    def arrived(param: Tensor) -> None:
+        if (axis := itself()) is not None:
+            axis.arrive(number, name, param)
+
+    return arrived
+
+
+def weakly(method: Callable[..., None], unit: Unit) -> Callable[..., None]:
+    """A hook for autograd that calls `method` with `unit`, as long as the axis that the method is of lives."""
+    itself = weakref.WeakMethod(method)
+
+    def call(*_: Any) -> None:
+        if (bound := itself()) is not None:
+            bound(unit)
+
+    return call
+
+
+Stop = tuple[bool, int]
+"""(whether the unit of this number is gathered; else its gradients are reduced)"""
+
+
+def nested(module: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Module], list[int]]:
+    """(`module` and then its units, each before those inside it, else in the given order; the number around each)."""
+    chosen = {id(unit): unit for unit in units if unit is not module}
+    around: dict[int, int] = {}
+    for unit in (module, *chosen.values()):
+        for part in unit.modules():
+            # The smallest unit around a part is the one that has the fewest modules.
+            if part is not unit and id(part) in chosen:
+                best = around.get(id(part))
+                if best is None or len(list(unit.modules())) < len(list(chosen.get(best, module).modules())):
+                    around[id(part)] = id(unit)
+    blocks: list[nn.Module] = []
+    parents: list[int] = []
+    # No function that calls itself: that is a cycle, which would hold the modules until the next collection.
+    todo = [(module, -1)]
+    while todo:
+        block, parent = todo.pop()
+        inside = [unit for key, unit in chosen.items() if around.get(key) == id(block)]
+        todo += [(unit, len(blocks)) for unit in reversed(inside)]
+        blocks.append(block)
+        parents.append(parent)
+    return blocks, parents
+
+
+def backward_tour(parents: Sequence[int], ahead: int) -> list[Stop]:
+    """Units 1, 2, ... in the order of forward, `parents[i]` the unit around i; 0 is the root, which stays gathered.
+
+    Backward enters the last unit first, and each before those inside it. `ahead` units that it will enter next are
+    gathered before the gradients of one are reduced, so that they travel while it computes.
+    """
+    stops: list[Stop] = []
+
+    def visit(around: int) -> None:
+        for i in reversed(range(1, len(parents))):
+            if parents[i] == around:
+                stops.append((True, i))
+                visit(i)
+                stops.append((False, i))
+
+    visit(0)
+    entered = [i for gathers, i in stops if gathers]
+    tour: list[Stop] = []
+    gathered = passed = 0
+    for gathers, i in stops:
+        passed += gathers
+        for number in entered[gathered : passed if gathers else passed + ahead]:
+            tour.append((True, number))
+            gathered += 1
+        if not gathers:
+            tour.append((False, i))
+    return [*tour, (False, 0)]
+
+
+class Tour:
+    """How far along the order this rank is."""
+
+    def __init__(self, stops: Sequence[Stop]) -> None:
+        self._stops, self._next = list(stops), 0
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._next = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left of it."""
+        return self._next == len(self._stops)
+
+    @property
+    def at(self) -> Stop:
+        """What comes next."""
+        return self._stops[self._next]
+
+    def step(self) -> Stop:
+        """What comes next, and go on."""
+        self._next += 1
+        return self._stops[self._next - 1]
+
+
+class OutOfOrder(TrainingError):
+    """A rank's forward or backward runs through the units in another order than the one that all ranks keep to.
+
+    unit: the name of the one that is needed; again: when it is computed once more in backward.
+    """
+
+    def __init__(self, unit: str, how: str, order: Sequence[str], *, again: bool = False) -> None:
+        super().__init__(
+            f"{unit!r} {how}.",
+            numbers=f"zero=3 gathers in the order {', '.join(order[:8])}{', ...' * (len(order) > 8)}",
+            hint="strategy='zero2', which gathers nothing; or a batch to see the order with beforehand: example=batch "
+            "of nbkit.prepare, data that can be indexed of a Trainer",
+        )
+        self.unit, self.again = unit, again
+
+
+class GatherOrder:
+    """Of `units`, the root first. parents: the number of the unit around each. keep, ahead: see data_axis."""
+
+    def __init__(self, units: list[Unit], blocks: Sequence[nn.Module], parents: Sequence[int], keep: bool, ahead: int):
+        self.keep, self._armed, self._computing = keep, False, False
+        self._running = self._forwarded = self._kept = self._lent = self._proven = False
+        self._next = self._made = self._entry = 0
+        self._units, self._root = units, units[0]
+        inside = {id(part) for slot in self._root.slots for part, _ in slot.places}
+        self._borrows = [not inside.isdisjoint(map(id, block.modules())) for block in blocks]
+        self._flight = InFlight()
+        self._tour = Tour(backward_tour(parents, ahead))
+
+    # Forward.
+
+    @property
+    def _stays(self) -> bool:
+        """Whether the root stays gathered behind a forward without gradients: the loss may use it."""
+        return self._computing and not self.keep
+
+    def before(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`block` is called: its parameters are there when this returns. Gives the inputs to call it with, or None.
+
+        number: of the unit; -1, -2, ... of what the root wraps.
+        """
+        unit = self._units[max(number, 0)]
+        if in_backward():
+            self._need(unit, again=True)  # recomputation of a checkpointed part
+            return None
+        if self._kept:
+            return None
+        if self.keep and torch.is_grad_enabled():
+            self._open_all()
+            return None
+        if unit is self._root:
+            if self._running and (number < self._entry or is_nested(block)):
+                unit.depth += number == self._entry
+                return None
+            self._begin_forward(number)
+        elif not self._running and self._borrows[number] and not self._root.here:
+            self._lent = True
+            self._root.gather()
+            self._root.open()
+        for other in [other for other in self._done if other is not unit]:
+            other.close()
+            self._done.remove(other)
+        if not unit.here:
+            self._fetch(unit, max(number, 0))
+            unit.open()
+        if unit in self._done:
+            self._done.remove(unit)
+        if self._running and self._next < len(self._units) and unit is self._units[self._next - 1]:
+            self._gather_next()
+        if unit is not self._root:
+            unit.depth += 1
+        if not torch.is_grad_enabled():
+            return None
+        self._forwarded = unit.forwarded = True
+        passed = None if unit is self._root else marked(args, kwargs, weakly(self._passed, unit))
+        unit.calls.append(passed is not None)
+        return passed
+
+    def _fetch(self, unit: Unit, number: int) -> None:
+        """Send its all-gather, if nobody has, and of all before it in the order of forward."""
+        while self._running and not unit.coming and number >= self._next:
+            self._gather_next()
+        if unit.slots and not unit.coming:
+            if self._computing:
+                # Another rank may not do so: it would take what this one gathers for something else.
+                how = "called again in a forward" if self._running else "called outside of the model's forward"
+                raise OutOfOrder(unit.name, f"is {how}, when its parameters have been let go", self._order)
+            unit.gather()  # by hand, on every rank alike
+
+    def after(self, number: int, output: Any) -> None:
+        """A block returns."""
+        unit = self._units[max(number, 0)]
+        if in_backward() or self._kept or (unit is self._root and number != self._entry):
+            return
+        if unit.depth:
+            unit.depth -= 1
+            if unit is self._root:
+                return
+        if torch.is_grad_enabled() and unit.calls:
+            is_marked = unit.calls.pop()
+            if awaited(output, weakly(self._wanted, unit)):
+                unit.pending += is_marked
+                unit.loose |= not is_marked
+        if unit is self._root:
+            self._end_forward()
+        elif unit.depth == 0:
+            self._done.append(unit)
+            if not self._running:
+                unit.close()
+                if self._lent and not torch.is_grad_enabled():
+                    self._lent = False
+                    self._root.close()
+
+    def _begin_forward(self, number: int) -> None:
+        if self._running:
+            self._rest()  # the forward before was broken off
+        self._running, self._entry, self._next = True, number, int(self._root.here)
+        if self._root.here:
+            self._root.reveal()
+        self._guard(True)
+
+    def _gather_next(self) -> None:
+        self._units[self._next].gather()
+        self._next += 1
+
+    def _end_forward(self) -> None:
+        while self._running and self._next < len(self._units):
+            # What this rank does not use, others may.
+            self._gather_next()
+        self._running = False
+        self._done.clear()
+        for unit in self._units:
+            if unit is not self._root or not (self._forwarded or self._stays):
+                unit.close()
+        if not self._computing:
+            # By hand: who looks at the module afterwards sees what it is at rest, also if no backward follows.
+            self._guard(False)
+            self._root.show()
+
+    def _open_all(self) -> None:
+        self._kept = self._forwarded = True
+        ahead = iter([*self._units[1:], None])
+        self._root.gather()
+        for unit in self._units:
+            if (following := next(ahead)) is not None:
+                following.gather()
+            unit.open()
+
+    # Backward.
+
+    def _wanted(self, unit: Unit) -> None:
+        """Its backward begins."""
+        if self._kept:
+            return
+        if self._root.here and not self._computing:
+            self._root.reveal()  # what is recomputed uses it
+        if unit.skipped or unit.finished or unit.sent:
+            raise self._late(unit, unit)
+        unit.begun = True
+        self._need(unit)
+        self._go_on()
+
+    def _passed(self, unit: Unit) -> None:
+        """The gradients of the inputs of one of its calls are made."""
+        unit.pending = max(unit.pending - 1, 0)
+        self._check_finished(unit)
+
+    def _check_finished(self, unit: Unit) -> None:
+        if unit is self._root or unit.pending or not unit.begun or self._kept:
+            return
+        if unit.loose and len(unit.arrived) < len(unit.trained):
+            return
+        unit.finished = True
+        unit.close()
+        self._go_on()
+
+    def arrive(self, number: int, name: str, param: Tensor) -> None:
+        """Autograd has made a gradient."""
+        unit = self._units[number]
+        refuse_sparse(name, param)
+        if unit.sent:
+            raise self._late(unit, unit) if unit.skipped else came_twice(name)
+        unit.widen(name)
+        if not self._kept:
+            unit.arrived.add(name)
+            if unit.loose:
+                self._check_finished(unit)
+        elif self._armed:
+            unit.arrived.add(name)
+            unit.finished = len(unit.arrived) == len(unit.trained)
+            self._go_on()
+
+    def _need(self, unit: Unit, *, again: bool = False) -> None:
+        """Gather `unit`, and all that comes before it in the order of a backward pass."""
+        if unit.here or not unit.slots:
+            return
+        while not unit.coming and not self._tour.done:
+            gathers, number = self._tour.at
+            other = self._units[number]
+            if not gathers and other.begun and not other.finished:
+                raise self._late(unit, other, again=again)
+            other.skipped = not gathers and other.forwarded and not other.finished
+            self._take()
+        if not unit.coming:
+            unit.gather()
+        unit.open()
+
+    @property
+    def _order(self) -> list[str]:
+        return [unit.name for unit in self._units[1:]]
+
+    def _late(self, unit: Unit, other: Unit, *, again: bool = False) -> TrainingError:
+        late = "after its place in the order" if unit is other else f"before backward is done with {other.name!r}"
+        return OutOfOrder(unit.name, f"is needed in backward {late}", self._order, again=again)
+
+    def _go_on(self) -> None:
+        """As far along the order as this rank's backward has come."""
+        while not self._tour.done:
+            gathers, number = self._tour.at
+            unit = self._units[number]
+            if not gathers and not unit.finished and (unit.forwarded or self._kept):
+                return
+            self._take()
+
+    def _take(self) -> None:
+        gathers, number = self._tour.step()
+        unit = self._units[number]
+        if not gathers:
+            unit.reduce(self._flight)
+        elif not self._kept and not unit.here:
+            unit.gather()
+
+    def _end_backward(self) -> None:
+        while not self._tour.done:
+            self._take()
+        self._flight.land()
+        self._made += 1
+        self._proven |= self._forwarded
+        self._rest()
+
+    def _rest(self) -> None:
+        """Everything sharded, and at the beginning of a pass."""
+        self._running = self._forwarded = self._kept = self._lent = False
+        self._next = 0
+        self._done: list[Unit] = []
+        self._tour.begin()
+        for unit in self._units:
+            unit.rest()
+        if not self._computing:
+            self._guard(False)
+
+    def _guard(self, guarded: bool) -> None:
+        for unit in self._units:
+            unit.guard(guarded)
 
 
 class ShardedParameters(GatherOrder, DataAxis):

@@ -12,12 +12,11 @@ import torch.distributed as dist
 
 from nbkit.durations import seconds_of
 from nbkit.errors import NbkitError, TornCheckpoint, TrainingError
-from nbkit.rank.comm.agree import largest
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.comm.agree import all_gather_objects, largest
 from nbkit.rank.train.checkpoint import retention
 from nbkit.rank.train.checkpoint.checkpoint import check_shared
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
-from nbkit.rank.train.control.detached_flag import DETACHED
+from nbkit.rank.train.control.active_job import DETACHED
 from nbkit.rank.train.job import Job
 from nbkit.records.events import Checkpointed
 

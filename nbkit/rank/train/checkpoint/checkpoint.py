@@ -3,6 +3,8 @@
 Each rank writes boxes of what it holds, every element once, and reads the boxes that it lacks; nothing is gathered.
 What the directory holds is torch.distributed.checkpoint's own format (dcp_io.py), and a manifest by which nbkit reads
 it (manifest.py): a directory from elsewhere, whatever is in it, can run nothing here.
+
+Checks whether a checkpoint fits the job that is to go on from it. Looks, and changes nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ import torch
 from torch import Tensor
 
 from nbkit.errors import TornCheckpoint, TrainingError
-from nbkit.planner.reshard.exchange import Plan
+from nbkit.planner.exchange import Plan
 from nbkit.rank.comm.agree import agree, failed_on
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.checkpoint.json_values import encoded
-from nbkit.rank.train.checkpoint.model_match import check_fits, check_tensors
+from nbkit.rank.train.checkpoint.job_state import by_name, everyone, shares
+from nbkit.rank.train.checkpoint.manifest import encoded
 from nbkit.rank.train.checkpoint.own_state import (
     changed_by,
     names_of,
@@ -34,13 +36,81 @@ from nbkit.rank.train.checkpoint.own_state import (
     whole_state_dict,
     writable_states,
 )
-from nbkit.rank.train.checkpoint.write_plan import by_name, everyone, shares
 from nbkit.rank.train.step.optimizer_state import OWN_SETTINGS, forget, settings_of, take_settings
 from nbkit.rank.train.training_state import TrainingState
 from nbkit.tensor_layout import Box, Layout
 
 if TYPE_CHECKING:
     from nbkit.rank.train.checkpoint.dcp_io import Reader
+
+
+def check_fits(
+    about: Mapping[str, Any],
+    *,
+    names: Sequence[tuple[str, str, tuple[int, ...]]],
+    groups: Sequence[Sequence[str]],
+    settings: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raises TrainingError when `about` is of another model (names, shapes), or of an optimizer with other groups.
+
+    names, groups, settings: as checkpoint.save writes them, of this job.
+    """
+    held = {name: shape for name, _, shape in names}
+    found = {name: tuple(shape) for name, _, shape in about["names"]}
+    if held != found:
+        other = [name for name in held if name in found and held[name] != found[name]]
+        raise TrainingError(
+            "The checkpoint is of another model.",
+            numbers=f"missing {sorted(held.keys() - found.keys())[:3]}, "
+            f"unexpected {sorted(found.keys() - held.keys())[:3]}"
+            + (f"; {other[0]} is {found[other[0]]} there, {held[other[0]]} here" if other else ""),
+            hint="build the model that was saved",
+        )
+    there = about["groups"]
+    if len(about["settings"]) != len(groups) or [set(each) for each in groups] != [set(each) for each in there]:
+        raise TrainingError(
+            "The checkpoint is of an optimizer with other parameter groups.",
+            numbers=f"parameters per group: {list(map(len, there))} there, {list(map(len, groups))} here",
+            hint="build the optimizer that was saved",
+        )
+    for here, kept in zip(settings, about["settings"], strict=True):
+        for key, value in kept.items():
+            if key in here and not _alike(here[key], value):
+                raise TrainingError(
+                    "The checkpoint is of an optimizer with other settings.",
+                    numbers=f"{key} is {value!r:.80} there, {here[key]!r:.80} here",
+                    hint="build the optimizer that was saved",
+                )
+
+
+def check_tensors(reader: Reader, sharded_model: ShardedModel) -> None:
+    """Raises ValueError when of what this rank holds something is missing, damaged, or kept as another kind."""
+    dtypes = reader.kinds
+    wanted: dict[str, Layout] = {}
+    for key, (tensor, layout) in (job_state.weights(sharded_model) | job_state.buffers(sharded_model)).items():
+        wanted[key] = layout
+        if (kept := dtypes.get(key)) is not None and _kind(kept) != _kind(tensor.dtype):
+            raise ValueError(f"{key} is {kept} there, {tensor.dtype} here")
+    for name, kinds in by_name(dtypes).items():
+        if name in sharded_model.held:
+            wanted |= {f"{key}/{name}": sharded_model.data.layouts[name] for key in kinds}
+    reader.verify(wanted)
+
+
+def _alike(here: Any, there: Any) -> bool:
+    """Whether `there` can stand where `here` does: a number for a number, as many for several."""
+    if here is None or there is None:
+        return True
+    if isinstance(here, list | tuple):
+        return isinstance(there, list | tuple) and len(here) == len(there) and all(map(_alike, here, there))
+    if isinstance(here, int | float):
+        return isinstance(there, int | float)
+    return isinstance(there, type(here))
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex
+
 
 _WHOLE = "a directory as trainer.save wrote it, the same for every rank"
 
@@ -216,8 +286,7 @@ def opened(
 
     def open_it() -> str:
         from nbkit.rank.train.checkpoint.dcp_io import Reader
-        from nbkit.rank.train.checkpoint.torch_layouts.torch_metadata import is_from_elsewhere
-        from nbkit.rank.train.checkpoint.torch_layouts.torch_reader import TorchReader, Wanted
+        from nbkit.rank.train.checkpoint.torch_reader import TorchReader, Wanted, is_from_elsewhere
 
         foreign = is_from_elsewhere(Path(path))
         wanted = Wanted(names, groups, settings, seed, place_after)

@@ -3,6 +3,8 @@
 A save writes new data files beside those of the checkpoint that is there, then puts a new `.metadata`, which names
 the files, in the place of the old one by a single rename. Up to that rename the old checkpoint stands, from it on the
 new one; no moment is without. Data files that no `.metadata` names are leftovers, and the next save removes them.
+
+Finds the elements of a tensor in the archive that torch.save made of it: bytes among others in a larger file.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ import io
 import os
 import pickle
 import secrets
+import struct
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -33,12 +38,50 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from nbkit.planner.reshard.boxes import within
+from nbkit.planner.exchange import within
 from nbkit.rank.torch_private import StorageInfo
-from nbkit.rank.train.checkpoint.json_values import viewed
-from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, Kept, opened, read, written
-from nbkit.rank.train.checkpoint.torch_archive import elements_in
+from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, Kept, opened, read, viewed, written
 from nbkit.tensor_layout import Box, Layout
+
+_NAME = "archive/data/0"
+_LENGTHS = 26  # where in an entry the lengths of its name and of its extra field stand, two bytes each
+_HEADER = 30  # bytes of an entry before them
+
+
+def elements_in(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
+    """(where in `file` the elements begin, their CRC-32). The archive is `length` bytes from `start` on."""
+    entry = zipfile.ZipFile(_Part(file, start, length)).getinfo(_NAME)
+    file.seek(start + entry.header_offset + _LENGTHS)
+    name, extra = struct.unpack("<2H", file.read(4))
+    return start + entry.header_offset + _HEADER + name + extra, entry.CRC
+
+
+class _Part(io.RawIOBase):
+    """A part of a file, as a file: zipfile finds the directory at the end of what it is given."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._length - self._at, 0)
+        self._file.seek(self._start + self._at)
+        found = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(found)
+        return found
+
 
 _PATIENCE = 1.0  # seconds that the files of other hosts may take to be seen
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import NbkitError, StrategyError, TrainingError
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
-from nbkit.rank.parallel.module.buffer_updates import kept_buffers
-from nbkit.rank.parallel.module.meta_module import homes, replace, skeleton_of
-from nbkit.rank.parallel.proof.memory import MemoryUses, memory_of
+from nbkit.rank.comm.agree import all_gather_objects
+from nbkit.rank.parallel.module.batch_norm import kept_buffers
+from nbkit.rank.parallel.module.copies import homes, replace, skeleton_of
+from nbkit.rank.parallel.proof.observe import MemoryUses, memory_of
 from nbkit.rank.parallel.reshard.plain_attributes import put, set_since, take_objects_along
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.torch_private import tree_map_only
-from nbkit.rank.train.checkpoint.json_values import encoded
+from nbkit.rank.train.checkpoint.manifest import encoded
 
 if TYPE_CHECKING:
     from nbkit.rank.train.builder import Builder

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import NbkitError, TrainingError
-from nbkit.rank.comm.agree import any_rank
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.comm.agree import all_gather_objects, any_rank
 from nbkit.rank.train.checkpoint.checkpoint import Taken, write
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.estimate.free_memory import left
-from nbkit.rank.train.replace.snapshot import Contents, copy_into, host_memory
+from nbkit.rank.train.replace.backup import Contents, copy_into, host_memory
 
 _SHARE_OF_FREE = 0.5  # of a host's memory, what copies may take; where they would take more, the training waits
 

@@ -2,13 +2,18 @@
 
 Only around a step that may well fail, such as the first one under a strategy: see nbkit.rank.world.failure_alarm for
 what it takes.
+
+Interrupts that wait: for the few lines that every rank does, or none.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import clear_frames
 
@@ -18,7 +23,7 @@ import torch.distributed as dist
 from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.comm.background_creation import BROKEN_OFF
 from nbkit.rank.device import accelerator
-from nbkit.rank.train.step.failure import PEER_GONE
+from nbkit.rank.train.step.history import PEER_GONE
 from nbkit.rank.world.failure_alarm import Alarm, Heard
 
 
@@ -127,3 +132,19 @@ def _unfit(device: torch.device) -> str:
     except Exception as error:
         return _spoken(error)
     return ""
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """A SIGINT that arrives inside acts at the end of it. Only for what is short and waits for nobody."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals act in the main thread alone
+        return
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
+        if arrived:
+            signal.raise_signal(signal.SIGINT)

@@ -8,8 +8,8 @@ from typing import Any
 
 from nbkit.errors import NotFinite, Stopped
 from nbkit.rank.comm.agree import any_rank
-from nbkit.rank.train.control.end_signals import heed_end_signals
 from nbkit.rank.train.control.rebalance import Rebalancing
+from nbkit.rank.train.control.step_boundary import heed_end_signals
 from nbkit.rank.train.out_of_memory.rescue import rescue
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.hang_watch import hang_watch

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
 
 EVERY = 100

@@ -13,9 +13,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from nbkit.planner.device_placement import best_places
-from nbkit.planner.load_balance import best_speeds, computing_seconds
-from nbkit.planner.stage_partition import place
+from nbkit.planner.stages import best_places, best_speeds, computing_seconds, place
 from nbkit.rank.telemetry.phases import Step, clock
 from nbkit.rank.train.job import Job
 from nbkit.records.events import Rebalanced

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import TrainingError
-from nbkit.planner.reshard.exchange import Plan
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.planner.exchange import Plan
+from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.checkpoint.write_plan import by_name
+from nbkit.rank.train.checkpoint.job_state import by_name
 from nbkit.rank.train.step.optimizer_state import forget, settings_of, take_settings
 from nbkit.tensor_layout import Layout
 

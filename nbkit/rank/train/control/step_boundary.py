@@ -11,10 +11,20 @@ others do not give it to them (`share`).
 
 That a training is to end because its cluster does has no number: one rank that was told suffices, and all end after the
 same step, with a checkpoint.
+
+A pause: the training is held at a step boundary, where requests are served as between any two steps.
+
+Every rank enters at the same boundary and asks in a small reduction, some twenty times a second, whether all hold the
+next request. So a stop, a switch or a live cell acts on all of them or on none, and the word to go on does too.
+
+In a job that goes on later: a signal that the job ends soon lets a training be saved at its next boundary, and end.
+
+For scripts under torchrun. On the ranks of a cluster the bridge hears these signals, from the start on.
 """
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -25,8 +35,8 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import Stopped
-from nbkit.rank.comm.agree import largest
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.rank.comm.agree import all_gather_objects, largest
+from nbkit.wire.cluster_end import end_signals
 
 SHARE_SECONDS = 2.0  # some ranks hold a request for so long, and others do not
 LEAST_PATIENCE = 1.5  # seconds; a training that has made no step is interrupted after them
@@ -256,3 +266,60 @@ def _tell_unserved(requests: list[tuple[int, str, Any]]) -> None:
     for request in requests:
         if "unserved" in handlers:
             handlers["unserved"](request)
+
+
+_POLL_SECONDS = 0.05
+_held = False
+
+
+def hold(device: torch.device) -> None:
+    """Return when `let_go` was called by a request. Collective. Raises Stopped when the user stops the training."""
+    global _held
+    if _held:
+        return
+    _held = True
+    polls = 0  # in which some ranks held the next request, and others did not
+    try:
+        while _held:
+            asked = inbox.acted + 1
+            # Whatever it lacks: there is no step to make it beside.
+            here = inbox.stage(asked) > 0
+            lacks, ends, held = largest([not here, told_to_end(), here], device=device)
+            if ends:
+                end()
+            if not lacks:
+                polls = 0
+                act(asked)
+                continue
+            polls = polls + 1 if held else 0
+            if polls * _POLL_SECONDS > SHARE_SECONDS:
+                polls = 0
+                share(device)
+            time.sleep(_POLL_SECONDS)
+    finally:
+        _held = False
+
+
+def let_go() -> bool:
+    """Go on; whether anything was held."""
+    global _held
+    was, _held = _held, False
+    return was
+
+
+def is_held() -> bool:
+    """From any thread."""
+    return _held
+
+
+def heed_end_signals() -> None:
+    """Hear them from now on, where nobody else does. A training begins."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in end_signals():
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.signal(number, lambda number, _: tell_to_end(f"the job ends soon ({_name(number)})"))
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name

@@ -15,18 +15,15 @@ from typing import Any
 from torch import nn
 
 from nbkit.errors import NbkitError
-from nbkit.planner.device_placement import best_places
+from nbkit.planner.exchange import orders, placed
 from nbkit.planner.forecast import Forecast, Term, terms_of
 from nbkit.planner.job_facts import Cuts, Facts, Weight, held
 from nbkit.planner.link_speed import between_nodes
-from nbkit.planner.memory import Bytes
-from nbkit.planner.reshard.placement import orders, placed
-from nbkit.planner.stage_partition import place, ranks_of_stages
-from nbkit.planner.step.measured_step import Sends, link_seconds
-from nbkit.planner.step.overlap import Unit
-from nbkit.planner.traffic import Traffic, per_step, wire_bytes
+from nbkit.planner.stages import best_places, place, ranks_of_stages
+from nbkit.planner.step import Sends, Unit, link_seconds
+from nbkit.planner.traffic import Bytes, Traffic, per_step, wire_bytes
+from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.module.forward_wrapper import wrapped_by
-from nbkit.rank.parallel.module.meta_module import skeleton_of
 from nbkit.rank.parallel.options import Options, casts_of
 from nbkit.rank.parallel.pipeline.layer_chain import Chain
 from nbkit.rank.parallel.tensor.apply import parts_of
@@ -90,7 +87,7 @@ class CostModel:
         return min(found, key=self._link_seconds) if self._several_nodes else self._by_speed(strategy)
 
     def placed(self, strategy: Strategy, *, now: Strategy) -> Strategy:
-        """`strategy` with its ranks in the order that a switch from `now` gives them: see planner/reshard/placement.py.
+        """`strategy` with its ranks in the order that a switch from `now` gives them: see planner/exchange.py.
 
         Raises StrategyError for what cannot be split.
         """

@@ -20,7 +20,7 @@ from nbkit.planner.switch_cost import fits
 from nbkit.rank.device import accelerator
 from nbkit.rank.host_memory import free_on_host
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
-from nbkit.rank.telemetry.memory import bytes_held
+from nbkit.rank.telemetry.health import bytes_held
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.out_of_memory import tensor_limit
 from nbkit.rank.world import world

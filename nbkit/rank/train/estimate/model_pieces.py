@@ -17,19 +17,18 @@ from torch import nn
 from nbkit.errors import StrategyError, UsageError
 from nbkit.planner.choose.search import LEAST_POSITIONS
 from nbkit.planner.job_facts import Facts
-from nbkit.planner.peak.activations import Piece
-from nbkit.planner.peak.peak import Weights
+from nbkit.planner.peak import Piece, Weights
 from nbkit.rank.data.batch import call, check_inputs, pair, rows_of, take
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.model_facts import Runs, find_facts
-from nbkit.rank.parallel.module.meta_module import skeleton_of
-from nbkit.rank.parallel.module.mixture_of_experts import experts_in
+from nbkit.rank.parallel.module.block_discovery import experts_in
+from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.proof.short_example import first_runs
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.estimate.cost_model import transformer_facts
-from nbkit.rank.train.estimate.model_trace.trace import Traced
+from nbkit.rank.train.estimate.model_trace import Traced
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes
 from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.rank.train.step.optimizer_factory import Template

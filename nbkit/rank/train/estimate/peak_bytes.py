@@ -16,15 +16,14 @@ from torch import nn
 from nbkit.errors import NbkitError
 from nbkit.node_levels import levels_of
 from nbkit.planner.link_speed import Link
-from nbkit.planner.peak.activations import Line, Piece, Updating
-from nbkit.planner.peak.peak import Peak, Weights, peak
-from nbkit.planner.stage_partition import place
+from nbkit.planner.peak import Line, Peak, Piece, Updating, Weights, peak
+from nbkit.planner.stages import place
 from nbkit.rank.aside import NotAside
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.options import Options, casts_of
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.train.config import TrainConfig
-from nbkit.rank.train.estimate.model_trace.trace import Traced, blocks_of, trace, updating
+from nbkit.rank.train.estimate.model_trace import Traced, blocks_of, trace, updating
 from nbkit.rank.train.estimate.state_bytes import Census
 from nbkit.rank.train.step.optimizer_factory import Template
 from nbkit.strategy import Strategy

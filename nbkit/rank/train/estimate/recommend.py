@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import NbkitError, StrategyError
-from nbkit.planner.choose.fastest import fastest
-from nbkit.rank.data.batch import rows_of
-from nbkit.rank.data.batch_size import Arithmetic
+from nbkit.planner.choose.search import fastest
+from nbkit.rank.data.batch import Arithmetic, rows_of
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.cost_model import CostModel
-from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
+from nbkit.rank.train.estimate.time_model import seconds_before_a_step
 from nbkit.strategy import Strategy
 
 AUTO = "auto"

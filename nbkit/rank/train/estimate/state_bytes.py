@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nbkit.mesh import Mesh
-from nbkit.planner.memory import Rest
-from nbkit.planner.reshard.boxes import overlap
+from nbkit.planner.exchange import overlap
+from nbkit.planner.traffic import Rest
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout

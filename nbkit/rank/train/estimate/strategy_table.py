@@ -8,8 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nbkit.errors import NbkitError
-from nbkit.planner.choose.fastest import recommended
-from nbkit.planner.choose.levers_that_help import levers_that_help
+from nbkit.planner.choose.search import levers_that_help, recommended
 from nbkit.planner.switch_cost import during
 from nbkit.planner.traffic import wire_bytes
 from nbkit.rank.parallel.model_facts import lacking

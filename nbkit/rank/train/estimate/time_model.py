@@ -1,18 +1,25 @@
-"""Estimates the seconds of a switch, and of a step after it: measured where there were some, else predicted or None."""
+"""Estimates the seconds of a switch, and of a step after it: measured where there were some, else predicted or None.
+
+The pace of a strategy from the seconds of its newest steps: their median, and between what it lies.
+
+Seconds of a step before any was made, from what the blocks and the links took when they were measured.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nbkit.planner.reshard.placement import orders
-from nbkit.planner.step.measured_step import Seen, predicted
-from nbkit.planner.step.overlap import FORWARD
+from nbkit.planner.exchange import orders
+from nbkit.planner.step import FORWARD, Seen, Sends, predicted
+from nbkit.rank.data.batch import rows_of
 from nbkit.rank.device import accelerator
-from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
-from nbkit.rank.train.estimate.pace import Pace
+from nbkit.rank.train.builder import Builder
+from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.state_bytes import Census, Flow
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
@@ -20,6 +27,86 @@ from nbkit.strategy import Strategy
 if TYPE_CHECKING:
     from nbkit.rank.train.estimate.cost_model import CostModel
     from nbkit.rank.train.job import Job
+
+LEAST = 5  # steps whose shortest and longest have the median between them with 94 %; fewer say little
+_STEPS = 20  # of a strategy, whose median is its pace
+_STRATEGIES = 64  # of more than these the one that was left first is forgotten
+
+
+@dataclass(frozen=True)
+class Pace:
+    """seconds: the median of `steps` steps, between low and high with 95 %. low, high: None of fewer than `LEAST`.
+
+    ago: how many steps were made since the newest of them, under other strategies.
+    """
+
+    seconds: float
+    low: float | None
+    high: float | None
+    steps: int
+    ago: int = 0
+
+
+def pace_of(seconds: Sequence[float]) -> Pace | None:
+    """None of no steps."""
+    if not seconds:
+        return None
+    few = len(seconds) < LEAST
+    low, high = (None, None) if few else interval(seconds)
+    return Pace(statistics.median(seconds), low, high, len(seconds))
+
+
+def interval(seconds: Sequence[float]) -> tuple[float, float]:
+    """Between which two of them the median lies with 95 %, whatever their distribution."""
+    ordered, n = sorted(seconds), len(seconds)
+    at = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))
+    return ordered[at], ordered[n - 1 - at]
+
+
+class Paces:
+    """The newest seconds of each strategy that has run, however long ago. Written by one thread, read by any."""
+
+    def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._newest: dict[str, tuple[int, tuple[float, ...]]] = {}  # (its last step, seconds), replaced as a whole
+        self._step = 0
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """A step has been made; its `record` follows those of all earlier ones."""
+        strategy, self._step = record["strategy"], record["step"]
+        _, seconds = self._newest.get(strategy, (0, ()))
+        self._newest[strategy] = self._step, (*seconds, record["seconds"])[-_STEPS - 1 :]
+        if len(self._newest) > _STRATEGIES:
+            del self._newest[min(self._newest, key=lambda name: self._newest[name][0])]
+
+    def of(self, strategy: str) -> Pace | None:
+        """Without the first step of a strategy, which makes what later ones reuse; None where there is no other."""
+        step, seconds = self._newest.get(strategy, (0, ()))
+        pace = pace_of(seconds[1:])
+        return replace(pace, ago=self._step - step) if pace is not None else None
+
+
+def seconds_before_a_step(
+    model: CostModel, builder: Builder, strategy: Strategy, batch: int, *, recompute: bool | None = None
+) -> float | None:
+    """Of a step of `batch` rows, None where something that it takes is not known. recompute: blocks; None: as the
+    builder does."""
+    options, link = builder.options, builder.link
+    costs, example = options.costs, builder.config.example
+    if not costs or example is None:
+        return None
+    # Costs are those of the blocks as they are, a forward and a backward.
+    again = options.recompute if recompute is None else recompute
+    compute = sum(costs) / rows_of(example) * batch
+    if link is None:
+        return (1 + FORWARD * again) * compute
+    sends = model.sends(strategy)
+    if sends is None:
+        return None
+    alone = Seen(Strategy(), {"compute": compute})
+    return predicted(alone, Sends((), 0), strategy, sends, link, costs, recomputed=(False, again)).total
+
 
 _SWITCHES = 12  # the newest that a prediction follows
 _OWN_CORES = 0.9  # of the seconds in which it computes, a rank on cores of its own has them

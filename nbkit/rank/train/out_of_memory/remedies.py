@@ -15,8 +15,8 @@ from math import inf
 from typing import Any
 
 from nbkit.errors import NbkitError
-from nbkit.planner.peak.peak import Peak
-from nbkit.rank.data.batch_size import Arithmetic
+from nbkit.planner.peak import Peak
+from nbkit.rank.data.batch import Arithmetic
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.options import need_rows

@@ -3,6 +3,15 @@
 In the order of this file: an alarm is on while steps are made, which wakes the ranks that wait for one that failed; all
 groups are formed again; weights, optimizer, random state and position in the data are those of before the step; rank 0
 computes what would fit, and all ranks put the same setting in force. The global batch stays, and so does the curve.
+
+Puts a setting in force between two steps: rows of a forward pass, recomputation, offload and strategy.
+
+The question that a lack of memory puts to the user: which of the settings that fit to go on with.
+
+It is open on all ranks alike, from the step that was taken back until one of its rows is taken or a step is made. In a
+detached cell the training is held meanwhile; elsewhere `fit` has ended with an error, and the next one goes on.
+
+What else than the step itself took the memory, where the numbers tell: a leak, gaps, other processes.
 """
 
 from __future__ import annotations
@@ -11,37 +20,191 @@ import gc
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbkit.errors import NotFinite, SwitchError, TrainingError
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.errors import NotFinite, SwitchError, TrainingError, UsageError
+from nbkit.rank.comm.agree import all_gather_objects
+from nbkit.rank.data.batch import Arithmetic
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.pipeline.p2p_groups import meet
+from nbkit.rank.parallel.module.forward_wrapper import recompute
+from nbkit.rank.parallel.parallelize import blocks_held
+from nbkit.rank.parallel.pipeline.p2p import meet
 from nbkit.rank.rng.seeding import Drawn
-from nbkit.rank.telemetry.memory import storage_bytes
+from nbkit.rank.telemetry.health import storage_bytes
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.control import pause, step_boundary
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.control.active_job import DETACHED
 from nbkit.rank.train.control.collective_guard import Guard, waited
-from nbkit.rank.train.control.detached_flag import DETACHED
 from nbkit.rank.train.estimate import free_memory
-from nbkit.rank.train.out_of_memory import diagnosis, question, tensor_limit
-from nbkit.rank.train.out_of_memory.apply import apply
+from nbkit.rank.train.job import Job
+from nbkit.rank.train.out_of_memory import tensor_limit
 from nbkit.rank.train.out_of_memory.remedies import Remedies, Remedy, Setting, alternatives, described, remedies
 from nbkit.rank.train.replace import resume_fit
-from nbkit.rank.train.step.optimizer_state import forget
+from nbkit.rank.train.step.optimizer_state import forget, offload, to_host
 from nbkit.rank.world import world
 from nbkit.rank.world.failure_alarm import Alarm
 from nbkit.records.events import OutOfMemory
 
 if TYPE_CHECKING:
     from nbkit.rank.train.trainer import Trainer
+
+
+def apply(job: Job, setting: Setting, batch: int) -> None:
+    """The next step is made with `setting`. Collective. batch: rows of the global batch.
+
+    Raises SwitchError where its strategy cannot be put in force: the old one is, with the rest of the setting.
+    """
+    now = Setting.of(job, batch)
+    if setting.recompute and not now.recompute:
+        _recompute(job)
+    if setting.offload and not now.offload:
+        offload(job.optimizer.inner)
+        to_host(job.optimizer.inner)
+        _configure(job, offload="cpu")
+        job.builder.offload = True
+    most = Arithmetic.of(batch, setting.strategy, microbatch_size=None).micro
+    if setting.strategy.pp == 1 and (setting.microbatch_size < most or job.config.microbatch_size is not None):
+        _cut(job, setting)
+    job.forget_estimates()
+    job.switch(str(setting.strategy))
+    job.feed.recut()
+
+
+def _configure(job: Job, **changed: object) -> None:
+    job.config = job.builder.config = replace(job.builder.config, **changed)  # type: ignore[arg-type]
+
+
+def _cut(job: Job, setting: Setting) -> None:
+    _configure(job, microbatch_size=setting.microbatch_size)
+    job.builder.choose(cut=True)
+    job.training_step.microbatch_size = setting.microbatch_size
+
+
+def _recompute(job: Job) -> None:
+    _configure(job, recompute=True)
+    job.builder.choose(recompute=True)
+    recompute(
+        job.sharded_model.module, blocks_held(job.sharded_model.module, job.builder.options, job.builder.skeleton)
+    )
+
+
+COMMAND = "%train fit"
+
+
+@dataclass(frozen=True)
+class Question:
+    """Of a job whose global batch has `batch` rows."""
+
+    job: weakref.ref[Job]
+    batch: int
+    found: Remedies
+
+    @property
+    def text(self) -> str:
+        """The table, with what to type for each row."""
+        return "\n".join(described(self.found, lambda number: f"{COMMAND} {number}"))
+
+
+_open: Question | None = None
+
+
+def put(question: Question | None) -> None:
+    """`question` is open from now on; None: there is none any more."""
+    global _open
+    _open = question
+
+
+def answer(job: Job | None, number: int = 0) -> dict[str, Any]:
+    """Put row `number` of the open question in force, 0: the first that fits; which it was. Collective, between two
+    steps.
+
+    Raises UsageError where there is no such row or no question, and what applying it raises.
+    """
+    question = _open
+    if job is None or question is None or question.job() is not job:
+        raise UsageError("No step has run out of memory, so there is nothing to fit.", hint="%strategy, %train pause")
+    rows = question.found.rows
+    if not 0 <= number <= len(rows):
+        raise UsageError(f"There is no row {number}.", numbers=f"rows 1 to {len(rows)}", hint=f"{COMMAND} 1")
+    row = rows[number - 1] if number else question.found.first
+    if row is None:
+        raise UsageError(
+            "Nothing fits by arithmetic.", numbers=question.text, hint=f"{COMMAND} 1 tries it all the same"
+        )
+    apply(job, row.setting, question.batch)
+    put(None)
+    return {"changes": row.changes, "peak": row.peak, "fits": row.fits, "seconds": row.seconds}
+
+
+LEVELS = 6
+"""Steps in a row that begin with more than the one before, which show a leak."""
+_SHARE = 0.02  # of what is in use, by which it has to have grown
+_MUCH = 0.1  # of the device
+_OWN = 10**9  # bytes that CUDA, cuBLAS and NCCL take in this process itself, beside torch's allocator
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Bytes on a rank's device when an allocation failed; 0 where nothing says.
+
+    allocated: by tensors of this process. reserved: by torch's allocator, for them and for later ones. used: by all
+    processes. levels: allocated, at the beginning of each of the last steps.
+    """
+
+    total: int = 0
+    used: int = 0
+    reserved: int = 0
+    allocated: int = 0
+    levels: Sequence[int] = ()
+
+    def findings(self) -> list[str]:
+        """Sentences; none where it is the step that is too large."""
+        found = []
+        last = list(self.levels)[-LEVELS:]
+        grown = last[-1] - last[0] if last else 0
+        rises = all(after > before for before, after in pairwise(last))
+        if len(last) == LEVELS and rises and grown > _SHARE * last[-1]:
+            found.append(
+                f"live tensors grew by {_mb(grown / (LEVELS - 1))} a step over {LEVELS - 1} steps: "
+                "something keeps them, such as a list of losses without .item()"
+            )
+        if (gaps := self.reserved - self.allocated) > _MUCH * self.total > 0:
+            found.append(
+                f"{_mb(gaps)} of {_mb(self.reserved)} that torch has reserved lie in gaps between tensors: "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before %cluster start"
+            )
+        if (others := self.used - self.reserved - _OWN) > _MUCH * self.total > 0:
+            found.append(f"{_mb(others)} of {_mb(self.total)} are held by others on this device: see nvidia-smi")
+        return found
+
+
+def level(device: torch.device) -> int:
+    """Bytes that tensors of this rank take now; 0 where nothing says."""
+    if accelerator().holds(device):
+        return accelerator().memory(device)[0]
+    limit = tensor_limit.in_force()
+    return limit.now if limit is not None else 0
+
+
+def look(device: torch.device, levels: Sequence[int]) -> Seen:
+    """Now, while what the step has taken is still there. levels: see Seen."""
+    if not accelerator().holds(device):
+        return Seen(levels=tuple(levels))
+    total, used, reserved = accelerator().occupied(device)
+    return Seen(total, used, reserved, accelerator().memory(device)[0], tuple(levels))
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.4g} MB"
+
 
 POLICIES = ("ask", "fit", "raise")
 
@@ -95,7 +258,7 @@ class Rescue:
         self._guard: Guard | None = None
         self._key = ""
         self._before: _Before | None = None
-        self._levels: deque[int] = deque(maxlen=diagnosis.LEVELS)
+        self._levels: deque[int] = deque(maxlen=LEVELS)
 
     def end(self) -> None:
         """No step is guarded any more."""
@@ -115,7 +278,7 @@ class Rescue:
                 self._key = here.key
                 self._guard = Guard("memory", world_size=job.world_size, device=job.device)
             buffers = {key: tensor.clone() for key, (tensor, _) in job_state.buffers(job.sharded_model).items()}
-            self._levels.append(diagnosis.level(job.device))
+            self._levels.append(level(job.device))
             versions = None if job.optimizer.state else self._versions()
             self._before = _Before(job.step, Drawn.so_far(), buffers, versions)
         limit = tensor_limit.in_force()
@@ -138,7 +301,7 @@ class Rescue:
         began, guard, job = time.time(), self._guard, self._trainer.job
         assert guard is not None
         own = accelerator().out_of_memory(error)
-        findings = diagnosis.look(job.device, self._levels).findings() if own else []
+        findings = look(job.device, self._levels).findings() if own else []
         failures, self._guard = guard.failures(error), None
         _forget_frames(error)
         with job.ledger.clock.stopped():
@@ -217,25 +380,25 @@ class Rescue:
     def _ask(self, error: Exception, lack: _Lack, found: Remedies, batch: int) -> None:
         """Hold the training until somebody has answered, or end `fit` where nobody can while its cell runs."""
         job = self._trainer.job
-        asked = question.Question(weakref.ref(job), batch, found)
-        question.put(asked)
+        asked = Question(weakref.ref(job), batch, found)
+        put(asked)
         if not DETACHED.get():
             wanting = TrainingError(
                 f"A step ran out of memory, and was taken back: {lack.what}",
                 numbers=asked.text,
-                hint=f"{question.COMMAND} or {question.COMMAND} N, then this cell again: fit goes on from here",
+                hint=f"{COMMAND} or {COMMAND} N, then this cell again: fit goes on from here",
             )
             wanting.__cause__ = error
             raise wanting
         if job.rank == 0:
             print(f"\rOut of memory in step {job.step + 1}, which was taken back: {lack.what}\n{asked.text}")
-            print(f"The training waits: {question.COMMAND}, or %strategy and %train resume", flush=True)
-        step_boundary.report(waits=f"out of memory: {question.COMMAND}")
+            print(f"The training waits: {COMMAND}, or %strategy and %train resume", flush=True)
+        step_boundary.report(waits=f"out of memory: {COMMAND}")
         try:
-            pause.hold(job.device)
+            step_boundary.hold(job.device)
         finally:
             step_boundary.report(waits="")
-            question.put(None)
+            put(None)
 
     def _tell(self, lack: _Lack, found: Remedies, chosen: Remedy | None) -> None:
         """An event: of what has happened, and of what was done about it."""

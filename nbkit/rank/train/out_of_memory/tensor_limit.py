@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nbkit.errors import UsageError
 from nbkit.rank.parallel.sharded_model import ShardedModel
-from nbkit.rank.train.estimate.model_trace.live_bytes import LiveBytes
+from nbkit.rank.train.estimate.model_trace import LiveBytes
 
 VARIABLE = "NBKIT_TENSOR_LIMIT"
 

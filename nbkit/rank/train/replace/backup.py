@@ -6,6 +6,15 @@ it launches the reduction of that step's numbers, which then comes last. So whoe
 that every rank holds the newest backup, and the one before it may be written over: no collective is added, and nobody
 asks. Two are held at any time, so that a rank that dies in a transfer takes back to a boundary that is whole
 everywhere. On the wire: the share, once, and about a hundred bytes.
+
+Which rank backs up which part of the state: every element once, by a rank that holds it.
+
+What the optimizer updates is what is shared out, as the layouts of a strategy say; a weight and all that the optimizer
+keeps of it go together. On CPU ranks nothing where every rank holds everything: each is a backup of all others. On GPUs
+they are none: when a rank dies, the hosts of the others have mostly enqueued the update behind the reduction that is
+then broken off, and the weights of all of them are torn.
+
+A rank's share of the state at one step, in one flat piece of host memory, as it is kept and as it travels.
 """
 
 from __future__ import annotations
@@ -14,7 +23,7 @@ import math
 import pickle
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,18 +32,145 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbkit.planner.exchange import held, uncovered, within
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.shard_layouts import RankLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.torch_private import foreach_copy_
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.estimate.free_memory import left
-from nbkit.rank.train.replace.backup_shares import Shares, shares_of
-from nbkit.rank.train.replace.snapshot import Contents, copy_into, host_memory
-from nbkit.rank.train.switch.optimizer_reports import memory_of
+from nbkit.rank.train.switch.consensus import memory_of
 from nbkit.strategy import Strategy
-from nbkit.tensor_layout import Layout
+from nbkit.tensor_layout import Box, Layout
+
+Shares = Mapping[str, tuple[Box, ...]]
+"""name of a parameter, or "buffer/NAME" -> boxes of the global tensor."""
+
+
+def shares_of(rank_layouts: RankLayouts, rank: int, *, all_may_tear: bool = False) -> Shares | None:
+    """What `rank` backs up, by the same rule on every rank, without a message; None where no rank backs up anything.
+
+    all_may_tear: one error may leave no rank with whole weights, as it may on GPUs.
+    """
+    spread = [
+        {**of_params, **{f"buffer/{name}": layout for name, layout in of_buffers.items()}}
+        for of_params, of_buffers in zip(rank_layouts.held, rank_layouts.buffers, strict=True)
+    ]
+    alike = all(one.keys() == spread[0].keys() and all(each.is_whole for each in one.values()) for one in spread)
+    if alike and not all_may_tear:
+        return None
+    load = [0] * len(spread)
+    mine: dict[str, list[Box]] = {}
+    for name in sorted({name for one in spread for name in one}):
+        for box, ranks in _cells([one.get(name) for one in spread]):
+            writer = min(ranks, key=lambda rank: (load[rank], rank))
+            load[writer] += box.numel
+            if writer == rank:
+                mine.setdefault(name, []).append(box)
+    return {name: tuple(boxes) for name, boxes in mine.items()}
+
+
+def _cells(spread: Sequence[Layout | None]) -> list[tuple[Box, list[int]]]:
+    """Boxes that do not overlap and cover all that is held: (box, ranks that hold it)."""
+    holders: dict[Box, list[int]] = {}
+    for rank, layout in enumerate(spread):
+        for box in held(layout):
+            holders.setdefault(box, []).append(rank)
+    found: list[tuple[Box, list[int]]] = []
+    for box, ranks in holders.items():
+        found += [(rest, ranks) for rest in uncovered((box,), [taken for taken, _ in found])]
+    return found
+
+
+def beside(shape: tuple[int, ...], boxes: Sequence[Box]) -> Layout:
+    """A layout of one tensor that holds `boxes` of a global one of `shape`, one behind the other along dim 0."""
+    if not shape:
+        return Layout.whole(())
+    pieces, at = [], 0
+    for box in boxes:
+        pieces.append((Box((at, *[0] * (len(shape) - 1)), box.shape), box))
+        at += box.shape[0]
+    return Layout(shape, (at, *(max(box.shape[d] for box in boxes) for d in range(1, len(shape)))), tuple(pieces))
+
+
+_ALIGN = 16
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What lies in a snapshot, in this order: key -> dtype and layout."""
+
+    kinds: Mapping[str, torch.dtype]
+    layouts: Mapping[str, Layout]
+
+    @classmethod
+    def of(cls, state: JobState, shares: Shares) -> Contents:
+        """What `shares` name of `state`."""
+        named = {key: key if key.startswith("buffer/") else key.partition("/")[2] for key in state}
+        return cls.by_key(state, {key: shares[name] for key, name in named.items() if name in shares})
+
+    @classmethod
+    def by_key(cls, state: JobState, boxes: Mapping[str, Sequence[Box]]) -> Contents:
+        """These boxes of `state`."""
+        kinds, layouts = dict[str, torch.dtype](), dict[str, Layout]()
+        known: dict[Layout, Layout] = {}
+        for key, (tensor, layout) in state.items():
+            if wanted := boxes.get(key):
+                made = beside(layout.shape, wanted)
+                kinds[key], layouts[key] = tensor.dtype, known.setdefault(made, made)
+        return cls(kinds, layouts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the flat piece; it is never empty, since it is sent."""
+        return _ALIGN + sum(_room(self.layouts[key], kind) for key, kind in self.kinds.items())
+
+    def views(self, flat: Tensor) -> JobState:
+        """The tensors that lie in `flat`."""
+        found, at = {}, 0
+        for key, kind in self.kinds.items():
+            layout = self.layouts[key]
+            part = flat[at : at + layout.numel * kind.itemsize].view(kind).view(layout.local)
+            found[key] = part, layout
+            at += _room(layout, kind)
+        return found
+
+
+def host_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """Of the host, for what is copied out of `device`."""
+    if accelerator().holds(device):
+        return accelerator().pinned((num_bytes,), torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _room(layout: Layout, kind: torch.dtype) -> int:
+    return -(-layout.numel * kind.itemsize // _ALIGN) * _ALIGN
+
+
+@torch.no_grad()
+def copy_into(target: JobState, state: JobState) -> None:
+    """Fill `target`, views of a snapshot, from what this rank holds."""
+    on_device: tuple[list[Tensor], list[Tensor]] = [], []
+    on_host: tuple[list[Tensor], list[Tensor]] = [], []
+    for key, (tensor, layout) in target.items():
+        whole, held = state[key]
+        into, out_of = on_device if accelerator().holds(whole) else on_host
+        for here, there in layout.pieces:
+            into.append(tensor[here.slices])
+            out_of.append(whole[_place(held, there)])
+    if on_host[0]:
+        foreach_copy_(*on_host)
+    if on_device[0]:
+        # As a foreach from a device to the host, each would be waited for.
+        accelerator().fetch_into(*on_device)
+
+
+def _place(layout: Layout, box: Box) -> tuple[slice, ...]:
+    """Where `box` of the global tensor lies in the local one."""
+    return next(box.moved(there.start, here.start).slices for here, there in layout.pieces if within(box, there))
+
 
 _GENERATIONS = 2
 _FIRST, _MEASURED = 2, 3

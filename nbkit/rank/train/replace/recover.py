@@ -3,44 +3,205 @@
 In the order of this file: all ranks tell what they hold, and of which step; a survivor hands over what a Trainer is
 made of; all build the strategy in force anew, since a process that dies takes its groups with it; one exchange fills
 it, as in a switch, from what is held of the newest step that is whole; and all stand at that step.
+
+What ranks hold of a training's state, and of which step; and the newest step of which they hold everything.
+
+What a survivor holds already: its new sharded model takes that memory over, and nothing of it is copied.
+
+Where a rank was replaced most tensors of the others stay what they are: all under ddp, each rank's part of a layer
+under tp. A second sharded model beside the first would take its memory, and a copy of all of it. So it is built hollow
+(see resizable_storage.py), and its tensors are pointed at the old ones. A memory that several tensors share, such as
+the flat parts of zero 3, is filled by a copy.
 """
 
 from __future__ import annotations
 
+import pickle
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.rank.comm.agree import agree
-from nbkit.rank.comm.all_gather_objects import all_gather_objects
+from nbkit.planner.exchange import Plan
+from nbkit.rank.comm.agree import agree, all_gather_objects
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.device_mesh import close_all
-from nbkit.rank.parallel.reshard.redistribute import Exchange
-from nbkit.rank.parallel.reshard.resizable_storage import hollow
+from nbkit.rank.parallel.reshard.redistribute import Exchange, Filling, Spaces, hollow
 from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.checkpoint.job_state import JobState
+from nbkit.rank.train.checkpoint.job_state import JobState, by_name
+from nbkit.rank.train.config import LastCheckpoint
 from nbkit.rank.train.control.recovery import Progress
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.own_loop.own_loop import OwnLoop
 from nbkit.rank.train.replace import stages
-from nbkit.rank.train.replace.backup import Generation, buddy_of
+from nbkit.rank.train.replace.backup import Contents, Generation, buddy_of
 from nbkit.rank.train.replace.hand_over import hand_over
-from nbkit.rank.train.replace.kept_memory import with_memory
-from nbkit.rank.train.replace.restoration import Holding, Part, Restoration, newest
-from nbkit.rank.train.replace.snapshot import Contents
 from nbkit.rank.train.step.optimizer_state import settings_of, take_settings
-from nbkit.rank.train.switch.model_edits import changes_of
+from nbkit.rank.train.switch.consensus import unpacked
+from nbkit.rank.train.switch.model_edits import Changes, changes_of
 from nbkit.rank.train.switch.pending_switch import free
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
+
+Numbers = Mapping[str, Mapping[str, Any]]
+"""See job_state.scalars."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of the state at one step: key -> layout and dtype, and what the optimizer keeps once per parameter."""
+
+    layouts: Mapping[str, Layout]
+    kinds: Mapping[str, torch.dtype]
+    numbers: Numbers
+
+    @classmethod
+    def of(cls, state: JobState, numbers: Numbers) -> Part:
+        """What there is of `state`. Equal layouts become one object: pickled once, and told apart by identity."""
+        known: dict[Layout, Layout] = {}
+        layouts = {key: known.setdefault(layout, layout) for key, (_, layout) in state.items()}
+        return cls(layouts, {key: tensor.dtype for key, (tensor, _) in state.items()}, numbers)
+
+    @classmethod
+    def kept(cls, generation: Generation, names: Sequence[str]) -> Part:
+        """What there is of a backup. names: of the model's parameters."""
+        contents, numbers = generation.contents, unpacked([pickle.loads(generation.about)], names).numbers
+        return cls(contents.layouts, contents.kinds, numbers)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a rank tells the others when ranks were lost; a new one has nothing to tell.
+
+    finished: steps. parts: by step, what it can give of the state then. wards: what it keeps of rank `ward`. asked:
+    see Backups. saved: the last checkpoint.
+    """
+
+    strategy: Strategy | None = None
+    changes: Changes | None = None
+    finished: int | None = None
+    parts: Mapping[int, Part] = field(default_factory=dict)
+    wards: Mapping[int, Part] = field(default_factory=dict)
+    ward: int | None = None
+    asked: int | None = 0
+    saved: LastCheckpoint | None = None
+
+
+@dataclass(frozen=True)
+class Restoration:
+    """The newest step that is whole, who gives of it, and the exchange that brings all ranks there.
+
+    given: by rank, what it gives; None where that is nothing. kinds, numbers: of what the optimizer keeps, see
+    job_state.allocate.
+    """
+
+    step: int
+    given: Sequence[Part | None]
+    plan: Plan
+    kinds: Mapping[str, Mapping[str, torch.dtype]]
+    numbers: Numbers
+
+    @property
+    def sources(self) -> list[int]:
+        """The ranks that give."""
+        return [rank for rank, part in enumerate(self.given) if part is not None]
+
+
+def newest(everyone: Sequence[Holding], strategy: Strategy, builder: Builder) -> Restoration:
+    """Return the newest step that is whole. The same on every rank, without a message.
+
+    Raises TrainingError where no step is whole, naming what is lost.
+    """
+    # What a buddy kept goes to the new rank itself, which then gives as it would have done.
+    kept = {each.ward: each.wards for each in everyone if each.ward is not None}
+    why = lacking = ""
+    held = {step for each in everyone for step in each.parts}
+    for step in sorted(held, reverse=True):
+        parts = [each.parts.get(step) for each in everyone]
+        more = [kept.get(rank, {}).get(step) if each.strategy is None else None for rank, each in enumerate(everyone)]
+        for those in (parts, [own or its for own, its in zip(parts, more, strict=True)]):
+            try:
+                return _restoration(step, those, strategy, builder)
+            except TrainingError as error:
+                lacking = str(error.numbers)
+        why = why or f"step {step}: {lacking}"
+    finished = ", ".join("new" if each.finished is None else str(each.finished) for each in everyone)
+    path = next((each.saved.path for each in everyone if each.saved is not None and each.saved.path), "path")
+    unkept = "" if any(each.asked != 0 for each in everyone) else "; backup_every=1 keeps it with another rank"
+    raise TrainingError(
+        f"What the ranks that died held of the training under {strategy} is nowhere else.",
+        numbers=f"finished steps of ranks 0-{len(everyone) - 1}: {finished}; missing of {why or 'every step'}",
+        hint=f"build the Trainer again, and trainer.load({str(path)!r}){unkept}",
+    )
+
+
+def _restoration(step: int, parts: Sequence[Part | None], strategy: Strategy, builder: Builder) -> Restoration:
+    kinds = {key: kind for part in parts if part is not None for key, kind in part.kinds.items()}
+    numbers = {name: dict(values) for part in parts if part is not None for name, values in part.numbers.items()}
+    memory = by_name(kinds)
+    old: list[dict[str, Layout]] = []
+    given: set[str] = set()
+    for part in parts:
+        layouts = {} if part is None else part.layouts
+        # Buffers that a forward pass changed differ between ranks of the same step: the first rank's count.
+        buffers = {key for key in layouts if key.startswith("buffer/")}
+        old.append({key: layout for key, layout in layouts.items() if key not in buffers & given})
+        given |= buffers
+    every = builder.plans.kinds(memory)
+    plan = Plan.of(old, builder.plans.layouts_by_rank(strategy, every), {key: k.itemsize for key, k in every.items()})
+    return Restoration(step, parts, plan, memory, numbers)
+
+
+def with_memory(hollow: JobState, tensors: Iterable[Tensor], spaces: Spaces, held: JobState) -> JobState:
+    """`hollow`, with memory: of `held` where both are the same part, else new and unfilled.
+
+    tensors: every further tensor over the same memory. held: of this rank, of the step at which all go on; what is
+    taken over is in the result as the very tensors of `held`, which an exchange has nothing to copy to. Raises what
+    the allocator raises.
+    """
+    tenants: dict[int, list[str]] = {}
+    for key, (tensor, _) in hollow.items():
+        tenants.setdefault(_address(tensor), []).append(key)
+    shown: dict[int, dict[int, Tensor]] = {}
+    for tensor in (*(tensor for tensor, _ in hollow.values()), *tensors):
+        shown.setdefault(_address(tensor), {})[id(tensor)] = tensor
+    filling, found = Filling(hollow, spaces), dict(hollow)
+    for address, keys in tenants.items():
+        if len(keys) == 1 and address in spaces and _is_same(hollow, held, keys[0], spaces[address][1]):
+            found[keys[0]] = held[keys[0]]
+            storage = held[keys[0]][0].untyped_storage()
+            for tensor in shown[address].values():
+                where = tensor.storage_offset(), tensor.shape, tensor.stride()
+                tensor.data = tensor.detach().new_empty(0).set_(storage, *where)
+        else:
+            for key in keys:
+                filling.take(key)
+    return found
+
+
+def _is_same(hollow: JobState, held: JobState, key: str, num_bytes: int) -> bool:
+    """Whether `held` has this tensor, laid out in memory of its own in the same way."""
+    if key not in held:
+        return False
+    (new, layout), (old, known) = hollow[key], held[key]
+    alike = (new.dtype, new.device, new.shape, new.stride()) == (old.dtype, old.device, old.shape, old.stride())
+    at = new.storage_offset(), num_bytes
+    return alike and layout == known and at == (old.storage_offset(), old.untyped_storage().nbytes())
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
 
 Training: TypeAlias = Trainer | OwnLoop
 """What makes the steps: a `fit`, or a loop of the user's own."""

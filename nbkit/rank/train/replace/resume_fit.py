@@ -1,11 +1,18 @@
 """`fit` goes on where another rank has died and was replaced: what a survivor and a new rank do, in the same order.
 
 Under torchrun nobody forks another rank: `host` is None, and an error ends the training as ever.
+
+Before a `fit`: what an error of the last one has torn is taken back from the backups, or it is said what to type.
+
+An error in the middle of an update leaves one rank with weights that are partly new, and others before the update or
+behind it. Where ranks hold the same (ddp, hsdp) those that are whole give to the others: see recovery.py. Where each
+holds its own part no rank can, and the newest backup of all ranks is where they go on.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -131,7 +138,7 @@ class Host(Protocol):
         ...
 
     def resized(self, trainer: Any, asked: Any, span: Span | None) -> None:
-        """See nbkit.rank.train.resize.resize, which makes Trainers, whose `fit` imports this file. asked: a Resizing,
+        """See nbkit.rank.train.resize, which makes Trainers, whose `fit` imports this file. asked: a Resizing,
         which is told what came of it. Raises what leaves no training to go on with."""
         ...
 
@@ -266,3 +273,31 @@ def together(trainer: Trainer | None, world: NewWorld, reached: int = 0) -> Trai
     stages.mark("at a boundary")
     job.ledger.begin_again()
     return trainer
+
+
+def mend(trainer: Trainer) -> None:
+    """All ranks stand at one step, with whole weights. Collective, before steps are made.
+
+    Raises TrainingError, on every rank, where no step is whole and nothing of it is kept.
+    """
+    try:
+        trainer.job.level()
+    except TrainingError as torn:
+        if host is None or not trainer.job.backups.on:
+            raise _named(torn, trainer.saves.last.path) from None
+        _take_back(trainer, torn)
+
+
+def _take_back(trainer: Trainer, torn: TrainingError) -> None:
+    assert host is not None
+    host.recover(trainer, ())
+    job = trainer.job
+    if job.rank == 0:
+        warnings.warn(f"{torn.what} {torn.numbers}: all go on from step {job.step}", stacklevel=4)
+
+
+def _named(torn: TrainingError, saved: Any) -> TrainingError:
+    hint = "build the Trainer again: nothing is saved; backup_every=1 would have kept the step before"
+    if saved is not None:
+        hint = f"trainer.load({str(saved)!r})"
+    return TrainingError(torn.what, numbers=torn.numbers, hint=hint)

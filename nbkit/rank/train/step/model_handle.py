@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.module.rebound_functions import rebind_handles
+from nbkit.rank.parallel.module.copies import rebind_handles
 from nbkit.rank.torch_private import tree_leaves
 from nbkit.strategy import Strategy
 

@@ -1,14 +1,28 @@
-"""What an optimizer remembers: of each parameter, in its groups and in attributes; with the optimizers within it."""
+"""What an optimizer remembers: of each parameter, in its groups and in attributes; with the optimizers within it.
+
+The optimizer as its user holds it: a stable handle, so that what is behind it can be replaced.
+
+Optimizer state that rests in host memory: `offload="cpu"`, for a GPU that has no room for it.
+
+A step takes the parameters some at a time: their state goes to the device, the optimizer updates them there, and the
+state goes back. So a GPU holds the state of one part, and weights and gradients as ever. Each step moves the bytes of
+the state twice over PCIe (for Adam in float32, 8 + 8 bytes per parameter that this rank updates) and waits for them.
+The numbers are those of the same optimizer without it. On CPU ranks there is nowhere to go, and nothing moves.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from nbkit.errors import TrainingError
+from nbkit.rank.device import accelerator
+from nbkit.rank.telemetry.phases import phase
 
 State = MutableMapping[Any, dict[str, Any]]
 
@@ -132,3 +146,162 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.cpu()
     return value.item() if type(value).__module__ == "numpy" and value.ndim == 0 else value
+
+
+class OptimizerHandle(torch.optim.Optimizer):
+    """Delegates to the optimizer behind it. An Optimizer by type, so that torch's LR schedulers take it.
+
+    update: makes the step. forgotten: hears that the gradients are gone, and whether they are None. fits: whether a
+    tensor of this shape can be what the optimizer remembers, by this key, of a parameter.
+    """
+
+    inner: torch.optim.Optimizer
+
+    # Optimizer.__init__ would build groups and hooks of its own; everything lives in `inner`.
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        update: Callable[[], None],
+        forgotten: Callable[[bool], None],
+        fits: Callable[[torch.nn.Parameter, str, tuple[int, ...]], bool],
+    ) -> None:
+        self.__dict__.update(inner=inner, _update=update, _forgotten=forgotten, _fits=fits)
+
+    def step(self, closure: Any = None) -> Any:
+        """One update of the parameters. A closure is not supported: `job.backward` makes the gradients."""
+        if closure is not None:
+            raise TypeError("job.optimizer.step takes no closure: job.backward(batch) makes the gradients")
+        with phase("optimizer"):
+            self._update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        with phase("optimizer"):
+            self.inner.zero_grad(set_to_none=set_to_none)
+            self._forgotten(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.inner.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this rank gave, under a strategy that holds the same parts.
+
+        Raises TrainingError, before anything is changed, for a state of other tensors: of whole parameters, where this
+        rank holds parts of them.
+        """
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        held = [p for group in self.inner.param_groups for p in group["params"]]
+        if len(saved) != len(held):
+            raise _misfit(f"it is of {len(saved)} parameters, and this rank updates {len(held)}")
+        for number, p in zip(saved, held, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+                if shape and not self._fits(p, key, shape):
+                    raise _misfit(f"{key} of parameter {number} is {shape}, and this rank updates {tuple(p.shape)}")
+        self.inner.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+
+def _misfit(numbers: str) -> TrainingError:
+    return TrainingError(
+        "This state is not of what the optimizer updates here. A strategy that splits gives each rank a part.",
+        numbers=numbers,
+        hint="trainer.load(path) of what trainer.save(path) wrote: it goes under any strategy",
+    )
+
+
+PART_BYTES = 64 << 20
+"""Parameters that are updated at once."""
+
+
+def offload(optimizer: torch.optim.Optimizer) -> None:
+    """From now on `optimizer` keeps what it remembers of each element in host memory. In place.
+
+    Raises TrainingError for an optimizer whose update of some parameters may depend on the others.
+    """
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
+        raise TrainingError(
+            f"offload= updates parameters some at a time, and nothing says that {kind.__name__} may be.",
+            numbers=f"it is of {kind.__module__}; torch's own update each parameter by itself",
+            hint="torch.optim.AdamW, or offload=None",
+        )
+    update = optimizer.step
+
+    def step(closure: Any = None) -> None:
+        _in_parts(optimizer, update)
+
+    settings: dict[str, Any] = {"step": step, "state_device": torch.device("cpu")}
+    optimizer.__dict__.update(settings)
+
+
+def to_host(optimizer: torch.optim.Optimizer) -> None:
+    """Move there what `optimizer` keeps on a device already."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            _put_back(optimizer, p, {})
+
+
+def _in_parts(optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> None:
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    try:
+        for part in _parts(whole):
+            for group, params in zip(groups, part, strict=True):
+                group["params"] = params
+            at_rest = [(p, key, value) for params in part for p in params for key, value in _fetch(optimizer, p)]
+            update()
+            hosts = {(id(p), key): host for p, key, host in at_rest}
+            for p in (p for params in part for p in params):
+                _put_back(optimizer, p, hosts)
+    finally:
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = params
+
+
+def _parts(whole: Sequence[list[nn.Parameter]]) -> Iterator[list[list[nn.Parameter]]]:
+    """The parameters of all groups, cut into parts of at most PART_BYTES, or one parameter, each by its group."""
+    part: list[list[nn.Parameter]] = [[] for _ in whole]
+    size = 0
+    for group, params in enumerate(whole):
+        for p in params:
+            more = p.numel() * p.element_size()
+            if size and size + more > PART_BYTES:
+                yield part
+                part, size = [[] for _ in whole], 0
+            part[group].append(p)
+            size += more
+    if size or not any(whole):
+        yield part
+
+
+def _fetch(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> list[tuple[str, Tensor]]:
+    """Put the state of `p` beside it; (key, where it rests) of what is kept per element, as a fused step is not."""
+    # Without asking the defaultdict, which would make an entry, and the optimizer takes that for its own.
+    state = optimizer.state[p] if p in optimizer.state else {}
+    resting = [(key, value) for key, value in state.items() if isinstance(value, Tensor) and value.ndim]
+    for key, value in resting:
+        state[key] = accelerator().send(value, p.device)
+    return resting
+
+
+def _put_back(optimizer: torch.optim.Optimizer, p: nn.Parameter, hosts: dict[tuple[int, str], Tensor]) -> None:
+    state = optimizer.state[p] if p in optimizer.state else {}
+    for key, value in list(state.items()):
+        if not isinstance(value, Tensor) or not value.ndim or not accelerator().holds(value):
+            continue
+        host = hosts.get((id(p), key))
+        if host is None or accelerator().holds(host) or host.shape != value.shape or host.dtype != value.dtype:
+            host = accelerator().pinned(value.shape, value.dtype)
+        # Waited for: what reads the state next, a checkpoint or a switch, may do so on the host.
+        host.copy_(value)
+        state[key] = host

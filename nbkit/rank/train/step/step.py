@@ -28,8 +28,8 @@ from torch import Tensor
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Shard, pair, shapes_of, shard_of
 from nbkit.rank.device import accelerator
+from nbkit.rank.loss.mean_over_rows import row_losses
 from nbkit.rank.loss.reads_model import reading_no_parameter
-from nbkit.rank.loss.row_losses import row_losses
 from nbkit.rank.parallel.grad_norm import clip, scale
 from nbkit.rank.parallel.micro_batch import (
     ForwardPass,
@@ -39,8 +39,7 @@ from nbkit.rank.parallel.micro_batch import (
     most_passes,
     whole_of,
 )
-from nbkit.rank.parallel.module.batch_norm import check_level, takes_all_ranks
-from nbkit.rank.parallel.module.buffer_updates import check_buffers, watched
+from nbkit.rank.parallel.module.batch_norm import check_buffers, check_level, takes_all_ranks, watched
 from nbkit.rank.parallel.options import parts_rows
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
@@ -49,7 +48,7 @@ from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.integrity import Integrity
+from nbkit.rank.train.control.active_job import Integrity
 from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.step.async_copy import sent
 from nbkit.rank.train.step.history import History

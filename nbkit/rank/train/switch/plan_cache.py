@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from nbkit.planner.reshard.exchange import Plan
+from nbkit.planner.exchange import Plan
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.strategy import Strategy

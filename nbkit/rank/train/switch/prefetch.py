@@ -21,7 +21,7 @@ from nbkit.rank.background_threads import giving_way
 from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.checkpoint.write_plan import by_name
+from nbkit.rank.train.checkpoint.job_state import by_name
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.training import Training
 from nbkit.strategy import Strategy

@@ -14,6 +14,16 @@
    looks like a mistake here. Where the step fails on any rank, all go back to the old strategy: to the old state, which
    is kept until the step has been made where memory holds both; or, while the optimizer has not begun, by another
    switch. The step is made again from the same batch and random numbers: the losses are those of a run never switched.
+
+The exchange where memory does not hold both sharded models: tensor by tensor, and it can be led back.
+
+The new sharded model is built hollow, gradients are let go, and then every tensor gets memory only when it is its turn,
+and gives its old one back. An error on any rank, at any stage, leads all ranks back: the old strategy trains on. Slower
+than a switch with both, and with no way out between its first and its last round: an interrupt waits; where a rank is
+lost in between, the state is in pieces, and the job says so. In the order of `switch.py`: `without_gradients`,
+`prepare_in_place`, `in_pieces`, `exchange_in_place`.
+
+The exchange where memory holds both sharded models: the new one is built and filled beside the old one.
 """
 
 from __future__ import annotations
@@ -22,9 +32,9 @@ import gc
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -33,26 +43,211 @@ from torch import Tensor
 
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.pipeline.p2p_groups import meet
-from nbkit.rank.parallel.reshard.state_digest import digest
+from nbkit.rank.parallel.pipeline.p2p import meet
+from nbkit.rank.parallel.process_groups import Connections
+from nbkit.rank.parallel.reshard.redistribute import Emptying, Exchange, Filling, InPlace, hollow
+from nbkit.rank.parallel.reshard.state_digest import digest, scratch_bytes
+from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import Drawn
+from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.control import pause, step_boundary
-from nbkit.rank.train.control.collective_guard import Guard, let_go
-from nbkit.rank.train.control.deferred_interrupt import held_back
-from nbkit.rank.train.estimate.free_memory import roomy
-from nbkit.rank.train.switch.consensus import Consensus
-from nbkit.rank.train.switch.in_place import exchange_in_place, in_pieces, prepare_in_place, without_gradients
-from nbkit.rank.train.switch.optimizer_reports import Gathered, gather
-from nbkit.rank.train.switch.pending_switch import PendingSwitch, free
-from nbkit.rank.train.switch.switch_beside import prepare
-from nbkit.rank.train.switch.verify import Comparison
+from nbkit.rank.train.checkpoint.job_state import JobState
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.control.active_job import Integrity
+from nbkit.rank.train.control.collective_guard import Guard, held_back, let_go
+from nbkit.rank.train.estimate.free_memory import roomy, trim
+from nbkit.rank.train.switch.consensus import Consensus, Gathered, Memory, agreed, gather, planned
+from nbkit.rank.train.switch.pending_switch import Comparison, PendingSwitch, free
 from nbkit.rank.train.training import Training
 from nbkit.rank.train.training_state import TrainingState
 from nbkit.rank.world import meeting
 from nbkit.rank.world.failure_alarm import Alarm
 from nbkit.records.events import Failed, Switched
 from nbkit.strategy import Strategy
+
+
+@dataclass
+class Move:
+    """From the state in force to another one. taken: whether the training computes with the other one already."""
+
+    left: TrainingState
+    state: TrainingState
+    old: Emptying
+    new: Filling
+    exchange: InPlace
+    rank: int
+    device: torch.device
+    taken: bool = False
+
+    def digest(self, sharded_model: Emptying | Filling) -> str:
+        """Of the old state or the new one, over all ranks. Collective."""
+        plan = self.exchange.plan
+        return digest(
+            sharded_model.state, plan.old if sharded_model is self.old else plan.new, rank=self.rank, device=self.device
+        )
+
+
+@contextmanager
+def without_gradients(sharded_model: ShardedModel, ranks: Consensus) -> Iterator[None]:
+    """The gradients of `sharded_model` have no memory inside. After a SwitchError they have it again.
+
+    Raises MemoryError, on every rank, when one of them does not get it.
+    """
+    sharded_model.data.let_go()
+    trim(ranks.device)
+    try:
+        yield
+    except SwitchError as error:
+        try:
+            with ranks.all_or_none("taking memory for gradients again"):
+                sharded_model.data.begin_again()
+        except SwitchError as failed:
+            # Some ranks can make a step and some cannot: no refusal, after which all would go on.
+            raise MemoryError(f"{error.what} {failed.what} {failed.numbers}") from failed
+        raise
+
+
+def prepare_in_place(
+    left: TrainingState, new: Strategy, connections: Connections, memory: Memory, builder: Builder, ranks: Consensus
+) -> Move:
+    """The new sharded model, hollow, and the exchange that fills it. Collective."""
+    before = job_state.state(left.sharded_model, left.optimizer)
+    with ranks.all_or_none("building the new sharded model"), hollow() as spaces:
+        sharded_model, inner = builder.build(new, connections, like=left.optimizer)
+        sharded_model.data.let_go()
+        job_state.allocate(sharded_model, inner, memory.kinds, memory.numbers)
+        target = Filling(job_state.state(sharded_model, inner), spaces)
+    to = dict(target.state)
+    with ranks.all_or_none("planning the exchange", numbers=3) as said:
+        kinds = builder.plans.kinds(memory.kinds)
+        own, said.numbers = planned(builder.plans, kinds, left.sharded_model.strategy, new, before, to)
+    plan = agreed(own, said.largest, before, to, rank=builder.rank).plan
+    with ranks.all_or_none("planning the way"):
+        exchange, old = InPlace(plan, builder.rank), Emptying(before, left.sharded_model.data.tensors())
+        exchange.check(old, target)
+    there = left.under(sharded_model, inner, builder.options)
+    return Move(
+        left,
+        there,
+        old,
+        target,
+        exchange,
+        builder.rank,
+        builder.device,
+    )
+
+
+def exchange_in_place(move: Move, before: str, ranks: Consensus, adopt: Callable[[TrainingState], None]) -> float:
+    """Move everything and adopt it; all back when that fails on any rank. Returns the seconds of the proof.
+
+    before: the digest of the old state.
+    """
+    move.exchange.run(move.old, move.new, device=move.device, freed=lambda: trim(move.device))
+    sharded_model = move.state.sharded_model
+    try:
+        with ranks.all_or_none("looking at what has come"):
+            sharded_model.data.refresh()
+        began = time.perf_counter()
+        if move.digest(move.new) != before:
+            raise SwitchError(
+                f"The state under {sharded_model.strategy} is not the one under {ranks.goes_on}.",
+                numbers="the digests of weights and optimizer state differ",
+                hint=f"{ranks.goes_on} goes on; please report this",
+            )
+        proof_s = time.perf_counter() - began
+        with ranks.all_or_none("taking memory for gradients"):
+            sharded_model.data.begin_again()
+        with ranks.all_or_none("taking over"):
+            move.taken = True
+            adopt(move.state)
+    except SwitchError as failed:
+        _go_back(move, failed, before, adopt)
+        raise
+    return proof_s
+
+
+def _go_back(move: Move, error: SwitchError, before: str, adopt: Callable[[TrainingState], None]) -> None:
+    """Everything has been moved, and cannot stay: the old state is in force again, filled as it was. Collective."""
+    if move.taken:
+        move.taken = False
+        adopt(move.left)
+    move.state.sharded_model.close()
+    move.state.sharded_model.data.let_go()
+    move.exchange.run_back(move.old, move.new, device=move.device, why=error.what, freed=lambda: trim(move.device))
+    move.left.sharded_model.data.refresh()
+    if move.digest(move.old) != before:
+        raise TrainingError(
+            "The switch failed, and what came back is not what there was.",
+            numbers=str(error),
+            hint="trainer.load(path)",
+        ) from error
+
+
+@contextmanager
+def in_pieces(move: Move, integrity: Integrity) -> Iterator[None]:
+    """No rank has whole weights until this is left, or led back: whatever comes next must know."""
+    try:
+        with integrity.changing():
+            yield
+    except SwitchError:
+        integrity.restored(ranks_agree=False)
+        raise
+    except BaseException:
+        # Nothing brings it back, but what shows the weights must be there to be loaded into.
+        gone, shown = (move.old, move.new) if move.taken else (move.new, move.old)
+        with suppress(Exception):
+            for key in gone.state:
+                gone.let_go(key)
+            for key in shown.state:
+                shown.take(key)
+        raise
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A state that could take over, with empty tensors, and the exchange that fills them from `before`."""
+
+    state: TrainingState
+    before: JobState
+    target: JobState
+    exchange: Exchange
+
+
+def prepare(
+    left: TrainingState, new: Strategy, connections: Connections, memory: Memory, builder: Builder, ranks: Consensus
+) -> Prepared:
+    """The new sharded model with empty weights and state, and the exchange that fills it. Collective."""
+    before = job_state.state(left.sharded_model, left.optimizer)
+    exchange: Exchange | None = None
+    try:
+        with ranks.all_or_none("building the new sharded model", numbers=3) as said:
+            sharded_model, inner = builder.build(new, connections, like=left.optimizer)
+            said.doing = "making room for the new sharded model"
+            job_state.allocate(sharded_model, inner, memory.kinds, memory.numbers)
+            target = job_state.state(sharded_model, inner)
+            said.doing = "planning the exchange"
+            kinds = builder.plans.kinds(memory.kinds)
+            exchange, said.numbers = planned(builder.plans, kinds, left.sharded_model.strategy, new, before, target)
+            said.doing = "making room for the exchange"
+            if not said.numbers[0]:
+                _make_room(exchange, before, target, ranks.device)
+        if (other := agreed(exchange, said.largest, before, target, rank=builder.rank)) is not exchange:
+            exchange.give_back()
+            exchange = other
+            with ranks.all_or_none("making room for the exchange"):
+                _make_room(exchange, before, target, ranks.device)
+    except BaseException:
+        if exchange is not None:
+            exchange.give_back()  # plans are kept, and with them what they hold
+        raise
+    there = left.under(sharded_model, inner, builder.options)
+    return Prepared(there, before, target, exchange)
+
+
+def _make_room(exchange: Exchange, before: JobState, target: JobState, device: torch.device) -> None:
+    # The digests', which the exchange's buffers may lie in: both are got again from what was reserved here.
+    torch.empty(scratch_bytes(before, target), dtype=torch.uint8, device=device)
+    exchange.make_room(before, target, device=device)
 
 
 class Switchable(Training):
@@ -73,7 +268,7 @@ class Switchable(Training):
             self.ledger.settle(keep=1)
             # In a loop of the user's own, or in a cell, anything may happen to the weights before the next step.
             owner = step_boundary.training()
-            own_steps = getattr(owner, "job", owner) is self and self.feed.remakes and not pause.is_held()
+            own_steps = getattr(owner, "job", owner) is self and self.feed.remakes and not step_boundary.is_held()
             self.close_left_groups(new := self.parsed(strategy))
             return self._switch(new, beside=beside and own_steps)
 

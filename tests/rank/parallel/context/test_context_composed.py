@@ -17,8 +17,8 @@ from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.context.context_parallel import context_parallel
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.activation_checkpoint import recompute
-from nbkit.rank.parallel.module.meta_module import homes, skeleton_of
+from nbkit.rank.parallel.module.copies import homes, skeleton_of
+from nbkit.rank.parallel.module.forward_wrapper import recompute
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.tensor.apply import tensor_parallel

@@ -19,7 +19,7 @@ from nbkit.mesh import Mesh
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.context.context_parallel import Positionwise, context_parallel
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.activation_checkpoint import recompute
+from nbkit.rank.parallel.module.forward_wrapper import recompute
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 
 

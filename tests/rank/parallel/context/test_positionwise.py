@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nbkit
+from nbkit.rank.parallel.context.attention import argument_names
 from nbkit.rank.parallel.context.positionwise import try_in_parts
-from nbkit.rank.parallel.context.whole_modules import argument_names
-from nbkit.rank.parallel.tensor.column_row_pair import Around, put_around
+from nbkit.rank.parallel.tensor.layers import Around, put_around
 
 
 class Mixing(Block):

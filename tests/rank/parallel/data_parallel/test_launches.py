@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbkit.mesh import Mesh
-from nbkit.rank.comm.gloo import instead
+from nbkit.rank.comm.gloo import collectives
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.grad_norm import clip, grad_norm
-from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.watching_mode import WatchingMode
 from nbkit.tensor_layout import Layout
 
@@ -129,7 +129,7 @@ def found(world: Any) -> dict[str, Counter[str]]:
     """Kernels beside those of forward and backward."""
     from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
 
-    instead._INSTEAD.clear()  # NCCL's operations are its own, and gloo's are seen here no more than they
+    collectives._INSTEAD.clear()  # NCCL's operations are its own, and gloo's are seen here no more than they
     plain, few = (counted(lambda model=model: loss(model(X), Y).backward()) for model in (blocks(), blocks(_FEW)))
     found = {f"zero {zero}": by_nbkit(zero, world.place.rank) - plain for zero in (0, 1, 3)}
     found["DDP"] = by_torch(DistributedDataParallel(blocks())) - plain

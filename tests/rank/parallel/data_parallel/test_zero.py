@@ -18,7 +18,7 @@ from nbkit.rank.parallel.data_parallel import ddp
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.tensor_layout import Layout
 
 STEPS = 3

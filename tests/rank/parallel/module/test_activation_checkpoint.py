@@ -11,9 +11,9 @@ from models_zoo import ZOO, gpt
 from torch import Tensor, nn
 
 from nbkit.rank.data.batch import call
-from nbkit.rank.parallel.module.activation_checkpoint import recompute
+from nbkit.rank.parallel.module.forward_wrapper import recompute
+from nbkit.rank.rng.draw_plan import extent, extent_of
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
-from nbkit.rank.rng.shard_offsets import extent, extent_of
 
 
 def gradients(name: str, *, checkpoint: bool, thread: bool = False) -> tuple[list[Tensor | None], list[str]]:

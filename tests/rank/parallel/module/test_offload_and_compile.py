@@ -15,7 +15,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.compile import not_compiled
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.step import optimizer_offload as offloading
+from nbkit.rank.train.step import optimizer_state as offloading
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 

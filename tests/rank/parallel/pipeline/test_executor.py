@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.pipeline.executor import Pipeline
-from nbkit.rank.parallel.pipeline.p2p_groups import edge_groups, meet
+from nbkit.rank.parallel.pipeline.p2p import edge_groups, meet
 from nbkit.rank.world import sockets
 from nbkit.schedules import NAMES, Schedule, simulate
 

@@ -15,10 +15,9 @@ from nbkit.errors import StrategyError
 from nbkit.rank.data.batch import call
 from nbkit.rank.models.gpt import Block, GPTConfig
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
+from nbkit.rank.parallel.pipeline import layer_chain
 from nbkit.rank.parallel.pipeline import layer_chain as chains
-from nbkit.rank.parallel.pipeline import layer_costs
-from nbkit.rank.parallel.pipeline.layer_chain import find_chain
-from nbkit.rank.parallel.pipeline.layer_costs import measure_costs
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain, measure_costs
 from nbkit.rank.parallel.pipeline.trace_dataflow import Entry
 
 IDS = next_tokens(2, torch.Generator().manual_seed(0))[0]
@@ -282,7 +281,7 @@ class Recalling(Costly):
 
 
 def test_costs_are_forward_and_backward_seconds_of_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_costs, "time", Clock)
+    monkeypatch.setattr(layer_chain, "time", Clock)
     model = nn.Sequential(*map(Costly, (4, 12, 4, 8)))
     x = torch.randn(2, 6)
     chain = find_chain(model, lambda: model(x))
@@ -318,7 +317,7 @@ def test_an_entry_is_plain_data() -> None:
 
 
 def test_pieces_that_are_alike_cost_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_costs, "time", Clock)
+    monkeypatch.setattr(layer_chain, "time", Clock)
     model = nn.Sequential(*map(Costly, (4, 4, 5, 4.5, 12, 4)))
     x = torch.randn(2, 6)
     chain = find_chain(model, lambda: model(x))

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from nbkit.rank.parallel.pipeline.split_backward import backward, backward_input, enter
+from nbkit.rank.parallel.pipeline.executor import backward, backward_input, enter
 
 
 def taken(model: nn.Module) -> dict[str, Tensor | None]:

@@ -18,7 +18,7 @@ from nbkit.rank.models.gpt import Block
 from nbkit.rank.parallel.pipeline import partial_forward
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.stage_module import Staged
-from nbkit.rank.parallel.proof.memory import tensors_in
+from nbkit.rank.parallel.proof.observe import tensors_in
 from nbkit.rank.parallel.proof.unchanged import plain_attention
 
 

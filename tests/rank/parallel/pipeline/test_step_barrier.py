@@ -13,9 +13,8 @@ from jobs import quiet
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.pipeline.executor import Pipeline
-from nbkit.rank.parallel.pipeline.p2p_groups import edge_groups
-from nbkit.rank.parallel.pipeline.step_barrier import Barrier
+from nbkit.rank.parallel.pipeline.executor import Barrier, Pipeline
+from nbkit.rank.parallel.pipeline.p2p import edge_groups
 from nbkit.rank.telemetry import collectives
 from nbkit.schedules import NAMES, Schedule
 

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.planner.reshard.exchange import Plan
+from nbkit.planner.exchange import Plan
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES, Exchange, plan_collectively
 from nbkit.tensor_layout import Layout

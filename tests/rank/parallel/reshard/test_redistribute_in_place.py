@@ -9,9 +9,8 @@ from ranks import run_ranks
 from rounds_in_place import peaks
 
 from nbkit.errors import TrainingError
-from nbkit.planner.reshard.exchange import Plan
-from nbkit.rank.parallel.reshard.redistribute_in_place import InPlace
-from nbkit.rank.parallel.reshard.resizable_storage import Emptying, Filling, emptied, hollow
+from nbkit.planner.exchange import Plan
+from nbkit.rank.parallel.reshard.redistribute import Emptying, Filling, InPlace, emptied, hollow
 from nbkit.tensor_layout import Layout
 from tests.rank.parallel.reshard.test_redistribute import MODEL, RANKS, Wire, pairs, part_of, same
 

@@ -12,7 +12,7 @@ from tensor_cases import compared, proven
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbkit.rank.parallel.tensor.plan.linear_trial import computes_linear
+from nbkit.rank.parallel.tensor.plan.linear_types import computes_linear
 
 IDS = torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(0))
 

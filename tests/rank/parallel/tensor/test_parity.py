@@ -13,8 +13,8 @@ from tensor_cases import axes_of, fill, specimen, whole_gradients
 from torch import nn
 
 from nbkit.rank.data.batch import call
-from nbkit.rank.parallel.module.activation_checkpoint import recompute
-from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.copies import skeleton_of
+from nbkit.rank.parallel.module.forward_wrapper import recompute
 from nbkit.rank.parallel.tensor import tensor_parallel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 

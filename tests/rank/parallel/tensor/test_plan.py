@@ -11,7 +11,7 @@ from models_zoo import ZOO, gpt, hf_llama
 from torch import nn
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.tensor import plan_of
 from nbkit.rank.parallel.tensor.plan.choose_plan import candidates
 

@@ -16,10 +16,9 @@ from torch.nn import functional as F
 
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.tensor.plan.choose_plan import candidates
-from nbkit.rank.parallel.tensor.plan.heads import Heads
-from nbkit.rank.parallel.tensor.plan.plan import Pair
+from nbkit.rank.parallel.tensor.plan.plan import Heads, Pair
 from nbkit.rank.parallel.tensor.proof import prove as proof_module
-from nbkit.rank.parallel.tensor.proof.data_flow import data_flow
+from nbkit.rank.parallel.tensor.proof.capture import data_flow
 from nbkit.rank.parallel.tensor.proof.prove import prove
 
 IDS = torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from tensor_cases import axes_of, fill, shortened, whole_gradients
 from torch import Tensor
 
 from nbkit.rank.data.batch import call
-from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.tensor import plan_of, tensor_parallel

@@ -16,8 +16,8 @@ from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.meta_module import skeleton_of
-from nbkit.rank.parallel.zero3.backward_order import backward_tour, nested
+from nbkit.rank.parallel.module.copies import skeleton_of
+from nbkit.rank.parallel.zero3.zero3 import backward_tour, nested
 from nbkit.tensor_layout import Layout
 
 D = 6

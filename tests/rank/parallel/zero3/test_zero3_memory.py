@@ -15,8 +15,8 @@ from nbkit.mesh import Mesh
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.meta_module import skeleton_of
-from nbkit.rank.parallel.zero3.placeholder import NotGathered
+from nbkit.rank.parallel.module.copies import skeleton_of
+from nbkit.rank.parallel.zero3.unit import NotGathered
 from nbkit.tensor_layout import Layout
 
 WIDTH, LAYERS = 256, 6

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from nbkit.commands import main
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.train.checkpoint.write_plan import Everyone, shares
+from nbkit.rank.train.checkpoint.job_state import Everyone, shares
 from nbkit.rank.train.trainer import Trainer
 from nbkit.tensor_layout import Layout
 

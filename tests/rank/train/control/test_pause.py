@@ -13,7 +13,7 @@ from jobs import quiet
 from ranks import run_ranks
 
 from nbkit.errors import Stopped
-from nbkit.rank.train.control import pause, step_boundary
+from nbkit.rank.train.control import step_boundary
 
 
 def _ask(trainer: Any, rank: int, sign: Path, seen: list[tuple[str, int, bool]], alone: list[bool]) -> None:
@@ -25,7 +25,7 @@ def _ask(trainer: Any, rank: int, sign: Path, seen: list[tuple[str, int, bool]],
         time.sleep(0.1 * rank)
         step_boundary.inbox.post(number, kind)
 
-    once(pause.is_held, 2, "look")
+    once(step_boundary.is_held, 2, "look")
     once(lambda: step_boundary.inbox.acted >= 2, 3, "pause")
     once(lambda: step_boundary.inbox.acted >= 3, 4, "switch")
     at = trainer.step
@@ -33,7 +33,7 @@ def _ask(trainer: Any, rank: int, sign: Path, seen: list[tuple[str, int, bool]],
     once(lambda: len(seen) == 2 and (rank == 0 or sign.exists()), 5, "resume")
     if rank == 0:
         time.sleep(0.3)
-        alone.append(not pause.is_held())
+        alone.append(not step_boundary.is_held())
         sign.touch()
     once(lambda: trainer.step > at + 2, 6, "look")
     once(lambda: step_boundary.inbox.acted >= 6, 7, "pause")
@@ -51,9 +51,9 @@ def _held_trainer(world: Any, sign: Path) -> dict[str, Any]:
             threading.Thread(target=_ask, args=(trainer, rank, sign, seen, alone), daemon=True).start()
 
     trainer = quiet(callbacks=[begin])
-    step_boundary.handlers["pause"] = lambda _: pause.hold(trainer.job.device)
-    step_boundary.handlers["resume"] = lambda _: pause.let_go()
-    step_boundary.handlers["look"] = lambda _: seen.append(("look", trainer.step, pause.is_held()))
+    step_boundary.handlers["pause"] = lambda _: step_boundary.hold(trainer.job.device)
+    step_boundary.handlers["resume"] = lambda _: step_boundary.let_go()
+    step_boundary.handlers["look"] = lambda _: seen.append(("look", trainer.step, step_boundary.is_held()))
     step_boundary.handlers["switch"] = lambda _: seen.append(("switch", trainer.step, bool(trainer.switch("zero1"))))
 
     with pytest.raises(Stopped):
@@ -61,7 +61,13 @@ def _held_trainer(world: Any, sign: Path) -> dict[str, Any]:
     after = trainer.fit(2)
     seconds = [record["seconds"] for record in trainer.history]
     assert alone == ([] if rank else [False])
-    return {"seen": seen, "steps": trainer.step, "more": len(after), "least": min(seconds), "held": pause.is_held()}
+    return {
+        "seen": seen,
+        "steps": trainer.step,
+        "more": len(after),
+        "least": min(seconds),
+        "held": step_boundary.is_held(),
+    }
 
 
 def test_a_held_training_serves_requests_and_goes_on_or_stops_on_all_ranks_alike(tmp_path: Path) -> None:

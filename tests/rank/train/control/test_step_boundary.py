@@ -12,7 +12,7 @@ from jobs import quiet
 from ranks import run_ranks
 
 from nbkit.errors import NbkitError, Stopped
-from nbkit.rank.train.control import pause, step_boundary
+from nbkit.rank.train.control import step_boundary
 
 
 def stopped_when_posted_apart(world: Any) -> dict[str, Any]:
@@ -117,9 +117,9 @@ def reached_one_rank(world: Any) -> list[Any]:
         seen.append((words, trainer.step))
         if rank == 0:
             step_boundary.inbox.post(2, "resume")
-        pause.hold(trainer.job.device)
+        step_boundary.hold(trainer.job.device)
 
-    step_boundary.handlers |= {"pause": hold, "resume": lambda _: seen.append(pause.let_go())}
+    step_boundary.handlers |= {"pause": hold, "resume": lambda _: seen.append(step_boundary.let_go())}
     trainer = quiet(callbacks=[lambda *_: time.sleep(0.01), post])
     with pytest.raises(Stopped):
         trainer.fit(500)

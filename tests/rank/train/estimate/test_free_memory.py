@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from nbkit.errors import UsageError
 from nbkit.rank import host_memory
-from nbkit.rank.telemetry.memory import bytes_held
+from nbkit.rank.telemetry.health import bytes_held
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.run_recorder import Recorder
 

@@ -16,17 +16,17 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.errors import UsageError
-from nbkit.notebook import progress_line
+from nbkit.notebook import planning
 from nbkit.notebook.planning import explain, planned
 from nbkit.planner.choose.hardware import Hardware
 from nbkit.planner.choose.load import Known
 from nbkit.planner.choose.search import search
-from nbkit.planner.peak.gpt_pieces import GPTPieces
+from nbkit.planner.peak import GPTPieces
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.train.estimate import model_pieces
-from nbkit.rank.train.estimate.model_trace import trace as trace_model
-from nbkit.rank.train.estimate.model_trace.trace import Traced
+from nbkit.rank.train.estimate import model_trace as trace_model
+from nbkit.rank.train.estimate.model_trace import Traced
 from nbkit.strategy import Strategy
 
 CONFIG = GPTConfig(vocab=256, block=64, layers=4, heads=4, width=128)
@@ -87,9 +87,9 @@ class Terminal(io.StringIO):
 def test_what_takes_long_says_on_one_line_what_it_does_and_takes_the_line_away(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(progress_line, "_AFTER", 0.0)
-    monkeypatch.setattr(progress_line, "_EVERY", 0.001)
-    with progress_line.ProgressLine("plan", "counts") as line:
+    monkeypatch.setattr(planning, "_AFTER", 0.0)
+    monkeypatch.setattr(planning, "_EVERY", 0.001)
+    with planning.ProgressLine("plan", "counts") as line:
         while "counts (0 s)" not in screen.getvalue():
             time.sleep(0.001)
         line.say("adds")
@@ -97,8 +97,8 @@ def test_what_takes_long_says_on_one_line_what_it_does_and_takes_the_line_away(m
             time.sleep(0.001)
     first, *_, last, left = screen.getvalue().split("\r")[1:]
     assert (first, last.strip(), left) == ("plan: counts (0 s)", "", "") and len(last) == len("plan: adds (0 s)")
-    monkeypatch.setattr(progress_line, "_AFTER", 60.0)
-    with progress_line.ProgressLine("plan", "ends at once"):
+    monkeypatch.setattr(planning, "_AFTER", 60.0)
+    with planning.ProgressLine("plan", "ends at once"):
         pass
     assert "at once" not in screen.getvalue()
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_planned_says_what_to_give(monkeypatch: pytest.MonkeyPatc
 
 IN_A_KERNEL = """
 import sys, nbkit
-from nbkit.notebook.call_in_fork import in_a_fork
+from nbkit.notebook.planning import in_a_fork
 
 def build():
     import torch
@@ -171,7 +171,7 @@ def example():
 def loss(output, target):
     return sys.modules["torch"].nn.functional.cross_entropy(output, target)
 
-from nbkit.notebook.progress_line import ProgressLine
+from nbkit.notebook.planning import ProgressLine
 said = []
 ProgressLine.say = lambda line, what: said.append(what)
 made = nbkit.plan(build, example=example, loss=loss, batch=8, on="2 A100")

@@ -13,17 +13,15 @@ import torch
 from ranks import run_ranks
 from torch.nn import functional as F
 
-from nbkit.planner.peak.activations import most
-from nbkit.planner.peak.gpt_pieces import GPTPieces
+from nbkit.planner.peak import GPTPieces, most
 from nbkit.rank.comm import link_probe
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.context.context_parallel import Positionwise
-from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.train.config import TrainConfig
-from nbkit.rank.train.estimate.model_trace.live_bytes import LiveBytes
-from nbkit.rank.train.estimate.model_trace.trace import trace, updating
+from nbkit.rank.train.estimate.model_trace import LiveBytes, trace, updating
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from nbkit.planner.reshard.exchange import Plan
+from nbkit.planner.exchange import Plan
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.parallel.module.meta_module import skeleton_of
+from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.shard_layouts import RankLayouts, ShardLayouts

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 
 from nbkit.planner.link_speed import Way
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.train.estimate.first_seconds import seconds_before_a_step
-from nbkit.rank.train.estimate.pace import Paces
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
 from nbkit.rank.train.estimate.strategy_table import look_at_all, measure_peaks, option, table
+from nbkit.rank.train.estimate.time_model import Paces, seconds_before_a_step
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.train.out_of_memory import tensor_limit
-from nbkit.rank.train.out_of_memory.diagnosis import LEVELS, Seen
+from nbkit.rank.train.out_of_memory.rescue import LEVELS, Seen
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import OutOfMemory
 

@@ -16,12 +16,12 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbkit.bridge.training_requests import Control, Controls
+from nbkit.bridge.requests import Control, Controls
 from nbkit.errors import TrainingError
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.train.control import pause, step_boundary
-from nbkit.rank.train.control.detached_flag import DETACHED
-from nbkit.rank.train.out_of_memory import question, tensor_limit
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.control.active_job import DETACHED
+from nbkit.rank.train.out_of_memory import rescue, tensor_limit
 from nbkit.rank.train.replace import backup, resume_fit
 from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.trainer import Trainer
@@ -121,7 +121,7 @@ def answered(number: int, strategy: str = "") -> dict[str, Any]:
     told: dict[str, Any] = {}
 
     def ask() -> None:
-        while not pause.is_held():
+        while not step_boundary.is_held():
             time.sleep(0.005)
         told["waits"] = step_boundary.progress()["waits"]
         at = step_boundary.inbox.acted
@@ -154,7 +154,7 @@ def asked(world: Any) -> list[dict[str, Any]]:
     squeezed(trainer, 0.95, here=here)
     with pytest.raises(TrainingError) as caught:
         trainer.fit(STEPS)
-    taken = question.answer(trainer.job)
+    taken = rescue.answer(trainer.job)
     trainer.fit(until=STEPS)
     found.append({"text": str(caught.value), "changes": [taken["changes"]], "losses": losses(trainer)})
     return found

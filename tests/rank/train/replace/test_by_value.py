@@ -13,7 +13,7 @@ import torch
 from bound_models import MODELS, batch, built
 from torch import nn
 
-from nbkit.rank.parallel.module.meta_module import homes, replace, skeleton_of
+from nbkit.rank.parallel.module.copies import homes, replace, skeleton_of
 from nbkit.rank.train.replace.pickle_by_value import TooLarge, dumps, loads
 
 NOT_CARRIED = {"local class", "global"}

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from nbkit.rank.train.step.step_clock import Clock
+from nbkit.rank.train.step.history import Clock
 
 
 def test_a_lap_leaves_out_what_ran_while_the_clock_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from jobs import flat, net, points, quiet
 from ranks import run_ranks
 
 from nbkit.errors import StrategyError, TrainingError
-from nbkit.notebook.cluster.control_result import ControlResult
+from nbkit.notebook.cluster.training_control import ControlResult
 from nbkit.rank.train.switch import compare
 
 

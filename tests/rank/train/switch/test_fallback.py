@@ -16,17 +16,17 @@ from jobs import asked_for, mean_loss, points, quiet
 from ranks import next_generation, run_ranks
 from torch import Tensor, nn
 
-from nbkit.bridge.training_requests import Control, Controls
+from nbkit.bridge.requests import Control, Controls
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.data.batch import shard_of
 from nbkit.rank.train import builder
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import newest
 from nbkit.rank.train.job import Job, prepare
-from nbkit.rank.train.switch import optimizer_reports as joining
+from nbkit.rank.train.switch import consensus as joining
 from nbkit.rank.train.switch import switch as switching
 from nbkit.rank.train.trainer import Trainer
-from nbkit.rank.world import watchdog, world
+from nbkit.rank.world import failure_alarm, world
 from nbkit.records.events import Event, Failed, Switched
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
@@ -456,7 +456,7 @@ def broken_from_outside(world: Any) -> list[Any]:
     trainer = trainer_of()
     trainer.fit(2)
     trainer.switch("zero3")
-    threading.Timer(1.0, watchdog.break_out, ("the cell was stopped while it waited",)).start()
+    threading.Timer(1.0, failure_alarm.break_out, ("the cell was stopped while it waited",)).start()
     plans.append(Plan(ZERO3, "forward", (world.place.rank,), (Waiting, ValueError)[world.place.rank]))
     with pytest.raises((ValueError, KeyboardInterrupt)):
         trainer.fit(2)

@@ -14,9 +14,9 @@ import torch
 from jobs import asked_for, flat, one_process, points, quiet
 from ranks import run_ranks
 
-from nbkit.bridge.training_requests import Controls
-from nbkit.planner.reshard.exchange import Plan
-from nbkit.rank.comm.all_gather_objects import USUAL_BYTES, all_gather_objects
+from nbkit.bridge.requests import Controls
+from nbkit.planner.exchange import Plan
+from nbkit.rank.comm.agree import USUAL_BYTES, all_gather_objects
 from nbkit.rank.parallel import parallelize
 from nbkit.rank.train.switch import consensus as joining
 from nbkit.rank.train.switch import prefetch

@@ -14,18 +14,17 @@ from ranks import run_ranks
 
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.parallel.data_parallel.ddp import Replicas
-from nbkit.rank.parallel.reshard import redistribute_in_place as moving
-from nbkit.rank.parallel.reshard.resizable_storage import Filling, hollow
+from nbkit.rank.parallel.reshard import redistribute as moving
+from nbkit.rank.parallel.reshard.redistribute import Filling, hollow
 from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
-from nbkit.rank.telemetry.memory import storage_bytes
+from nbkit.rank.telemetry.health import storage_bytes
 from nbkit.rank.train import builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.free_memory import side_bytes
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.switch import in_place as switching
-from nbkit.rank.train.switch.consensus import Consensus
-from nbkit.rank.train.switch.optimizer_reports import gather
+from nbkit.rank.train.switch import switch as switching
+from nbkit.rank.train.switch.consensus import Consensus, gather
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 from tests.rank.train.switch.test_switch import losses, trainer

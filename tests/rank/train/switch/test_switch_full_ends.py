@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-from nbkit.bridge.training_requests import Control, Controls
+from nbkit.bridge.requests import Control, Controls
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.ddp import Replicas
-from nbkit.rank.parallel.reshard.resizable_storage import Emptying
+from nbkit.rank.parallel.reshard.redistribute import Emptying
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.switch import switch as switching
 from nbkit.rank.train.trainer import Trainer

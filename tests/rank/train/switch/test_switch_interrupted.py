@@ -17,7 +17,7 @@ from ranks import next_generation, run_ranks
 
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.parallel.reshard.redistribute import Exchange
-from nbkit.rank.telemetry.memory import storage_bytes
+from nbkit.rank.telemetry.health import storage_bytes
 from nbkit.rank.train import builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control import step_boundary

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-from nbkit.notebook.run import step_picture, step_timeline
+from nbkit.notebook.run import step_picture
 from nbkit.notebook.run.follower import Run
 from nbkit.planner import forecast
 from nbkit.rank.comm import link_probe
@@ -75,6 +75,6 @@ def test_a_training_whose_axes_cross_nodes_in_turn(tmp_path: Path, monkeypatch: 
         # Formulas leave out the sums of loss and norm over the world, counts, and padding.
         assert nodes["formula"] <= nodes["between"] < 1.1 * nodes["formula"] + 3000
     assert len({round(one.between or 0) for one in predicted}) == 3
-    drawn = [step_timeline.of_step(run, 2, predicted[1].strategy, replica=replica) for replica in (0, 1)]
+    drawn = [step_picture.of_step(run, 2, predicted[1].strategy, replica=replica) for replica in (0, 1)]
     assert [each and each["ranks"] for each in drawn] == [[0, 1], [2, 3]]
     assert found[0]["table"]["dp=4"] == pytest.approx(predicted[2].between)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from nbkit.notebook.run import step_timeline
+from nbkit.notebook.run import step_picture
 from nbkit.notebook.run.follower import Run
 from nbkit.planner.traffic import wire_bytes
 from nbkit.rank.train.estimate import strategy_table
@@ -97,6 +97,6 @@ def test_the_order_that_moves_fewer_bytes_trains_alike(
     run = Run(tmp_path / found[0]["run"])
     run.refresh()
     strategy, step = str(Strategy.parse(PIPED, 4)), EACH * (through.index(PIPED) + 2)
-    drawn = [step_timeline.of_step(run, step, strategy, replica=replica) for replica in (0, 1)]
+    drawn = [step_picture.of_step(run, step, strategy, replica=replica) for replica in (0, 1)]
     assert [each and (each["kind"], each["ranks"]) for each in drawn] == [("pipeline", [0, 1]), ("pipeline", [2, 3])]
     assert [{op[1] for op in row} for row in drawn[0]["measured"]] == [{0}, {1}]  # type: ignore[index]

@@ -17,15 +17,15 @@ import torch
 from jobs import asked_for, one_process, points, quiet
 from ranks import run_ranks
 
-from nbkit.bridge.training_requests import Control, Controls
+from nbkit.bridge.requests import Control, Controls
 from nbkit.rank.device import Accelerator
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.telemetry import session
 from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.step.step_clock import Clock
+from nbkit.rank.train.step.history import Clock
+from nbkit.rank.train.switch import pending_switch
 from nbkit.rank.train.switch import switch as switching
-from nbkit.rank.train.switch import verify
 from nbkit.rank.train.switch.pending_switch import PendingSwitch
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import Switched
@@ -41,7 +41,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that hash from now on."""
     found: list[str] = []
-    sums, digest = verify.sums, switching.digest
+    sums, digest = pending_switch.sums, switching.digest
 
     def noted(fn: Any) -> Any:
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
 
         return noting
 
-    patch.setattr(verify, "sums", noted(sums))
+    patch.setattr(pending_switch, "sums", noted(sums))
     patch.setattr(switching, "digest", noted(digest))
     return found
 
@@ -129,7 +129,7 @@ def spoilt(world: Any) -> dict[str, Any]:
         other = asked_for(trainer, controls, "tp=2")
     with pytest.MonkeyPatch.context() as patch:
         if world.place.rank == 1:
-            patch.setattr(verify, "sums", full)
+            patch.setattr(pending_switch, "sums", full)
         untold = asked_for(trainer, controls, "zero3")
     gc.collect()
     well = asked_for(trainer, controls, "zero1")
@@ -250,7 +250,7 @@ def changing(world: Any) -> list[Any]:
         trainer.fit(1)
         with pytest.MonkeyPatch.context() as patch:
             threads = hashed_in(patch)
-            patch.setattr(verify, "sums", after_a_forward(verify.sums))
+            patch.setattr(pending_switch, "sums", after_a_forward(pending_switch.sums))
             patch.setattr(switching, "Comparison", before_a_forward(switching.Comparison))
             result = asked_for(trainer, controls, "zero1")
         found.append((result["ok"] and result["result"]["identical"], threads))
@@ -294,7 +294,7 @@ def one_after_another(world: Any) -> dict[str, Any]:
     def ill() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if world.place.rank == 1:
-                patch.setattr(verify, "sums", full)
+                patch.setattr(pending_switch, "sums", full)
             trainer.switch("ddp", beside=True)
             trainer.try_out("zero2", 2)
             found["tried"] = str(trainer.strategy), trainer.job.pending.previous

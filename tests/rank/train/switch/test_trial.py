@@ -13,7 +13,7 @@ from jobs import flat, one_process, points, quiet
 from ranks import run_ranks
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.switch.trial import try_out
+from nbkit.rank.train.switch.compare import try_out
 
 
 def adam(model: torch.nn.Module) -> torch.optim.Optimizer:

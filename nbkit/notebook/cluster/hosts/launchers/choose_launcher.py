@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nbkit.notebook.cluster.hosts.launchers.allocation import AllocatedNodes
 from nbkit.notebook.cluster.hosts.launchers.mpi import MpiHosts
-from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmJob
+from nbkit.notebook.cluster.hosts.launchers.slurm import AllocatedNodes, SlurmJob
 from nbkit.notebook.cluster.hosts.launchers.ssh import SshHosts
 from nbkit.notebook.cluster.hosts.start_request import MpiRequest, Request, SlurmRequest, SshRequest, Starter
 

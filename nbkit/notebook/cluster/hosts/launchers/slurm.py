@@ -1,26 +1,158 @@
 """Ranks in a job of Slurm's: how many nodes they take, the job's script, where the job stands.
 
 One task runs on each node, the agent; srun starts it. A rank or an agent that ends does not end the job.
+
+Where a job of Slurm's stands, and when and why it will end: as `scontrol show job` says it at this moment.
+
+Not in the environment of the job, whose end time is that of its start: a limit can be changed, and a job preempted.
+
+Ranks on the nodes of the Slurm allocation that the notebook itself runs in: agents are a step of that job.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from nbkit.errors import ClusterError, UsageError
 from nbkit.mpi_variables import without_mpi
-from nbkit.notebook.cluster.hosts.launchers.slurm_job_state import JobState, answer, read_job
+from nbkit.notebook.cluster.hosts.launchers.agents_command import AgentsCommand
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.notebook.cluster.hosts.progress import Seen
-from nbkit.notebook.cluster.hosts.start_request import SlurmRequest, agent_command, last_lines
+from nbkit.notebook.cluster.hosts.start_request import AllocationRequest, SlurmRequest, agent_command, last_lines
 from nbkit.quoting import shell_words, slurm_file
+
+_COMMAND_SECONDS = 30.0
+_ENDS = {
+    "CANCELLED": "was cancelled",
+    "TIMEOUT": "reached its time limit",
+    "PREEMPTED": "was preempted by another job",
+    "NODE_FAIL": "lost a node",
+    "OUT_OF_MEMORY": "ran out of memory",
+    "FAILED": "failed",
+    "BOOT_FAIL": "lost a node that did not start",
+    "DEADLINE": "was ended at its deadline",
+    "REVOKED": "was moved to another cluster",
+    "COMPLETED": "has ended",
+}
+_OF_SLURM = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+"""Ends that nobody has wanted, and of which a job's program has no part."""
+_ABSENT = ("", "None", "N/A", "Unknown", "(null)")
+
+
+@dataclass(frozen=True)
+class JobState:
+    """state: Slurm's word. begins, ends, preempted_at: as time.time() says it, None where Slurm says nothing.
+
+    restarts: how often it was put back in the queue. nodes: it runs on, as Slurm writes them.
+    """
+
+    job: str
+    state: str
+    reason: str = "None"
+    begins: float | None = None
+    ends: float | None = None
+    preempted_at: float | None = None
+    restarts: int = 0
+    nodes: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """From its start to its end; inf where it has no end."""
+        if self.begins is None or self.ends is None:
+            return float("inf")
+        return self.ends - self.begins
+
+    def seen(self, save_before: float) -> Seen:
+        """As a launcher reports it. save_before: seconds from when a training is to be saved to the job's end; of a
+        short job no more than a quarter."""
+        name = f"job {self.job}"
+        if self.state == "PENDING":
+            expected = f", expected to start {moment(self.begins)}" if self.begins is not None else ""
+            return Seen("pending", f"{name} is pending ({self.reason}){expected}")
+        if self.state == "COMPLETING":  # how it will be called is not said before it is over
+            return self._ended("ending", self._how_it_ends())
+        if self.state not in _ENDS:  # RUNNING, or what it does meanwhile: CONFIGURING, SIGNALING, SUSPENDED
+            words = f"{name} runs on {self.nodes}"
+            if self.ends is None:
+                return Seen("running", words)
+            if self.preempted_at:
+                why = f"{name} is preempted by another job and ends {moment(self.ends)}"
+                return Seen("running", words, 0.0, why, again=True)
+            save_at = self.ends - min(save_before, self.seconds / 4)
+            return Seen("running", words, save_at, f"{name} reaches its time limit {moment(self.ends)}", again=True)
+        if self.preempted_at and self.state == "COMPLETED":  # it has made way before it was ended
+            return self._ended("over", "PREEMPTED")
+        return self._ended("over", self.state)
+
+    def _ended(self, state: Literal["ending", "over"], how: str) -> Seen:
+        return Seen(state, f"job {self.job} {_ENDS[how]}", again=how in _OF_SLURM)
+
+    def _how_it_ends(self) -> str:
+        if self.preempted_at:
+            return "PREEMPTED"
+        return "TIMEOUT" if self.reason == "TimeLimit" else "CANCELLED"
+
+
+def read_job(job: str) -> JobState:
+    """Where `job` stands; one that Slurm has forgotten has ended. Raises ClusterError when Slurm does not answer."""
+    try:
+        text = answer("scontrol", "--oneliner", "show", "job", job)
+    except ClusterError as error:
+        if "Invalid job id" not in error.numbers:
+            raise
+        return JobState(job, "COMPLETED")
+    return parsed(job, text)
+
+
+def parsed(job: str, text: str) -> JobState:
+    """What one line of `scontrol --oneliner show job` says."""
+    fields: dict[str, str] = {}
+    for name, value in re.findall(r"(\w+)=(\S*)", text):
+        fields.setdefault(name, value)  # a comment, which comes late, may hold anything
+    return JobState(
+        job,
+        fields.get("JobState", "COMPLETED"),
+        fields.get("Reason", "None"),
+        _seconds(fields.get("StartTime", "")),
+        _seconds(fields.get("EndTime", "")),
+        _seconds(fields.get("PreemptTime", "")),
+        int(fields.get("Restarts", "0")),
+        fields.get("NodeList", ""),
+    )
+
+
+def _seconds(text: str) -> float | None:
+    return None if text in _ABSENT else time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+
+
+def moment(seconds: float) -> str:
+    """A time as people say it: the day only where it is another one. seconds: as time.time() says it."""
+    when = time.localtime(seconds)
+    clock = time.strftime("%H:%M:%S", when)
+    today = when[:3] == time.localtime()[:3]
+    return f"at {clock}" if today else f"on {time.strftime('%Y-%m-%d', when)} at {clock}"
+
+
+def answer(*words: str) -> str:
+    """What a command of Slurm's prints. Raises ClusterError when it fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        done = subprocess.CompletedProcess(words, 1, "", str(error))
+    if done.returncode:
+        raise ClusterError(
+            "Slurm does not answer.", numbers=f"{words[0]}: {' '.join(done.stderr.split())}", hint="sinfo"
+        )
+    return done.stdout
 
 
 @dataclass(frozen=True)
@@ -243,3 +375,79 @@ class SlurmJob:
         if self.job and self._last.state != "over":
             with suppress(ClusterError):
                 answer("scancel", self.job)
+
+
+def allocation_here(environment: Mapping[str, str] = os.environ, spares: int = 0) -> AllocationRequest | None:
+    """The allocation of several nodes that this process runs in: as many ranks on each as it has tasks there, or GPUs.
+
+    spares: GPUs of each node that are left to no rank. None outside of one: on one node a notebook needs no launcher.
+    Raises UsageError where spares leave no GPU.
+    """
+    job, tasks = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_TASKS_PER_NODE", "")
+    counts = counts_of(tasks)
+    if not job or len(counts) < 2:
+        return None
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    if gpus.isdigit() and int(gpus) and set(counts) == {1}:  # one task on each node: a job for a launcher like ours
+        counts = (int(gpus),) * len(counts)
+    if gpus.isdigit() and int(gpus) and spares:
+        if spares >= int(gpus):
+            raise UsageError(
+                "Too few devices for the ranks and their spares.",
+                numbers=f"--spares {spares}, {gpus} GPUs on each node of job {job}",
+                hint=f"--spares {int(gpus) - 1}" if int(gpus) > 1 else "without --spares",
+            )
+        counts = tuple(min(count, int(gpus) - spares) for count in counts)
+    return AllocationRequest(job, counts)
+
+
+def counts_of(tasks: str) -> tuple[int, ...]:
+    """The numbers in SLURM_TASKS_PER_NODE, "4(x2),2" being 4, 4 and 2."""
+    found: list[int] = []
+    for part in filter(None, tasks.split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UsageError("Slurm's tasks on each node cannot be read.", numbers=f"SLURM_TASKS_PER_NODE={tasks}")
+        found += [int(match[1])] * int(match[2] or 1)
+    return tuple(found)
+
+
+class AllocatedNodes(AgentsCommand):
+    """The step of one cluster. A starter, see `request.Starter`."""
+
+    def __init__(self, request: AllocationRequest, folder: Path) -> None:
+        super().__init__(folder, "step.log")
+        self.request, self.cpu, self.counts = request, request.cpu, request.counts
+        self.address = address_towards(_node_addresses(request.job))
+
+    def start(self, payload: str) -> None:
+        """Start the step: it shares the nodes with whatever else of the job runs there. To end it leaves the job."""
+        nodes = len(self.counts)
+        asked = (f"--jobid={self.request.job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
+        kept = ("--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL")
+        self.run(["srun", *asked, *kept, *agent_command(self.request)], payload)
+
+    def look(self) -> Seen:
+        """Whether the step runs."""
+        if self.has_ended():
+            return Seen("over", f"the step in job {self.request.job} has ended")
+        running = Seen("running", f"in job {self.request.job}, which this notebook runs in")
+        with suppress(ClusterError):  # Slurm itself is away for a moment
+            job = read_job(self.request.job).seen(SlurmRequest.save_before)
+            return job if job.state == "ending" else replace(running, save_at=job.save_at, why=job.why)
+        return running
+
+
+def _node_addresses(job: str) -> list[str]:
+    try:
+        nodes = _lines("squeue", "-h", "-j", job, "-o", "%N")
+        return _lines("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%o")
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ClusterError(
+            f"Slurm does not say on which nodes job {job} runs.", numbers=str(error), hint="squeue   (in a terminal)"
+        ) from None
+
+
+def _lines(*words: str) -> list[str]:
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30)
+    return list(dict.fromkeys(done.stdout.split()))

@@ -13,9 +13,8 @@ from itertools import combinations, islice
 
 from torch import nn
 
-from nbkit.rank.parallel.tensor.plan.heads import Heads, named_counts, numbers_in
 from nbkit.rank.parallel.tensor.plan.linear_types import sizes
-from nbkit.rank.parallel.tensor.plan.plan import Pair
+from nbkit.rank.parallel.tensor.plan.plan import Heads, Pair, named_counts, numbers_in
 
 _MOST_COUNTS, _MOST_WAYS = 3, 32
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.train.checkpoint.dcp_io import Reader, fill
-from nbkit.rank.train.checkpoint.write_plan import by_name
+from nbkit.rank.train.checkpoint.job_state import by_name
 from nbkit.tensor_layout import Layout
 
 LAYOUTS = ("fsdp2", "torchtitan")

@@ -1,0 +1,275 @@
+"""Hides the rank's world from the processes that a cell starts, by multiprocessing or as shell commands.
+
+It also explains why a spawned process finds no name of a cell.
+
+Changes modules of libraries in the moment in which a program imports them; a rank imports none of them itself.
+
+Launchers that a program calls run its function on the ranks that are there, instead of starting processes.
+
+Every rank of a cell calls the launcher, so every rank runs the function once, in place, as under torchrun. This holds
+for `accelerate.notebook_launcher` and `debug_launcher`, torch's `elastic_launch`, and Lightning's strategies
+ddp_notebook, ddp_fork and ddp_spawn. A number of processes that is not that of the ranks is an error: processes beside
+the ranks would share their devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from multiprocessing import reduction, util
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any
+
+import ipykernel.zmqshell
+import IPython.core.interactiveshell
+
+from nbkit.errors import UsageError
+from nbkit.rank.world import world
+
+Change = Callable[[ModuleType], None]
+
+
+class ChangingFinder(MetaPathFinder):
+    """Finds each module of `changes` by the other finders, and changes it when its code has run."""
+
+    def __init__(self, changes: dict[str, Change]) -> None:
+        self._changes = changes
+        self._asked: set[str] = set()  # the other finders, now
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        change = self._changes.get(fullname)
+        if change is None or fullname in self._asked:
+            return None
+        self._asked.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asked.remove(fullname)
+        if spec is not None and spec.loader is not None:
+            _change_after(spec, change)
+        return spec
+
+
+def _change_after(spec: ModuleSpec, change: Change) -> None:
+    assert spec.loader is not None
+    execute = spec.loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        change(module)
+
+    spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+def change_when_imported(changes: dict[str, Change]) -> None:
+    """Call each change with the module of its name: at once where it is imported already, else after its import."""
+    later = {}
+    for name, change in changes.items():
+        if (module := sys.modules.get(name)) is not None:
+            change(module)
+        else:
+            later[name] = change
+    sys.meta_path.insert(0, ChangingFinder(later))
+
+
+LIGHTNING = (
+    *(f"{package}.strategies.launchers.multiprocessing" for package in ("lightning.pytorch", "lightning.fabric")),
+    *(f"{package}.strategies.launchers.multiprocessing" for package in ("pytorch_lightning", "lightning_fabric")),
+)
+
+_ACCELERATE_STATES = ("PartialState", "AcceleratorState", "GradientState")
+
+
+def run_launched_in_place() -> None:
+    """From now on, in this process."""
+    changes: dict[str, Change] = {
+        "torch.distributed.launcher.api": _change_elastic_launch,
+        "torch.multiprocessing": _change_start_processes,
+    }
+    change_when_imported(changes | dict.fromkeys(LIGHTNING, _change_lightning))
+
+
+def _change_elastic_launch(module: ModuleType) -> None:
+    """Of torch, which `notebook_launcher` of Accelerate calls too."""
+    plain = module.elastic_launch.__call__
+
+    def __call__(self: Any, *args: Any) -> Any:
+        """As torch's, in place: {rank: what the function returned}, of this rank alone."""
+        config, function = self._config, self._entrypoint
+        if not callable(function):  # a command is a process of its own
+            return plain(self, *args)
+        least, most = (nodes * config.nproc_per_node for nodes in (config.min_nodes, config.max_nodes))
+        here = _world_of(least, most, "num_processes={ranks}")
+        with _as_launched(here):
+            return {here.place.rank: function(*args)}
+
+    module.elastic_launch.__call__ = __call__
+
+
+def _change_start_processes(module: Any) -> None:
+    """Of torch; only where Accelerate calls it: `debug_launcher`, and the trial that ACCELERATE_DEBUG_MODE asks for."""
+    plain = module.start_processes
+
+    @functools.wraps(plain)
+    def start_processes(fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *more: Any, **options: Any) -> Any:
+        if f"{type(fn).__module__}.{type(fn).__name__}" != "accelerate.utils.launch.PrepareForLaunch":
+            return plain(fn, args, nprocs, *more, **options)
+        with _as_launched(_world_of(nprocs, nprocs, "num_processes={ranks}")):
+            fn.launcher(*args)
+
+    module.start_processes = start_processes
+
+
+def _change_lightning(module: ModuleType) -> None:
+    def launch(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's launcher does where torchrun has started the processes."""
+        if "fabric" not in module.__name__:
+            kwargs.pop("trainer", None)  # is for the launcher; Fabric's hands on all that it gets
+        number = self._strategy.num_processes * self._strategy.num_nodes
+        _world_of(number, number, "devices={local}, num_nodes={hosts}")
+        return function(*args, **kwargs)
+
+    module._MultiProcessingLauncher.launch = launch
+
+
+def _world_of(least: int, most: int, fits: str) -> world.World:
+    """The world, which must have between `least` and `most` ranks. fits: what to write, with {ranks} and the like."""
+    here = world.current()
+    if here is None:
+        raise UsageError("This rank has no world.", hint="%cluster restart")
+    place = here.place
+    if not least <= place.world_size <= most:
+        ranks = place.world_size
+        local = 1 if place.device != "cpu" else place.local_world_size  # each rank sees its own GPU alone
+        raise UsageError(
+            "A launcher in a cell runs its function on the ranks that are there.",
+            numbers=f"{most} process{'es' * (most != 1)} asked for, {ranks} rank{'s' * (ranks != 1)} there",
+            hint=fits.format(ranks=ranks, local=local, hosts=ranks // local),
+        )
+    return here
+
+
+@contextmanager
+def _as_launched(here: world.World) -> Iterator[None]:
+    """With this rank's environment, which launchers change for the processes that they start."""
+    outer = {name: os.environ.get(name) for name in here.environment}
+    # None is there before the function itself imports Accelerate.
+    states = [dict(state) for state in _accelerate_states()] or [{} for _ in _ACCELERATE_STATES]
+    os.environ.update(here.environment)
+    try:
+        yield
+    finally:
+        for name, value in outer.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        # `notebook_launcher` refuses to run again where an Accelerator is left, which ends with a process otherwise.
+        for state, before in zip(_accelerate_states(), states, strict=False):
+            state.clear()
+            state.update(before)
+
+
+def _accelerate_states() -> list[dict[str, Any]]:
+    module = sys.modules.get("accelerate.state")
+    return [getattr(module, name)._shared_state for name in _ACCELERATE_STATES] if module else []
+
+
+_SAID = (
+    "a spawned process imports what it runs, and cannot import what a cell has defined. Put it into a .py file and "
+    'import it; or fork: multiprocessing_context="fork" of a DataLoader, mp.get_context("fork")'
+)
+
+
+_OF_THE_WORLD = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def hide_the_world() -> None:
+    """Hide this rank's world from processes that are started from now on: they are no ranks of it.
+
+    They are started by multiprocessing, or as shell commands of a cell.
+
+    `mp.spawn` is how a program starts a world of its own. Where its processes found the last of these variables, all of
+    them would join a store that nobody serves. RANK and WORLD_SIZE stay: workers of a DataLoader read them.
+    """
+    os.register_at_fork(after_in_child=_leave_the_world)
+    for module in (ipykernel.zmqshell, IPython.core.interactiveshell):  # of `!`, `!!` and `%sx`
+        for name in ("system", "getoutput", "get_output_error_code"):
+            if hasattr(module, name):
+                setattr(module, name, _outside_the_world(getattr(module, name)))
+    change_when_imported({"IPython.core.magics.script": _change_scripts})
+    plain: Any = getattr(util, "spawnv_passfds", None)
+    if plain is None:  # a Python that starts them otherwise: they see what the rank does
+        return
+
+    def spawnv_passfds(*args: Any) -> Any:
+        held = {name: os.environ.pop(name) for name in _OF_THE_WORLD if name in os.environ}
+        try:
+            return plain(*args)
+        finally:
+            os.environ.update(held)
+
+    util.spawnv_passfds = spawnv_passfds  # type: ignore[assignment]
+
+
+def _change_scripts(module: Any) -> None:
+    """Change `%%bash` and its like."""
+    module.ScriptMagics.shebang = _outside_the_world(module.ScriptMagics.shebang)
+
+
+def _outside_the_world(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run`, which starts a program that finds no variable of this rank's world, as in a notebook's `!`."""
+
+    @functools.wraps(run)
+    def outside(*args: Any, **options: Any) -> Any:
+        with _without_variables():
+            return run(*args, **options)
+
+    return outside
+
+
+@contextmanager
+def _without_variables() -> Iterator[None]:
+    here = world.current()
+    known = {} if here is None else here.variables
+    held = {name: value for name, value in known.items() if os.environ.get(name) == value}  # not those the user has set
+    for name in held:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(held)
+
+
+def _leave_the_world() -> None:
+    for name in _OF_THE_WORLD:
+        os.environ.pop(name, None)
+
+
+def warn_of_cells() -> None:
+    """From now on, when a process is spawned that would need something of a cell."""
+    plain = reduction.dump
+
+    def dump(item: Any, file: io.BytesIO, protocol: int | None = None) -> None:
+        begun = file.tell() if isinstance(file, io.BytesIO) else 0
+        plain(item, file, protocol)
+        # A script under %run has a file, and is imported from there.
+        if isinstance(item, BaseProcess) and isinstance(file, io.BytesIO) and not hasattr(_main(), "__file__"):
+            if b"__main__" in file.getvalue()[begun:]:
+                print(f"nbkit: {_SAID}", file=sys.stderr)  # in every cell: a warning is shown once
+
+    reduction.dump = dump  # type: ignore[assignment]
+
+
+def _main() -> Any:
+    return sys.modules["__main__"]

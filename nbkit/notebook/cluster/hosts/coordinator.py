@@ -1,0 +1,637 @@
+"""The coordinator of a cluster on several hosts: a process beside the controller, on the notebook's host.
+
+    python -m nbkit.notebook.cluster.hosts.coordinator.coordinator FOLDER
+
+It has the launcher start an agent on each host, and each agent keeps a signed line to it. It lets the ranks be forked
+when all hosts fit together (gathering.py); it passes on what the parents of the ranks tell of cells that failed and
+ranks that died, so that all hosts release their ranks without the notebook, and the first host's parent can have any
+rank replaced; it has trainings saved before a launcher takes the hosts away, at a time limit or for another job; and it
+ends the cluster when it is stopped, when the controller is gone, or when nobody has used it for its time to live.
+
+Which hosts of a cluster have joined, which ranks each holds, and which is in reserve for one that is gone.
+
+Whether the hosts of a cluster, those in reserve too, can connect to each other: asked of their agents.
+
+The hosts of a cluster gather: from the launcher's start until all agents are there and fit together.
+
+They are compared, and try to connect to each other, before any rank is forked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nbkit.errors import ClusterError, NbkitError
+from nbkit.notebook.cluster.hosts import progress
+from nbkit.notebook.cluster.hosts.agent import check_versions, notes_on
+from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
+from nbkit.notebook.cluster.hosts.network import listen_at
+from nbkit.notebook.cluster.hosts.progress import Progress, Seen
+from nbkit.notebook.cluster.hosts.start_request import Starter, loaded
+from nbkit.wire import cluster_end
+from nbkit.wire.cells import ranks_named
+from nbkit.wire.cluster_end import ClusterEnd
+from nbkit.wire.link import SignedLink, key_of
+from nbkit.wire.processes import Process, followers
+
+
+class Host:
+    """A host whose agent has connected. facts: what it has said of itself. has_taken_place: it was in reserve."""
+
+    def __init__(self, link: SignedLink) -> None:
+        self.link, self.has_taken_place = link, False
+        self.facts: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return str(self.facts["host"])
+
+
+class Places:
+    """counts: ranks of each host; the last `spare_hosts` of them hold none until they take the place of another one.
+
+    hosts: index -> host, of those that are there.
+    """
+
+    def __init__(self, counts: Sequence[int], spare_hosts: int) -> None:
+        self.total, self.counts = len(counts), tuple(counts[: len(counts) - spare_hosts])
+        self.hosts: dict[int, Host] = {}
+        self._facts: list[dict[str, Any]] = []  # of the hosts that hold ranks, once all have joined
+
+    @property
+    def hold_ranks(self) -> bool:
+        """Whether any host is left that holds ranks."""
+        return any(index < len(self.counts) for index in self.hosts)
+
+    @property
+    def in_reserve(self) -> list[Host]:
+        return [host for index, host in sorted(self.hosts.items()) if index >= len(self.counts)]
+
+    def ranks_of(self, index: int) -> range:
+        """Of a host in reserve: none."""
+        base = sum(self.counts[:index])
+        return range(base, base + (self.counts[index] if index < len(self.counts) else 0))
+
+    def settle(self) -> list[dict[str, Any]]:
+        """All have joined: what they have said of themselves, in their order."""
+        facts = [self.hosts[index].facts for index in range(self.total)]
+        self._facts = facts[: len(self.counts)]
+        return facts
+
+    def placed(self, host: Host, rank: int, label: str, reason: str, spares: Sequence[str]) -> None:
+        """A rank may have gone to a spare device of its host."""
+        at = rank - self.ranks_of(host.facts["index"]).start
+        host.facts["labels"][at], host.facts["reasons"][at] = label, reason
+        host.facts["spares"] = list(spares)
+
+    def take_place(self, index: int) -> Host | None:
+        """Have a host in reserve take the place of the one of that index, which is gone; None where there is none.
+
+        The first host, whose parent decides who is replaced and where the store of the world is, has no substitute.
+        """
+        count = len(self.ranks_of(index))
+        fit = [host for host in self.in_reserve if len(host.facts["labels"]) >= count]
+        if not fit or index == 0 or 0 not in self.hosts:
+            return None
+        host = self.hosts[index] = self.hosts.pop(fit[0].facts["index"])
+        facts = self._facts[index] = host.facts
+        facts |= {"index": index, "spares": [*facts["labels"][count:], *facts["spares"]]}
+        facts |= {key: facts[key][:count] for key in ("labels", "reasons")}
+        host.has_taken_place = True
+        host.link.send(event="take_place", base=self.ranks_of(index).start, count=count)
+        return host
+
+    def shown(self, state: Progress) -> Progress:
+        """`state`, with the devices of the ranks and what is in reserve."""
+        return progress.with_devices(state, self._facts, [host.name for host in self.in_reserve])
+
+
+_SHOWN = 4
+
+
+class Reachability:
+    """hosts: all of them, in their order. First each listens, then each tries to connect to others."""
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self._hosts = hosts
+        self._places: dict[int, tuple[str, int]] = {}
+        self._failed: dict[int, list[tuple[int, str]]] = {}
+        for host in hosts:
+            host.link.send(event="listen")
+
+    @property
+    def answered(self) -> list[Host]:
+        """Those that have told what they have found."""
+        return [self._hosts[number] for number in sorted(self._failed)]
+
+    def listens(self, host: Host, message: dict[str, Any]) -> None:
+        """A host listens; once all do, each hears whom it is to try."""
+        self._places[host.facts["index"]] = message["address"], message["port"]
+        if len(self._places) == len(self._hosts):
+            for number, each in enumerate(self._hosts):
+                tried = hosts_to_try(number, len(self._hosts))
+                each.link.send(event="reach", places=[(other, *self._places[other]) for other in tried])
+
+    def reached(self, host: Host, message: dict[str, Any]) -> bool:
+        """A host has tried; whether all have. Raises ClusterError then, where one cannot connect to another one."""
+        self._failed[host.facts["index"]] = [(number, why) for number, why in message["unanswered"]]
+        if len(self._failed) < len(self._hosts):
+            return False
+        ways = [(source, *to) for source in sorted(self._failed) for to in self._failed[source]]
+        if ways:
+            source, other, _ = ways[0]
+            more = f"; and {len(ways) - _SHOWN} more" if len(ways) > _SHOWN else ""
+            first, second = self._hosts[source].name, self._hosts[other].name
+            raise ClusterError(
+                f"The host {first} cannot connect to {second}.",
+                numbers="; ".join(self._way(*way) for way in ways[:_SHOWN]) + more,
+                hint=f"ping {self._places[other][0]}   (in a terminal on {first}): a firewall between the hosts has to "
+                "let connections to all ports pass; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name another network",
+            )
+        return True
+
+    def _way(self, source: int, other: int, why: str) -> str:
+        start, (address, port) = self._places[source][0], self._places[other]
+        return f"from {self._hosts[source].name} ({start}) to {self._hosts[other].name} ({address}, port {port}): {why}"
+
+
+def hosts_to_try(own: int, n: int) -> list[int]:
+    """Which of `n` hosts number `own` tries: all of up to five, of more about 2 log2 n, so that each is tried too."""
+    steps = [1 << power for power in range(max(1, n.bit_length()))]
+    return sorted({(own + sign * step) % n for step in steps for sign in (1, -1)} - {own})
+
+
+ANSWER_SECONDS = 90.0  # from the first sign of the hosts until all have answered
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What hosts that fit together start their ranks with. addresses: of all. notes: what the user is to be told."""
+
+    backend: str
+    device: str
+    addresses: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+class Gathering:
+    """places: filled by it. port: where this process listens for agents, at the starter's address."""
+
+    def __init__(self, starter: Starter, places: Places, port: int) -> None:
+        self._starter, self._places, self._port = starter, places, port
+        self._first_sign = 0.0
+        self._refused: list[str] = []  # agents, and why
+        self._fit: Fit | None = None  # once they are compared
+        self._reachability: Reachability | None = None
+
+    def join(self, host: Host, facts: dict[str, Any]) -> str:
+        """An agent is ready. Of two that have one number the first has it: why this one was refused, "" if it was not.
+
+        Raises ClusterError where all are there and do not fit together.
+        """
+        index, total = facts["index"], self._places.total
+        self._first_sign = self._first_sign or time.monotonic()
+        if (first := self._places.hosts.get(index)) is not None:
+            why = f"an agent on {facts['host']} came as host {index} of {total}, which {first.name} is already"
+            print(f"{time.strftime('%H:%M:%S')} coordinator: {why}: refused", flush=True)
+            host.link.send(event="refused", why=why)
+            self._refused.append(why)
+            return why
+        host.facts = facts
+        self._places.hosts[index] = host
+        if len(self._places.hosts) == total:
+            self._fit = self._compared()
+            self._first_sign = time.monotonic()  # now they are waited for to have tried each other
+            self._reachability = Reachability([self._places.hosts[number] for number in range(total)])
+        return ""
+
+    def hear(self, host: Host, message: dict[str, Any]) -> Fit | None:
+        """An agent tells where it listens, or what it has found. Returns what they start with, once all fit together.
+
+        Raises ClusterError where a host cannot connect to another one.
+        """
+        assert self._reachability is not None
+        if message["event"] == "listens":
+            self._reachability.listens(host, message)
+            return None
+        if not self._reachability.reached(host, message):
+            return None
+        assert self._fit is not None
+        refused = (f"{why}: it was refused" for why in self._refused)
+        return replace(self._fit, notes=(*self._fit.notes, *refused))
+
+    def progress(self, seen: Seen) -> Progress:
+        """How far it is. seen: by the launcher. Raises ClusterError when nothing is left to wait for."""
+        if seen.error:
+            raise seen.error
+        if seen.state == "over":
+            raise ClusterError(
+                f"{seen.words[:1].upper()}{seen.words[1:]} before the cluster was ready.",
+                numbers=self._starter.log() or "its output is not here, or empty",
+                hint="%cluster start   again",
+            )
+        if seen.state == "running":
+            self._first_sign = self._first_sign or time.monotonic()
+        if self._first_sign and time.monotonic() - self._first_sign > ANSWER_SECONDS:
+            raise self._unanswered()
+        if seen.state == "pending":
+            return Progress("waiting", seen.words)
+        answered = f"{len(self._places.hosts)} of {self._places.total} hosts have answered"
+        return Progress("starting", f"{seen.words}; {answered}")
+
+    def lost(self, host: Host) -> ClusterError:
+        """A host that had joined is gone, or its agent."""
+        index, gone = host.facts["index"], "does not answer any more" if host.link.broke else "has lost its agent"
+        return ClusterError(
+            f"The host {host.name} {gone}: the cluster was starting.",
+            numbers=self._starter.log() or f"it had joined as host {index}, with {self._starter.counts[index]} ranks",
+            hint="%cluster start   again",
+        )
+
+    def _compared(self) -> Fit:
+        facts = self._places.settle()
+        check_versions({one["host"]: one["versions"] for one in facts})
+        differ = notes_on({one["host"]: one["driver"] for one in facts}, {one["host"]: one["ahead"] for one in facts})
+        devices = {one["host"]: one["device"] for one in facts}
+        if len(set(devices.values())) > 1:
+            raise ClusterError(
+                "Some hosts have GPUs for the ranks, and some have not.",
+                numbers=", ".join(f"{host}: {device}" for host, device in devices.items()),
+                hint="--cpu   or   hosts that are alike",
+            )
+        notes = (*(f"{one['host']}: {note}" for one in facts for note in one["notes"]), *differ)
+        return Fit(
+            backend="nccl" if all(one["backend"] == "nccl" for one in facts) else "gloo",
+            device=facts[0]["device"],
+            addresses=tuple(sorted({address for one in facts for address in one["addresses"]})),
+            notes=notes,
+        )
+
+    def _unanswered(self) -> ClusterError:
+        all_there = self._reachability is not None
+        hosts = self._reachability.answered if self._reachability else list(self._places.hosts.values())
+        here, total = [host.name for host in hosts], self._places.total
+        what = f"{total - len(here)} of {total} hosts did not answer within {ANSWER_SECONDS:.0f} s."
+        if self._refused and not all_there:  # the launcher has given two of them the same number
+            return ClusterError(what, numbers="; ".join(self._refused), hint="%cluster start --hosts node1:4,node2:4")
+        return ClusterError(
+            what,
+            numbers=f"answered: {', '.join(here) or 'none'}; they have to reach {self._starter.address}, port "
+            f"{self._port} and above\n{self._starter.log()}".strip(),
+            hint="a firewall between the hosts has to let their connections pass",
+        )
+
+
+TICK_SECONDS = 0.1
+LOOK_SECONDS = 0.5  # at the queue, while the job waits in it
+SELDOM_SECONDS = 20.0  # afterwards: lines say more, and sooner
+RANKS_SECONDS = 180.0  # for the ranks to start
+END_SECONDS = 4.0  # for the agents to end their ranks, before the launcher ends the agents
+
+
+class Coordinator:
+    """See the module's text."""
+
+    def __init__(self, folder: Path, plan: dict[str, Any], starter: Starter) -> None:
+        self.folder, self.plan, self.starter = folder, plan, starter
+        self.secret = secrets.token_hex(32)
+        self.listener = listen_at(starter.address)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.listener, selectors.EVENT_READ, None)
+        self.places = Places(starter.counts, starter.spare_hosts)
+        self.hosts = self.places.hosts  # index -> host, of those that have joined
+        self.gathering = Gathering(starter, self.places, self.listener.getsockname()[1])
+        self.dead: set[int] = set()
+        self.state = Progress("waiting", "the controller starts")
+        self.going = False
+        self.ending = ""  # why
+        self.seen = time.monotonic()
+        self.looked, self.look = 0.0, Seen("pending", "")
+        self.told = ""  # why trainings are to end
+        self.taken_away = False  # the hosts: their ranks end too
+        self.controller: Process | None = None
+        # The notebook, whose end gives up a start, unless it does not wait for it.
+        self._launcher = None if plan["detached"] else Process(**plan["launcher"])
+
+    def run(self) -> None:
+        """Until the cluster has ended."""
+        signal.signal(signal.SIGTERM, lambda *_: self.end("the cluster was stopped"))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self.starter.start(self._payload())
+            while not self.ending:
+                for key, _ in self.selector.select(TICK_SECONDS):
+                    self._accept() if key.data is None else self._hear(key.data)
+                self._watch()
+        except NbkitError as error:
+            self._fail(error)
+        finally:
+            self._finish()
+
+    def _payload(self) -> str:
+        """What an agent has to know. Raises ClusterError when the start was given up."""
+        path = Path(self.plan["engine_file"])
+        while not path.exists() or not path.stat().st_size or self._find_controller() is None:
+            time.sleep(0.01)
+            if self.ending or self._is_given_up():
+                raise ClusterError("The start was given up.")
+        return json.dumps(
+            {
+                "name": self.plan["name"],
+                "address": self.starter.address,
+                "port": self.listener.getsockname()[1],
+                "secret": self.secret,
+                "counts": list(self.starter.counts),
+                "cpu": self.starter.cpu,
+                "spares": self.plan["request"]["spares"],
+                "spare_hosts": self.starter.spare_hosts,
+                "cwd": self.plan["cwd"],
+                "environment": self.plan["environment"],
+                "engine": json.loads(path.read_text()),
+            }
+        )
+
+    def _is_given_up(self) -> bool:
+        return self._launcher is not None and not self._launcher.is_alive()
+
+    def _find_controller(self) -> Process | None:
+        if self.controller is None:
+            with suppress(OSError, ValueError):
+                self.controller = Process(**json.loads((self.folder / "controller.json").read_text()))
+        return self.controller
+
+    # Lines --------------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        sock, _ = self.listener.accept()
+        nonce = secrets.token_hex(16)
+        try:
+            sock.sendall(f"{nonce} {time.time()}\n".encode())
+        except OSError:
+            return
+        self.selector.register(
+            sock, selectors.EVENT_READ, Host(SignedLink(sock, key_of(self.secret, nonce), opened=False))
+        )
+
+    def _hear(self, host: Host) -> None:
+        messages = host.link.receive()
+        if messages is None:
+            self.selector.unregister(host.link.sock)
+            host.link.sock.close()
+            if host.facts:
+                self._lost(host)
+            return
+        for message in messages:
+            self._heard(host, message)
+
+    def _heard(self, host: Host, message: dict[str, Any]) -> None:
+        event = message["event"]
+        if event == "joined":
+            why = self.gathering.join(host, message)
+            if why and self.going:
+                self._show(replace(self.state, notes=(*self.state.notes, f"{why}: it was refused")))
+        elif event in ("listens", "reached"):
+            if (fit := self.gathering.hear(host, message)) is not None:
+                self._begin(fit)
+        elif event == "refused":
+            raise ClusterError(
+                f"{message['host']}: {message['what']}", numbers=message["numbers"], hint=message["hint"]
+            )
+        elif event == "start_failed":
+            log = "\n    ".join(message["log"] or ["(its log is empty)"])
+            raise ClusterError(
+                f"Rank {message['rank']} on {host.name} ended while the cluster was starting.",
+                numbers=f"{message['how']}; the last lines of its log:\n    {log}",
+                hint=f"nbkit doctor   (in a terminal on {host.name}) says what is missing",
+            )
+        elif event == "seen":
+            self.seen = time.monotonic()
+        elif event == "died":
+            self._died(message, host)
+        elif event == "note":
+            self._write_end(message)
+        elif event in ("started", "of_rank", "placed", "lost"):
+            if event == "placed":
+                self.places.placed(host, message["rank"], message["label"], message["reason"], message["spares"])
+            if event == "placed" or host.has_taken_place:
+                self._show(self.places.shown(self.state))
+            self._to_first(message)
+        elif event == "told_to_end":
+            self._end_in_order()
+        elif event == "training_ended":
+            self._training_ended(message)
+        else:  # failed; interrupt and end go to whoever has that rank
+            self._pass_on(message, host)
+
+    def _begin(self, fit: Fit) -> None:
+        """All hosts are there, and fit together: let them fork their ranks."""
+        # The time in the queue is nobody's absence, nor is that in which ranks start: then their parents say "seen".
+        self.going, self.seen = True, time.monotonic() + RANKS_SECONDS
+        self.looked = 0.0  # as it runs: when its time is over, and how often it was put back in the queue before
+        for host in self.hosts.values():
+            host.link.send(event="go", backend=fit.backend, device=fit.device, addresses=fit.addresses)
+        self._show(self.places.shown(Progress("forked", notes=fit.notes, backend=fit.backend)))
+
+    def _pass_on(self, message: dict[str, Any], source: Host | None) -> None:
+        for host in self.hosts.values():
+            if host is not source:
+                host.link.send(**message)
+
+    def _died(self, death: dict[str, Any], source: Host | None, *, unregister: bool = False) -> None:
+        """A rank has died: the notebook reads of it here, the other hosts are told."""
+        self.dead.add(death["rank"])
+        record = self._write_end(death)
+        if self.taken_away:  # the others end by themselves, and may still be saving
+            return
+        for index, host in enumerate(host for host in self.hosts.values() if host is not source):
+            host.link.send(event="died", unregister=unregister and index == 0, **record)
+
+    def _write_end(self, death: dict[str, Any]) -> dict[str, Any]:
+        """What the notebook reads of a rank that has ended, and of who has taken its place."""
+        record = {key: value for key, value in death.items() if key != "event"}
+        path = self.folder / f"rank{death['rank']}.end.json"
+        scratch = path.with_suffix(".tmp")
+        with suppress(OSError):  # the folder goes with the cluster
+            scratch.write_text(json.dumps(record))
+            scratch.replace(path)
+        return record
+
+    def _to_first(self, message: dict[str, Any]) -> None:
+        """The first host's parent decides who is replaced. Without it nobody is."""
+        if first := self.hosts.get(0):
+            first.link.send(**message)
+        elif message["event"] == "lost":
+            self._died(message, None, unregister=True)
+
+    def _lost(self, host: Host) -> None:
+        """An agent's line is closed: its ranks are gone, or out of reach."""
+        index = host.facts["index"]
+        self.hosts.pop(index, None)
+        if not self.going:
+            raise self.gathering.lost(host)
+        if index >= len(self.places.counts):  # it was in reserve
+            self._show(self.places.shown(self.state))
+            return
+        left = [rank for rank in self.places.ranks_of(index) if rank not in self.dead]
+        self.looked = 0.0
+        seen = self._look()
+        how = f"its host {host.name} does not answer" if host.link.broke else f"the agent of its host {host.name} ended"
+        if self.taken_away:
+            how = self.told
+        if seen.state == "over" or (self.taken_away and seen.state == "ending"):
+            how = seen.words
+        # Which cells it was in is not known here; each of the others is released from those that it shares.
+        about = {"pid": 0, "how": how, "when": time.time(), "cells": None, "failed": ""}
+        stays = not self.taken_away and not self.dead and seen.state not in ("ending", "over")
+        if stays and (spare := self.places.take_place(index)) is not None:
+            self._put_in_place(spare, host, about)
+            return
+        for rank in left:
+            self._died({"rank": rank, **about}, host, unregister=True)
+        if not self.places.hold_ranks:
+            if (end := cluster_end.read(self.folder)) is not None:
+                cluster_end.write(self.folder, replace(end, why=how, again=seen.again))
+            self.end(how)
+
+    def _put_in_place(self, spare: Host, gone: Host, about: dict[str, Any]) -> None:
+        """A host that was in reserve holds the ranks of one that is gone: the first host's parent has them started.
+
+        about: what is told of their deaths. Where they are in no training that goes on it declares them dead.
+        """
+        ranks = self.places.ranks_of(spare.facts["index"])
+        left = len(self.places.in_reserve)
+        said = (
+            f"{ranks_named([*ranks]).lower()} {'is' if len(ranks) == 1 else 'are'} on the spare host {spare.name} now, "
+            f"in the place of {gone.name}; {left or 'no'} spare host{'s are' if left > 1 else ' is'} left"
+        )
+        print(f"{time.strftime('%H:%M:%S')} coordinator: {about['how']}: {said}", flush=True)
+        for rank in ranks:
+            self._to_first({"event": "lost", "rank": rank, **about})
+        self._to_first({"event": "placed", "rank": ranks[0], "said": said})
+
+    # Hosts that are taken away --------------------------------------------------------------------------------------
+
+    def _save_in_time(self) -> None:
+        """Have trainings saved before the hosts are taken away; take it back where there is time again."""
+        if self.taken_away:
+            return
+        if time.time() >= self.look.save_at and self.look.why != self.told:
+            self.looked = 0.0  # a limit may have been changed since
+            if time.time() >= self._look().save_at:
+                self._tell(self.look.why, "end_training")
+        elif self.told and time.time() < self.look.save_at:
+            print(f"{time.strftime('%H:%M:%S')} coordinator: there is time again", flush=True)
+            self.told = ""
+            cluster_end.take_back(self.folder)
+            self._pass_on({"event": "end_training", "why": ""}, None)
+
+    def _end_in_order(self) -> None:
+        """A host was told to end, by SIGTERM; the launcher knows why."""
+        if self.taken_away:
+            return
+        self.taken_away, self.looked = True, 0.0
+        seen = self._look()
+        why = seen.words if seen.state in ("ending", "over") else seen.why if time.time() >= seen.save_at else ""
+        self._tell(why or "the hosts of the cluster were told to end (SIGTERM)", "end_in_order")
+
+    def _tell(self, why: str, event: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} coordinator: {why}: trainings are saved and end", flush=True)
+        self.told = why
+        end = cluster_end.read(self.folder) or ClusterEnd(why)
+        cluster_end.write(self.folder, replace(end, why=why, again=self.look.again))
+        self._pass_on({"event": event, "why": why}, None)
+
+    def _training_ended(self, message: dict[str, Any]) -> None:
+        """Written here too: the folder of the ranks is another one, and goes with them."""
+        why, again = self.told or message["why"], self.look.again
+        cluster_end.write(self.folder, ClusterEnd(why, message["step"], message["saved"], again))
+
+    # Life ---------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> Seen:
+        often = SELDOM_SECONDS if self.going else LOOK_SECONDS
+        if time.monotonic() - self.looked > often:
+            self.looked, self.look = time.monotonic(), self.starter.look()
+        return self.look
+
+    def _watch(self) -> None:
+        controller = self._find_controller()
+        if controller and not controller.is_alive() and not self.taken_away:
+            if self.going and self.hosts:  # trainings are saved, and the end of the last host's ranks is the cluster's
+                self.taken_away = True
+                self._tell("the controller of the cluster has ended", "end_in_order")
+            else:
+                self.end("the controller is gone")
+        elif not self.going and self._is_given_up():
+            self.end("the notebook has ended while the cluster was starting")
+        elif self.going and time.monotonic() - self.seen > self.plan["ttl"]:
+            self.end(f"no notebook and no cell for {self.plan['ttl']:.0f} s")
+        seen = self._look()
+        if not self.going and not self.ending:
+            self._show(self.gathering.progress(seen))
+        elif self.going:
+            self._save_in_time()
+
+    def _show(self, state: Progress) -> None:
+        if state != self.state:
+            self.state = state
+            with suppress(OSError):  # the folder goes with the cluster
+                progress.write(self.folder, state)
+
+    def _fail(self, error: NbkitError) -> None:
+        self.ending = self.ending or error.what
+        self._show(Progress("over", error.what, what=error.what, numbers=error.numbers, hint=error.hint))
+
+    def end(self, why: str) -> None:
+        """End the cluster soon."""
+        self.ending = self.ending or why
+
+    def _finish(self) -> None:
+        print(f"{time.strftime('%H:%M:%S')} coordinator: ending the cluster: {self.ending}", flush=True)
+        self._pass_on({"event": "end_all", "why": self.ending}, None)
+        if self.state.phase != "over":
+            self._show(Progress("over", self.ending))
+        deadline = time.monotonic() + END_SECONDS
+        while self.hosts and time.monotonic() < deadline:
+            for key, _ in self.selector.select(TICK_SECONDS):
+                if key.data is not None and key.data.link.receive() is None:
+                    self.selector.unregister(key.data.link.sock)
+                    self.hosts.pop(key.data.facts.get("index", -1), None)
+        self.starter.end()
+        # Who waits for the start is told why it failed, and ends the controller itself.
+        if self.controller and (self.going or self._launcher is None or self._is_given_up()):
+            self.controller.end(signal.SIGTERM)
+            deadline = time.monotonic() + END_SECONDS
+            while self.controller.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            self.controller.end(signal.SIGKILL)
+            for scheduler in followers(self.controller.pid, self.folder):
+                scheduler.end(signal.SIGKILL)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    plan = json.loads((folder / "hosts.json").read_text())
+    os.umask(0o077)
+    try:
+        starter = starter_of(loaded(plan["request"]), folder)
+        coordinator = Coordinator(folder, plan, starter)
+    except NbkitError as error:
+        progress.write(folder, Progress("over", error.what, what=error.what, numbers=error.numbers, hint=error.hint))
+        return
+    coordinator.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,460 @@
+"""Devices for another number of ranks: a rank that stays keeps its GPU; of CPU ranks the cores are shared anew.
+
+Pin each rank to one GPU by its UUID, or to a share of the CPU cores, and keep the reason.
+
+`plan_pins` is pure: it is told what the machine has and answers with values, so the GPU branches are tested
+without GPUs. `pins_on` calls it for a machine that was read. Nothing here imports torch.
+
+The devices of a running cluster's ranks, as its parent has them now: a rank may have gone to a spare one.
+
+Limits of what one user's clusters may take of a machine together: see nbkit.notebook.cluster.site_settings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from nbkit.errors import UsageError
+from nbkit.notebook.cluster import registry
+from nbkit.notebook.cluster.hosts import progress
+from nbkit.notebook.cluster.machine.gpus import Gpu, choose_gpus, visible_gpus
+from nbkit.notebook.cluster.machine.machine import Machine, share_cores, share_cores_near, show_cores
+from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.site_settings import Site
+
+_CPU_RANKS_WITHOUT_N = 2
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One rank's device.
+
+    env: to be set before torch is imported or CUDA touched. cores: for os.sched_setaffinity.
+    threads: for torch.set_num_threads. label: for tables. why: the reason of the choice, for people.
+    """
+
+    rank: int
+    kind: Literal["gpu", "cpu"]
+    env: Mapping[str, str]
+    cores: tuple[int, ...]
+    threads: int
+    label: str
+    why: str
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or self.threads < 1 or not self.cores or not self.why:
+            raise UsageError(
+                "A pin needs a rank, at least one core and thread, and a reason.",
+                numbers=f"rank {self.rank}, cores {self.cores}, threads {self.threads}, why {self.why!r}",
+            )
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """As the parent of the ranks reads it: see nbkit.bridge.parent.spec.RankPin."""
+        places = {"env": dict(self.env), "cores": list(self.cores), "threads": self.threads}
+        return {**places, "label": self.label, "why": self.why}
+
+
+@dataclass(frozen=True)
+class Pinning:
+    """The pins of all ranks in rank order, the backend that fits them, and what the user should be told.
+
+    spares: devices in reserve, with numbers after those of the ranks. retired: those that ranks were taken off.
+    """
+
+    pins: tuple[Pin, ...]
+    backend: Literal["nccl", "gloo"]
+    notes: tuple[str, ...] = ()
+    spares: tuple[Pin, ...] = ()
+    retired: tuple[Pin, ...] = ()
+
+    def __post_init__(self) -> None:
+        if [pin.rank for pin in self.pins] != list(range(len(self.pins))) or not self.pins:
+            raise UsageError("Pins go from rank 0 up without a gap.", numbers=f"{[pin.rank for pin in self.pins]}")
+
+
+def pins_on(
+    machine: Machine, n: int | None = None, gpus: str | None = None, *, cpu: bool = False, spares: int = 0
+) -> Pinning:
+    """`plan_pins` for a machine as it was read by this notebook. Raises UsageError as `plan_pins` does."""
+    return plan_pins(
+        n,
+        gpus,
+        machine.gpus,
+        machine.cores,
+        machine.env.get("CUDA_VISIBLE_DEVICES"),
+        cpu=cpu,
+        own_pid=os.getpid(),
+        quota=machine.quota,
+        spares=spares,
+    )
+
+
+def plan_pins(
+    n: int | None,
+    gpus: str | None,
+    found: Sequence[Gpu],
+    cores: Sequence[int],
+    visible: str | None,
+    *,
+    cpu: bool = False,
+    own_pid: int | None = None,
+    quota: float | None = None,
+    spares: int = 0,
+) -> Pinning:
+    """Pin `n` ranks.
+
+    n: number of ranks; None is one per idle GPU, one in all where others use GPUs, two CPU ranks where none is idle.
+    gpus: the user's list ("2,3", "0,0", "1:0" for a MIG instance), taken as it is, busy or not.
+    found: all GPUs of the machine; those that are unfit get no rank. cores: those the job may use. visible:
+    CUDA_VISIBLE_DEVICES, None if not set.
+    cpu: no GPU, whatever there is. own_pid: this notebook's kernel, whose own memory on a GPU is no obstacle.
+    quota: cores' worth of time that a container grants, None for all of `cores`: bounds the threads. spares: so many
+    devices more, of their own, that no rank is on: the last ones of `gpus`, or cores that are taken from the ranks.
+
+    Raises UsageError when n is not positive, or more than the idle GPUs, or not the length of `gpus`; when an
+    entry of `gpus` names nothing; when `gpus` and `cpu` are both given; when no device is left for a spare.
+    """
+    if n is not None and n < 1:
+        raise UsageError("A cluster has at least one rank.", numbers=f"-n {n}", hint="-n 1")
+    if spares < 0:
+        raise UsageError("So many spares cannot be.", numbers=f"--spares {spares}", hint="--spares 1")
+    if cpu and gpus is not None:
+        raise UsageError(
+            "GPUs are listed, and none shall be used.",
+            numbers=f"--gpus {gpus} together with --cpu",
+            hint=f"--gpus {gpus}   or   --cpu",
+        )
+    if cpu:
+        return _on_cores(n, cores, quota, "asked for with --cpu", (), spares)
+    if gpus is not None:
+        listed = _listed(n, gpus, found, visible, spares)
+        return _on_gpus(listed, cores, quota, "asked for with --gpus", own_pid, (), spares)
+    allowed = visible_gpus(found, visible)
+    if not allowed:
+        reason = f"CUDA_VISIBLE_DEVICES={visible!r} leaves none of {len(found)} GPUs" if found else "no GPU found"
+        return _on_cores(n, cores, quota, reason, (f"CPU ranks: {reason}.",) if found else (), spares)
+    unfit = [gpu.unfit for gpu in allowed if gpu.unfit]
+    if len(unfit) == len(allowed):
+        return _on_cores(n, cores, quota, unfit[0].why, (), spares)
+    allowed = [gpu for gpu in allowed if not gpu.unfit]
+    idle = [gpu for gpu in allowed if not gpu.in_use_by_others(own_pid)]
+    shared = len(idle) < len(allowed)
+    notes = tuple(
+        f"GPU {gpu.number} ({gpu.name}) is in use and left alone: {use}. To take it all the same: --gpus {gpu.number}"
+        for gpu in allowed
+        if (use := gpu.in_use_by_others(own_pid))
+    )
+    if visible is not None and any(map(str.isdigit, visible.split(","))) and len({gpu.name for gpu in found}) > 1:
+        notes = (f"CUDA_VISIBLE_DEVICES={visible} is read in nvidia-smi's order; the GPUs here differ.", *notes)
+    if n is None and not idle:
+        return _on_cores(n, cores, quota, f"none of {len(allowed)} GPUs is idle", notes, spares)
+    if spares and (n or 1) + spares > len(idle):
+        raise _uneven(n or 1, spares, len(idle), f"idle of {len(allowed)} GPUs")
+    if n is not None and n > len(idle):
+        raise _too_many(n, allowed, idle, notes)
+    if n is None and shared and len(idle) > 1 + spares:
+        most = len(idle) - spares
+        notes += (f"One GPU is taken, since others use GPUs here. {len(idle)} are idle: -n {most} takes them.",)
+        n = 1
+    return _on_gpus(idle[: n and n + spares], cores, quota, "idle", own_pid, notes, spares)
+
+
+def _uneven(
+    n: int, spares: int, there: int, of_what: str, what: str = "Too few devices for the ranks and their spares."
+) -> UsageError:
+    ways = [f"-n {n} --spares {there - n}"] if there > n else []
+    ways += [f"-n {there - spares} --spares {spares}"] if there > spares else []
+    numbers = f"{_counted(n, 'rank')} and {_counted(spares, 'spare')}, {there} {of_what}"
+    return UsageError(what, numbers=numbers, hint="   or   ".join(ways or [f"-n {there}   without --spares"]))
+
+
+def _listed(n: int | None, gpus: str, found: Sequence[Gpu], visible: str | None, spares: int) -> list[Gpu]:
+    if not found:
+        raise UsageError("This machine shows no NVIDIA GPU.", numbers=f"--gpus {gpus}, 0 GPUs found", hint="--cpu")
+    chosen = choose_gpus(found, gpus, visible)
+    for gpu in chosen:
+        if gpu.unfit:
+            what = f"No rank can compute on GPU {gpu.number} ({gpu.name})."
+            raise UsageError(what, numbers=gpu.unfit.why, hint=f"{gpu.unfit.fix}   or   --cpu")
+    if spares and (spares >= len(chosen) or n not in (None, len(chosen) - spares)):
+        raise _uneven(
+            n or 1, spares, len(chosen), f"GPUs in --gpus {gpus}", "One GPU is listed per rank and per spare."
+        )
+    if n is not None and not spares and n != len(chosen):
+        fitting = ",".join(chosen[rank % len(chosen)].number for rank in range(n))
+        raise UsageError(
+            "One GPU is listed per rank.",
+            numbers=f"{n} ranks, {len(chosen)} GPUs in --gpus {gpus}",
+            hint=f"-n {len(chosen)} --gpus {gpus}   or   -n {n} --gpus {fitting}",
+        )
+    return chosen
+
+
+def _too_many(n: int, allowed: Sequence[Gpu], idle: Sequence[Gpu], notes: Sequence[str]) -> UsageError:
+    numbers = f"{n} ranks, {len(idle)} idle of {len(allowed)} GPUs"
+    # Both ways are the user's to write: sharing a GPU costs NCCL, taking a busy one disturbs its owner.
+    offer = idle or allowed
+    shared = ",".join(offer[rank % len(offer)].number for rank in range(n))
+    remark = "ranks share a GPU, over gloo" if n > len(offer) else "in use by others"
+    ways = [f"-n {len(idle)}"] if idle else []
+    ways += [f"--gpus {shared} ({remark})", "--cpu"]
+    return UsageError("More ranks than idle GPUs.", numbers="\n  ".join((numbers, *notes)), hint="   or   ".join(ways))
+
+
+def _on_gpus(
+    chosen: Sequence[Gpu],
+    cores: Sequence[int],
+    quota: float | None,
+    reason: str,
+    own_pid: int | None,
+    notes: tuple[str, ...],
+    spares: int,
+) -> Pinning:
+    count = len(chosen) - spares
+    if any(sum(gpu.chip == spare.chip for gpu in chosen) > 1 for spare in chosen[count:]):
+        chips = {gpu.chip: gpu.number for gpu in chosen}
+        fewer = min(spares, len(chips) - 1)
+        raise UsageError(
+            "A spare is a GPU of its own: it would fail with the rank that it is for.",
+            numbers=f"GPUs {', '.join(gpu.number for gpu in chosen)}, the last {spares} of them spare",
+            hint=f"--gpus {','.join(chips.values())}{f' --spares {fewer}' * (fewer > 0)}",
+        )
+    shares = share_cores_near([gpu.near for gpu in chosen], cores)
+    pins = tuple(
+        Pin(
+            rank,
+            "gpu",
+            {"CUDA_VISIBLE_DEVICES": gpu.uuid},
+            share,
+            _threads(share, count, quota),
+            f"GPU {gpu.number} {gpu.name}",
+            f"GPU {gpu.number} ({gpu.uuid}): {reason}{', a spare' * (rank >= count)}; "
+            f"{show_cores(share)} of {len(cores)}{_near(gpu, share, cores)}",
+        )
+        for rank, (gpu, share) in enumerate(zip(chosen, shares, strict=True))
+    )
+    told = [*notes]
+    for gpu in dict.fromkeys(chosen):
+        own = next((process for process in gpu.processes if process.pid == own_pid), None)
+        if own is not None:
+            told.append(f"This notebook's own kernel uses GPU {gpu.number}: {own}.")
+        if reason != "idle" and (use := gpu.in_use_by_others(own_pid)):
+            told.append(f"GPU {gpu.number} is taken though it is in use: {use}.")
+    doubled = _doubled(chosen[:count])
+    shared = "" if all(gpu.slot is not None for gpu in chosen) else "; memory is shared"
+    told += [f"{text}: gloo instead of NCCL, which refuses that{shared}." for text in doubled]
+    told += _crowding(len(chosen), cores, quota)
+    return Pinning(pins[:count], "gloo" if doubled else "nccl", tuple(told), pins[count:])
+
+
+def _near(gpu: Gpu, share: Sequence[int], cores: Sequence[int]) -> str:
+    """Whether the rank was kept to the cores of its GPU's socket, where there are others."""
+    return ", on its socket" if {*share} <= {*gpu.near} and not {*cores} <= {*gpu.near} else ""
+
+
+def _doubled(chosen: Sequence[Gpu]) -> list[str]:
+    """One sentence per physical GPU that has more than one rank."""
+    ranks_on: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(chosen):
+        ranks_on.setdefault(gpu.chip, []).append(rank)
+    return [
+        f"Ranks {', '.join(map(str, ranks))} are on one physical GPU ({chosen[ranks[0]].index})"
+        for ranks in ranks_on.values()
+        if len(ranks) > 1
+    ]
+
+
+def _on_cores(
+    n: int | None, cores: Sequence[int], quota: float | None, reason: str, notes: tuple[str, ...], spares: int
+) -> Pinning:
+    count = _CPU_RANKS_WITHOUT_N if n is None else n
+    pins = []
+    for rank, share in enumerate(_shares(count, spares, cores)):
+        threads = _threads(share, count, quota)
+        where = show_cores(share)
+        spare = ", a spare" * (rank >= count)
+        why = f"CPU: {reason}{spare}; {where} of {len(cores)}, {_counted(threads, 'thread')}"
+        pins.append(Pin(rank, "cpu", {"CUDA_VISIBLE_DEVICES": ""}, share, threads, where, why))
+    left = len(cores) - sum(len(pin.cores) for pin in pins[count:])
+    return Pinning(tuple(pins[:count]), "gloo", (*notes, *_crowding(count, cores, quota, left)), tuple(pins[count:]))
+
+
+def _shares(count: int, spares: int, cores: Sequence[int]) -> list[tuple[int, ...]]:
+    """Ranks may have to share cores. A spare has some of its own: one that ranks are on would fail with theirs."""
+    if not spares or count + spares <= len(cores):
+        return share_cores(count + spares, cores)
+    if spares >= len(cores):
+        raise _uneven(1, spares, len(cores), "CPU cores")
+    return share_cores(count, cores[:-spares]) + [(core,) for core in cores[-spares:]]
+
+
+def _threads(share: Sequence[int], count: int, quota: float | None) -> int:
+    """A thread per core, but not more than the container grants time for: it stops all of them when they overdraw."""
+    return len(share) if quota is None else max(1, min(len(share), int(quota / count)))
+
+
+def _crowding(count: int, cores: Sequence[int], quota: float | None, left: int | None = None) -> list[str]:
+    """left: cores that are not kept for spares."""
+    told, left = [], len(cores) if left is None else left
+    if count > left:
+        told.append(f"{count} ranks share {_counted(left, 'core')}, 1 thread each.")
+    if quota is not None and quota < len(cores):
+        told.append(
+            f"This container is granted the time of {quota:.3g} of {len(cores)} cores: threads are bounded by it."
+        )
+    return told
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def pinning_of(entry: Entry) -> Pinning:
+    """The pinning of a running cluster's ranks, so that a restart puts them on the same devices."""
+    spec = json.loads((entry.folder / "spec.json").read_text())
+    kind: Literal["gpu", "cpu"] = "gpu" if spec["device"] == "cuda" else "cpu"
+
+    def pins(saved: list[dict[str, Any]], first: int = 0) -> tuple[Pin, ...]:
+        return tuple(
+            Pin(first + i, kind, p["env"], tuple(p["cores"]), p["threads"], p["label"], p["why"])
+            for i, p in enumerate(saved)
+        )
+
+    ranks = pins(spec["pins"])
+    backend: Literal["nccl", "gloo"] = "nccl" if spec["backend"] == "nccl" else "gloo"
+    spares, retired = pins(spec["spares"], len(ranks)), pins(spec["retired"])
+    return Pinning(ranks, backend, spares=spares, retired=retired)
+
+
+def repinned(entry: Entry) -> Entry:
+    """The entry with the devices that its ranks are on now; of other hosts' the coordinator has written them."""
+    if entry.is_spread:
+        told = progress.read(entry.folder)
+        if told is None or told.phase != "forked":
+            return entry
+        entry = replace(entry, labels=told.labels, reasons=told.reasons)
+        return replace(entry, spares=told.spares, spare_hosts=told.spare_hosts)
+    with suppress(OSError, ValueError):
+        now = pinning_of(entry)
+        labels, reasons = tuple(pin.label for pin in now.pins), tuple(pin.why for pin in now.pins)
+        return replace(entry, labels=labels, reasons=reasons, spares=tuple(pin.label for pin in now.spares))
+    return entry
+
+
+def pins_within(
+    site: Site,
+    machine: Machine,
+    n: int | None = None,
+    gpus: str | None = None,
+    *,
+    cpu: bool = False,
+    spares: int = 0,
+) -> Pinning:
+    """`pins_on`, of what the user may take; without `n` and `gpus` fewer ranks where all would be too much.
+
+    Raises UsageError as `pins_on` does, and when so much was asked for, or nothing is left.
+    """
+    plan = pins_on(machine, n, gpus, cpu=cpu, spares=spares)
+    entries = [entry for entry in registry.entries() if entry.is_here and not entry.is_spread and entry.is_alive()]
+    for key, most, noun, count, held in (
+        ("max_ranks", site.max_ranks, "ranks", len(plan.pins), sum(entry.n for entry in entries)),
+        ("max_gpus", site.max_gpus, "GPUs", _gpus(plan), len({label for e in entries for label in _labels(e)})),
+    ):
+        if most is None or count <= most - held:
+            continue
+        why = f"{key} is {most} in {site.sources[key]}"
+        left = most - held - (spares if key == "max_gpus" else 0)
+        if n is None and gpus is None and left > 0:
+            fewer = pins_within(site, machine, left, cpu=plan.pins[0].kind == "cpu", spares=spares)
+            return replace(fewer, notes=(*plan.notes, f"{most - held} of {count} {noun} are taken, since {why}."))
+        others = f"; {held} are taken by {', '.join(entry.name for entry in entries)}" if held else ""
+        raise UsageError(
+            f"One user may not have so many {noun} here.",
+            numbers=f"{count} {noun} asked for, {why}{others}",
+            hint=_ways_out(left, entries),
+        )
+    return plan
+
+
+def _gpus(plan: Pinning) -> int:
+    return len({pin.label for pin in (*plan.pins, *plan.spares) if pin.kind == "gpu"})
+
+
+def _labels(entry: Entry) -> list[str]:
+    return [label for label in (*entry.labels, *entry.spares) if label.startswith("GPU")]
+
+
+def _ways_out(left: int, entries: Sequence[Entry]) -> str:
+    ways = [f"-n {left}"] * (left > 0) + [f"%cluster stop {entry.name}" for entry in entries]
+    return "   or   ".join(ways)
+
+
+def resized_pins(site: Site, machine: Machine, now: Pinning, n: int) -> Pinning:
+    """The pins of `n` ranks, where those of `now` are. Raises UsageError, with what fits, for more than there are."""
+    here = len(now.pins)
+    if n < 1:
+        raise UsageError("A cluster has at least one rank.", numbers=f"resize {n}", hint="%cluster resize 1")
+    machine = _without_reserve(machine, now)
+    more = None if n <= here else _more(site, _without(machine, now), now, n)
+    if now.pins[0].kind == "cpu":
+        return replace(pins_on(machine, n, cpu=True), spares=now.spares, retired=now.retired)
+    if more is None:
+        return replace(now, pins=now.pins[:n], notes=())
+    if more.backend != now.backend:
+        raise UsageError(
+            "The ranks that are there and the new ones would need different backends.",
+            numbers=f"{now.backend} now, {more.backend} for {n - here} more",
+            hint=f"%cluster stop   and   %cluster start -n {n}",
+        )
+    added = tuple(replace(pin, rank=here + index) for index, pin in enumerate(more.pins))
+    return replace(now, pins=(*now.pins, *added), notes=more.notes)
+
+
+def _more(site: Site, machine: Machine, now: Pinning, n: int) -> Pinning:
+    here = len(now.pins)
+    try:
+        return _added(site, machine, now, n)
+    except UsageError as error:
+        most = here
+        while most + 1 < n and _fits(site, machine, now, most + 1):
+            most += 1
+        hint = f"%cluster resize {most}" if most > here else "%cluster list   shows what holds them"
+        raise UsageError(
+            f"The cluster cannot grow to {n} ranks. {error.what}", numbers=error.numbers, hint=hint
+        ) from error
+
+
+def _added(site: Site, machine: Machine, now: Pinning, n: int) -> Pinning:
+    kind, wanted = now.pins[0].kind, n - len(now.pins)
+    found = pins_within(site, machine, wanted, cpu=kind == "cpu")
+    if found.pins[0].kind != kind:  # none is left, and CPU ranks would be taken instead
+        raise UsageError("More ranks than idle GPUs.", numbers=f"{wanted} more, 0 idle")
+    return found
+
+
+def _fits(site: Site, machine: Machine, now: Pinning, n: int) -> bool:
+    try:
+        _added(site, machine, now, n)
+    except UsageError:
+        return False
+    return True
+
+
+def _without_reserve(machine: Machine, now: Pinning) -> Machine:
+    """`machine` without the cores in reserve, and without those that a rank was taken off."""
+    kept = {core for pin in (*now.spares, *now.retired) if pin.kind == "cpu" for core in pin.cores}
+    return replace(machine, cores=tuple(core for core in machine.cores if core not in kept))
+
+
+def _without(machine: Machine, now: Pinning) -> Machine:
+    """`machine` without the GPUs of `now`, which look idle until a rank first computes on them."""
+    ours = {pin.env.get("CUDA_VISIBLE_DEVICES") for pin in (*now.pins, *now.spares, *now.retired)}
+    left = tuple(gpu for gpu in machine.gpus if gpu.uuid not in ours)
+    # Where the CUDA driver alone has counted them, it would count all again.
+    return replace(machine, survey=replace(machine.survey, gpus=left, is_installed=True))

@@ -1,0 +1,659 @@
+"""Watches a running cell, and says in its output who is stuck when nothing has moved for a while.
+
+What one rank does, as far as anybody can tell: it says so itself, or it is seen from outside.
+
+Ask every rank what it does, and look from outside at those that do not answer; a few seconds, whatever they do.
+
+Where the ranks of a group have not issued the same: another operation, size, type, order or number.
+
+One sentence from what all ranks do: who waits in what, and who keeps them waiting. Pure: states in, words out.
+
+What `%nbkit why` shows: the sentence, a row for each rank, and the stacks if they were asked for.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import pickle
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as settle
+from dataclasses import astuple, dataclass, replace
+from pathlib import PurePath
+from typing import Any, Literal
+
+from nbkit.durations import text_of
+from nbkit.notebook.cluster.cells.client import Client
+from nbkit.notebook.cluster.cells.execution import Execution
+from nbkit.notebook.cluster.output.root_cause import Death
+from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.status import html_table, text_table
+from nbkit.wire import process_state
+from nbkit.wire.activity import ANYONE, Activity, CodeLine, GroupLog, Operation
+from nbkit.wire.cells import ranks_named
+from nbkit.wire.process_state import ProcessState
+from nbkit.wire.user_code import is_users
+
+StateKind = Literal["answers", "native", "stopped", "silent", "dead"]
+
+
+@dataclass(frozen=True)
+class RankState:
+    """kind: "native" is a rank that keeps the interpreter to itself, "stopped" one that the system has stopped.
+
+    how: in words, what is known of one that does not answer. line: of the user's code. activity: of one that answers.
+    stacks: text, "" where it was not asked for.
+    """
+
+    rank: int
+    kind: StateKind
+    how: str = ""
+    line: CodeLine | None = None
+    activity: Activity | None = None
+    stacks: str = ""
+
+    @property
+    def waits(self) -> Operation | None:
+        """What it waits in."""
+        return self.activity.waits if self.activity else None
+
+    def log(self, group: str) -> GroupLog | None:
+        """What it has issued in a group; None where that is not known."""
+        return self.activity.groups.get(group) if self.activity else None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it runs no cell."""
+        return self.activity is not None and self.activity.cell is None
+
+    @property
+    def prompt(self) -> str:
+        """What for it asks for a line that a person types; "" for none."""
+        return self.activity.prompt if self.activity else ""
+
+    def is_doing(self) -> str:
+        """What it does, for a sentence that begins with the rank: "is in time.sleep, cell 9 line 4"."""
+        if self.kind != "answers" or self.activity is None:
+            return f"{self.how}, {self.line}" if self.line else self.how
+        if self.prompt:
+            at = f", {self.line}" if self.line else ""
+            return f"is at a breakpoint{at}" if self.prompt == "breakpoint" else "is looked at with %nbkit debug"
+        if self.idle:
+            return "has ended its cell"
+        if self.waits:
+            return f"waits in {self.waits.name}"
+        line = self.line
+        where = f", {line}" if line else ""
+        if self.activity.reads_data:
+            return f"reads data{where}"
+        if line is None:
+            return "runs code that is no user's"
+        return f"is in {line.calls}{where}" if line.calls else f"runs {line}"
+
+
+ANSWER_SECONDS = 1.0  # a free interpreter answers in milliseconds
+LOOK_SECONDS = 1.0
+LATE_SECONDS = 1.0  # for an answer that comes while one looks from outside
+
+
+def collect(entry: Entry, client: Client, deaths: Mapping[int, Death], *, stacks: bool = False) -> dict[int, RankState]:
+    """The state of each rank, from any thread. stacks: with the stack of every thread."""
+    alive = [rank for rank in range(entry.n) if rank not in deaths]
+    replies = client.request(alive, "why", stacks=stacks)
+    settle(replies.values(), ANSWER_SECONDS)
+    if silent := [rank for rank in alive if not _has_come(replies, rank)]:
+        looks = looks_from_outside(entry, client, silent, [rank for rank in alive if rank not in silent])
+        settle([replies[rank] for rank in silent if rank in replies and rank not in looks], LATE_SECONDS)
+    else:
+        looks = {}
+    states = {rank: RankState(rank, "dead", f"is dead ({death.how})") for rank, death in deaths.items()}
+    answers = {rank: _activity(replies[rank]) for rank in alive if _has_come(replies, rank)}
+    cells = {PurePath(file).name: number for each in answers.values() for file, number in each.cells.items()}
+    for rank in alive:
+        answer = answers.get(rank)
+        if answer is not None:
+            states[rank] = RankState(rank, "answers", "", answer.line, answer, answer.stacks)
+        else:
+            seen = _from_outside(rank, looks.get(rank), cells)
+            states[rank] = seen if stacks else replace(seen, stacks="")
+    return dict(sorted(states.items()))
+
+
+def _has_come(replies: Mapping[int, Future[Any]], rank: int) -> bool:
+    reply = replies.get(rank)
+    return (
+        reply is not None and reply.done() and reply.exception() is None and reply.result()["content"]["status"] == "ok"
+    )
+
+
+def _activity(reply: Future[Any]) -> Activity:
+    found = pickle.loads(base64.b64decode(reply.result()["content"]["activity"]))
+    assert isinstance(found, Activity)
+    return found
+
+
+def looks_from_outside(
+    entry: Entry, client: Client, silent: Iterable[int], answering: list[int]
+) -> dict[int, ProcessState]:
+    """Of processes of this host directly, of others by a rank beside them that answers; none where they are unknown."""
+    silent = [rank for rank in silent if rank < len(entry.ranks)]  # a cluster that is being started has none yet
+    if entry.is_here and not entry.is_spread:
+        logs = entry.folder / "logs"
+        deadline = time.monotonic() + LOOK_SECONDS
+        looks = {}
+        for rank in silent:
+            left = max(0.1, deadline - time.monotonic())
+            if found := process_state.look(entry.ranks[rank], logs / f"rank{rank}.log", left):
+                looks[rank] = found
+        return looks
+    processes = {str(rank): list(astuple(entry.ranks[rank])) for rank in silent}
+    answers = client.ask(answering, "outside", 2 * LOOK_SECONDS, processes=processes)
+    return {
+        rank: found
+        for answer in answers.values()
+        for rank, found in pickle.loads(base64.b64decode(answer["looks"])).items()
+    }
+
+
+def _from_outside(rank: int, look: ProcessState | None, cells: Mapping[str, int]) -> RankState:
+    if look is None:
+        return RankState(rank, "silent", "does not answer")
+    if look.stopped:
+        return RankState(rank, "stopped", "is stopped by the system (SIGSTOP, or a debugger)")
+    users = next((frame for frame in look.stack if is_users(frame.file)), None)
+    line = None
+    if users is not None:
+        line = CodeLine(users.file, users.line, users.function, cells.get(PurePath(users.file).name, 0))
+    stack = "\n".join(f'  File "{each.file}", line {each.line}, in {each.function}' for each in look.stack)
+    how = "is in native code that keeps the interpreter to itself"
+    if look.state != "running":
+        how += f" ({look.state}{look.kernel and f', in {look.kernel}'})"
+    return RankState(rank, "native", how, line, stacks=f"main thread, innermost first:\n{stack}\n" if stack else "")
+
+
+# Some backends take tensors of several sizes here. Elsewhere nccl hangs, and gloo mixes them up or ends the process.
+_SEVERAL_SIZES = ("all_gather", "gather", "scatter", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A place at which ranks differ. what: in which respect. sides: operation -> its ranks, the most common first.
+
+    missing: ranks that have not issued what the first side has issued, and have gone on.
+    """
+
+    what: str
+    sides: tuple[tuple[Operation, tuple[int, ...]], ...]
+    missing: tuple[int, ...] = ()
+
+    @property
+    def odd(self) -> tuple[int, ...]:
+        """The ranks that are not with the most; with as many on both sides all of them."""
+        if self.missing:
+            return self.missing
+        most = len(self.sides[0][1])
+        tied = sum(len(ranks) == most for _, ranks in self.sides) > 1
+        return tuple(sorted(rank for _, ranks in self.sides[0 if tied else 1 :] for rank in ranks))
+
+
+def first_mismatch(states: Mapping[int, RankState], group: str) -> Mismatch | None:
+    """The first collective of a group that differs between ranks, as far back as they remember."""
+    by_number: dict[int, dict[int, Operation]] = {}
+    for rank, state in states.items():
+        for operation in log.operations if (log := state.log(group)) is not None else ():
+            by_number.setdefault(operation.number, {})[rank] = operation
+    waited = {each.waits.number for each in states.values() if each.waits is not None and each.waits.group == group}
+    for number, issued in sorted(by_number.items()):
+        what = _first_difference(list(issued.values()))
+        harmless = what == "size" and number not in waited and issued[min(issued)].op in _SEVERAL_SIZES
+        if what and not harmless:
+            return skipped(states, group) or Mismatch(what, _sides(issued))
+    return None
+
+
+def message_mismatch(sent: Operation, received: Operation, sender: int, receiver: int) -> Mismatch | None:
+    """Whether the two ends of a message differ."""
+    if sent.tag != received.tag:
+        what = "tag"
+    elif sent.bytes != received.bytes:
+        what = "size"
+    elif sent.dtype != received.dtype:
+        what = "dtype"
+    else:
+        return None
+    return Mismatch(what, ((sent, (sender,)), (received, (receiver,))))
+
+
+def _first_difference(operations: Sequence[Operation]) -> str:
+    """In what they differ, "" if they are alike."""
+    first = operations[0]
+    if any(other.op != first.op for other in operations):
+        return "operation"
+    if any(other.root != first.root for other in operations):
+        return "root"
+    # A barrier has no tensor; whoever gives one none has no type either.
+    if len({other.dtype for other in operations if other.dtype}) > 1:
+        return "dtype"
+    if first.op != "all_to_all" and any(other.bytes != first.bytes for other in operations):
+        return "size"
+    return ""
+
+
+def _sides(issued: Mapping[int, Operation]) -> tuple[tuple[Operation, tuple[int, ...]], ...]:
+    found: dict[tuple[object, ...], list[int]] = {}
+    for rank, operation in sorted(issued.items()):
+        found.setdefault((*_kind(operation), operation.root), []).append(rank)
+    return tuple(
+        (issued[ranks[0]], tuple(ranks)) for ranks in sorted(found.values(), key=lambda ranks: (-len(ranks), ranks))
+    )
+
+
+def skipped(states: Mapping[int, RankState], group: str) -> Mismatch | None:
+    """What some ranks have left out: they have issued fewer, and what they lack is one stretch of what the others have
+    issued, in the same lines, and not at its end."""
+    logs = {rank: log for rank, state in states.items() if (log := state.log(group)) is not None and log.operations}
+    most = max((log.issued for log in logs.values()), default=0)
+    full = next((log for log in logs.values() if log.issued == most), None)
+    if full is None:
+        return None
+    found: dict[int, list[int]] = {}
+    for rank, log in logs.items():
+        lacking = most - log.issued
+        if lacking and (at := _stretch_left_out(full.operations, log.operations, lacking)) is not None:
+            found.setdefault(at, []).append(rank)
+    if not found:
+        return None
+    at, missing = min(found.items())
+    left_out = full.operations[at]
+    have = tuple(rank for rank, log in logs.items() if rank not in missing and log.issued >= left_out.number)
+    return Mismatch("number", ((left_out, have),), tuple(missing))
+
+
+def _stretch_left_out(full: Sequence[Operation], short: Sequence[Operation], lacking: int) -> int | None:
+    """Where in `full` the `lacking` operations begin without which it is `short`; None: nowhere but at its end."""
+    start = max(full[0].number, short[0].number)
+    long = [operation for operation in full if operation.number >= start]
+    less = [operation for operation in short if operation.number >= start]
+    if len(long) - len(less) != lacking:
+        return None
+    at = next((i for i, (one, other) in enumerate(zip(long, less, strict=False)) if _kind(one) != _kind(other)), None)
+    if at is None or list(map(_kind, long[at + lacking :])) != list(map(_kind, less[at:])):
+        return None
+    return at + len(full) - len(long)
+
+
+def _kind(operation: Operation) -> tuple[object, ...]:
+    return operation.op, operation.bytes, operation.dtype, _place(operation)
+
+
+def _place(operation: Operation) -> tuple[object, ...]:
+    line = operation.line
+    return () if line is None else (line.cell, line.cell or line.file, line.line)
+
+
+Kind = Literal["mismatch", "late", "circle", "held", "prompt", "free"]
+_UNDER_WAY_SECONDS = 5.0  # what all ranks have come to takes less
+_CLAUSES = 4  # of a sentence, about ranks that wait in different things
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """kind: "mismatch": ranks have not issued the same; "late": some wait for others, who do not wait; "circle": they
+    wait for each other; "held": nobody waits for a rank, but one is stopped or answers nothing; "prompt": some wait for
+    a rank at which a person types, and nothing is wrong; "free": none of these.
+
+    ranks: those that are the cause.
+    """
+
+    kind: Kind
+    sentence: str
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a rank waits for another, or is held, and no person is at it."""
+        return self.kind not in ("free", "prompt")
+
+
+def verdict(states: Mapping[int, RankState]) -> Verdict:
+    """What it comes to. states: of all ranks."""
+    found = _found(states)
+    return replace(found, sentence=found.sentence + _of_split_model(states)) if found.stuck else found
+
+
+def _found(states: Mapping[int, RankState]) -> Verdict:
+    waiting = {rank: state.waits for rank, state in sorted(states.items()) if state.waits is not None}
+    if not waiting:
+        return _nobody_waits(states)
+    blockers = {rank: _blockers(rank, operation, states) for rank, operation in waiting.items()}
+    if (mismatch := _mismatch(waiting, blockers, states)) is not None:
+        return Verdict("mismatch", _of_mismatch(mismatch, waiting), mismatch.odd)
+    causes = _causes(waiting, blockers)
+    if causes:
+        kind: Kind = "prompt" if all(states[rank].prompt for rank in causes) else "late"
+        return Verdict(kind, _sentence([*_waits(waiting), *_doings(causes, states, waiting)]), causes)
+    if all(blockers.values()):
+        ending = "each waits for another one of them"
+        if len({operation.group for operation in waiting.values() if operation.peer is None}) > 1:
+            ending += ", for they do not issue these in the same order"
+        return Verdict("circle", f"{_sentence(_waits(waiting))[:-1]}: {ending}.", tuple(waiting))
+    # Whoever waits for ranks that wait has them for a cause.
+    first = {rank: operation for rank, operation in waiting.items() if not blockers[rank]}
+    long = max(operation.seconds for operation in first.values()) > _UNDER_WAY_SECONDS
+    under_way = "all ranks of it have come: it is under way" + (", or the network holds it" if long else "")
+    return Verdict("held" if long else "free", _sentence([*_waits(waiting), under_way]))
+
+
+def _nobody_waits(states: Mapping[int, RankState]) -> Verdict:
+    held = tuple(rank for rank, state in sorted(states.items()) if state.kind != "answers")
+    if all(state.idle for state in states.values()):
+        return Verdict("free", "No cell runs.")
+    readers = tuple(
+        rank for rank, state in sorted(states.items()) if state.activity is not None and state.activity.reads_data
+    )
+    return Verdict("held" if held else "free", _sentence(_doings(states, states, {})), held or readers)
+
+
+# Who waits for whom ---------------------------------------------------------------------------------------------------
+
+
+def _blockers(rank: int, operation: Operation, states: Mapping[int, RankState]) -> tuple[int, ...]:
+    """The ranks that have not come to the operation in which `rank` waits."""
+    others = [other for other in operation.members if other != rank and other in states]
+    if not operation.group:  # of all ranks, and no collective: to make a group, or to come together for a fit
+        return tuple(other for other in others if not _comes_too(states[other], operation))
+    if operation.peer is None:
+        return tuple(other for other in others if _issued(states[other], operation.group) < operation.number)
+    if operation.peer == ANYONE:
+        return tuple(others)
+    met = _other_end(states.get(operation.peer), rank, operation)
+    return () if met >= operation.number else (operation.peer,)
+
+
+def _comes_too(state: RankState, operation: Operation) -> bool:
+    waits = state.waits
+    return waits is not None and (waits.op, waits.number) == (operation.op, operation.number)
+
+
+def _issued(state: RankState, group: str) -> int:
+    log = state.log(group)
+    return log.issued if log is not None else 0
+
+
+def _other_end(state: RankState | None, rank: int, operation: Operation) -> int:
+    """How many messages the other rank has issued at the other end of such an operation of `rank`."""
+    log = state.log(operation.group) if state is not None else None
+    if log is None:
+        return 0
+    if operation.op == "send":  # whoever takes from anyone may have taken this one
+        return log.received.get(rank, 0) + log.received.get(ANYONE, 0)
+    return log.sent.get(rank, 0)
+
+
+def _causes(waiting: Mapping[int, Operation], blockers: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """The ranks that somebody waits for, and that wait for nobody: nothing goes on before they do."""
+    return tuple(sorted({other for found in blockers.values() for other in found if other not in waiting}))
+
+
+# Mismatches -----------------------------------------------------------------------------------------------------------
+
+
+def _mismatch(
+    waiting: Mapping[int, Operation], blockers: Mapping[int, tuple[int, ...]], states: Mapping[int, RankState]
+) -> Mismatch | None:
+    for group in dict.fromkeys(operation.group for operation in waiting.values() if operation.peer is None):
+        if (found := first_mismatch(states, group)) is not None:
+            return found
+    for rank, operation in waiting.items():
+        if operation.peer is not None and (found := _of_message(rank, operation, states)) is not None:
+            return found
+    for rank, operation in waiting.items():
+        # Whoever is late and on the way may still come to it; one that has gone on does not.
+        if operation.peer is None and any(_has_gone_on(states[other], operation) for other in blockers[rank]):
+            if (found := skipped(states, operation.group)) is not None:
+                return found
+    return None
+
+
+def _has_gone_on(state: RankState, operation: Operation) -> bool:
+    return state.idle or (state.waits is not None and state.waits.group != operation.group)
+
+
+def _of_message(rank: int, operation: Operation, states: Mapping[int, RankState]) -> Mismatch | None:
+    """Whether the other end of a message that `rank` waits in has been issued, and is another one."""
+    other, peer = states.get(operation.peer or 0), operation.peer
+    log = other.log(operation.group) if other is not None else None
+    if log is None or peer is None:
+        return None
+    opposite = "recv" if operation.op == "send" else "send"
+    met = next(
+        (each for each in log.messages if (each.op, each.peer, each.number) == (opposite, rank, operation.number)), None
+    )
+    if met is None:
+        return None
+    if operation.op == "send":
+        return message_mismatch(operation, met, rank, peer)
+    return message_mismatch(met, operation, peer, rank)
+
+
+# Words ----------------------------------------------------------------------------------------------------------------
+
+
+def _sentence(clauses: Iterable[str]) -> str:
+    text = "; ".join(clauses)
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _waits(waiting: Mapping[int, Operation]) -> list[str]:
+    """A clause for each operation that ranks wait in, with the line if it is one for all of them."""
+    together: dict[tuple[object, ...], list[int]] = {}
+    for rank, operation in waiting.items():
+        together.setdefault((operation.name, operation.group, operation.peer), []).append(rank)
+    clauses = []
+    for ranks in list(together.values())[:_CLAUSES]:
+        first = waiting[ranks[0]]
+        longest = max(waiting[rank].seconds for rank in ranks)
+        lines = dict.fromkeys(str(line) for rank in ranks if (line := waiting[rank].line) is not None)
+        where = f" ({', '.join(lines)})" if lines else ""
+        since = f" since {text_of(longest)}" if longest else ""
+        clauses.append(f"{_subject(ranks)} {_verb(ranks, 'waits')} in {first.name}{since}{where}")
+    if len(together) > _CLAUSES:
+        clauses.append(f"others wait in {len(together) - _CLAUSES} more operations")
+    return clauses
+
+
+def _doings(ranks: Iterable[int], states: Mapping[int, RankState], waiting: Mapping[int, Operation]) -> list[str]:
+    """A clause for each thing that ranks do. waiting: what others wait in for them."""
+    together: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        doing = states[rank].is_doing()
+        if states[rank].idle and waiting:
+            doing += f" without {_owed(rank, waiting)}"
+        together.setdefault(doing, []).append(rank)
+    return [f"{_subject(found)} {_verb(found, doing)}" for doing, found in together.items()]
+
+
+def _owed(rank: int, waiting: Mapping[int, Operation]) -> str:
+    """What others wait for from a rank: its part of a collective, or the other end of a message."""
+    for operation in waiting.values():
+        if operation.peer == rank:
+            return "receiving it" if operation.op == "send" else "sending it"
+    return "it"
+
+
+def _of_split_model(states: Mapping[int, RankState]) -> str:
+    """A sentence more, where some ranks call a model of which all have a part, and others are past it; else ""."""
+    activities = [state.activity for state in states.values() if state.activity is not None]
+    calling = next((each for each in activities if each.split_call is not None), None)
+    are_past = any(each.cell is None or (each.waits and each.split_call is None) for each in activities)
+    if calling is None or not are_past:
+        return ""
+    line = calling.split_call
+    assert line is not None
+    return (
+        f" The model is split over the ranks ({calling.split_by}), so all of them have to call {line.calls or 'it'}:"
+        f" {line} has to run on every rank, without `if rank == 0`. Under ddp each rank has the whole model."
+    )
+
+
+def _of_mismatch(mismatch: Mismatch, waiting: Mapping[int, Operation]) -> str:
+    """What differs, and who waits in something else than that."""
+    ends = {(operation.op, operation.group, operation.number) for operation, _ in mismatch.sides}
+    others = {r: each for r, each in waiting.items() if (each.op, each.group, each.number) not in ends}
+    here = [each.seconds for rank, each in waiting.items() if rank not in others]
+    since = [f"{'the others wait' if others else 'they wait'} since {text_of(max(here))}"] if here else []
+    return _sentence([_difference(mismatch), *_waits(others), *since])
+
+
+def _difference(mismatch: Mismatch) -> str:
+    first = mismatch.sides[0][0]
+    if mismatch.missing:
+        where = f" ({first.line})" if first.line else ""
+        ranks = _subject(mismatch.missing)
+        return f"{ranks} {_verb(mismatch.missing, 'has')} left out {first.name}{where}"
+    sides = ", ".join(f"{_as_issued(operation)} on {_subject(ranks)}" for operation, ranks in mismatch.sides)
+    if first.peer is not None:
+        sender, receiver = mismatch.sides[0][1][0], mismatch.sides[1][1][0]
+        return f"message #{first.number} from rank {sender} to rank {receiver} differs in {mismatch.what}: {sides}"
+    return f"collective #{first.number} on {first.where} differs in {mismatch.what}: {sides}"
+
+
+def _as_issued(operation: Operation) -> str:
+    size = f" of {operation.bytes:,} bytes {operation.dtype}" if operation.dtype else ""
+    size += "" if operation.peer is None else f" with tag {operation.tag}"
+    size += "" if operation.root is None else f", root {operation.root}"
+    return f"{operation.op}{size}" + (f" ({operation.line})" if operation.line else "")
+
+
+def _subject(ranks: Sequence[int]) -> str:
+    return ranks_named(list(ranks)).lower()
+
+
+_PLURALS = {"waits": "wait", "is": "are", "has": "have", "reads": "read", "runs": "run", "does": "do", "keeps": "keep"}
+
+
+def _verb(ranks: Sequence[int], words: str) -> str:
+    """`words`, which begin with a verb, for one rank or for several."""
+    verb, space, rest = words.partition(" ")
+    if len(ranks) > 1:
+        verb = _PLURALS.get(verb, verb)
+        rest = rest.replace("its cell", "their cell")
+    return f"{verb}{space}{rest}"
+
+
+COLUMNS = ("rank", "does", "operation", "ranks of the group", "bytes", "since", "line")
+
+
+@dataclass(frozen=True)
+class Why:
+    """Who is stuck where, at one moment. seconds: that it took to find out."""
+
+    states: Mapping[int, RankState]
+    verdict: Verdict
+    seconds: float
+
+    @property
+    def sentence(self) -> str:
+        """What it comes to."""
+        return self.verdict.sentence
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [_row(state) for state in self.states.values()]
+
+    def _stacks(self) -> str:
+        return "\n".join(f"rank {rank}, {state.stacks}" for rank, state in self.states.items() if state.stacks)
+
+    def __repr__(self) -> str:
+        table = text_table(COLUMNS, self._rows())
+        return "\n\n".join(part for part in (self.sentence, table, self._stacks()) if part)
+
+    def _repr_html_(self) -> str:
+        stacks = f"<pre>{html.escape(self._stacks())}</pre>" if self._stacks() else ""
+        return f"<b>{html.escape(self.sentence)}</b>{html_table(COLUMNS, self._rows())}{stacks}"
+
+
+def ask_why(entry: Entry, client: Client, deaths: Mapping[int, Death], *, stacks: bool = False) -> Why:
+    """Ask all ranks of a cluster. stacks: with the stack of every thread. Answers within 5 s."""
+    began = time.monotonic()
+    states = collect(entry, client, deaths, stacks=stacks)
+    return Why(states, verdict(states), time.monotonic() - began)
+
+
+def _row(state: RankState) -> tuple[str, ...]:
+    activity, operation = state.activity, state.waits
+    line = operation.line if operation is not None and operation.line is not None else state.line
+    told = _told(operation) if operation is not None else ("", "", "", "")
+    where = f"{line}{f', in {line.calls}' if line.calls else ''}" if line else ""
+    if state.kind != "answers" or activity is None:
+        does = state.how.removeprefix("is ")
+    elif state.prompt:
+        does = "at a prompt"
+    elif state.idle:
+        does, where = "idle", ""
+    elif operation is not None:
+        does = "waits on its device" if activity.on_device else "waits"
+    elif activity.reads_data:
+        does = "reads data"
+    else:
+        does = f"trains, step {activity.step}" if activity.step is not None else "runs"
+    return (str(state.rank), does, *told, where)
+
+
+def _told(operation: Operation) -> tuple[str, ...]:
+    size = f"{operation.bytes:,} {operation.dtype}".strip() if operation.dtype else ""
+    members = ",".join(map(str, operation.members[:8])) + (",…" if len(operation.members) > 8 else "")
+    return operation.name, members, size, text_of(operation.seconds) if operation.seconds else ""
+
+
+QUIET_SECONDS = 30.0
+_LOOK_SECONDS = 5.0
+_ANSWER_SECONDS = 2.0
+
+
+class QuietWatch:
+    """Of one cell. Nothing moves when no rank issues an operation, makes a step or shows anything.
+
+    It speaks once each time that nothing moves, and only if a rank waits for another or is held: who computes for long
+    on all ranks is not stuck. Its methods run on the client's thread, but for the asking.
+    """
+
+    def __init__(self, entry: Entry, client: Client, deaths: Mapping[int, Death], execution: Execution) -> None:
+        self.entry, self.client, self.deaths, self.execution = entry, client, deaths, execution
+        self.moved: dict[int, Any] = {}
+        self.shown = dict(execution.arrived)
+        self.since, self.spoken = time.monotonic(), False
+
+    def begin(self) -> None:
+        """Look every few seconds from now on, until the cell has ended. From the client's thread."""
+        self.client.later(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        if self.execution.done.done():
+            return
+        self.begin()  # first: what fails once is tried again
+        replies = self.client.request(self.execution.request.ranks, "moved")
+        self.client.later(_ANSWER_SECONDS, self._compare, replies)
+
+    def _compare(self, replies: Mapping[int, Future[Any]]) -> None:
+        # A rank that does not answer has not moved, as far as anybody can tell.
+        answered = {rank: reply for rank, reply in replies.items() if reply.done() and not reply.exception()}
+        moved = {rank: reply.result()["content"].get("moved") for rank, reply in answered.items()}
+        moved, shown = {**self.moved, **moved}, dict(self.execution.arrived)
+        if (moved, shown) != (self.moved, self.shown):
+            self.moved, self.shown, self.since, self.spoken = moved, shown, time.monotonic(), False
+        elif not self.spoken and time.monotonic() - self.since >= QUIET_SECONDS:
+            self.spoken = True
+            threading.Thread(target=self._speak, name="nbkit-why", daemon=True).start()
+
+    def _speak(self) -> None:
+        why = ask_why(self.entry, self.client, self.deaths)
+        if why.verdict.stuck and self.execution.stop is None and not self.execution.done.done():
+            text = f"Nothing has moved for {QUIET_SECONDS:.0f} s. {why.sentence} {self._more()}"
+            self.client.soon(self.execution.say, text)
+
+    def _more(self) -> str:
+        """Where there is more; the kernel is busy with a cell that it waits for."""
+        return "→ %nbkit why" if self.execution.request.detached else f"→ nbkit why {self.entry.name}   in a terminal"

@@ -1,0 +1,458 @@
+"""Items of a selftest, one after the other on one cluster; nothing of it outlives the `with`.
+
+What `nbkit selftest` tries, each item by cells and calls as a user of the cluster makes them.
+
+The report of a selftest: one Markdown file, with nothing in it that a stranger should not read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import re
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import nbkit
+from nbkit.errors import CellError, CellStopped, NbkitError, StrategyError
+from nbkit.notebook.cluster.cells.handle import CellHandle
+from nbkit.notebook.cluster.cells.results import Results
+from nbkit.notebook.cluster.cluster import Cluster
+from nbkit.notebook.cluster.training_control import seconds, size
+from nbkit.notebook.doctor import doctor
+from nbkit.notebook.run.reader import read_run
+from nbkit.notebook.user_files import uninterrupted, write_file
+from nbkit.quoting import user_path
+from nbkit.strategy import Strategy
+
+SETUP = "from nbkit.rank.selftest import small_job, speed"
+STEPS = 4
+CELL_SECONDS = 300.0
+LOSSES, WEIGHTS = {"cpu": 1e-10, "gpu": 1e-4}, {"cpu": 1e-9, "gpu": 2e-4}
+"""How far from one process in float64 and in float32: LOSSES relative, WEIGHTS of which a step moves each by 1e-3."""
+BYTES = 0.05  # rows of the small model are padded
+_APART = "small_job.apart(trainer)"
+_TOGETHER = "total = torch.ones(1, device=device); dist.all_reduce(total); int(total)"
+
+
+class Failed(Exception):
+    """An item has found what must not be."""
+
+
+class Left(Exception):
+    """An item cannot be tried here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The cluster that items run on. kind: "cpu" or "gpu". folder: for records."""
+
+    cluster: Cluster
+    kind: str
+    folder: Path
+
+    @property
+    def n(self) -> int:
+        return self.cluster.entry.n
+
+    @property
+    def pipelines(self) -> bool:
+        """Whether stages can send to each other: gloo sends no messages of a GPU."""
+        return self.kind == "cpu" or self.cluster.entry.backend == "nccl"
+
+    def cell(self, source: str) -> Results:
+        """Run it on all ranks, and wait. Raises what it raised, TimeoutError when it does not end."""
+        # A detached cell, so that Ctrl-C ends the waiting, and the whole with it.
+        results: Results = self.cluster.run(source, detach=True).wait(CELL_SECONDS)
+        return results
+
+    def as_one_process(self) -> str:
+        """How far apart `trainer` and one process are. Raises Failed when it is too far."""
+        every = self.cell(_APART).values.values()
+        losses, weights = (max(one[what] for one in every) for what in ("losses", "weights"))
+        said = f"losses {losses:.1e}, weights {weights:.1e} from one process"
+        # So that NaN is wrong, too.
+        if not (losses <= LOSSES[self.kind] and weights <= WEIGHTS[self.kind]):
+            raise Failed(f"{said}; at most {LOSSES[self.kind]:.0e} and {WEIGHTS[self.kind]:.0e}")
+        return said
+
+    def training(self, strategy: str) -> CellHandle:
+        """A training of `trainer` without end, which has made a few steps. Raises Failed when it makes none."""
+        # The Trainer in a cell of its own: until it is there, the steps that are told are those of the one before.
+        self.cell(f"trainer = small_job.trainer({strategy!r})")
+        handle: CellHandle = self.cluster.run("trainer.fit(100_000)", detach=True)
+        deadline = time.monotonic() + CELL_SECONDS
+        while self._steps() < STEPS:
+            if time.monotonic() > deadline or handle.status != "running":
+                raise Failed(f"the training under {strategy} has not made {STEPS} steps")
+            time.sleep(0.05)
+        return handle
+
+    def _steps(self) -> int:
+        # Not `training.look()`, which has a rank compute a table of all strategies.
+        told = self.cluster.connection.client.ask([0], "status").get(0, {})
+        return int(told["progress"].get("step", 0)) if told.get("training") else 0
+
+
+@dataclass(frozen=True)
+class Item:
+    """name: what `--only` takes. try_it: a line of what was found; raises Failed, Left, or what went wrong."""
+
+    name: str
+    try_it: Callable[[Place], str]
+
+
+def items(n: int) -> tuple[Item, ...]:
+    """All of them, on `n` ranks."""
+    strategies = {
+        "ddp": "ddp",
+        "zero1": "zero1",
+        "zero2": "zero2",
+        "zero3": "zero3",
+        "hsdp": "hsdp",
+        "tp": "tp",
+        "1f1b": "pp schedule=1f1b",
+        "gpipe": "pp schedule=gpipe",
+        "interleaved": "pp schedule=interleaved",
+        "zb": "pp schedule=zb",
+        "cp": f"cp={n}",
+        "dp-tp": f"dp=2 tp={n // 2}",
+        "dp-pp": f"dp=2 pp={n // 2}",
+    }
+    return (
+        *(Item(name, partial(trained, strategy)) for name, strategy in strategies.items()),
+        Item("dropout", dropped),
+        Item("switch", switched),
+        Item("stop", stopped),
+        Item("error", first_error),
+        Item("death", death),
+        Item("telemetry-ddp", partial(recorded, "ddp")),
+        Item("telemetry-zero3", partial(recorded, "zero3")),
+        Item("bandwidth", bandwidth),
+        Item("speed-ddp", partial(speed, "ddp")),
+        Item("speed-zero3", partial(speed, "zero3")),
+    )
+
+
+def trained(strategy: str, at: Place) -> str:
+    """A few steps under `strategy`, beside one process."""
+    at.cell(f"trainer = small_job.under({_allowed(strategy, at)!r})\ntrainer.fit({STEPS})")
+    return at.as_one_process()
+
+
+def dropped(at: Place) -> str:
+    """Masks of dropout are the same on every device, so that a switch changes none."""
+    if wrong := sum(at.cell("small_job.masks_differ()").values.values()):
+        raise Failed(f"{wrong} elements of masks differ from those of the CPU")
+    return "masks are those of the CPU"
+
+
+def switched(at: Place) -> str:
+    """Live switches there and back while it trains, then as one process that was never switched."""
+    _needs(2, at)
+    handle = at.training("ddp")
+    pauses = []
+    for strategy in ("zero3", "tp", "zero3", "ddp", *(("pp", "ddp") if at.pipelines else ())):
+        done = at.cluster.switch(strategy).result
+        if done["identical"] is False:
+            raise Failed(f"the state differs after the switch to {strategy}")
+        pauses.append(done["pause_s"])
+    handle.stop(end_after=CELL_SECONDS)
+    return f"{len(pauses)} switches, pauses of {seconds(median(pauses))}; {at.as_one_process()}"
+
+
+def stopped(at: Place) -> str:
+    """Stop in a training, which goes on in the next cell."""
+    handle = at.training("ddp")
+    began = time.monotonic()
+    status = handle.stop(end_after=CELL_SECONDS).status
+    took = time.monotonic() - began
+    if status != "interrupted":
+        raise Failed(f"the cell ended with the status {status!r}")
+    at.cell("trainer.fit(2)")
+    return f"within {seconds(took)}; {at.as_one_process()}"
+
+
+def first_error(at: Place) -> str:
+    """The error of one rank is named, and the training goes on in the next cell."""
+    rank = at.n - 1
+    at.cell(f"trainer = small_job.trainer('ddp', callbacks=[small_job.Fails({rank}, after=2)])")
+    try:
+        at.cell("trainer.fit(4)")
+    except CellError as error:
+        if error.rank != rank or "PlannedError" not in f"{error}{error.traceback}":
+            raise Failed(f"of rank {error.rank}: {error}") from None
+    else:
+        raise Failed("the cell did not fail")
+    _all_answer(at)
+    at.cell(f"trainer.fit(until={STEPS})")
+    return f"rank {rank} named; {at.as_one_process()}"
+
+
+def death(at: Place) -> str:
+    """A rank that dies in a training is replaced, and the next cell runs on all."""
+    _needs(2, at)
+    rank = at.n - 1
+    before = at.cell("import os\nos.getpid()").values
+    at.cell(f"trainer = small_job.trainer('zero3', callbacks=[small_job.Dies({rank}, after=6)])")
+    at.cell("history = trainer.fit(until=10)")
+    after = _all_answer(at, "import os\nos.getpid()")
+    if [other for other in before if before[other] != after[other]] != [rank]:
+        raise Failed(f"processes before {dict(before)}, after {dict(after)}")
+    return f"rank {rank} replaced; {at.as_one_process()}"
+
+
+def recorded(strategy: str, at: Place) -> str:
+    """The bytes that telemetry has counted in a step, beside the formula's."""
+    _needs(2, at)
+    folder = at.folder / f"telemetry-{strategy}"
+    at.cell(f"trainer = small_job.trainer({strategy!r}, log_dir={str(folder)!r}, name='run')\ntrainer.fit(6)")
+    (run,) = folder.iterdir()
+    rows = [row for row in read_run(run).picture(5)["table"] if row["formula_bytes"]]
+    if not rows:
+        raise Failed("no operation of a step was recorded")
+    said = [f"{row['op']} {size(row['bytes'])} ({row['bytes'] / row['formula_bytes']:.3f})" for row in rows]
+    if any(abs(row["bytes"] / row["formula_bytes"] - 1) > BYTES for row in rows):
+        raise Failed(f"{', '.join(said)} of the formula; at most {BYTES:.0%} off")
+    return f"{', '.join(said)} of the formula"
+
+
+def bandwidth(at: Place) -> str:
+    """Of the links between all ranks, all at once."""
+    _needs(2, at)
+    ways: Mapping[str, tuple[float, float]] = at.cell("speed.bandwidth()").values[0]
+    wanted = {"all_reduce": "all_reduce", "all_gather": "all_gather", "send": "p2p"}
+    return ", ".join(f"{wanted[op]} {size(ways[op][0])}/s and {seconds(ways[op][1])}" for op in wanted)
+
+
+def speed(strategy: str, at: Place) -> str:
+    """Pace beside plain torch, in turns; nothing is judged."""
+    peer = {"ddp": "DDP", "zero3": "FSDP2"}[strategy]
+    found: dict[str, Any] = at.cell(f"speed.compare({strategy!r}, {str(at.folder / 'speed')!r})").values[0]
+    ratios = [ours / theirs for ours, theirs in zip(found["nbkit"], found["torch"], strict=True)]
+    pace = f"{found['tokens'] / median(found['nbkit']):,.0f} tokens/s"
+    pace += f", MFU {found['mfu']:.1%}" if found["mfu"] else ""
+    model = f"{found['parameters'] / 1e6:,.1f} M parameters in {'bf16' if found['bf16'] else 'fp32'}"
+    beside = f"a step takes {median(ratios):.3f} x torch's {peer} [{min(ratios):.3f}, {max(ratios):.3f}]"
+    return f"{beside}; {pace}; {model}"
+
+
+def _all_answer(at: Place, source: str = "") -> Mapping[int, Any]:
+    """The values of a cell, after an all-reduce in it. Raises Failed when that has not all ranks."""
+    totals = at.cell(_TOGETHER).values
+    if set(totals.values()) != {at.n}:
+        raise Failed(f"an all-reduce of ones gave {dict(totals)}")
+    return at.cell(source).values if source else totals
+
+
+def _allowed(strategy: str, at: Place) -> str:
+    n = at.n
+    if n == 1 and strategy != "ddp":
+        raise Left("too few: 1 rank")
+    try:
+        made = Strategy.parse(strategy, n)
+    except StrategyError as error:
+        raise Left(error.what) from None
+    if made.pp > 1 and not at.pipelines:
+        raise Left("gloo sends no messages of a GPU")
+    if strategy != "ddp" and made == Strategy.parse("ddp", n):
+        raise Left(f"too few: {n} ranks")
+    return strategy
+
+
+def _needs(ranks: int, at: Place) -> None:
+    if at.n < ranks:
+        raise Left(f"{at.n} rank")
+
+
+_PACKAGES = ("torch", "ipyparallel", "ipykernel", "jupyter_client", "numpy", "psutil")
+_TELLING = ("TORCH", "PYTORCH", "NCCL", "CUDA")
+TAIL = 60  # lines of what was printed before an item failed
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+State = Literal["ok", "FAILED", "left out"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one item. tail: the last that was printed, and the error, where it failed."""
+
+    name: str
+    state: State
+    seconds: float
+    said: str
+    tail: str = ""
+
+    @property
+    def line(self) -> str:
+        """For the terminal, behind the name."""
+        took = f"{self.seconds:6.1f} s" if self.state != "left out" else " " * 8
+        return f"{self.state:<8} {took}  {self.said.partition(chr(10))[0]}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """on: which ranks, in words. devices: what the ranks say of theirs."""
+
+    on: str
+    devices: str
+    outcomes: tuple[Outcome, ...]
+    seconds: float
+    began: float = field(default_factory=time.time)
+
+    @property
+    def failed(self) -> tuple[Outcome, ...]:
+        return tuple(one for one in self.outcomes if one.state == "FAILED")
+
+    @property
+    def verdict(self) -> str:
+        """How many of what, in one line."""
+        counts = {state: sum(one.state == state for one in self.outcomes) for state in ("ok", "FAILED", "left out")}
+        words = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        return f"{words or 'nothing tried'}, in {self.seconds:.0f} s on {self.on}"
+
+    def write(self, path: Path) -> None:
+        """As Markdown."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, self._text())
+
+    def _text(self) -> str:
+        rows = [f"| {one.name} | {one.state} | {one.seconds:.1f} | {_cell(one.said)} |" for one in self.outcomes]
+        parts = [
+            f"# nbkit selftest: {self.verdict}",
+            time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.began)),
+            "\n".join(["| item | result | seconds | found |", "|---|---|---|---|", *rows]),
+            *(f"## {one.name} failed\n\n{_block(one.tail)}" for one in self.failed),
+            f"## Versions\n\n{_block(_versions())}",
+            f"## Ranks\n\n{_block(self.devices)}",
+            f"## Environment\n\n{_block(_environment())}",
+            f"## nbkit doctor\n\n{_block(str(doctor()))}",
+        ]
+        return _without_home("\n\n".join(parts)) + "\n"
+
+
+def tail_of(text: str) -> str:
+    """The last lines, without colours."""
+    return "\n".join(_COLOURS.sub("", text).splitlines()[-TAIL:])
+
+
+def _versions() -> str:
+    found = {"nbkit": nbkit.__version__, "Python": platform.python_version(), "platform": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return _columns(list(found.items()))
+
+
+def _environment() -> str:
+    """Variables of torch, NCCL and CUDA, and no other."""
+    return _columns([(name, value) for name, value in sorted(os.environ.items()) if name.startswith(_TELLING)])
+
+
+def _columns(rows: Sequence[tuple[str, str]]) -> str:
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _block(text: str) -> str:
+    # Longer than any fence within.
+    return f"````text\n{text.strip() or '(nothing)'}\n````"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _without_home(text: str) -> str:
+    home = str(user_path("~"))
+    return text.replace(home, "~") if len(home) > 1 else text
+
+
+# Ranks that outlive a killed selftest let go of their devices after this.
+TTL_SECONDS = 60
+_DEVICES = """
+name, nccl = ("CPU", "") if device.type == "cpu" else (torch.cuda.get_device_name(), str(torch.cuda.nccl.version()))
+f"{name}, {dist.get_backend()} {nccl}, {torch.get_num_threads()} threads"
+"""
+
+
+class Trial:
+    """`with Trial(4, kind="cpu") as trial: trial.outcome(item)`. What cells print is kept for the report alone."""
+
+    def __init__(self, n: int, *, kind: str) -> None:
+        """kind: "cpu" or "gpu"."""
+        self._n, self._kind = n, kind
+
+    def __enter__(self) -> Trial:
+        self._folder = tempfile.TemporaryDirectory(prefix="nbkit-selftest-", ignore_cleanup_errors=True)
+        try:
+            with _kept():
+                self._cluster = Cluster.start(self._n, cpu=self._kind == "cpu", ttl=TTL_SECONDS)
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        self._place = Place(self._cluster, self._kind, Path(self._folder.name))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with uninterrupted():
+            with _kept():
+                self._cluster.stop()
+            self._folder.cleanup()
+
+    def devices(self) -> str:
+        """What each rank computes on."""
+        with _kept():
+            values = self._place.cell(_DEVICES).values
+        return "\n".join(f"rank {rank}  {said}" for rank, said in values.items())
+
+    def outcome(self, item: Item) -> Outcome:
+        """Try it. After a failure the ranks are new ones."""
+        began = time.monotonic()
+        with _kept() as printed:
+            try:
+                self._place.cell(SETUP)
+                found = item.try_it(self._place)
+                return Outcome(item.name, "ok", time.monotonic() - began, found)
+            except Left as why:
+                return Outcome(item.name, "left out", 0.0, str(why))
+            except CellStopped:
+                raise
+            except Exception as error:
+                took, said = time.monotonic() - began, _said(error)
+                tail = "\n\n".join([tail_of(printed.getvalue()), said, *self._stuck(error)])
+                self._cluster.restart()
+                return Outcome(item.name, "FAILED", took, said, tail)
+
+    def _stuck(self, error: Exception) -> Iterator[str]:
+        """Who is stuck where, of a cell that did not end."""
+        if isinstance(error, TimeoutError):
+            yield tail_of(str(self._cluster.why()))
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, CellError):
+        return tail_of(f"{error}\n{error.traceback}")
+    if isinstance(error, NbkitError | Failed | TimeoutError):
+        return str(error)
+    return tail_of("".join(traceback.format_exception(error)))
+
+
+@contextmanager
+def _kept() -> Iterator[io.StringIO]:
+    """What is printed inside, on whatever thread, goes into the value."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        yield printed

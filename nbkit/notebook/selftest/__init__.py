@@ -1,1 +1,0 @@
-"""`nbkit selftest`: what is tried on a cluster of this machine, and the report of it."""

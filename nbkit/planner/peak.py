@@ -1,0 +1,594 @@
+"""The pieces of nbkit's GPT by formula, for plans where nothing can run: equal to what model_trace measures of it.
+
+T positions, D width, V vocabulary, over t tensor and c context ranks. In elements of a row, a block keeps for backward:
+
+    whole                 the inputs of the maps behind both norms                 2 T D / c
+    over t                queries, keys, values, attention, residual sums (2)      (4 + 2) T D / (t c), and with c > 1
+                          keys and values of all positions in place of its own     2 T D (1 - 1/c) / t
+                          attention from the head and from the tail, and together  T D / (t c)
+                          the inner layer, before and behind its activation        8 T D / (t c)
+    statistics (fp32)     of norms and attention                                   4 T / (t c), T heads / (t c)
+
+With c > 1 all blocks share the masks of causal attention from two of 2 c chunks: of (T / 2 c) (T + T / 2 c) elements.
+The count of Korthikanti et al. 2022 (section 4) without dropout masks and with an attention that keeps no scores.
+
+Bytes that computing takes beside parameters, gradients and optimizer state, piece by piece of a model.
+
+A piece is what a pipeline can hold alone: a block, with what comes before the first one or behind the last one. What
+its forward and its backward hold at every moment is linear in the rows that they compute, so two runs tell it for any
+number of rows. See nbkit/rank/train/estimate/model_trace.py, which measures pieces, and gpt_pieces.py, which
+computes them.
+
+Bytes that a rank holds at the peak of a step, with activations: the sum that panel, plan and switch share.
+
+What is there all the time (nbkit/planner/traffic.py), and on top of it, at each moment of a step, what the pieces keep
+and take (activations.py) and what the data axis has under way:
+
+    zero 0      gradients arrive beside the buffers of their bucket, and move into those when it is complete
+    two levels  of up to three buckets, the copy that is summed within the node and between (nbkit.node_levels); of the
+                newest, over gloo, what is received for it
+    zero 1, 2   of up to two buckets, the copy that is being reduced, and over gloo what is received for it; after the
+                update, of two, what is gathered
+    int8        what rounding takes off gradients, kept for the next step (nbkit/levers.py)
+    sync_every  under Adam and its like the weights of the last average, and how they move; counted of all optimizers
+    zero 3      the unit that computes, whole; the next one, arriving; of up to two, gradients being reduced; the root
+    a pipeline  gradients of a whole stage beside the buffers; of each micro-batch under way, what its stages keep;
+                hidden states that arrive for the next operations; from an I to its W also the gradients behind each
+                layer. With zero 3 all its units are whole throughout
+
+Left out: the batch itself, what kernels and communication libraries take for themselves, and an allocator's gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+
+from nbkit.levers import buckets
+from nbkit.planner.gpt_config import GPTConfig
+from nbkit.planner.job_facts import Facts
+from nbkit.planner.stages import ranks_of_stages
+from nbkit.planner.traffic import Bytes, Rest
+from nbkit.schedules import Schedule
+from nbkit.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes: `fixed`, and `row` more for each row."""
+
+    fixed: float = 0.0
+    row: float = 0.0
+
+    def at(self, rows: float) -> float:
+        """For so many rows."""
+        return self.fixed + self.row * rows
+
+    def __sub__(self, other: Line) -> Line:
+        return Line(self.fixed - other.fixed, self.row - other.row)
+
+    @classmethod
+    def through(cls, first: tuple[float, float], second: tuple[float, float]) -> Line:
+        """Through two (rows, bytes)."""
+        row = (second[1] - first[1]) / (second[0] - first[0])
+        return cls(first[1] - row * first[0], row)
+
+
+PeakLines = tuple[Line, ...]
+"""The most of several moments, each of which is a line."""
+
+
+def most(peak: PeakLines, rows: float) -> float:
+    """Bytes at the highest moment."""
+    return max((line.at(rows) for line in peak), default=0.0)
+
+
+def upper(lines: Iterable[Line]) -> PeakLines:
+    """Those of `lines` that are the highest for some number of rows >= 0."""
+    found: list[Line] = []
+    for line in sorted(set(lines), key=lambda line: (line.row, line.fixed)):
+        while found and found[-1].fixed <= line.fixed:
+            found.pop()
+        # The middle one of three is never the highest where the outer two cross above it.
+        while len(found) > 1 and _cross(found[-2], line) <= _cross(found[-2], found[-1]):
+            found.pop()
+        found.append(line)
+    return tuple(found)
+
+
+def _cross(low: Line, high: Line) -> float:
+    """The rows from which on `high` is higher."""
+    return (low.fixed - high.fixed) / (high.row - low.row)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One piece, with all its parameters there. Everything is counted above what there was when its forward began.
+
+    forward, backward: at their highest moments; backward includes what is kept, and the gradients that it makes.
+    kept: from the end of its forward to its backward, with what it hands on. carried: what it hands on alone.
+    deferred: gradients behind each of its layers, which a split backward keeps for those of the weights.
+    """
+
+    forward: PeakLines
+    kept: Line
+    backward: PeakLines
+    carried: Line
+    deferred: Line = Line()
+
+
+@dataclass(frozen=True)
+class Updating:
+    """Bytes that an optimizer's step takes for a moment, per byte of the largest parameter and per byte of all."""
+
+    largest: float = 2.0
+    all: float = 0.0
+
+
+_POSTED = 2
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of the parameters of a piece on a rank, whole along the data axis, one by one in the order of their use.
+
+    inside: of the piece's block. outside: of what is before the first or behind the last one, trained or not. partial:
+    bytes of those whose gradients are sums over tp or cp. less_inside, less_outside: by which zero 3 gathers less,
+    since some are cast before.
+    """
+
+    inside: tuple[int, ...]
+    outside: tuple[int, ...] = ()
+    partial: int = 0
+    less_inside: int = 0
+    less_outside: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of all."""
+        return sum(self.inside) + sum(self.outside)
+
+    @property
+    def gathered(self) -> int:
+        """Of all, as zero 3 gathers them."""
+        return self.total - self.less_inside - self.less_outside
+
+    @property
+    def gathered_inside(self) -> int:
+        """Of those of the piece's block."""
+        return sum(self.inside) - self.less_inside
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of a rank at its highest moment, by what they are for.
+
+    activations: what forward keeps for backward. working: everything else that is there for a moment: what computing
+    and updating take, gradients on their way, parameters that are gathered. moment: "forward", "backward", "sum",
+    "update" or "gather".
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int
+    moment: str
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.working
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """gradients: on one data rank, those that are there; on several they have buffers all the time."""
+
+    name: str
+    kept: float
+    working: float
+    gradients: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.kept + self.working + self.gradients
+
+
+def peak(
+    strategy: Strategy,
+    place: int,
+    pieces: Sequence[Piece],
+    weights: Sequence[Weights],
+    ranges: Sequence[tuple[int, int]],
+    rest: Rest,
+    *,
+    rows: float,
+    micros: int = 1,
+    updating: Updating | None = None,
+    buffers: int = 0,
+    received: bool = False,
+    levels: int = 1,
+) -> Peak:
+    """Of the rank at `place` along pp.
+
+    pieces: as this strategy's tensor and context axes leave them. weights: of each piece. ranges: of pieces that the
+    rank holds, one for each of its stages; all of them without a pipeline. rest: what it holds at rest. rows: of a
+    micro-batch, the largest. micros: forwards of a step. buffers: bytes of the module's buffers. received: whether a
+    reduce-scatter holds what other ranks send it beside what it sends, as over gloo. levels: ranks of a node over which
+    gradients are summed before they are between nodes; 1: in one level.
+    """
+    step = _Step(strategy, place, pieces, weights, ranges, rest, rows, micros, updating or Updating(), received, levels)
+    highest = max(step.moments(), key=lambda moment: moment.total)
+    # What rounding takes off is kept: of a rank's gradients, and of the sums that it makes.
+    kept = rest.gradients * (1 + 1 / strategy.dp) if strategy.levers.compress == "int8" else 0.0
+    kept += 2.0 * rest.gradients * (strategy.levers.sync_every > 1)
+    return Peak(
+        rest.parameters + buffers,
+        rest.gradients if strategy.dp > 1 else round(highest.gradients),
+        rest.optimizer,
+        round(highest.kept),
+        round(highest.working + kept),
+        highest.name,
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    strategy: Strategy
+    place: int
+    pieces: Sequence[Piece]
+    weights: Sequence[Weights]
+    ranges: Sequence[tuple[int, int]]
+    rest: Rest
+    rows: float
+    micros: int
+    updating: Updating
+    received: bool
+    levels: int
+
+    def moments(self) -> Iterator[_Moment]:
+        """Above parameters, optimizer state and, on several data ranks, the buffers of gradients."""
+        if self.strategy.pp > 1:
+            yield from self._pipeline()
+        else:
+            yield from self._passes()
+        yield from self._after()
+
+    @property
+    def _own(self) -> list[int]:
+        return [i for start, stop in self.ranges for i in range(start, stop)]
+
+    @property
+    def _gradients(self) -> float:
+        """Of all that this rank computes with, whole along the data axis."""
+        return float(sum(self.weights[i].total for i in self._own))
+
+    def _after(self) -> Iterator[_Moment]:
+        alone = float(self.rest.gradients) if self.strategy.dp == 1 else 0.0
+        share = self.strategy.shard if self.strategy.zero else 1
+        own = [size for i in self._own for size in (*self.weights[i].inside, *self.weights[i].outside)]
+        if partial := sum(self.weights[i].partial for i in self._own):
+            yield _Moment("sum", 0.0, partial / share, alone)
+        of = self.updating
+        yield _Moment("update", 0.0, (of.largest * max(own, default=0) + of.all * sum(own)) / share, alone)
+        if self.strategy.zero in (1, 2):
+            sizes = sorted((sum(bucket) for bucket in buckets(own[::-1], self.strategy.levers.bucket)), reverse=True)[
+                :2
+            ]
+            yield _Moment("gather", 0.0, sum(sizes) * (1 + 1 / self.strategy.shard))
+
+    def _passes(self) -> Iterator[_Moment]:
+        """Forward and backward without a pipeline."""
+        rows, count, alone = self.rows, len(self.pieces), self.strategy.dp == 1
+        kept = [0.0, *accumulate(piece.kept.at(rows) for piece in self.pieces)]
+        # With several micro-batches, the gradients of those before are there.
+        before = self._gradients if self.micros > 1 and self.strategy.dp == 1 else 0.0
+        for i, piece in enumerate(self.pieces):
+            yield _Moment("forward", kept[i], self._gathered(i) + most(piece.forward, rows), before)
+        fresh, under_way = before, [0.0, 0.0]
+        for i in reversed(range(count)):
+            sizes, own = self.weights[i], self.pieces[i].kept.at(rows)
+            top = most(self.pieces[i].backward, rows)
+            yield _Moment(
+                "backward",
+                kept[i] + min(own, top),
+                (0.0 if alone else fresh) + max(top - own, 0.0) + self._gathered(i, backward=True) + sum(under_way),
+                fresh if alone else 0.0,
+            )
+            if not before:
+                fresh += sizes.total
+            if self.strategy.zero == 3:
+                inside = float(sum(sizes.inside))
+                reduced = self._reduced(inside)
+                yield _Moment("backward", kept[i], fresh + self._root + reduced + under_way[1])
+                fresh, under_way = fresh - inside, [under_way[1], reduced]
+            elif self.strategy.dp > 1:
+                for bucket in self._complete(i):
+                    if self._in_levels:
+                        yield _Moment("backward", kept[i], fresh - bucket + self._summed(bucket, under_way))
+                        under_way = [under_way[1], bucket]
+                    elif self.strategy.zero:
+                        reduced = self._reduced(bucket)
+                        # They are copied, and go, before any is received.
+                        yield _Moment("backward", kept[i], fresh + max(bucket, reduced - bucket) + under_way[1])
+                        under_way = [under_way[1], reduced]
+                    fresh -= bucket
+        if self.strategy.zero == 3:
+            yield _Moment("backward", 0.0, fresh + self._reduced(fresh) + self._root + under_way[1])
+
+    def _reduced(self, size: float) -> float:
+        """Bytes while gradients of `size` are reduce-scattered: a copy of them, and what is received, which between two
+        ranks is the half that is kept (nbkit/rank/comm/gloo/collectives.py)."""
+        ranks = self.levels if self._in_levels else self.strategy.shard
+        return size * (1 + self.received * (0.5 if ranks == 2 else 1))
+
+    @property
+    def _in_levels(self) -> bool:
+        """Whether all gradients are all-reduced, in two levels."""
+        return self.levels > 1 and not self.strategy.zero and not self.strategy.levers.compress
+
+    def _summed(self, newest: float, others: Sequence[float]) -> float:
+        """Bytes while buckets are summed in two levels. others: the two before the newest, whose part is being made."""
+        made = [newest] * (self.received and self.levels > 2) + [*others[:1]]  # of the oldest, it is on its way back
+        return self._reduced(newest) + sum(others) + sum(made) / self.levels
+
+    @property
+    def _root(self) -> float:
+        return float(sum(sum(self.weights[i].outside) - self.weights[i].less_outside for i in self._own))
+
+    def _gathered(self, i: int, *, backward: bool = False) -> float:
+        """Whole parameters beside the shards while piece i computes, and those that arrive for the next one."""
+        if self.strategy.zero < 3:
+            return 0.0
+        beside = i - 1 if backward else i + 1
+        arriving = self.weights[beside].gathered_inside if 0 <= beside < len(self.weights) else 0
+        return self._root + self.weights[i].gathered_inside + arriving
+
+    def _complete(self, i: int) -> list[float]:
+        """Bytes of the buckets that are complete after the backward of piece i, and were not before."""
+        order = [(size, j) for j in reversed(range(len(self.weights))) for size in _all(self.weights[j])[::-1]]
+        found, at = [], 0
+        for bucket in buckets([size for size, _ in order], self.strategy.levers.bucket):
+            at += len(bucket)
+            if order[at - 1][1] == i:
+                found.append(float(sum(bucket)))
+        return found
+
+    def _pipeline(self) -> Iterator[_Moment]:
+        """The operations of this rank, with what its stages keep."""
+        rows, total, alone = self.rows, self._gradients, self.strategy.dp == 1
+        stages = [_stage(self.pieces, self.weights, lo, hi, rows) for lo, hi in self.ranges]
+        schedule = _schedule(self.strategy.schedule or "1f1b", self.strategy.pp, self.micros)
+        homes = ranks_of_stages(self.strategy)
+        numbers = [stage for stage, rank in enumerate(homes) if rank == self.place]
+        gathered = float(sum(self.weights[i].gathered for i in self._own))
+        whole = gathered if self.strategy.zero == 3 else 0.0
+        arrives = self._arriving(homes, dict(zip(numbers, stages, strict=True)))
+        kept, made = 0.0, False
+        ops = schedule.ops[self.place]
+        posted = [arrives.get((kind, number), 0.0) for kind, number, _ in ops]
+        for index, (kind, number, _) in enumerate(ops):
+            stage = stages[numbers.index(number)]
+            coming = sum(posted[index + 1 : index + 1 + _POSTED])
+            made_now = total if made else 0.0
+            own, extra = (made_now, whole + coming) if alone else (0.0, whole + coming + made_now)
+            if kind == "F":
+                yield _Moment("forward", kept, extra + stage.received + stage.forward, own)
+                kept += stage.kept
+            elif kind == "W":
+                yield _Moment("backward", kept, extra + stage.weights, own)
+                kept -= stage.kept + stage.deferred
+            else:
+                deferred = stage.deferred if kind == "I" else 0.0
+                top = stage.again if made else stage.backward
+                yield _Moment(
+                    "backward", kept, extra + stage.handed + deferred + max(top + stage.received - stage.kept, 0.0), own
+                )
+                made, kept = True, kept + deferred
+                if kind == "B":
+                    kept -= stage.kept
+        if self._in_levels:
+            every = [size for i in self._own for size in _all(self.weights[i])]
+            cut = sorted((sum(bucket) for bucket in buckets(every[::-1], self.strategy.levers.bucket)), reverse=True)
+            yield _Moment("backward", 0.0, self._summed(cut[0], cut[1:3]))
+        elif self.strategy.zero in (1, 2):
+            every = [size for i in self._own for size in _all(self.weights[i])]
+            sizes = sorted((sum(bucket) for bucket in buckets(every[::-1], self.strategy.levers.bucket)), reverse=True)[
+                :2
+            ]
+            yield _Moment("backward", 0.0, (total if self.strategy.zero == 2 else 0.0) + self._reduced(sum(sizes)))
+        elif self.strategy.zero == 3:
+            largest = max(sum(self.weights[i].inside) for i in self._own)
+            yield _Moment("backward", 0.0, total + gathered + self._reduced(largest))
+
+    def _arriving(self, homes: Sequence[int], stages: Mapping[int, _Stage]) -> dict[tuple[str, int], float]:
+        """Bytes of what another rank sends for an operation, by its kind and stage."""
+        found = {}
+        for number, stage in stages.items():
+            if number and homes[number - 1] != self.place:
+                found["F", number] = stage.received
+            if number + 1 < len(homes) and homes[number + 1] != self.place:
+                found["B", number] = found["I", number] = stage.handed
+        return found
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """forward, backward: at the highest moment, above what was there before its forward. again: of a backward that
+    adds to gradients. received, handed: what comes from the stage before, and from the one behind it. deferred: from
+    an I to its W; weights: of the largest gradient that a W makes."""
+
+    forward: float
+    kept: float
+    backward: float
+    again: float
+    received: float
+    handed: float
+    deferred: float
+    weights: float
+
+
+def _stage(pieces: Sequence[Piece], weights: Sequence[Weights], lo: int, hi: int, rows: float) -> _Stage:
+    kept = [0.0, *accumulate(pieces[i].kept.at(rows) for i in range(lo, hi))]
+    received = pieces[lo - 1].carried.at(rows) if lo else 0.0
+    handed = pieces[hi - 1].carried.at(rows) if hi < len(pieces) else 0.0
+    backward = again = made = 0.0
+    for i in reversed(range(lo, hi)):
+        top = kept[i - lo] + most(pieces[i].backward, rows)
+        backward = max(backward, top + made)
+        again = max(again, top - weights[i].total + max(_all(weights[i]), default=0))
+        made += weights[i].total
+    forward = max(kept[i - lo] + most(pieces[i].forward, rows) for i in range(lo, hi))
+    deferred = sum(pieces[i].deferred.at(rows) for i in range(lo, hi))
+    largest = max(max(_all(weights[i]), default=0) for i in range(lo, hi))
+    return _Stage(forward, kept[-1] + received - handed, backward, again, received, handed, deferred, largest)
+
+
+def _all(weights: Weights) -> tuple[int, ...]:
+    return (*weights.inside, *weights.outside)
+
+
+@lru_cache(maxsize=64)
+def _schedule(name: str, ranks: int, micros: int) -> Schedule:
+    # What is under way grows no more once the pipeline is full.
+    return Schedule.of(name, ranks, micros if name == "gpipe" else min(micros, 4 * ranks))
+
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class GPTPieces:
+    """Of a GPT. element: bytes of what is computed (2 in bf16). parameter: of a weight. recompute: of the blocks."""
+
+    config: GPTConfig
+    element: int = 4
+    parameter: int = 4
+    recompute: bool = False
+
+    def pieces(self, tp: int, cp: int) -> tuple[Piece, ...]:
+        """One for each block, on a rank of these axes."""
+        of, element = self.config, self.element
+        hidden, numbers = of.block * of.width * element, of.block * of.vocab
+        part = hidden / (tp * cp)
+        keys = 2 * hidden * (1 - 1 / cp) / tp
+        statistics = _FP32 * of.block * (4 + of.heads) / (tp * cp)
+        kept = 2 * hidden / cp + (14 + (cp > 1)) * part + keys + statistics
+        masks = element * of.block**2 * (2 * cp + 1) / (2 * cp) ** 2 if cp > 1 else 0
+        # Under tp what the outer maps give and take is whole for a moment.
+        wide, square = 4 * part + (hidden / cp if tp > 1 else 0), self.parameter * of.width**2 / tp
+        top = kept + (2 * hidden / cp if tp > 1 else part)
+        # Behind the activation, the inner map, attention's maps; and at the end, with all gradients of the block.
+        backward: tuple[Line, ...] = (
+            Line(4 * square, kept + wide),
+            Line(8 * square, kept - 3 * hidden / cp),
+            Line(12 * square, 5 * hidden / cp),
+        )
+        if cp > 1:
+            # The gradients of all keys and values, on their way to the ranks they belong to.
+            backward = (*backward, Line(9 * square, 6 * part + 5 * hidden / tp))
+        if self.recompute:
+            # What is computed again makes its masks again.
+            again = tuple(Line(line.fixed + masks, line.row + part) for line in backward)
+            block, masks = Piece((Line(masks, top),), Line(0, part), again, Line(0, part)), 0
+        else:
+            block = Piece((Line(0, top),), Line(0, kept), backward, Line(0, part))
+        logits = numbers / tp
+        ends = hidden if cp > 1 else 0
+        first = Piece(
+            (Line(block.forward[0].fixed + masks, block.forward[0].row + part + ends),),
+            Line(masks, block.kept.row + part),
+            tuple(Line(line.fixed + masks, line.row + part) for line in block.backward),
+            block.carried,
+        )
+        joined = hidden - part if cp > 1 else 0
+        behind = block.kept.row + hidden + joined + _FP32 * logits + 2 * _FP32 * of.block
+        last = Piece(
+            (Line(0, max(block.forward[0].row, behind + element * logits)),),
+            Line(0, behind),
+            (Line(0, behind + 2 * _FP32 * logits), *_after(block.backward, self.parameter * of.vocab * of.width / tp)),
+            Line(0, 0),
+        )
+        if of.layers == 1:
+            return (Piece((*first.forward, *last.forward), last.kept, last.backward, last.carried),)
+        return (first, *(block,) * (of.layers - 2), last)
+
+    def weights(self, tp: int, cp: int) -> list[Weights]:
+        """Bytes of the parameters of each piece on a rank."""
+        of, size = self.config, self.parameter
+        square = size * of.width**2 // tp
+        vectors = (size * of.width,) * 6 + (size * 3 * of.width // tp, size * 4 * of.width // tp)
+        inside = (square,) * 4 + (4 * square,) * 2 + vectors
+        partial = sum(inside) if cp > 1 else 6 * size * of.width if tp > 1 else 0
+        # What maps alone read is cast before zero 3 gathers it: not the norms, nor the tables of the embedding.
+        cast = max(size - self.element, 0) if tp == 1 else 0
+        less, head = cast * (12 * of.width**2 + 9 * of.width), cast * of.vocab * of.width
+        block = Weights(inside, (), partial, less)
+        table, places = size * of.vocab * of.width // tp, size * of.block * of.width
+        ends = (table, places), (2 * size * of.width, table)
+        if of.layers == 1:
+            return [Weights(inside, (*ends[0], *ends[1]), partial, less, head)]
+        first, last = Weights(inside, ends[0], partial, less), Weights(inside, ends[1], partial, less, head)
+        return [first, *(block,) * (of.layers - 2), last]
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"a GPT of {self.parameters() / 1e9:.3g} B parameters"
+
+    @property
+    def each(self) -> Bytes:
+        """As nbkit trains: in bf16 too, weights and gradients are fp32."""
+        return Bytes(self.parameter, self.parameter, 2 * self.parameter)
+
+    def recomputing(self, recompute: bool) -> GPTPieces:
+        """The same, with its blocks recomputed or not."""
+        return replace(self, recompute=recompute)
+
+    def touched(self, tp: int = 1, cp: int = 1) -> float:
+        """Bytes of a row that a forward reads and writes beside multiplying: norms, sums, the activation, logits."""
+        of = self.config
+        return self.element * of.block * (of.layers * 28 * of.width + 4 * of.vocab) / (tp * cp)
+
+    def facts(self, batch: int) -> Facts:
+        """For what is checked of a strategy."""
+        of = self.config
+        return Facts(
+            heads=of.heads,
+            kv_heads=of.heads,
+            width=of.width,
+            vocab=of.vocab,
+            blocks=of.layers,
+            sequence=of.block,
+            batch=batch,
+        )
+
+    def parameters(self) -> int:
+        """Of the whole model."""
+        of = self.config
+        return of.layers * (12 * of.width**2 + 13 * of.width) + (2 * of.vocab + of.block + 2) * of.width
+
+    def flops(self, tp: int = 1, cp: int = 1) -> float:
+        """Of a row, forward: two for each multiplication, in the maps and in attention, of which half is masked.
+
+        Over cp ranks the head is on each, and of what is masked, attention from a chunk computes the chunk's square.
+        """
+        of = self.config
+        attention = of.layers * of.block * of.width * (1 + 1 / (2 * cp) if cp > 1 else 1)
+        return 2.0 * of.block * ((of.layers * 12 * of.width**2 + attention) / cp + of.vocab * of.width) / tp
+
+    def costs(self) -> tuple[float, ...]:
+        """Multiplications of each piece: the head is the last one's."""
+        of = self.config
+        block = 12.0 * of.width**2 + of.block * of.width
+        return (block,) * (of.layers - 1) + (block + of.vocab * of.width,)
+
+    def refused(self, strategy: Strategy) -> None:
+        """Nothing that its numbers allow."""
+
+
+def _after(lines: tuple[Line, ...], more: float) -> tuple[Line, ...]:
+    return tuple(Line(line.fixed + more, line.row) for line in lines)

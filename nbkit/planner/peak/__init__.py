@@ -1,1 +1,0 @@
-"""Bytes that a rank holds at the highest moment of a step, with activations."""

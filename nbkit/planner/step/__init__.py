@@ -1,1 +1,0 @@
-"""What a step takes, by part."""

@@ -1,0 +1,246 @@
+"""Which methods of a group that goes over gloo are made here, of other operations than gloo makes them of.
+
+Bytes that two ranks swap over gloo.
+
+All-gather of two ranks over gloo, without copies.
+
+gloo's own brings all parts together in memory of its own, from where they are copied: three times the CPU time. Between
+two ranks it is one exchange of as many bytes. Among more, gloo hands parts around a ring, which crosses a link between
+two nodes less often than exchanges do.
+
+Reduce-scatter over gloo at the bytes that the operation needs.
+
+gloo's own is an all-reduce of which each rank keeps its part: 2 (n - 1) / n of the input leaves every rank. Here the
+ranks exchange the parts, (n - 1) / n of the input, and each sums the n parts that are its own, always in the order of
+the ranks. nccl has a real one and never comes by here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from time import perf_counter_ns as now
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nbkit.rank.comm.gloo.interruptible_wait import future, wait
+
+
+def options(timeout: timedelta) -> dist.AllToAllOptions:
+    """Of an exchange that is waited for so long."""
+    found = dist.AllToAllOptions()
+    found.timeout = timeout
+    return found
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor, flat: what gloo carries does not depend on what it can add."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def swap(inner: Any, received: Tensor, sent: Tensor, timeout: timedelta) -> Any:
+    """Start to send `sent` to the other rank of a group of two, and to receive as much. Returns gloo's handle."""
+    splits = [0, 0]
+    splits[1 - inner.rank()] = sent.nbytes
+    return inner.alltoall_base(as_bytes(received), as_bytes(sent), splits, splits, options(timeout))
+
+
+class Exchange(dist.Work):
+    """Messages under way; `finish` uses what they brought, once, called by whoever first sees that they are done."""
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], object], outputs: list[Tensor]) -> None:
+        super().__init__()
+        self._works, self._outputs, self._issued = works, outputs, now()
+        self._finish: Callable[[], object] | None = finish
+        self._lock = threading.Lock()
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            wait(work, self._issued, timeout)
+        self._end()
+        return True
+
+    def is_completed(self) -> bool:
+        if not all(work.is_completed() for work in self._works):
+            return False
+        if self.is_success():
+            self._end()
+        return True
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        def ended(done: torch.futures.Future[Any]) -> list[Tensor]:
+            for one in done.value():
+                one.value()  # raises what the exchange raised
+            self._end()
+            return self._outputs
+
+        return torch.futures.collect_all([future(work, self._issued) for work in self._works]).then(ended)
+
+
+def _all_gather_single(inner: Any, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work | None:
+    """None where the inner group's own serves. Of how the tensors lie nothing follows: they may lie otherwise on the
+    other rank, and the two would wait for different messages."""
+    if opts is None or inner.size() != 2 or not source.numel():
+        return None
+    # What does not fit is left to torch's own checks and messages.
+    if output.numel() != 2 * source.numel() or output.dtype != source.dtype:
+        return None
+    if any(tensor.device.type != "cpu" or tensor.is_sparse or tensor.is_complex() for tensor in (output, source)):
+        return None
+    if inner._get_backend(torch.device("cpu")).name() != "gloo":
+        return None
+    index, output, part = inner.rank(), output.detach(), source.detach().contiguous().view(-1)
+    whole = output if output.is_contiguous() else output.new_empty(output.shape)
+    rows = whole.view(2, -1)
+    work: dist.Work = swap(inner, rows[1 - index], part, opts.timeout)
+    if rows[index].data_ptr() != part.data_ptr():
+        rows[index].copy_(part)
+    return work if whole is output else Exchange([work], lambda: output.copy_(whole), [output])
+
+
+ALL_GATHERS: dict[str, Callable[..., dist.Work | None]] = {
+    "all_gather_single": _all_gather_single,
+    "_allgather_base": _all_gather_single,
+}
+
+
+def _reduce(op: Any, ranks: int) -> Callable[..., Any] | None:
+    """What makes an output, out=, of the parts of all ranks; None for what gloo alone knows.
+
+    Of two ranks it gets both parts, which takes half of the time, else a tensor that has them along dim 0.
+    """
+    if op == dist.ReduceOp.SUM:
+        return torch.add if ranks == 2 else _sum
+    if op == dist.ReduceOp.AVG:
+        add = torch.add if ranks == 2 else _sum
+        return lambda *parts, out: add(*parts, out=out).div_(ranks)
+    if op == dist.ReduceOp.MAX:
+        return torch.maximum if ranks == 2 else lambda parts, out: torch.amax(parts, 0, out=out)
+    if op == dist.ReduceOp.MIN:
+        return torch.minimum if ranks == 2 else lambda parts, out: torch.amin(parts, 0, out=out)
+    return None
+
+
+def _sum(parts: Tensor, *, out: Tensor) -> Tensor:
+    return torch.sum(parts, 0, dtype=parts.dtype, out=out)
+
+
+def _serves(inner: Any, tensors: Sequence[Tensor], opts: Any) -> Callable[..., Any] | None:
+    """The reduction, when these tensors go over gloo and it can be made here."""
+    if not isinstance(opts, dist.ReduceScatterOptions) or inner.size() == 1:
+        return None
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or tensor.dtype is torch.bool or tensor.is_complex() or tensor.is_sparse:
+            return None
+    op: Any = opts.reduceOp
+    if op == dist.ReduceOp.AVG and not all(tensor.is_floating_point() for tensor in tensors):
+        return None
+    return _reduce(op, inner.size()) if inner._get_backend(torch.device("cpu")).name() == "gloo" else None
+
+
+def _exchange(inner: Any, pairs: Sequence[tuple[Tensor, Tensor]], opts: Any, reduce: Callable[..., Any]) -> dist.Work:
+    """(output, flat input) of each: part r of the input goes to rank r. All are in use until the work is waited for."""
+    works: list[Any] = []
+    arrived: list[tuple[Tensor, ...]] = []
+    ranks, index = inner.size(), inner.rank()
+    for output, flat in pairs:
+        if ranks == 2:
+            # What a rank keeps is added where it lies.
+            parts = flat.split(output.numel()) if output.numel() else (flat, flat)
+            other = torch.empty_like(parts[index])
+            works.append(swap(inner, other, parts[1 - index], opts.timeout))
+            arrived.append((parts[index].view(output.shape), other.view(output.shape)))
+        else:
+            rows = flat.new_empty(ranks, *output.shape)
+            splits = [output.numel() * output.element_size()] * ranks
+            works.append(inner.alltoall_base(as_bytes(rows), as_bytes(flat), splits, splits, options(opts.timeout)))
+            arrived.append((rows,))
+
+    def finish() -> None:
+        for (output, _), parts in zip(pairs, arrived, strict=True):
+            reduce(*parts, out=output)
+
+    return Exchange(works, finish, [output for output, _ in pairs])
+
+
+# Each of these answers None where the inner group's own serves.
+def _reduce_scatter_single(inner: Any, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work | None:
+    return _coalesced(inner, [output], [source], opts)
+
+
+def _coalesced(inner: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work | None:
+    reduce = _serves(inner, [*outputs, *inputs], opts)
+    if reduce is None:
+        return None
+    for output, source in zip(outputs, inputs, strict=True):
+        # What does not fit is left to torch's own checks and messages.
+        if source.numel() != inner.size() * output.numel() or source.dtype != output.dtype:
+            return None
+    flats = [source.detach().contiguous().view(-1) for source in inputs]
+    return _exchange(
+        inner, [(output.detach(), flat) for output, flat in zip(outputs, flats, strict=True)], opts, reduce
+    )
+
+
+def _list(inner: Any, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work | None:
+    if not isinstance(outputs, list) or len(outputs) != 1 or len(inputs) != 1 or len(inputs[0]) != inner.size():
+        return None
+    output, parts = outputs[0], inputs[0]
+    if any(part.numel() != output.numel() or part.dtype != output.dtype for part in parts):
+        return None
+    reduce = _serves(inner, [output, *parts], opts)
+    if reduce is None:
+        return None
+    return _exchange(inner, [(output.detach(), torch.cat([part.detach().reshape(-1) for part in parts]))], opts, reduce)
+
+
+REDUCE_SCATTERS: dict[str, Callable[..., dist.Work | None]] = {
+    "reduce_scatter": _list,
+    "reduce_scatter_single": _reduce_scatter_single,
+    "_reduce_scatter_base": _reduce_scatter_single,
+    "reduce_scatter_single_coalesced": _coalesced,
+    "reduce_scatter_tensor_coalesced": _coalesced,
+}
+
+
+_INSTEAD = {**REDUCE_SCATTERS, **ALL_GATHERS}
+
+EXCHANGED = frozenset(_INSTEAD)
+"""Names for which `method` has another one than the inner group."""
+
+
+def method(inner: Any, name: str) -> Callable[..., Any]:
+    """The method `name` of an inner group; where one of `EXCHANGED` goes over gloo, an exchange if it can be."""
+    own: Callable[..., Any] = getattr(inner, name)
+    instead = _INSTEAD.get(name)
+    if instead is None:
+        return own
+
+    def issue(*args: Any, **kwargs: Any) -> Any:
+        work = instead(inner, *args, **kwargs) if not kwargs else None
+        return own(*args, **kwargs) if work is None else work
+
+    return issue

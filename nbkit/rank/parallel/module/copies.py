@@ -1,0 +1,662 @@
+"""Builds a model again by the callable that built it: a second one that shares nothing with the first.
+
+A copy is made by nbkit's own code, which a proof is not to rest on. And some models no copy is right of: those whose
+classes are made anew for each, or that keep parts in what `copy.deepcopy` shares.
+
+Lets a deep copy of a model compute with its own parts alone, where functions in it hold parts of the original.
+
+`copy.deepcopy` shares functions. So `self.mlpf = lambda x: mlp.down(mlp.up(x))`, a forward that was patched with a
+closure over the old one, or a hook that looks at another layer would go on with the weights of the original. Here each
+such function is made again, with cells and defaults that hold the copies. What no copy can reach, such as a model in a
+global variable, is for `own_parts.py` to find.
+
+Parameters that are also held elsewhere than as attributes of modules: in lists, tuples, dicts, plain objects, the
+closures of functions, and modules that are not registered.
+
+`self.decayed = [block.weight for block in self.blocks]` holds the tensors themselves. A strategy that puts another
+tensor in the place of a parameter has to put it there too, or the model goes on with one that nobody trains.
+
+A module with shapes and no memory: what a strategy is applied to before any weight is moved.
+
+Every parameter is a scalar seen through zero strides, on the device and of the dtype that it will have. Unlike meta
+tensors, factories of optimizers take it for what it will be; buffers, which `__init__` computes, stay real.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import os
+import warnings
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
+from itertools import accumulate
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from nbkit.errors import TrainingError
+from nbkit.rank.parallel.proof.outside_state import outside_kept
+from nbkit.rank.parallel.reshard.plain_attributes import plain_attributes, put
+from nbkit.rank.rng.seeding import Drawn, seeded
+
+_CACHED = type(functools.lru_cache(lambda: None))
+_PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+_FUNCTION_HOLDERS = {OrderedDict, dict, list, tuple, set}
+_CLOSED: tuple[type, ...] = (str, bytes, int, float, type, CodeType, ModuleType, Tensor)
+_WEAK: Any = {weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary}
+_CHANGED = {*_FUNCTION_HOLDERS, deque}
+_REGISTRIES = {"_parameters", "_buffers", "_modules"}
+_MOST_ITEMS, _FARTHEST = 4096, 20_000
+"""A container of more items is a vocabulary or a cache. Nobody looks at more objects from one function."""
+
+
+def rebind(copied: nn.Module, original: nn.Module, memo: dict[int, Any]) -> None:
+    """Make the functions in `copied`, a deep copy of `original` with this `memo`, compute with parts of the copy."""
+    _Rebinding(copied, original, memo).run()
+
+
+def rebind_handles(model: nn.Module, handles: dict[int, nn.Module]) -> None:
+    """Make weak references and containers in `model` hold `handles` in place of the modules of these ids."""
+    _Rebinding(model, model, handles, set(handles)).run()
+
+
+class _Rebinding:
+    """Gives what `copied` holds the parts of `memo` in place of those of `original`."""
+
+    def __init__(
+        self, copied: nn.Module, original: nn.Module, memo: dict[int, Any], own: set[int] | None = None
+    ) -> None:
+        self._copied, self._original, self._memo = copied, original, memo
+        self._own, self._in_place = own, own is not None
+        self._made: dict[int, tuple[Any, Any]] = {}  # id -> (what was found, what it has become)
+        self._cells: dict[int, tuple[CellType, CellType]] = {}
+        self._copies, self._known = set[int](), 0
+
+    def run(self) -> None:
+        for part in self._copied.modules():
+            self._made[id(part)] = part, part
+            held = vars(part)
+            for key, value in list(held.items()):
+                kind = type(value)
+                if kind not in _PLAIN and key not in _REGISTRIES and not (kind in _FUNCTION_HOLDERS and not value):
+                    self._put(held, key, value)
+
+    def _put(self, held: Any, key: Any, value: Any) -> None:
+        if (new := self._of(value)) is not value:
+            held[key] = new
+
+    def _of(self, value: Any) -> Any:
+        """Return what `value` becomes in the copy: `value` itself where it holds nothing of the original."""
+        kind = type(value)
+        if kind in weakref.ProxyTypes:  # asked for its class, it gives that of what it stands for
+            new = self._instead(_target(value))
+            return value if new is None else weakref.proxy(new)
+        if kind in _PLAIN or isinstance(value, _CLOSED):
+            return value
+        if id(value) in self._made:
+            return self._made[id(value)][1]
+        if isinstance(value, nn.Module) and (new := self._instead(value)) is not None:
+            return new
+        if kind is FunctionType:
+            # A handle has the attributes of what a function holds: only who asks which module it is needs the handle.
+            return value if self._in_place else self._function(value)
+        self._made[id(value)] = value, value
+        new = value
+        if kind is MethodType:
+            if (function := self._of(value.__func__)) is not value.__func__:
+                new = MethodType(function, value.__self__)
+        elif kind is functools.partial:
+            parts = self._of((value.func, value.args)), self._each(value.keywords)
+            if parts[0] != (value.func, value.args) or parts[1] is not value.keywords:
+                (function, args), keywords = parts
+                new = functools.partial(function, *args, **keywords)
+        elif kind is _CACHED:
+            if (function := self._of(value.__wrapped__)) is not value.__wrapped__:
+                new = functools.lru_cache(**value.cache_parameters())(function)
+        elif kind is weakref.ReferenceType:
+            if (target := self._instead(value())) is not None:
+                new = weakref.ref(target)
+        elif kind is weakref.WeakMethod:
+            method = value()
+            if method is not None and (target := self._instead(method.__self__)) is not None:
+                new = weakref.WeakMethod(MethodType(method.__func__, target))
+        elif kind in _WEAK:
+            held = dict.fromkeys(value) if kind is weakref.WeakSet else dict(value)
+            changed = {self._of(key): self._of(item) for key, item in held.items()}
+            if any(a is not b for a, b in zip((*held, *held.values()), (*changed, *changed.values()), strict=True)):
+                new = kind(changed)
+        elif isinstance(value, tuple):
+            items = [self._of(item) for item in value]
+            if any(a is not b for a, b in zip(items, value, strict=True)):
+                new = tuple(items) if kind is tuple else kind(*items)
+        elif kind in _CHANGED if self._in_place else self._is_copy(value):
+            self._inside(value)
+        self._made[id(value)] = value, new
+        return new
+
+    def _each(self, held: dict[str, Any]) -> dict[str, Any]:
+        new = {key: self._of(value) for key, value in held.items()}
+        return new if any(new[key] is not held[key] for key in held) else held
+
+    def _inside(self, value: Any) -> None:
+        """Put what things become into `value`, an object of the copy's own."""
+        if isinstance(value, list | deque):
+            for index in range(len(value) if len(value) <= _MOST_ITEMS else 0):
+                self._put(value, index, value[index])
+        elif isinstance(value, set):
+            if len(value) <= _MOST_ITEMS and any(self._of(item) is not item for item in value):
+                items = [self._of(item) for item in value]
+                value.clear()
+                value.update(items)
+        elif isinstance(value, MutableMapping):
+            for key, item in list(value.items()) if len(value) <= _MOST_ITEMS else ():
+                self._put(value, key, item)
+            if len(value) <= _MOST_ITEMS and any(self._of(key) is not key for key in value):
+                items = [(self._of(key), item) for key, item in value.items()]
+                value.clear()
+                value.update(items)
+        if (
+            not self._in_place
+            and isinstance(held := getattr(value, "__dict__", None), dict)
+            and len(held) <= _MOST_ITEMS
+        ):
+            for key, item in list(held.items()):
+                self._put(held, key, item)
+
+    def _is_copy(self, value: Any) -> bool:
+        """Return whether the copy alone has `value`: a logger, or a group of processes, is shared with the original."""
+        if self._known != len(self._memo):
+            self._known = len(self._memo)
+            self._copies = {id(each) for each in self._memo.values()}
+        return id(value) in self._copies
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        self._made[id(function)] = function, function
+        if not reaches(function, self._originals()):
+            return function
+        cells = function.__closure__ or ()
+        unfilled = [cell for cell in cells if id(cell) not in self._cells]
+        for cell in unfilled:
+            self._cells[id(cell)] = cell, CellType()
+        closure = tuple(self._cells[id(cell)][1] for cell in cells)
+        new = FunctionType(function.__code__, function.__globals__, function.__name__, None, closure)
+        self._made[id(function)] = function, new
+        functools.update_wrapper(new, function, updated=())
+        vars(new).pop("__wrapped__", None)
+        vars(new).update(self._copy(vars(function)))
+        new.__defaults__, new.__kwdefaults__ = self._copy(function.__defaults__), self._copy(function.__kwdefaults__)
+        for cell in unfilled:
+            if is_filled(cell):
+                self._cells[id(cell)][1].cell_contents = self._copy(cell.cell_contents)
+        return new
+
+    def _copy(self, value: Any) -> Any:
+        try:
+            value = copy.deepcopy(value, self._memo)
+        except Exception:  # a lock, a file: as it is. What then still reads the original is found when the copy runs.
+            return value
+        return self._of(value)
+
+    def _instead(self, target: Any) -> Any:
+        """Return what stands for `target` now, if that is a part of the original; else None."""
+        return self._memo.get(id(target)) if id(target) in self._originals() else None
+
+    def _originals(self) -> set[int]:
+        if self._own is None:
+            self._own = parts_of(self._original)
+        return self._own
+
+
+def parts_of(module: nn.Module) -> set[int]:
+    """Ids of all modules, parameters and buffers in `module`."""
+    return {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
+
+
+def reaches(value: Any, wanted: set[int]) -> bool:
+    """Return whether one comes from `value` to one of the objects `wanted`, by ids, through what it holds."""
+    seen, ahead = {id(value)}, [value]
+    while ahead and len(seen) < _FARTHEST:
+        for each in _held_by(ahead.pop()):
+            if id(each) in wanted:
+                return True
+            if id(each) not in seen and type(each) not in _PLAIN and not isinstance(each, _CLOSED):
+                seen.add(id(each))
+                ahead.append(each)
+    return False
+
+
+def _target(proxy: Any) -> Any:
+    """Return the module for which a weakref.proxy stands; None where it is gone, or no module."""
+    try:
+        return next(proxy.modules()) if isinstance(proxy, nn.Module) else None
+    except ReferenceError:
+        return None
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    if type(value) in weakref.ProxyTypes:
+        return (_target(value),)
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
+        return [*cells, value.__defaults__, value.__kwdefaults__, *vars(value).values()]
+    if isinstance(value, weakref.ReferenceType):
+        return (value(),)
+    if isinstance(value, dict | list | tuple | set | deque) and len(value) > _MOST_ITEMS:
+        return ()
+    return gc.get_referents(value)
+
+
+def is_filled(cell: CellType) -> bool:
+    """Return whether the variable that `cell` is of has a value."""
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+_NOTE = "_nbkit_aliases"
+_OWN = {"_parameters", "_buffers", "_modules", _NOTE}
+_LEAVES = (str, bytes, int, float, complex, bool, type, BuiltinFunctionType, ModuleType)
+_DEPTH, _MOST = 8, 4096
+# What nearly all attributes of nn.Module are: a number or nothing, and dicts without a hook in them.
+_NUMBERS, _HOLDERS = {bool, int, float, str, type(None)}, {OrderedDict, dict, list, tuple}
+
+Where = tuple[Any, Any, tuple[int, ...]]
+"""(a dict or list, the key in it, the way on from there through tuples)"""
+
+
+def tensors_beside(module: nn.Module) -> Iterator[tuple[Where, Tensor]]:
+    """Every tensor in the attributes of `module` and what is in it, beside parameters and buffers, and where it is."""
+    parts = list(module.modules())
+    seen = {id(part) for part in parts}
+    for part in parts:
+        if isinstance(part, nn.RNNBase):
+            continue  # looks after its own list
+        for key, value in list(vars(part).items()):
+            kind = type(value)
+            if key not in _OWN and kind not in _NUMBERS and not (kind in _HOLDERS and not value):
+                yield from _below((vars(part), key, ()), value, _DEPTH, seen)
+
+
+def _below(where: Where, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[Where, Tensor]]:
+    if isinstance(value, Tensor):
+        yield where, value
+        return
+    if value is None or isinstance(value, _LEAVES) or depth == 0:
+        return
+    if isinstance(value, tuple):
+        for i, inner in enumerate(value):
+            yield from _below((where[0], where[1], (*where[2], i)), inner, depth - 1, seen)
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            if is_filled(cell):
+                yield from _below((_Attributes(cell), "cell_contents", ()), cell.cell_contents, depth - 1, seen)
+        for name in ("__defaults__", "__kwdefaults__"):
+            yield from _below((_Attributes(value), name, ()), getattr(value, name), depth - 1, seen)
+    if isinstance(value, MethodType):
+        yield from _below(where, value.__func__, depth - 1, seen)
+        yield from _below(where, value.__self__, depth - 1, seen)
+        return
+    if isinstance(value, partial):
+        for name in ("func", "args", "keywords"):
+            yield from _below((_Attributes(value), name, ()), getattr(value, name), depth - 1, seen)
+        return
+    inside: Any = value
+    if not isinstance(value, list | MutableMapping):
+        inside = getattr(value, "__dict__", {})
+    if len(inside) > _MOST:
+        return  # a vocabulary, a cache
+    for key, inner in list(enumerate(inside) if isinstance(inside, list) else inside.items()):
+        yield from _below((inside, key, ()), inner, depth - 1, seen)
+
+
+class _Attributes:
+    """Cells, functions and partial functions as a dict of what they hold."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(self._of, partial):
+            held = {"func": self._of.func, "args": self._of.args, "keywords": self._of.keywords, name: value}
+            self._of.__setstate__((*held.values(), vars(self._of)))  # type: ignore[attr-defined]
+        else:
+            setattr(self._of, name, value)
+
+
+def note_aliases(module: nn.Module) -> None:
+    """Note on each module in `module` where else its parameters are held."""
+    homes = {id(p): (part, name) for part in module.modules() for name, p in part._parameters.items() if p is not None}
+    found: dict[int, dict[str, list[Where]]] = {}
+    for where, tensor in tensors_beside(module):
+        if (home := homes.get(id(tensor))) is not None:
+            found.setdefault(id(home[0]), {}).setdefault(home[1], []).append(where)
+    for part in module.modules():
+        vars(part).pop(_NOTE, None)
+        if id(part) in found:
+            vars(part)[_NOTE] = found[id(part)]
+
+
+def notes_of(module: nn.Module) -> Iterator[Any]:
+    """Every note in `module`. A copy is to be noted anew: what a note holds cannot be copied."""
+    return (vars(part)[_NOTE] for part in module.modules() if _NOTE in vars(part))
+
+
+def aliased(part: nn.Module) -> Iterable[str]:
+    """Names of the parameters of `part` that were noted elsewhere too."""
+    noted: dict[str, list[Where]] = vars(part).get(_NOTE) or {}
+    return noted
+
+
+def put_aliases(part: nn.Module, name: str, param: Tensor | None) -> None:
+    """Put `param` wherever else the parameter `name` of `part` was noted."""
+    if (noted := vars(part).get(_NOTE)) is not None:
+        for holder, key, path in noted.get(name, ()):
+            holder[key] = _with(holder[key], path, param) if path else param
+
+
+def _with(value: Any, path: tuple[int, ...], param: Tensor | None) -> Any:
+    """A tuple with `param` at `path`."""
+    first, *rest = path
+    inner = _with(value[first], tuple(rest), param) if rest else param
+    items = (*value[:first], inner, *value[first + 1 :])
+    return items if type(value) is tuple else type(value)(*items)
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+def placeholder(shape: Sequence[int], like: nn.Parameter) -> nn.Parameter:
+    """A parameter of `shape` without memory; dtype, device, requires_grad and marks as those of `like`."""
+    empty = torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape))
+    return parameter_like(empty, like)
+
+
+def parameter_like(data: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """Return a parameter over `data`, trained or frozen as `like` is, with the attributes that were set on `like`."""
+    return marked(nn.Parameter(data, requires_grad=like.requires_grad), like)
+
+
+def marked(tensor: T, like: Tensor) -> T:
+    """Return `tensor` with the attributes that were set on `like`, which a model may read: `weight.scale = 2.0`."""
+    if like.__dict__:
+        tensor.__dict__.update(like.__dict__)
+    return tensor
+
+
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has no memory of its own yet."""
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
+def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return `copy.deepcopy(module, memo)`, with functions that compute with the copy's own parts.
+
+    It takes half the time: most of the dicts that each module has for its hooks are empty, and `copy` takes an empty
+    OrderedDict apart as it does a full one.
+    Raise TypeError where the copy shares a module, parameter or buffer with `module` that `memo` does not name.
+    """
+    shared = parts_of(module) - memo.keys()
+    for part in module.modules():
+        for value in vars(part).values():
+            if type(value) is OrderedDict and not value:
+                memo.setdefault(id(value), OrderedDict())
+        for reference in weakref.getweakrefs(part):
+            if type(reference) in (*weakref.ProxyTypes, weakref.WeakMethod):
+                memo[id(reference)] = reference  # a copy would be a module of its own, or cannot be made
+    for note in notes_of(module):
+        memo[id(note)] = {}
+    made = copy.deepcopy(module, memo)
+    if not shared.isdisjoint(parts_of(made)):
+        raise TypeError(_shares(made, shared))
+    rebind(made, module, memo)
+    note_aliases(made)
+    return made
+
+
+def _shares(made: nn.Module, shared: set[int]) -> str:
+    """Return who in the copy `made` has something of the ids `shared`."""
+    for path, part in made.named_modules():
+        if any(id(each) in shared for each in (part, *part._parameters.values(), *part._buffers.values())):
+            while path and not hasattr(type(made.get_submodule(path)), "__deepcopy__"):
+                path = path.rpartition(".")[0]
+            kind = type(made.get_submodule(path))
+            own = ", by a __deepcopy__ of its own" if hasattr(kind, "__deepcopy__") else ""
+            return f"a copy of {path or 'the model'}, a {kind.__name__}, shares its parts with it{own}"
+    return ""
+
+
+_AGAIN = "_nbkit_built_again"
+
+
+def build_again(skeleton: nn.Module, build: Callable[[nn.Module], nn.Module]) -> None:
+    """Let `build`, given what the new one is to be like, build the copies of `skeleton`: it cannot be copied."""
+    vars(skeleton)[_AGAIN] = build
+
+
+def skeleton_of(module: nn.Module) -> nn.Module:
+    """A copy of `module` whose parameters are placeholders; tied ones stay tied, buffers are copied.
+
+    Also of a skeleton: `copy.deepcopy` of one would give every placeholder memory.
+    """
+    if (build := vars(module).get(_AGAIN)) is not None:
+        made: nn.Module = build(module)
+        build_again(made, build)
+        return made
+    memo: dict[int, Any] = {id(p): placeholder(p.shape, p) for p in module.parameters()}
+    for _, tensor in tensors_beside(module):
+        if not tensor.is_leaf:
+            # A weight that a hook computes before each forward (torch.nn.utils.weight_norm) cannot be copied.
+            memo.setdefault(id(tensor), tensor.detach().clone())
+    return copied(module, memo)
+
+
+def hooked_gradient(module: nn.Module) -> str:
+    """Name of the first parameter whose gradient somebody's hook changes or looks at, which no copy takes along; ""
+    without one. Those of a job are not meant."""
+    for name, p in module.named_parameters():
+        hooks = [*(p._backward_hooks or {}).values(), *(getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("nbkit.") for hook in hooks):
+            return name
+    return ""
+
+
+def homes(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """name -> every (module, attribute) that holds this parameter; a tied one goes by its first name."""
+    first: dict[int, str] = {}
+    found: dict[str, list[tuple[nn.Module, str]]] = {}
+    for path, part in module.named_modules():
+        for attribute, param in part._parameters.items():
+            if param is None:
+                continue
+            name = first.setdefault(id(param), f"{path}.{attribute}" if path else attribute)
+            found.setdefault(name, []).append((part, attribute))
+    return found
+
+
+def replace(places: Sequence[tuple[nn.Module, str]], param: nn.Parameter | None) -> None:
+    """Put `param` wherever another one was held, in lists too; None leaves an absent parameter there."""
+    for part, attribute in places:
+        part._parameters[attribute] = param
+        put_aliases(part, attribute, param)
+
+
+_MATRIX = 1 << 20
+
+
+def window(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, draw: torch.Generator | None = None
+) -> Tensor:
+    """A tensor of `shape` whose rows differ, with hardly more memory than the sum of its dims. draw: of its numbers.
+
+    One of many small matrices, as of experts, has the memory of one of them.
+    """
+    if not shape:
+        return torch.ones((), dtype=dtype, device=device)
+    strides = list(accumulate([1] + [7] * (len(shape) - 1), lambda a, b: a * b))
+    if len(shape) == 3 and shape[1] * shape[2] <= _MATRIX:
+        # Torch's product of groups of rows takes matrices of experts that overlap, and none whose rows do.
+        strides = [16, shape[2], 1]
+    size = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True) if length)
+    drawn = torch.randn(size, generator=draw) * 0.02 + (1.0 if len(shape) == 1 else 0.0)
+    return drawn.to(device, dtype).as_strided(tuple(shape), strides)
+
+
+def runnable(skeleton: nn.Module) -> nn.Module:
+    """A copy of `skeleton` that can be run, forward and backward, with hardly any memory: every parameter is a window
+    onto a few random numbers, and its gradient is let go of as soon as it is made. Draws from a generator of its own.
+    """
+    module, draw = skeleton_of(skeleton), torch.Generator().manual_seed(0)
+    for places in homes(module).values():
+        old: nn.Parameter = getattr(*places[0])
+        param = parameter_like(window(old.shape, old.dtype, old.device, draw), old)
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(_let_go)
+        replace(places, param)
+    return module
+
+
+def _let_go(param: Tensor) -> None:
+    param.grad = None
+
+
+Build = Callable[[], nn.Module]
+
+
+def built_again(build: Build, like: nn.Module, *, first: nn.Module | None = None) -> nn.Module:
+    """Return what `build` gives now, as the skeleton `like` is: without memory, with its buffers, attributes and modes.
+
+    first: what `build` gave at first, if that is still there. `build` prints nothing, and random generators are
+    afterwards as before. Raises TrainingError where it gives another model than before, or the same object again.
+    """
+    made = _called(build, like)
+    if not isinstance(made, nn.Module) or parts_of(made) & parts_of(like if first is None else first):
+        raise _other("it gives the same object each time")
+    if (found := _differences(made, like)) != "":
+        raise _other(found)
+    note_aliases(made)
+    params = dict(like.named_parameters())
+    for name, places in homes(made).items():
+        replace(places, placeholder(params[name].shape, params[name]))
+    take_buffers(made, like)
+    for (_, own), (_, theirs) in zip(tensors_beside(made), tensors_beside(like), strict=True):
+        if own.shape == theirs.shape and not isinstance(own, nn.Parameter):
+            own.data = theirs.detach().clone()
+    put(plain_attributes(like), made)
+    return made
+
+
+def take_buffers(made: nn.Module, like: nn.Module) -> None:
+    """Let the buffers of `made` be those of `like`, which is of the same parts; in place where that goes."""
+    parts = dict(like.named_modules())
+    for path, part in made.named_modules():
+        for name, buffer in parts[path]._buffers.items():
+            own = part._buffers[name]
+            if buffer is None or own is None:
+                part._buffers[name] = None if buffer is None else marked(buffer.detach().clone(), buffer)
+            elif (own.shape, own.dtype, own.device) == (buffer.shape, buffer.dtype, buffer.device):
+                marked(own, buffer).detach().copy_(buffer)
+            else:
+                part._buffers[name] = marked(buffer.detach().clone(), buffer)
+
+
+def _called(build: Build, like: nn.Module) -> Any:
+    drawn = Drawn.so_far()
+    device = next(like.parameters()).device
+    try:
+        with (
+            open(os.devnull, "w") as nowhere,
+            redirect_stdout(nowhere),
+            warnings.catch_warnings(),
+            seeded(device),
+            outside_kept(like, build),
+            classes_kept(),
+        ):
+            warnings.simplefilter("ignore")
+            try:
+                with _Unfilled():
+                    return build()
+            except Exception:  # it computes with the numbers that were not drawn
+                return build()
+    finally:
+        drawn.restore()
+
+
+@contextmanager
+def classes_kept() -> Iterator[None]:
+    """Undo what happens inside to classes of modules.
+
+    A callable that patches one (`Block.forward = scaled(Block.forward)`) would put its patch around that of the first
+    model, which trains.
+    """
+    kinds, ahead = set[type](), [nn.Module]
+    while ahead:
+        for kind in ahead.pop().__subclasses__():
+            if kind not in kinds:
+                ahead.append(kind)
+                kinds.update(kind.__mro__)
+    before = {kind: dict(vars(kind)) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, held in before.items():
+            now = dict(vars(kind))
+            for name in now.keys() | held.keys():
+                with suppress(AttributeError, TypeError):
+                    if name not in held:
+                        type.__delattr__(kind, name)
+                    elif now.get(name) is not held[name]:
+                        type.__setattr__(kind, name, held[name])
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out the drawing of random numbers into tensors: most of the time that it takes to build a model."""
+
+    _FILLS = frozenset({"uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "bernoulli_", "exponential_"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self._FILLS:
+            # What is given to torch.nn.init comes by name.
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def _differences(made: nn.Module, like: nn.Module) -> str:
+    for what, own, theirs in zip(("parameter", "buffer", "module"), _parts(made), _parts(like), strict=True):
+        if own != theirs:
+            first = next((b for a, b in zip(own, theirs, strict=False) if a != b), None)
+            return f"{len(own)} {what}s for {len(theirs)}" if first is None else f"{what} {first[0]!r} is another"
+    if len(list(tensors_beside(made))) != len(list(tensors_beside(like))):
+        return "its attributes hold other tensors"
+    return ""
+
+
+def _parts(module: nn.Module) -> tuple[list[tuple[str, Any]], ...]:
+    """Of parameters, buffers and modules, what is the same when a model is built again."""
+    params = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+    buffers = [(name, buffer.dtype) for name, buffer in module.named_buffers()]
+    return params, buffers, [(path, type(part).__qualname__) for path, part in module.named_modules()]
+
+
+def _other(numbers: str) -> TrainingError:
+    return TrainingError(
+        "The model's callable does not build the same model again.",
+        numbers=numbers,
+        hint="model=lambda: MyModule(...), of values that stay as they are",
+    )

@@ -1,0 +1,244 @@
+"""Compares two tensors: they are the same but for rounding where they differ by at most a tolerance x the largest one.
+
+What the tolerance is depends on what lies between the two: each proof says its own, with the reason.
+
+Calls of the modules of a model: watched while it runs, and keys by which those that compute alike are known.
+
+The graph of autograd behind some tensors: gradients in it, and what it begins with.
+
+Tensors known by their memory, however a model came by them: as an attribute, from a list, through a view.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, device, dtype, nn, ops
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nbkit.rank.torch_private import pytree
+from nbkit.rank.watching_mode import WatchingMode
+
+_SMALL = 1 << 16
+"""Tensors of modules with up to so many elements are compared by their values."""
+
+
+@contextmanager
+def watched(
+    module: nn.Module,
+    enter: Callable[..., Any] | None = None,
+    leave: Callable[..., Any] | None = None,
+    *,
+    names: Iterable[str] | None = None,
+) -> Iterator[None]:
+    """Inside, each call of a module in `module` begins with enter(name, module, args, kwargs), before all other hooks,
+    and ends with leave(name, module, args, kwargs, output); both may return something else to go on with.
+
+    names: of the modules to look at; all by default.
+    """
+    parts = dict(module.named_modules())
+    with ExitStack() as hooks:
+        for name in parts if names is None else names:
+            if enter is not None:
+                hook = functools.partial(enter, name)
+                hooks.callback(parts[name].register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+            if leave is not None:
+                hooks.callback(
+                    parts[name].register_forward_hook(functools.partial(leave, name), with_kwargs=True).remove
+                )
+        yield
+
+
+def call_counts(module: nn.Module, call: Callable[[], Any]) -> Counter[str]:
+    """How often `call` calls each module in `module`, in the order of the first calls."""
+    counts: Counter[str] = Counter()
+    with watched(module, lambda name, *_: counts.update([name])):
+        call()
+    return counts
+
+
+def key_of(value: Any) -> Hashable:
+    """Equal for two values with which a module computes the same; what is not known to be so is told by identity."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return type(value), value
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(key_of, value))
+    if isinstance(value, dict):
+        return type(value), tuple((key_of(key), key_of(each)) for key, each in value.items())
+    if isinstance(value, functools.partial):
+        return key_of(value.func), key_of(value.args), key_of(value.keywords)
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_meta:
+            return tuple(value.shape), value.dtype, value.item()
+        content = (
+            hash(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) if _plain(value) else id(value)
+        )
+        return tuple(value.shape), value.dtype, content
+    return id(value)
+
+
+def _plain(value: Tensor) -> bool:
+    return value.layout == torch.strided and not value.is_meta and 0 < value.numel() <= _SMALL and value.ndim > 0
+
+
+def gradients(
+    of: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor | None] | None = None
+) -> list[Tensor | None]:
+    """Of the sum of `of`, each times its cotangent (without: a scalar), in `wanted`; None for what is not used.
+
+    The graph stays.
+    """
+    given = cotangents if cotangents is not None else [None] * len(of)
+    used = [(x, cotangent) for x, cotangent in zip(of, given, strict=True) if x.requires_grad]
+    if not used or not wanted:
+        return [None] * len(wanted)
+    outputs = [x if cotangent is None else _weighed(x, cotangent) for x, cotangent in used]
+    return list(torch.autograd.grad(outputs, list(wanted), retain_graph=True, allow_unused=True))
+
+
+def run_backward(of: Sequence[Tensor]) -> None:
+    """The backward pass of all of `of`, which require gradients: each gets ones."""
+    torch.autograd.backward([_weighed(x, torch.ones_like(x)) for x in of])
+
+
+def _weighed(x: Tensor, cotangent: Tensor) -> Tensor:
+    """A scalar with that gradient. Given one that is no scalar's, torch imports its symbolic shapes, for a second."""
+    found = x * cotangent.conj()
+    return torch.view_as_real(found)[..., 0].sum() if found.is_complex() else found.sum()
+
+
+def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Every node of the graphs behind `tensors`, once; `variable` of a node is the leaf that it gives."""
+    seen, waiting = set[Any](), [x.grad_fn for x in tensors if x.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting += [before for before, _ in node.next_functions if before is not None]
+
+
+Memory = StorageWeakRef
+T = TypeVar("T")
+
+_SINGLE = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None), dtype, device})
+
+SHAPE_ONLY = {
+    getattr(ops.aten, name)
+    for name in (
+        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+        *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
+    )
+}
+"""Operations that ask a tensor for its shape, dtype or device, and read none of its values."""
+
+
+def memory_of(tensor: Tensor) -> Memory:
+    """Stands for the memory behind a tensor; while it is kept, no other memory equals it."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a tree, of output objects and of plain objects that hold some."""
+    found: list[Tensor] = []
+    for leaf in _leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            found += [part for part in _leaves(vars(leaf)) if isinstance(part, Tensor)]
+    return found
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """As `pytree.tree_leaves`, in a quarter of the time for what the operations of a model are called with."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        for part in value:
+            yield from _leaves(part)
+    elif kind is dict:
+        for part in value.values():
+            yield from _leaves(part)
+    elif kind in _SINGLE:
+        yield value
+    else:
+        yield from pytree.tree_leaves(value)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+    """The tensors that an operation changes in place."""
+    if not func._schema.is_mutable:
+        return
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+            yield from tensors_in(value)
+
+
+class MemoryUses(WatchingMode, Generic[T]):
+    """Calls note(homes[memory], tensor, operation, whether it is changed) before an operation on memory in `homes`.
+
+    Costs microseconds per operation: for what happens once, before the first step.
+    """
+
+    def __init__(self, homes: Mapping[Memory, T], note: Callable[[T, Tensor, str, bool], None]) -> None:
+        super().__init__()
+        self._homes, self._note = homes, note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket not in SHAPE_ONLY and func.namespace != "c10d":
+            changed = {id(tensor) for tensor in written_by(func, args, kwargs)}
+            for tensor in tensors_in((args, kwargs)):
+                if (home := self._homes.get(memory_of(tensor))) is not None:
+                    self._note(home, tensor, str(func.overloadpacket), id(tensor) in changed)
+        return func(*args, **kwargs)
+
+
+def gap(whole: Tensor, other: Tensor, scale: float = 0.0) -> float:
+    """The largest difference, relative to the largest value (or to `scale`, if that is more).
+
+    inf for other shapes, for NaN, and for what is no number and differs at all.
+    """
+    if whole.shape != other.shape:
+        return float("inf")
+    if not whole.numel():
+        return 0.0
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return 0.0 if torch.equal(whole, other) else float("inf")
+    a, b = whole.detach(), other.detach()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0
+    apart = (a - b).abs().masked_fill(same, 0).max()
+    largest = a.abs().masked_fill(~a.isfinite(), 0).max()
+    found = float(apart) / max(float(largest), scale, 1e-30)
+    return found if found == found else float("inf")
+
+
+def unlike(x: Tensor, expected: Tensor, *, by_row: bool = False, least: float = 0.0) -> str:
+    """What tells `x` from `expected`; "" when they are the same but for rounding. least: a scale of what is rounded."""
+    if x.shape != expected.shape:
+        return f"shape {tuple(x.shape)} instead of {tuple(expected.shape)}"
+    if not expected.is_floating_point():
+        return "" if torch.equal(x, expected) else "other values"
+    x, expected = x.detach(), expected.detach()
+    tolerance = (1e-3 if by_row else 1e-5) if expected.dtype == torch.float64 else 1e-3
+    tolerance = 3e-2 if expected.dtype.itemsize < 4 else tolerance
+    if not by_row and expected.numel():
+        most, off = torch.stack([expected.abs().max(), (x - expected).abs().max()]).tolist()
+        if off <= tolerance * max(most, least) < float("inf"):
+            return ""
+    known = expected.isfinite()
+    if not torch.equal(known, x.isfinite()) or not expected.numel():
+        return "other values" if expected.numel() else ""
+    size = expected.abs().where(known, 0)
+    scale = size.amax(-1, keepdim=True) if by_row and size.ndim else size.max()
+    off = (x - expected).abs().where(known, 0)
+    bad = off > tolerance * scale.clamp(min=least)
+    return f"{float(off.max()):.3g} off, of {float(size.max()):.3g}" if bool(bad.any()) else ""

@@ -1,0 +1,368 @@
+"""Measures what computing a model takes in memory, piece by piece, by running it on shapes: no number is computed.
+
+The module is cut as a strategy's tensor and context axes cut it, on tensors without memory (torch's fake tensors), once
+with few rows and once with twice as many. A model whose shapes hang on its numbers, such as a mixture of experts, has
+to be run in earnest: `real`.
+
+Counts what a forward does: multiplications, and the bytes that everything else reads and writes.
+
+Counts the bytes of the storages that are alive at each moment, operation by operation, as the allocator would.
+
+Stands for a group of ranks where there is one process: operations go, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from dataclasses import replace as replaced
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from nbkit.mesh import Mesh
+from nbkit.planner.peak import Line, Piece, Updating, upper
+from nbkit.rank.data.batch import call, pair, pick, rows_of
+from nbkit.rank.loss.row_weights import weigh
+from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.module.copies import homes, parameter_like, replace
+from nbkit.rank.parallel.module.forward_wrapper import in_backward, marked
+from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.parallelize import Cut, cut
+from nbkit.rank.parallel.process_groups import Connections
+from nbkit.rank.parallel.proof.observe import tensors_in, watched
+from nbkit.rank.parallel.tensor.sharded_tensor import InParts
+from nbkit.rank.torch_private import FakeTensorMode, tree_leaves, tree_map_only
+from nbkit.rank.train.config import TrainConfig
+from nbkit.rank.train.step.precision import Precision
+from nbkit.rank.watching_mode import WatchingMode
+from nbkit.strategy import Strategy
+
+_FLASH_ON_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+
+class ForwardWork(WatchingMode):
+    """Within it, `flops` is two for each multiplication of matrix products, convolutions and attention, by torch's own
+    formulas, and `touched` the bytes that all other operations read and write. Views do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.touched = 0.0, 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        elif packet is _FLASH_ON_CPU:
+            self.flops += _attention(*args, **(kwargs or {}))
+        elif func.namespace == "aten":
+            given, made = _tensors((args, kwargs)), _tensors(out)
+            storages = {one.untyped_storage()._cdata for one in given}
+            if func._schema.is_mutable or not any(one.untyped_storage()._cdata in storages for one in made):
+                self.touched += sum(one.nbytes for one in (*given, *made))
+        return out
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
+) -> float:
+    """Scores, and the sums of values that they weigh; masked, half of both."""
+    return 2.0 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]) / (2 if is_causal else 1)
+
+
+class LiveBytes(WatchingMode):
+    """Within it, `now` is the bytes of all storages that operations have made and that are still there.
+
+    beside: tensors that were there before; their bytes are in `now` too, or not with counted=False. resized: look
+    at each operation for memory that comes and goes within the storages of these (zero 3). levels: `now` after each.
+    """
+
+    def __init__(self, beside: Iterable[Tensor] = (), *, counted: bool = True, resized: bool = False) -> None:
+        super().__init__()
+        self.now = 0
+        self.levels: list[int] = []
+        self._sizes: dict[int, int] = {}
+        self._resized: dict[int, Any] | None = {} if resized else None
+        for tensor in beside:
+            self._see(tensor, counted=counted, there=True)
+
+    @property
+    def peak(self) -> int:
+        """The most there was after any operation."""
+        return max(self.levels, default=self.now)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        for key, itself in list((self._resized or {}).items()):
+            storage = itself()
+            if storage is not None and storage.nbytes() != self._sizes[key]:
+                self.now += storage.nbytes() - self._sizes[key]
+                self._sizes[key] = storage.nbytes()
+        self.levels.append(self.now)
+        return out
+
+    def _see(self, tensor: Tensor, *, counted: bool = True, there: bool = False) -> None:
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = storage.nbytes() if counted else 0
+        self._sizes[key] = size
+        self.now += size
+        if there and counted and self._resized is not None:
+            self._resized[key] = weakref.ref(storage)
+        weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+        if self._resized is not None:
+            self._resized.pop(key, None)
+
+
+class LoneGroup:
+    """Number `rank` of `ranks`. For what is computed on shapes, where no number matters."""
+
+    def __init__(self, ranks: int, rank: int = 0) -> None:
+        self._ranks, self._rank = ranks, rank
+
+    def size(self) -> int:
+        """How many ranks it stands for."""
+        return self._ranks
+
+    def rank(self) -> int:
+        """The place of this one."""
+        return self._rank
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Torch waits for what an operation returns, unless that is None."""
+
+    allreduce = broadcast = _nothing
+    _allgather_base = _reduce_scatter_base = all_gather_single = reduce_scatter_single = _nothing
+
+
+def lone_connections(tp: int, cp: int) -> Connections:
+    """Of a mesh with these axes: the first rank of tp; the last of cp, whose queries look at the most keys."""
+    groups: dict[str, Any] = {"dp": None, "pp": None, "shard": None, "replicate": None}
+    groups |= {"tp": LoneGroup(tp) if tp > 1 else None, "cp": LoneGroup(cp, cp - 1) if cp > 1 else None}
+    return Connections(Axes(Mesh(tp=tp, cp=cp), 0, 1, groups), {}, (), {})
+
+
+FEW = 2
+"""Rows of the smaller of the two runs. One row is a case of its own in some models."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """partial: names of the parameters whose gradients are sums over the tensor or the context axis.
+
+    flops, touched: of a row's forward on this rank; see ForwardWork. costs: of flops, those of each piece.
+    """
+
+    pieces: tuple[Piece, ...]
+    partial: frozenset[str]
+    flops: float
+    touched: float
+    costs: tuple[float, ...]
+
+
+def trace(
+    skeleton: nn.Module,
+    options: Options,
+    config: TrainConfig,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    rows: int = FEW,
+    real: bool = False,
+) -> Traced:
+    """The pieces of the model (see `blocks_of`; the whole model where none are known), on a rank of these axes.
+
+    config.example: a batch, of any number of rows. rows: of the smaller run; the larger has twice as many. real:
+    compute, on the CPU, with weights that are drawn. Raises what the model raises; StrategyError for what cannot be
+    split.
+    """
+    runs = []
+    for count in (rows, 2 * rows):
+        plain = replaced(options, compile=False)
+        made = cut(
+            skeleton, Strategy(tp=tp, cp=cp), lone_connections(tp, cp), options=plain, device=torch.device("cpu")
+        )
+        with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
+            module = _filled(made, real=real)
+            held = rows_of(config.example)
+            batch = pick(config.example, [i % held for i in range(count)], rows=held)
+            batch = tree_map_only(Tensor, lambda t: t.clone() if real else torch.empty_like(t), batch)
+            runs.append(_Run(module, options, config, batch, count))
+    first, second = runs
+    return Traced(
+        tuple(_piece(a, b, rows) for a, b in zip(first.segments, second.segments, strict=True)),
+        frozenset(made.partial),
+        (second.work.flops - first.work.flops) / rows,
+        (second.work.touched - first.work.touched) / rows,
+        tuple((b - a) / rows for a, b in zip(first.costs, second.costs, strict=True)),
+    )
+
+
+def blocks_of(options: Options) -> tuple[str, ...]:
+    """Names of the modules with which pieces begin: of the chain, else of what zero 3 gathers one at a time."""
+    if options.chain is not None:
+        return options.chain.blocks
+    return options.gathers.units if options.gathers is not None and options.gathers.units else ("",)
+
+
+class _Segment:
+    """Levels within a piece, and at its ends, above the level at which its forward began."""
+
+    def __init__(self) -> None:
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+        self.kept = self.carried = self.deferred = 0
+
+
+class _Run:
+    """One forward and backward of `module`, which it uses up."""
+
+    def __init__(self, module: nn.Module, options: Options, config: TrainConfig, batch: Any, rows: int) -> None:
+        names = blocks_of(options)[1:]
+        self.segments = [_Segment() for _ in range(1 + len(names))]
+        self.work = ForwardWork()
+        params = list(module.parameters())
+        value, target = pair(batch, config.inputs)
+        with _without_cache(module):
+            self._live = LiveBytes([*params, *module.buffers(), *tensors_in(batch)], counted=False)
+            precision = Precision(config.precision, device=torch.device("cpu"), world_size=1)
+            ends, starts, grads, worked = [0], [0], 0, [0.0]
+            marks: dict[int, tuple[int, int]] = {}
+
+            def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+                number = names.index(name) + 1
+                if in_backward() or len(starts) != number:
+                    return None  # computed again, or called again: part of the piece that is on
+                starts.append(len(self._live.levels))
+                ends.append(self._live.now)
+                worked.append(self.work.flops)
+                given = [t for t in tensors_in((args, kwargs)) if t.requires_grad][:1]
+                self.segments[number - 1].carried = sum(map(_bytes, given))
+                return marked(args, kwargs, lambda: self._mark(marks, number, params))
+
+            def leave(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+                # What is recomputed is not split: its backward is whole.
+                if not in_backward() and not options.recompute:
+                    self.segments[len(starts) - 1].deferred += sum(
+                        _bytes(t) for t in tensors_in(out) if t.requires_grad
+                    )
+
+            layers = [name for name, part in module.named_modules() if next(part.parameters(False), None) is not None]
+            around = watched(module, enter, names=names), watched(module, leave=leave, names=layers)
+            with around[0], around[1], self._live, self.work, precision.autocast():
+                output = call(module, value)
+                loss = weigh(config.loss(output, target), rows).value
+                del output
+            # What follows the last block, head and loss, belongs to it.
+            self.costs = [b - a for a, b in pairwise([*worked, self.work.flops])]
+            turn = len(self._live.levels)
+            ends.append(self._live.now)
+            starts.append(turn)
+            with self._live:
+                loss.backward()
+        del loss
+        levels = self._live.levels
+        for number, segment in enumerate(self.segments):
+            base = ends[number]
+            segment.forward = [level - base for level in levels[starts[number] : starts[number + 1]]]
+            segment.kept = ends[number + 1] - base
+        start, grads = turn, 0
+        for number in reversed(range(len(self.segments))):
+            stop, made = marks.get(number, (len(levels), 0))
+            own = [level - ends[number] - grads for level in levels[start:stop]]
+            self.segments[number].backward = own or [self.segments[number].kept]
+            start, grads = stop, made
+
+    def _mark(self, marks: dict[int, tuple[int, int]], number: int, params: list[nn.Parameter]) -> None:
+        """Note, the first time, (operations so far, bytes of gradients so far)."""
+        made = sum(p.grad.nbytes for p in params if p.grad is not None)
+        marks.setdefault(number, (len(self._live.levels), made))
+
+
+def _bytes(tensor: Tensor | InParts) -> int:
+    return (tensor.part if isinstance(tensor, InParts) else tensor).nbytes
+
+
+def _piece(few: _Segment, many: _Segment, rows: int) -> Piece:
+    def line(a: float, b: float) -> Line:
+        return Line.through((rows, a), (2 * rows, b))
+
+    def peak(a: list[int], b: list[int]) -> tuple[Line, ...]:
+        # Operation by operation; where the two runs did not do the same, by their highest moments.
+        pairs = zip(a, b, strict=True) if len(a) == len(b) else [(max(a), max(b))]
+        return upper(line(*two) for two in pairs)
+
+    return Piece(
+        peak(few.forward, many.forward),
+        line(few.kept, many.kept),
+        peak(few.backward, many.backward),
+        line(few.carried, many.carried),
+        line(few.deferred, many.deferred),
+    )
+
+
+def _filled(made: Cut, *, real: bool) -> nn.Module:
+    for name, places in homes(made.module).items():
+        old = getattr(*places[0])
+        memory = torch.empty(made.layouts[name].local, dtype=old.dtype)
+        if real:
+            nn.init.normal_(memory, std=0.02)
+        replace(places, parameter_like(memory, old))
+    return made.module.train()
+
+
+@contextmanager
+def _without_cache(module: nn.Module) -> Iterator[None]:
+    """Of keys and values, which HF models hand on while they generate, and only then."""
+    configs = {id(c): c for part in module.modules() if getattr(c := getattr(part, "config", None), "use_cache", False)}
+    for config in configs.values():
+        config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True  # type: ignore[union-attr]
+
+
+def updating(make: Any) -> Updating:
+    """What a step of the optimizer that `make` gives over some parameters takes for a moment."""
+    found = []
+    for count in (2, 4):
+        params = [nn.Parameter(torch.zeros(64, 64)) for _ in range(count)]
+        optimizer = make(params)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            beside = [*params, *(p.grad for p in params if p.grad is not None)]
+            beside += [v for held in optimizer.state.values() for v in held.values() if isinstance(v, Tensor)]
+            with LiveBytes(beside, counted=False) as live:
+                optimizer.step()
+        found.append((live.peak, params[0].nbytes))
+    two, four = (peak / size for peak, size in found)
+    every = max(four - two, 0.0) / 2
+    return Updating(max(two - 2 * every, 0.0), every)

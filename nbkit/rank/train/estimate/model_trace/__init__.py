@@ -1,1 +1,0 @@
-"""Runs a model on tensors without memory, to count what it holds and does."""

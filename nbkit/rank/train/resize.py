@@ -1,0 +1,227 @@
+"""A training goes on with another number of ranks: from the request to the first step, in the order of this file.
+
+1. `planned` (plan_resize.py) has said under which strategy, or why not: nothing has changed.
+2. Fewer ranks: one exchange in the world of all, after which those that go hold nothing that is needed.
+3. The host forms the next generation of the world: with new ranks, which hold nothing; without those that go, which
+   leave the training here.
+4. In the new world a Job is made on every rank, as on one that replaces another: whatever takes the number of ranks at
+   birth takes the new one. One exchange fills it; what moved in 2. is where it belongs, and is not sent again.
+5. The Trainer, the model and the optimizer that the user holds are the same objects, and show what is new.
+
+The state of a training on its way from one number of ranks to another: what is sent is what a rank lacks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbkit.errors import TrainingError
+from nbkit.planner.exchange import Plan
+from nbkit.rank.comm.agree import agree, all_gather_objects
+from nbkit.rank.device import accelerator
+from nbkit.rank.parallel.reshard.redistribute import Exchange
+from nbkit.rank.parallel.reshard.state_digest import digest
+from nbkit.rank.train.builder import Builder
+from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.checkpoint.job_state import Everyone, JobState, by_name, everyone
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.control.active_job import note
+from nbkit.rank.train.job import Job
+from nbkit.rank.train.replace import resume_fit
+from nbkit.rank.train.replace.hand_over import hand_over, handed_by, packed_for_new
+from nbkit.rank.train.replace.resume_fit import Span
+from nbkit.rank.train.resize.plan_resize import Wanted
+from nbkit.rank.train.step.optimizer_state import settings_of, take_settings
+from nbkit.rank.train.switch.model_edits import changes_of
+from nbkit.rank.train.switch.pending_switch import free
+from nbkit.rank.train.trainer import Trainer
+from nbkit.rank.world.world import World
+from nbkit.records.events import Resized
+from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of the state, as whatever it is. numbers: see job_state.scalars. moved_bytes: so far."""
+
+    state: JobState = field(default_factory=dict)
+    numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    moved_bytes: int = 0
+
+
+def held_by(job: Job) -> Held:
+    """What this rank computes with."""
+    inner = job.optimizer.inner
+    return Held(job_state.state(job.sharded_model, inner), job_state.scalars(job.sharded_model, inner))
+
+
+@torch.no_grad()
+def onto_first(job: Job, strategy: Strategy) -> Held:
+    """What the first ranks are to hold under `strategy`, which is of fewer ranks than there are: afterwards nobody
+    needs the others. Collective, in the world of all; the training itself is left as it is."""
+    own = held_by(job)
+    every = everyone(own.state, own.numbers, job.world_size, job.device)
+    plan = plan_of(every, strategy, job.builder, ranks=job.world_size)
+    target: JobState = {
+        key: (torch.empty(layout.local, dtype=every.kinds[key], device=_where(own.state, key, job)), layout)
+        for key, layout in plan.new[job.rank].items()
+    }
+    carry_out(plan, own.state, target, rank=job.rank, device=job.device)
+    return Held(target, every.numbers if target else {}, plan.total_bytes)
+
+
+def plan_of(every: Everyone, strategy: Strategy, builder: Builder, *, ranks: int, once: bool = True) -> Plan:
+    """From what `ranks` ranks hold to what those of `strategy` have to; ranks beyond them hold nothing then.
+
+    once: buffers that a forward pass changed differ between ranks: the first rank's count, as where one is replaced.
+    """
+    kinds = builder.plans.kinds(by_name(every.kinds))
+    new: list[dict[str, Layout]] = builder.plans.layouts_by_rank(strategy, kinds)
+    new += [{} for _ in range(ranks - len(new))]
+    old = _counted_once(every.layouts) if once else every.layouts
+    return Plan.of(old, new, {key: kind.itemsize for key, kind in kinds.items()})
+
+
+def carry_out(plan: Plan, state: JobState, target: JobState, *, rank: int, device: torch.device) -> None:
+    """Fill `target`, and compare it with what there was. Collective. Raises TrainingError where it is not the same."""
+    source = {key: state[key] for key in plan.old[rank]}
+    Exchange(plan, rank).run(source, target, device=device)
+    if digest(source, plan.old, rank=rank, device=device) != digest(target, plan.new, rank=rank, device=device):
+        raise TrainingError(
+            "The state on the new number of ranks is not the one before.",
+            numbers="the digests of weights and optimizer state differ",
+            hint="trainer.load(path) of a checkpoint; please report this",
+        )
+
+
+def _counted_once(layouts: Sequence[Mapping[str, Layout]]) -> list[dict[str, Layout]]:
+    given: set[str] = set()
+    found = []
+    for each in layouts:
+        buffers = {key for key in each if key.startswith("buffer/")}
+        found.append({key: layout for key, layout in each.items() if key not in buffers & given})
+        given |= buffers
+    return found
+
+
+def _where(state: JobState, key: str, job: Job) -> torch.device:
+    return state[key][0].device if key in state else job.device
+
+
+def check_handed(trainer: Trainer, wanted: Wanted) -> None:
+    """Raises TrainingError, on every rank, where the training could not go on in another world. Collective."""
+    job, strategy = trainer.job, wanted.strategy
+
+    def pack() -> None:
+        if job.rank == 0 and strategy is not None:
+            packed_for_new(trainer, strategy)
+
+    agree(pack, what="The training cannot go on with another number of ranks.", hint="%strategy changes what they do")
+
+
+def resize(trainer: Trainer, wanted: Wanted, span: Span | None) -> dict[str, Any]:
+    """Go on with `wanted.ranks` ranks: the fields of the event. Collective, between two steps; no `fit` is under way.
+
+    span: of the `fit` that goes on afterwards, which new ranks enter; None: none does. Raises what forming the world
+    raised: before that nothing has changed. On a rank that is not needed any more Left is raised.
+    """
+    assert resume_fit.host is not None and wanted.strategy is not None
+    began, job = time.perf_counter(), trainer.job
+    trainer.saves.collect(wait=True)
+    job.level()
+    job.ledger.settle()
+    job.unite()
+    old = job.strategy, job.world_size
+    changes = all_gather_objects(
+        changes_of(job.sharded_model, job.builder.skeleton), world_size=job.world_size, device=job.device
+    )
+    job.builder.follow(changes)
+    held = onto_first(job, wanted.strategy) if wanted.ranks < job.world_size else held_by(job)
+    newcomers = resume_fit.host.resize(wanted, trainer, span)
+    moved = rebuilt(trainer, held, wanted.strategy, newcomers)
+    event = Resized(
+        trainer.step,
+        old_ranks=old[1],
+        ranks=wanted.ranks,
+        old=str(old[0]),
+        new=str(wanted.strategy),
+        moved_bytes=held.moved_bytes + moved[1],
+        pause_s=time.perf_counter() - began,
+    )
+    trainer.job.ledger.emit(event)
+    if trainer.job.rank == 0:
+        resume_fit.host.tell(event.said)
+    step_boundary.meet(trainer.job.device)
+    trainer.job.ledger.begin_again()
+    return asdict(event)
+
+
+def joined(newcomers: Collection[int]) -> Trainer:
+    """What a new rank does meanwhile; its Trainer."""
+    trainer, _ = rebuilt(None, Held(), None, newcomers)
+    step_boundary.meet(trainer.job.device)
+    trainer.job.ledger.begin_again()
+    return trainer
+
+
+def rebuilt(
+    trainer: Trainer | None, held: Held, strategy: Strategy | None, newcomers: Collection[int]
+) -> tuple[Trainer, int]:
+    """The training of all ranks of a new world, at one step boundary; and the bytes that moved. Collective.
+
+    trainer: this rank's, which is changed; None on a newcomer, as is strategy.
+    """
+    place = World.join_from_env().place
+    rank, device = place.rank, accelerator().device(place.device)
+    left = None if trainer is None else trainer.job
+    handed = hand_over(trainer, 0, newcomers, rank=rank, device=place.message_device, strategy=strategy)
+    if handed is None:
+        assert trainer is not None and strategy is not None
+        handed = handed_by(trainer, strategy)
+    job = handed.job(like=left)
+    every = everyone(held.state, held.numbers, place.world_size, device)
+    connections = job.builder.connect(handed.strategy, alike=False)
+    sharded_model, inner = job.builder.build(
+        handed.strategy, connections, like=None if left is None else left.optimizer.inner
+    )
+    job_state.allocate(sharded_model, inner, by_name(every.kinds), every.numbers)
+    plan = plan_of(every, handed.strategy, job.builder, ranks=place.world_size, once=bool(newcomers))
+    carry_out(plan, held.state, job_state.state(sharded_model, inner), rank=rank, device=device)
+    sharded_model.data.refresh()
+    told: list[Any] = [None]
+    if rank == 0 and left is not None:
+        told[0] = settings_of(left.optimizer.inner), left.progress, left.backups.asked
+    dist.broadcast_object_list(told, src=0, device=device)
+    settings, progress, asked = told[0]
+    handed.start(job, sharded_model, inner)
+    new = handed.trainer(job)
+    assert isinstance(new, Trainer)  # a loop of the user's own is refused
+    take_settings(inner, settings)
+    job.go_on(progress)
+    if trainer is not None:
+        new = _shown_by(trainer, new)
+    job.meet(asked)
+    return new, plan.total_bytes
+
+
+def _shown_by(trainer: Trainer, new: Trainer) -> Trainer:
+    """`trainer`, and the optimizer and model that its user holds, are what `new` is from now on."""
+    left, job = trainer.job, new.job
+    left.training_step.release()
+    states = [left.state]
+    handle, made = left.optimizer, job.optimizer
+    # Both are one: what has been made with the new ones, such as bound methods, goes on to hold.
+    handle.__dict__ = made.__dict__
+    job.optimizer = handle
+    trainer.__dict__ = new.__dict__
+    note(trainer)
+    left.backups, left.ledger.listeners[:] = job.backups, []
+    free(states)
+    return trainer
