@@ -9,7 +9,7 @@ from nbkit.notebook.cluster.cluster import current
 from nbkit.notebook.cluster.why import Why
 from nbkit.notebook.export.export import Exported, export
 from nbkit.notebook.planning import planned
-from nbkit.notebook.tracing import Traced
+from nbkit.notebook.tracing import TraceFile
 from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 from nbkit.notebook.widgets.run_report import Written
 from nbkit.planner.choose.search import Plan, Words
@@ -20,7 +20,7 @@ class NbkitMagics(Magics):  # type: ignore[misc, untyped-decorator]
     """One line magic with commands."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
-    def nbkit(self, line: str) -> Written | Traced | Exported | Plan | Words | Why | None:
+    def nbkit(self, line: str) -> Written | TraceFile | Exported | Plan | Words | Why | None:
         try:
             options = vars(parse(nbkit_parser(), line))
         except HelpShown:

@@ -20,7 +20,7 @@ from torch import Tensor
 from nbkit.errors import StrategyError
 from nbkit.rank.loss.row_weights import Weighed
 from nbkit.rank.parallel import grad_norm, micro_batch
-from nbkit.rank.parallel.context.attention import Attention
+from nbkit.rank.parallel.context.attention import ContextAttentionMode
 from nbkit.rank.parallel.context.peers import Threads
 from nbkit.rank.parallel.data_parallel import bucket_collectives
 from nbkit.rank.parallel.data_parallel.bucket_collectives import Reduction
@@ -29,7 +29,7 @@ from nbkit.rank.parallel.pipeline.executor import Deferred, _Run
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.apply import _Surgery
 from nbkit.rank.parallel.tensor.collectives import _GatherSum, _own
-from nbkit.rank.parallel.tensor.layers import Link
+from nbkit.rank.parallel.tensor.layers import PairState
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.train.step.step import TrainingStep
 from parity.cells import Cell
@@ -211,7 +211,7 @@ BUGS = (
     Bug("a weight's gradient that was put off is forgotten", _cell("pp schedule=zb"),
         _around(Deferred, "run", _lost_weight_gradient)),
     Bug("the bias of a row-parallel map is added by every rank", _cell("tp"),
-        _around(Link, "end", _bias_on_every_rank)),
+        _around(PairState, "end", _bias_on_every_rank)),
     Bug("the gradient of a column-parallel map's input is not summed", _cell("tp"),
         _around(_GatherSum, "backward", lambda _: staticmethod(
             lambda ctx, grad: (_own(grad, ctx.group, ctx.dim), None, None, None)))),
@@ -227,7 +227,8 @@ BUGS = (
         _around(ShardedModel, "grad_norm", _local_norm)),
     Bug("the norm counts what several ranks hold several times", _cell("tp", "clip"),
         _around(ShardedModel, "grad_norm", _without("replication"))),
-    Bug("the causal mask is off by one on later ranks", _cell("cp=2"), _around(Attention, "_attend", _mask_too_early)),
+    Bug("the causal mask is off by one on later ranks", _cell("cp=2"),
+        _around(ContextAttentionMode, "_attend", _mask_too_early)),
     Bug("the last micro-batch is dropped", _cell("pp"), _around(TrainingStep, "_cut", lambda cut: lambda self, shard: (
         cut(self, shard)[:-1]))),
     Bug("the replicas of sharding groups are not summed", _cell("hsdp"), _around(Reduction, "cross", lambda _: (

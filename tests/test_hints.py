@@ -27,7 +27,7 @@ from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.planner.stages import partition
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.trainer import Trainer
-from nbkit.rank.world.rank_place import Place
+from nbkit.rank.world.rank_place import RankPlace
 from nbkit.rank.world.world import World
 from nbkit.strategy import _KEYS
 
@@ -35,7 +35,16 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "nbkit").rglob("*.py"), *(ROOT / "magics").rglob("*.py")])
 OBJECTS = {"trainer": Trainer, "job": Job, "handle": CellHandle, "cluster": Cluster, "world": World}
 CALLED = [getattr(nbkit, name) for name in nbkit.__all__]
-CALLED += [Cluster.start, Cluster.run, Trainer.fit, Trainer.evaluate, Trainer.generate, World.join, Place, partition]
+CALLED += [
+    Cluster.start,
+    Cluster.run,
+    Trainer.fit,
+    Trainer.evaluate,
+    Trainer.generate,
+    World.join,
+    RankPlace,
+    partition,
+]
 ARGUMENTS = {*_KEYS, "net", *(name for called in CALLED for name in inspect.signature(called).parameters)}
 OF_OTHERS = {
     *("num_workers", "sparse", "batch_first", "need_weights", "use_reentrant", "track_running_stats", "lr", "shuffle"),

@@ -20,7 +20,7 @@ from nbkit import errors, strategy
 from nbkit.commands import prepare_parser, subcommands
 from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.cells.handle import CellHandle
-from nbkit.notebook.cluster.training_control import Training
+from nbkit.notebook.cluster.training_control import TrainingClient
 from nbkit.rank.train.checkpoint import manifest
 from nbkit.rank.train.job import Job
 from nbkit.records import events, records, tags
@@ -42,7 +42,7 @@ def surface() -> Iterator[str]:
     yield from _section("Python: nbkit", (line for name, offered in public for line in _called(name, offered)))
     yield from _section("job = nbkit.prepare(...)", (line for line in _members(Job) if line.split("(")[0] in OF_A_JOB))
     yield from _section("handle, of a detached cell", _members(CellHandle))
-    yield from _section("cluster.training", _members(Training))
+    yield from _section("cluster.training", _members(TrainingClient))
     found = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__]
     lines = (f"{kind.__name__}({', '.join(base.__name__ for base in kind.__bases__)})" for kind in found)
     yield from _section("Errors", lines)
@@ -51,7 +51,7 @@ def surface() -> Iterator[str]:
     yield from _section("Environment", [" ".join(sorted(set(re.findall(r"NBKIT_[A-Z_]+", text))))])
     numbered = {"cluster.json": registry.FORMAT, "record files": records.FORMAT, "checkpoints": manifest._FORMAT}
     yield from _section("Formats", [f"{name}: {number}" for name, number in numbered.items()])
-    yield from _section("cluster.json", [_columns(registry.Entry)])
+    yield from _section("cluster.json", [_columns(registry.ClusterEntry)])
     yield from _section("Records", (f"{kind}: {_columns(made)}" for kind, made in records._KINDS.items()))
     yield from _section("Rows of records", (f"{name}: {_columns(made)}" for name, made in records._ROWS.items()))
     kinds = [made for _, made in inspect.getmembers(events, inspect.isclass) if issubclass(made, events.Event)]

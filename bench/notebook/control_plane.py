@@ -26,7 +26,7 @@ from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.notebook.cluster.launch.launch import connect, controller_launcher, environment_of_ranks, make_folder
 from nbkit.notebook.cluster.output.display import NoScreen
-from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.wire.cells import CellRequest
 from nbkit.wire.processes import Process
 
@@ -69,7 +69,7 @@ def _at(kind: str, n: int, rounds: int) -> list[Row]:
     environment = {**os.environ, **environment_of_ranks()}
     engines = subprocess.Popen(words, cwd=root, env=environment, stdin=subprocess.PIPE, start_new_session=True)
     try:
-        entry = Entry(
+        entry = ClusterEntry(
             name, socket.gethostname(), n, "gloo", 3600.0, time.time(), Process.of(controller.pid),
             Process.of(engines.pid), Process.of(os.getpid()), ("",) * n, ("",) * n,
         )  # fmt: skip

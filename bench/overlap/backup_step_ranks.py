@@ -12,7 +12,7 @@ from torch import nn
 import nbkit
 from bench.overlap.sleeping_block import SleepingBlock, drawn_rows
 from bench.rigs.slept_link import Rate, SleptLink
-from nbkit.rank.train.replace.backup import Backups, Generation
+from nbkit.rank.train.replace.backup import BackupGeneration, Backups
 from nbkit.rank.world.world import World
 
 _WIDTH, _BLOCKS, _ROWS = 256, 8, 16
@@ -30,7 +30,7 @@ class Worker:
         torch.set_num_threads(1)
         send = Backups._send
 
-        def slow(backups: Backups, own: Generation) -> None:
+        def slow(backups: Backups, own: BackupGeneration) -> None:
             self._link.rate = Rate(0.0, own.flat.numel() / (compute * self._share))
             try:
                 send(backups, own)

@@ -17,7 +17,7 @@ from bench.rigs.slept_link import Rate, SleptLink
 from nbkit.errors import NbkitError
 from nbkit.planner.link_speed import ranks_of_node
 from nbkit.rank.comm import link_probe
-from nbkit.rank.data.batch import Arithmetic
+from nbkit.rank.data.batch import BatchSplit
 from nbkit.rank.models.gpt import GPT, Block
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
@@ -93,8 +93,8 @@ class Worker:
         self._model = CostModel(builder, builder.template.kinds(builder.skeleton), self._fits)
         self._peaks = PeakBytes(builder, self._model.census, real=True, before=self._peaks)
 
-    def _fits(self, strategy: Strategy) -> Arithmetic:
-        return Arithmetic.of(self._batch, strategy, microbatch_size=None)
+    def _fits(self, strategy: Strategy) -> BatchSplit:
+        return BatchSplit.of(self._batch, strategy, microbatch_size=None)
 
     def made(self, *, strategy: str) -> dict[str, Any]:
         """peak: bytes of this rank. predicted: seconds of a step and those of the fullest, before any was made."""

@@ -17,7 +17,7 @@ import numpy as np
 from bench.rigs.forked import Ranks
 from bench.settings import Settings
 from bench.table import Row, skipped
-from nbkit.planner.exchange import Plan
+from nbkit.planner.exchange import ExchangePlan
 from nbkit.tensor_layout import Layout
 
 RANKS = (4, 8)
@@ -83,7 +83,7 @@ def visits(settings: Settings, ranks: int, how: str) -> list[Visit]:
             before = after
             said = job.ask(how, strategy=new)
             after = job.ask("holding")
-            plan = Plan.of(before, after, dict.fromkeys({key for one in before for key in one}, 4))
+            plan = ExchangePlan.of(before, after, dict.fromkeys({key for one in before for key in one}, 4))
             raw = max(job.ask("exchange", pairs=plan.pairs))
             job.ask("step")
             first = said[0]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.rigs.loopback import measured
 from nbkit.mesh import Mesh
-from nbkit.planner.exchange import Plan
+from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.reshard.state_digest import digest
 from nbkit.tensor_layout import Layout
@@ -81,7 +81,7 @@ def shards_held(mesh: Mesh, zero: int, width: int, layers: int) -> list[Holding]
     return found
 
 
-def raw(plan: Plan, rank: int) -> Callable[[], object]:
+def raw(plan: ExchangePlan, rank: int) -> Callable[[], object]:
     """One all-to-all of as many bytes between every two ranks, from and into one flat buffer."""
     ranks = range(len(plan.new))
     out, into = [plan.pairs.get((rank, r), 0) for r in ranks], [plan.pairs.get((r, rank), 0) for r in ranks]
@@ -117,7 +117,7 @@ def main(port: int, rank: int, ranks: int, width: int, layers: int, out: Path) -
         source = filled(every[old][rank], numbers)
         target = {key: (torch.full(held.local, float("nan")), held) for key, held in every[new][rank].items()}
         began = time.perf_counter()
-        plan = Plan.of(every[old], every[new], sizes)
+        plan = ExchangePlan.of(every[old], every[new], sizes)
         exchange = Exchange(plan, rank)
         prepared = time.perf_counter() - began
         _, idle = measured(lambda: None)

@@ -11,7 +11,7 @@ import torch
 from bench.rigs.jobs import config, trainer
 from nbkit.errors import SwitchError
 from nbkit.rank.parallel import model_facts
-from nbkit.rank.parallel.reshard.redistribute import Filling
+from nbkit.rank.parallel.reshard.redistribute import TargetStorage
 from nbkit.rank.telemetry.health import bytes_held, reset_peak, storage_bytes
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.estimate.free_memory import side_bytes, trim
@@ -42,16 +42,16 @@ class Worker:
         os.environ["NBKIT_MEMORY_LIMIT"] = str(int(now / full))
         reset_peak()
         said: dict[str, Any] = {"place": None, "identical": None, "pause": None}
-        take, failed = Filling.take, False
+        take, failed = TargetStorage.take, False
         if fails_after is not None and job.rank == job.world_size - 1:
-            setattr(Filling, "take", _refusing(take, fails_after))  # noqa: B010
+            setattr(TargetStorage, "take", _refusing(take, fails_after))  # noqa: B010
         try:
             event = self.job.switch(strategy)
             said = {"place": event.in_place, "identical": event.identical, "pause": event.pause_s}
         except SwitchError:
             failed = True
         finally:
-            setattr(Filling, "take", take)  # noqa: B010
+            setattr(TargetStorage, "take", take)  # noqa: B010
         return {
             **said,
             "failed": failed,
@@ -87,7 +87,7 @@ def _buckets(data: Any) -> list[torch.Tensor]:
 def _refusing(take: Any, after: float) -> Any:
     taken = 0
 
-    def refusing(sharded_model: Filling, key: str) -> None:
+    def refusing(sharded_model: TargetStorage, key: str) -> None:
         nonlocal taken
         taken += 1
         if taken > after * len(sharded_model.state):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from bench.rigs.jobs import config, trainer
 from bench.rigs.loopback import measured
 from bench.switch.dcp_shards import stored
-from nbkit.bridge.requests import Control, Controls
+from nbkit.bridge.requests import Control, TrainingRequestHandler
 from nbkit.errors import Stopped
 from nbkit.rank.parallel import model_facts
 from nbkit.rank.telemetry.health import bytes_held, reset_peak
@@ -37,7 +37,7 @@ class Worker:
         of = config(width, layers, vocab=vocab, block=block)
         self.job = trainer(of, "ddp", batch=batch)
         self.job.fit(1)
-        self.controls = Controls()
+        self.controls = TrainingRequestHandler()
 
     def switch(self, strategy: str) -> dict[str, Any]:
         """What Trainer.switch says of a switch between two steps, and what the network saw of it."""

@@ -31,7 +31,7 @@ from nbkit.notebook.run.follower import Run
 from nbkit.records import record_file
 from nbkit.records.readings import Bar, Late, bars, late_rank, members_of, usual_bars
 from nbkit.records.records import Detail, Group, Header, Record, StepRecord
-from nbkit.records.run_advice import Link, largest_loss, links, slow_link
+from nbkit.records.run_advice import PipelineLink, largest_loss, links, slow_link
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 
@@ -80,7 +80,7 @@ class Recorded:
         self.steps = _by_step(every, StepRecord)
         self.details = _by_step(every, Detail)
 
-    def told(self, steps: Sequence[int], delay: Delay) -> Link | Late | str:
+    def told(self, steps: Sequence[int], delay: Delay) -> PipelineLink | Late | str:
         """What the tab names of these steps: who is marked as late; where all stand at a link, and of one between
         stages, what the sentence says costs the most, by the last one's moments."""
         of = usual_bars([self.steps[step] for step in steps], self.members)
@@ -88,7 +88,7 @@ class Recorded:
             return late_rank(of) or "nobody"
         return largest_loss(of, slow=slow_link(self.links(steps[-1]), median(bar.seconds for bar in of)))
 
-    def links(self, step: int) -> list[Link]:
+    def links(self, step: int) -> list[PipelineLink]:
         """Between the stages of a pipeline."""
         return links(self.details[step], self.offsets)
 
@@ -167,7 +167,7 @@ class Finding:
     delay: Delay
     longer: list[float]
     right: bool
-    named: list[Link | Late | str]
+    named: list[PipelineLink | Late | str]
     hits: int
 
     @property
@@ -227,12 +227,12 @@ def _shown(found: Sequence[Finding], of: str) -> Row:
     )
 
 
-def expected(delay: Delay, strategy: Strategy) -> Callable[[Link | Late | str], bool]:
+def expected(delay: Delay, strategy: Strategy) -> Callable[[PipelineLink | Late | str], bool]:
     """Whether the right rank is named for the right cause. Where all ranks stand at the slow link, none is late."""
     if delay.part in ("data", "compute"):
         return lambda told: isinstance(told, Late) and (told.rank, told.cause) == (delay.ranks[0], delay.part)
     if delay.part == "link":
-        return lambda told: isinstance(told, Link) and (told.source, told.target) == delay.ranks
+        return lambda told: isinstance(told, PipelineLink) and (told.source, told.target) == delay.ranks
     if len(delay.ranks) == strategy.mesh.size:
         return lambda told: told == "exposed"
     return lambda told: (
@@ -240,10 +240,10 @@ def expected(delay: Delay, strategy: Strategy) -> Callable[[Link | Late | str], 
     )
 
 
-def _spoken(told: Link | Late | str) -> str:
+def _spoken(told: PipelineLink | Late | str) -> str:
     if isinstance(told, Late):
         return f"{'+'.join(map(str, sorted((told.rank, *told.beside))))} ({told.cause})"
-    return f"link {told.source} to {told.target}" if isinstance(told, Link) else told
+    return f"link {told.source} to {told.target}" if isinstance(told, PipelineLink) else told
 
 
 def _medians(recorded: Recorded, steps: Sequence[int], rank: int, source: int) -> Mapping[str, float]:

@@ -25,14 +25,14 @@ from typing import Any, TypeVar
 from nbkit.bridge.runner import Runner
 from nbkit.errors import ClusterError
 from nbkit.rank.world import world
-from nbkit.rank.world.rank_place import Place
+from nbkit.rank.world.rank_place import RankPlace
 from nbkit.rank.world.sockets import admit_only
 from nbkit.wire import parcel
 from nbkit.wire.cells import CellRecord, CellRequest
 from nbkit.wire.processes import Process
 
 runner: Runner | None = None  # these four are set once, by the engine
-place: Place | None = None
+place: RankPlace | None = None
 address = ""  # of this host, where its ranks may listen
 hosts: tuple[str, ...] = ()  # every address of every host of the cluster; () where there is this one alone
 dead: set[int] = set()  # ranks of this cluster that have died; only a restart brings them back
@@ -135,14 +135,14 @@ def get(expression: str, limit: int, token: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Project:
+class BroughtProject:
     """What was brought last. root: the notebook's directory. digests: of each file, by its name relative to that."""
 
     root: str
     digests: Mapping[str, str]
 
 
-brought: Project | None = None
+brought: BroughtProject | None = None
 _used = Path()  # where this rank imports it from
 
 
@@ -193,7 +193,7 @@ def use(root: str, digests: Mapping[str, str], shared: bool, changed: Sequence[s
     """
     global brought, _used
     home = root if shared else str(_home())
-    brought, _used = Project(root, digests), Path(home)
+    brought, _used = BroughtProject(root, digests), Path(home)
     if home not in sys.path:
         sys.path.insert(0, home)
     importlib.invalidate_caches()

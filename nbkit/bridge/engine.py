@@ -28,10 +28,10 @@ import ipykernel.debugger  # noqa: F401  # by every kernel when it is made: half
 from ipyparallel.engine.app import IPEngine
 
 from nbkit.bridge import calls
-from nbkit.bridge.output import Capture, draw_as_text
-from nbkit.bridge.parent.spec import Spec
-from nbkit.bridge.replacing.newcomer import Newcomer
-from nbkit.bridge.replacing.survivor import Survivor
+from nbkit.bridge.output import OutputCapture, draw_as_text
+from nbkit.bridge.parent.spec import EngineSpec
+from nbkit.bridge.replacing.newcomer import ReplacementRank
+from nbkit.bridge.replacing.survivor import SurvivingRank
 from nbkit.bridge.requests import Requests
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping
@@ -42,7 +42,7 @@ from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.replace import resume_fit, stages
 from nbkit.rank.world import failure_alarm, world
-from nbkit.rank.world.rank_place import Place
+from nbkit.rank.world.rank_place import RankPlace
 from nbkit.wire import cluster_end
 from nbkit.wire.cells import ENGINE_OPTIONS
 from nbkit.wire.cluster_end import ClusterEnd, end_signals
@@ -131,7 +131,7 @@ class Ending:
 class RankEngine(IPEngine):  # type: ignore[misc]
     """ipyparallel's engine, which becomes a rank the moment it has a kernel."""
 
-    spec: Spec
+    spec: EngineSpec
     rank: int
     link: Link
     replaces: bool
@@ -156,7 +156,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         await super().complete_registration(*args, **kwargs)
         stages.mark("registered")
         # Nothing is awaited above, so no message has been handled yet.
-        capture = Capture(self.rank, Path(self.spec.folder) / "output")
+        capture = OutputCapture(self.rank, Path(self.spec.folder) / "output")
         capture.install(self.kernel.session)
         draw_as_text()
         look_in("")
@@ -168,8 +168,8 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         self.ending = Ending(self.runner, Path(self.spec.folder), self.loop)
         Requests(self.runner, self.stopping).install(self.kernel)
         _fill_namespace(self.kernel.shell.user_ns, self.spec.place(self.rank))
-        self.survivor = resume_fit.host = Survivor(self.runner)
-        self.newcomer = Newcomer(self.runner) if self.replaces else None
+        self.survivor = resume_fit.host = SurvivingRank(self.runner)
+        self.newcomer = ReplacementRank(self.runner) if self.replaces else None
         self.link.listen(self._from_parent, self._orphaned)
         self.link.send(event="ready")
         if self.newcomer is not None:
@@ -196,7 +196,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
                 failure_alarm.break_out(f"rank {message['rank']} died")
             self.runner.capture.publish("nbkit_died", message, self.kernel.iopub_socket)
 
-    def _take_over(self, newcomer: Newcomer, word: dict[str, Any]) -> None:
+    def _take_over(self, newcomer: ReplacementRank, word: dict[str, Any]) -> None:
         try:
             newcomer.take_over(word)
         except BaseException:  # half of a rank is of use to nobody; the parent starts another one
@@ -216,7 +216,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         self.ending.begin("the parent of the ranks has ended", now=False)
 
 
-def main(spec: Spec, rank: int, listener: socket.socket | None, link: Link, *, replaces: bool = False) -> None:
+def main(spec: EngineSpec, rank: int, listener: socket.socket | None, link: Link, *, replaces: bool = False) -> None:
     """Be rank `rank` until the cluster stops. Never returns. replaces: the others are in a world, which it joins later:
     one of this number has died in a training, or there are more ranks from now on."""
     stages.begin("forked")
@@ -277,7 +277,7 @@ def _verify_device(pinned: str, device: str) -> None:
         raise ClusterError("A rank is on another GPU than it was given.", numbers=f"given {pinned}, torch uses {used}")
 
 
-def _fill_namespace(user_ns: dict[str, Any], place: Place) -> None:
+def _fill_namespace(user_ns: dict[str, Any], place: RankPlace) -> None:
     import torch
     import torch.distributed as dist
 

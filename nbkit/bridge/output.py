@@ -174,7 +174,7 @@ class _Update:
     waiting: dict[str, Any]
 
 
-class Comms:
+class RankComms:
     """One per rank.
 
     send: the session's own. keep: counts and keeps a message of the cell that runs, and gives its mark; mark: gives one
@@ -357,7 +357,7 @@ class _PacedText:
 
 
 @dataclass
-class Capture:
+class OutputCapture:
     """Wraps `session.send` of an engine. One per process."""
 
     rank: int
@@ -372,7 +372,7 @@ class Capture:
         """Put this between everything that publishes and the socket."""
         self._send: Callable[..., Any] = session.send
         self._open()
-        self.comms = Comms(self._deliver, self._keep, self._mark)
+        self.comms = RankComms(self._deliver, self._keep, self._mark)
         session.send = self.send
         self._paced = _PacedText((sys.stdout, sys.stderr))
 

@@ -41,8 +41,8 @@ from nbkit.rank.train.estimate import strategy_table
 from nbkit.rank.train.estimate.time_model import measured_pace
 from nbkit.rank.train.out_of_memory import rescue
 from nbkit.rank.train.replace import resume_fit
-from nbkit.rank.train.resize import check_handed, resize
-from nbkit.rank.train.resize.plan_resize import Resizing, Wanted, planned
+from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary, WantedWorld, planned
+from nbkit.rank.train.resize.resize import check_handed, resize
 from nbkit.rank.train.switch import prefetch
 from nbkit.rank.world import failure_alarm, world
 from nbkit.rank.world.activity import activity
@@ -69,7 +69,7 @@ class Control:
     args: Mapping[str, Any]
 
 
-class Controls:
+class TrainingRequestHandler:
     """One per rank."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Controls:
         try:
             predicted = _predicted(control, job)
             result = _act(control, owner)
-        except Resizing as asked:  # `fit` goes on with it
+        except ResizeAtBoundary as asked:  # `fit` goes on with it
             asked.done = lambda done, error: self._tell(control, owner, result=done, error=error)
             raise
         except BaseException as error:
@@ -336,7 +336,7 @@ def _resize(owner: Any, ranks: int, strategy: str, pins: list[dict[str, Any]]) -
     """owner: None where nothing trains on the ranks."""
     assert resume_fit.host is not None
     if owner is None:
-        resume_fit.host.resize(Wanted(ranks, None, tuple(pins)), None, None)
+        resume_fit.host.resize(WantedWorld(ranks, None, tuple(pins)), None, None)
         resume_fit.host.tell(f"The cluster has {ranks} ranks now.")
         return {"ranks": ranks}
     if not hasattr(owner, "loop"):
@@ -354,7 +354,7 @@ def _resize(owner: Any, ranks: int, strategy: str, pins: list[dict[str, Any]]) -
             numbers="they can where NAME.fit(...) is a statement of its own, on all ranks, with on_failure='replace'",
             hint=f"%train stop, %cluster resize {ranks}, trainer.fit(...)",
         )
-    raise Resizing(wanted)
+    raise ResizeAtBoundary(wanted)
 
 
 def _trace(owner: Any, steps: int) -> dict[str, Any]:
@@ -379,7 +379,7 @@ _ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "resize": _resize,
 }
 
-controls: Controls | None = None  # set once, by the engine
+controls: TrainingRequestHandler | None = None  # set once, by the engine
 
 
 def now(id: str, do: str, args: Mapping[str, Any]) -> None:
@@ -437,7 +437,7 @@ class Requests:
         self.delivered = ""
         self._completing: threading.Thread | None = None
         global controls
-        self.controls = controls = Controls()
+        self.controls = controls = TrainingRequestHandler()
         step_boundary.handlers["cell"] = self._run_live
         step_boundary.handlers["nothing"] = lambda _: None
         step_boundary.handlers["unserved"] = self._not_run

@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 from IPython.core.displayhook import DisplayHook
 
 from nbkit.bridge.debugger import Debugger, Prompts
-from nbkit.bridge.output import Capture, shortened
+from nbkit.bridge.output import OutputCapture, shortened
 from nbkit.bridge.shell import Shell, end_words, ends_well
 from nbkit.errors import Stopped
 from nbkit.rank.comm import delegating_group
@@ -130,7 +130,7 @@ class Running:
 class Runner:
     """One per rank."""
 
-    def __init__(self, shell: Any, capture: Capture, link: Link, rank: int) -> None:
+    def __init__(self, shell: Any, capture: OutputCapture, link: Link, rank: int) -> None:
         self.shell, self.capture, self.link, self.rank = shell, capture, link, rank
         self.running: list[Running] = []
         self.records: OrderedDict[str, CellRecord] = OrderedDict()

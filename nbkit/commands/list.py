@@ -7,7 +7,7 @@ import time
 
 from nbkit.durations import text_of
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.notebook.cluster.status import text_table
 
 _HEAD = ("NAME", "RANKS", "BACKEND", "STATE", "AGE", "HOST", "DEVICES")
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: ClusterEntry) -> tuple[str, ...]:
     state = entry.state if entry.is_alive() else "ended: nbkit clean"
     if entry.ranks and state == "no notebook":
         state = f"no notebook, ttl {text_of(entry.ttl)}"

@@ -12,7 +12,7 @@ from nbkit.errors import UsageError
 from nbkit.notebook.cluster import site_settings
 from nbkit.notebook.cluster.launch.pins import pins_within
 from nbkit.notebook.cluster.machine.machine import read_machine
-from nbkit.notebook.selftest import Item, Outcome, Report, Trial, items
+from nbkit.notebook.selftest import Item, ItemOutcome, SelftestReport, Trial, items
 
 CPU_RANKS = 4
 
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     began, devices = time.monotonic(), "no rank has started"
-    outcomes: list[Outcome] = []
+    outcomes: list[ItemOutcome] = []
     try:
         with Trial(n, kind=kind) as trial:
             devices = trial.devices()
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\nStopped. Nothing is left running.")
         raise
     finally:
-        report = Report(on, devices, tuple(outcomes), time.monotonic() - began)
+        report = SelftestReport(on, devices, tuple(outcomes), time.monotonic() - began)
         report.write(arguments.output)
     print(f"\n{report.verdict}")
     print("".join(f"  {one.name}: {one.said}\n" for one in report.failed) + f"  the report   {arguments.output}")

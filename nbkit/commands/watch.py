@@ -93,7 +93,7 @@ def _run_of(what: str) -> Path:
     return found
 
 
-def _run_of_cluster(entry: registry.Entry) -> Path | None:
+def _run_of_cluster(entry: registry.ClusterEntry) -> Path | None:
     """Of the record files that its first rank has open, the one with the newest step; else what lies in its runs/."""
     try:
         rank = psutil.Process(entry.ranks[0].pid)

@@ -50,7 +50,7 @@ _MARKS: dict[State, str] = {"ok": "✓", "note": "!", "missing": "✗"}
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """One line of the report. "missing": a cluster cannot start without it; "note": worth knowing."""
 
     topic: str
@@ -65,10 +65,10 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """All findings, by topic; shows itself as text and as HTML."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[DoctorFinding, ...]
 
     @property
     def ok(self) -> bool:
@@ -76,7 +76,7 @@ class Report:
         return not self.missing
 
     @property
-    def missing(self) -> tuple[Finding, ...]:
+    def missing(self) -> tuple[DoctorFinding, ...]:
         return tuple(finding for finding in self.findings if finding.state == "missing")
 
     @property
@@ -117,10 +117,10 @@ class Report:
         return f"<table>{''.join(rows)}</table><p><b>{escape(self.verdict)}</b></p>"
 
 
-def doctor() -> Report:
+def doctor() -> DoctorReport:
     """Look at this machine; takes as long as nvidia-smi does. Raises nothing: what it finds is in the report."""
     machine = read_machine(links=True)
-    return Report(
+    return DoctorReport(
         (
             *_machine(),
             *_torch(machine),
@@ -132,85 +132,87 @@ def doctor() -> Report:
     )
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[DoctorFinding]:
     python = f"{platform.python_version()}  {sys.executable}"
     try:
         check_platform(torch="999")
-        yield Finding("Machine", "platform", f"{platform.system()} {platform.machine()}")
-        yield Finding("Machine", "Python", python)
+        yield DoctorFinding("Machine", "platform", f"{platform.system()} {platform.machine()}")
+        yield DoctorFinding("Machine", "Python", python)
     except NbkitError as error:
-        yield Finding("Machine", "platform", f"{error.what} {error.numbers}", "missing", error.hint)
+        yield DoctorFinding("Machine", "platform", f"{error.what} {error.numbers}", "missing", error.hint)
     if os.path.isdir("/dev/shm"):
         total, _, free = (size // 2**20 for size in shutil.disk_usage("/dev/shm"))
         text = f"{show_mib(free)} of {show_mib(total)} free"
         if free < _SHARED_MEMORY_MIB:
             hint = "in Docker: docker run --shm-size=8g; else DataLoader(num_workers=0)"
-            yield Finding("Machine", "shared memory", f"{text}: little for DataLoader workers", "note", hint)
+            yield DoctorFinding("Machine", "shared memory", f"{text}: little for DataLoader workers", "note", hint)
         else:
-            yield Finding("Machine", "shared memory", text)
+            yield DoctorFinding("Machine", "shared memory", text)
     if hidden := hiding(os.getcwd()):
         text = f"{', '.join(hidden)} in this folder: programs started here import it instead of Python's own module"
         hint = f"{shell_words('mv', hidden[0], f'my_{hidden[0]}')}   (in a terminal)"
-        yield Finding("Machine", "names of files", text, "note", hint)
+        yield DoctorFinding("Machine", "names of files", text, "note", hint)
     if found := [name for name in _LAUNCHER_VARIABLES if name in os.environ]:
         text = f"{', '.join(found)} set in this process; every rank gets its own"
-        yield Finding("Machine", "launcher variables", text, "note")
+        yield DoctorFinding("Machine", "launcher variables", text, "note")
 
 
-def _torch(machine: Machine) -> Iterator[Finding]:
+def _torch(machine: Machine) -> Iterator[DoctorFinding]:
     version = machine.torch.version
     try:
         check_platform(system="linux", python=(3, 11), torch=version)
     except NbkitError as error:
-        yield Finding("PyTorch", "torch", f"{error.what} {error.numbers}", "missing", error.hint)
+        yield DoctorFinding("PyTorch", "torch", f"{error.what} {error.numbers}", "missing", error.hint)
         return
-    yield Finding("PyTorch", "torch", f"{version}, built for {machine.torch.kind} {machine.torch.cuda}".strip())
+    yield DoctorFinding("PyTorch", "torch", f"{version}, built for {machine.torch.kind} {machine.torch.cuda}".strip())
     yield from _private_symbols(version)
     if "torch" in sys.modules:
         text = "is imported in this process too; ranks do not need that, and CUDA memory it takes is missing there"
-        yield Finding("PyTorch", "this kernel", text, "note")
+        yield DoctorFinding("PyTorch", "this kernel", text, "note")
 
 
 _TORCH_LACKS = "import json; from nbkit.rank import torch_private; print(json.dumps(torch_private.problems_so_far()))"
 
 
-def _private_symbols(torch: str) -> Iterator[Finding]:
+def _private_symbols(torch: str) -> Iterator[DoctorFinding]:
     """What nbkit uses of other libraries' insides and does not find; torch is imported in a process of its own."""
     done = subprocess.run([sys.executable, "-c", _TORCH_LACKS], capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         hint = f"{_python()} -c 'import torch'"
-        yield Finding("PyTorch", "import", f"torch {torch} cannot be imported: {last}", "missing", hint)
+        yield DoctorFinding("PyTorch", "import", f"torch {torch} cannot be imported: {last}", "missing", hint)
         return
     lacking = [*json.loads(done.stdout.splitlines()[-1]), *problems([*IPYPARALLEL, *IPYTHON])]
     for sentence in lacking:
-        yield Finding("PyTorch", "degraded", sentence, "note")
+        yield DoctorFinding("PyTorch", "degraded", sentence, "note")
     if not lacking:
-        yield Finding("PyTorch", "private symbols", "all that nbkit uses of torch, ipyparallel and IPython are there")
+        yield DoctorFinding(
+            "PyTorch", "private symbols", "all that nbkit uses of torch, ipyparallel and IPython are there"
+        )
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[DoctorFinding]:
     minimum = required_versions()
     if not minimum:
         hint = f"{_python()} -m pip install -e .   (in the checkout)"
-        yield Finding("Jupyter", "nbkit", "is imported but not installed: no magics", "missing", hint)
+        yield DoctorFinding("Jupyter", "nbkit", "is imported but not installed: no magics", "missing", hint)
     for name in _REQUIRED:
         yield _package(name, minimum, "missing", "")
     for name, purpose in _OPTIONAL.items():
         yield _package(name, minimum, "note", f" ({purpose})")
 
 
-def _package(name: str, minimum: Mapping[str, str], state: State, purpose: str) -> Finding:
+def _package(name: str, minimum: Mapping[str, str], state: State, purpose: str) -> DoctorFinding:
     needed = minimum.get(name, "")
     wanted = f"{name}>={needed}" if needed else name
     hint = f"{_python()} -m pip install {shell_words(wanted)}"
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return Finding("Jupyter", name, f"not installed{purpose}", state, hint)
+        return DoctorFinding("Jupyter", name, f"not installed{purpose}", state, hint)
     if release(version) < release(needed):
-        return Finding("Jupyter", name, f"{version}, needed >= {needed}{purpose}", state, hint)
-    return Finding("Jupyter", name, f"{version}{purpose}")
+        return DoctorFinding("Jupyter", name, f"{version}, needed >= {needed}{purpose}", state, hint)
+    return DoctorFinding("Jupyter", name, f"{version}{purpose}")
 
 
 def required_versions() -> dict[str, str]:
@@ -223,57 +225,59 @@ def required_versions() -> dict[str, str]:
     return {match[1].replace("-", "_"): match[2] for match in found if match}
 
 
-def _devices(machine: Machine) -> Iterator[Finding]:
+def _devices(machine: Machine) -> Iterator[DoctorFinding]:
     for gpu in machine.gpus:
         use = "unfit" if gpu.unfit else gpu.in_use_by_others(os.getpid())
         text = f"{gpu.name}, {show_mib(gpu.total_mib)}, {use or 'idle'}"
-        yield Finding("Devices", f"GPU {gpu.number}", text, "note" if use else "ok")
+        yield DoctorFinding("Devices", f"GPU {gpu.number}", text, "note" if use else "ok")
     for remark in remarks(machine):
         state: State = "ok" if remark.told == "doctor" else "note"
-        yield Finding("Devices", remark.subject, f"{remark.seen}: {remark.used}", state, remark.hint)
+        yield DoctorFinding("Devices", remark.subject, f"{remark.seen}: {remark.used}", state, remark.hint)
     if not machine.gpus and not remarks(machine):
-        yield Finding("Devices", "GPU", "none found: ranks run on the CPU")
+        yield DoctorFinding("Devices", "GPU", "none found: ranks run on the CPU")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        yield Finding("Devices", "CUDA_VISIBLE_DEVICES", f"{visible!r}: nothing else is used", "note")
-    yield Finding("Devices", "CPU cores", f"{len(machine.cores)} usable of {os.cpu_count()}")
+        yield DoctorFinding("Devices", "CUDA_VISIBLE_DEVICES", f"{visible!r}: nothing else is used", "note")
+    yield DoctorFinding("Devices", "CPU cores", f"{len(machine.cores)} usable of {os.cpu_count()}")
 
 
-def _settings() -> Iterator[Finding]:
+def _settings() -> Iterator[DoctorFinding]:
     """What the nbkit.toml of this machine, user and project say."""
     try:
         found = site_settings.read()
     except NbkitError as error:
-        yield Finding("Settings", "nbkit.toml", f"{error.what} {error.numbers}", "missing", error.hint)
+        yield DoctorFinding("Settings", "nbkit.toml", f"{error.what} {error.numbers}", "missing", error.hint)
         return
     for key, path in found.sources.items():
         value = getattr(found, key)
         shown = size(value) if key == "max_disk" else text_of(value) if isinstance(value, float) else value
         shown = ", ".join(shown) if key == "clusters" else shown
-        yield Finding("Settings", key, f"{shown}  {path}")
+        yield DoctorFinding("Settings", key, f"{shown}  {path}")
     for note in found.notes:
-        yield Finding("Settings", "note", note, "note")
+        yield DoctorFinding("Settings", "note", note, "note")
     if not found.sources:
-        yield Finding("Settings", "nbkit.toml", f"none: {', '.join(map(str, site_settings.files()))}")
+        yield DoctorFinding("Settings", "nbkit.toml", f"none: {', '.join(map(str, site_settings.files()))}")
 
 
-def _cluster(machine: Machine) -> Iterator[Finding]:
+def _cluster(machine: Machine) -> Iterator[DoctorFinding]:
     """What `%cluster start` without options would do now."""
     try:
-        yield Finding("%cluster start would use", "folder", str(registry.check_home()))
+        yield DoctorFinding("%cluster start would use", "folder", str(registry.check_home()))
     except NbkitError as error:
-        yield Finding("%cluster start would use", "folder", f"{error.what} {error.numbers}", "missing", error.hint)
+        yield DoctorFinding(
+            "%cluster start would use", "folder", f"{error.what} {error.numbers}", "missing", error.hint
+        )
     try:
         plan = pins_within(site_settings.read(), machine)
     except NbkitError as error:
-        yield Finding("%cluster start would use", "ranks", f"{error.what} {error.numbers}", "note", error.hint)
+        yield DoctorFinding("%cluster start would use", "ranks", f"{error.what} {error.numbers}", "note", error.hint)
         return
     how = "forked from one parent" if starts_by_forking() else "spawned one by one"
-    yield Finding("%cluster start would use", "ranks", f"{len(plan.pins)}, {plan.backend}, {how}")
+    yield DoctorFinding("%cluster start would use", "ranks", f"{len(plan.pins)}, {plan.backend}, {how}")
     for pin in plan.pins:
-        yield Finding("%cluster start would use", f"rank {pin.rank}", pin.why)
+        yield DoctorFinding("%cluster start would use", f"rank {pin.rank}", pin.why)
     for note in plan.notes:
-        yield Finding("%cluster start would use", "note", note, "note")
+        yield DoctorFinding("%cluster start would use", "note", note, "note")
 
 
 def _python() -> str:

@@ -105,7 +105,7 @@ _AFTER, _EVERY = 1.5, 1.0
 """Seconds before the line is first shown, and between two of it."""
 
 
-class ProgressLine:
+class PlanningLine:
     """Within it, what was said last, and how long it all takes so far. In a notebook or on a terminal; elsewhere none.
 
     By a thread: what takes long may say nothing for long.
@@ -290,7 +290,7 @@ class _Asked:
         """What `make` makes of the model; in a fork where torch would be imported for it alone."""
         if isinstance(self.model, GPTConfig):
             return make(GPTPieces(self.model, element=PRECISIONS[self.precision]))
-        with ProgressLine("nbkit.plan", "imports torch") as line:
+        with PlanningLine("nbkit.plan", "imports torch") as line:
             if "torch" in sys.modules:
                 return make(self._measured(line.say))
             return in_a_fork(lambda say: make(self._measured(say)), heard=line.say)

@@ -45,16 +45,16 @@ _APART = "small_job.apart(trainer)"
 _TOGETHER = "total = torch.ones(1, device=device); dist.all_reduce(total); int(total)"
 
 
-class Failed(Exception):
+class SelftestFailed(Exception):
     """An item has found what must not be."""
 
 
-class Left(Exception):
+class ItemSkipped(Exception):
     """An item cannot be tried here; the text says why."""
 
 
 @dataclass(frozen=True)
-class Place:
+class SelftestCluster:
     """The cluster that items run on. kind: "cpu" or "gpu". folder: for records."""
 
     cluster: Cluster
@@ -83,7 +83,7 @@ class Place:
         said = f"losses {losses:.1e}, weights {weights:.1e} from one process"
         # So that NaN is wrong, too.
         if not (losses <= LOSSES[self.kind] and weights <= WEIGHTS[self.kind]):
-            raise Failed(f"{said}; at most {LOSSES[self.kind]:.0e} and {WEIGHTS[self.kind]:.0e}")
+            raise SelftestFailed(f"{said}; at most {LOSSES[self.kind]:.0e} and {WEIGHTS[self.kind]:.0e}")
         return said
 
     def training(self, strategy: str) -> CellHandle:
@@ -94,7 +94,7 @@ class Place:
         deadline = time.monotonic() + CELL_SECONDS
         while self._steps() < STEPS:
             if time.monotonic() > deadline or handle.status != "running":
-                raise Failed(f"the training under {strategy} has not made {STEPS} steps")
+                raise SelftestFailed(f"the training under {strategy} has not made {STEPS} steps")
             time.sleep(0.05)
         return handle
 
@@ -109,7 +109,7 @@ class Item:
     """name: what `--only` takes. try_it: a line of what was found; raises Failed, Left, or what went wrong."""
 
     name: str
-    try_it: Callable[[Place], str]
+    try_it: Callable[[SelftestCluster], str]
 
 
 def items(n: int) -> tuple[Item, ...]:
@@ -144,20 +144,20 @@ def items(n: int) -> tuple[Item, ...]:
     )
 
 
-def trained(strategy: str, at: Place) -> str:
+def trained(strategy: str, at: SelftestCluster) -> str:
     """A few steps under `strategy`, beside one process."""
     at.cell(f"trainer = small_job.under({_allowed(strategy, at)!r})\ntrainer.fit({STEPS})")
     return at.as_one_process()
 
 
-def dropped(at: Place) -> str:
+def dropped(at: SelftestCluster) -> str:
     """Masks of dropout are the same on every device, so that a switch changes none."""
     if wrong := sum(at.cell("small_job.masks_differ()").values.values()):
-        raise Failed(f"{wrong} elements of masks differ from those of the CPU")
+        raise SelftestFailed(f"{wrong} elements of masks differ from those of the CPU")
     return "masks are those of the CPU"
 
 
-def switched(at: Place) -> str:
+def switched(at: SelftestCluster) -> str:
     """Live switches there and back while it trains, then as one process that was never switched."""
     _needs(2, at)
     handle = at.training("ddp")
@@ -165,25 +165,25 @@ def switched(at: Place) -> str:
     for strategy in ("zero3", "tp", "zero3", "ddp", *(("pp", "ddp") if at.pipelines else ())):
         done = at.cluster.switch(strategy).result
         if done["identical"] is False:
-            raise Failed(f"the state differs after the switch to {strategy}")
+            raise SelftestFailed(f"the state differs after the switch to {strategy}")
         pauses.append(done["pause_s"])
     handle.stop(end_after=CELL_SECONDS)
     return f"{len(pauses)} switches, pauses of {seconds(median(pauses))}; {at.as_one_process()}"
 
 
-def stopped(at: Place) -> str:
+def stopped(at: SelftestCluster) -> str:
     """Stop in a training, which goes on in the next cell."""
     handle = at.training("ddp")
     began = time.monotonic()
     status = handle.stop(end_after=CELL_SECONDS).status
     took = time.monotonic() - began
     if status != "interrupted":
-        raise Failed(f"the cell ended with the status {status!r}")
+        raise SelftestFailed(f"the cell ended with the status {status!r}")
     at.cell("trainer.fit(2)")
     return f"within {seconds(took)}; {at.as_one_process()}"
 
 
-def first_error(at: Place) -> str:
+def first_error(at: SelftestCluster) -> str:
     """The error of one rank is named, and the training goes on in the next cell."""
     rank = at.n - 1
     at.cell(f"trainer = small_job.trainer('ddp', callbacks=[small_job.Fails({rank}, after=2)])")
@@ -191,15 +191,15 @@ def first_error(at: Place) -> str:
         at.cell("trainer.fit(4)")
     except CellError as error:
         if error.rank != rank or "PlannedError" not in f"{error}{error.traceback}":
-            raise Failed(f"of rank {error.rank}: {error}") from None
+            raise SelftestFailed(f"of rank {error.rank}: {error}") from None
     else:
-        raise Failed("the cell did not fail")
+        raise SelftestFailed("the cell did not fail")
     _all_answer(at)
     at.cell(f"trainer.fit(until={STEPS})")
     return f"rank {rank} named; {at.as_one_process()}"
 
 
-def death(at: Place) -> str:
+def death(at: SelftestCluster) -> str:
     """A rank that dies in a training is replaced, and the next cell runs on all."""
     _needs(2, at)
     rank = at.n - 1
@@ -208,11 +208,11 @@ def death(at: Place) -> str:
     at.cell("history = trainer.fit(until=10)")
     after = _all_answer(at, "import os\nos.getpid()")
     if [other for other in before if before[other] != after[other]] != [rank]:
-        raise Failed(f"processes before {dict(before)}, after {dict(after)}")
+        raise SelftestFailed(f"processes before {dict(before)}, after {dict(after)}")
     return f"rank {rank} replaced; {at.as_one_process()}"
 
 
-def recorded(strategy: str, at: Place) -> str:
+def recorded(strategy: str, at: SelftestCluster) -> str:
     """The bytes that telemetry has counted in a step, beside the formula's."""
     _needs(2, at)
     folder = at.folder / f"telemetry-{strategy}"
@@ -220,14 +220,14 @@ def recorded(strategy: str, at: Place) -> str:
     (run,) = folder.iterdir()
     rows = [row for row in read_run(run).picture(5)["table"] if row["formula_bytes"]]
     if not rows:
-        raise Failed("no operation of a step was recorded")
+        raise SelftestFailed("no operation of a step was recorded")
     said = [f"{row['op']} {size(row['bytes'])} ({row['bytes'] / row['formula_bytes']:.3f})" for row in rows]
     if any(abs(row["bytes"] / row["formula_bytes"] - 1) > BYTES for row in rows):
-        raise Failed(f"{', '.join(said)} of the formula; at most {BYTES:.0%} off")
+        raise SelftestFailed(f"{', '.join(said)} of the formula; at most {BYTES:.0%} off")
     return f"{', '.join(said)} of the formula"
 
 
-def bandwidth(at: Place) -> str:
+def bandwidth(at: SelftestCluster) -> str:
     """Of the links between all ranks, all at once."""
     _needs(2, at)
     ways: Mapping[str, tuple[float, float]] = at.cell("speed.bandwidth()").values[0]
@@ -235,7 +235,7 @@ def bandwidth(at: Place) -> str:
     return ", ".join(f"{wanted[op]} {size(ways[op][0])}/s and {seconds(ways[op][1])}" for op in wanted)
 
 
-def speed(strategy: str, at: Place) -> str:
+def speed(strategy: str, at: SelftestCluster) -> str:
     """Pace beside plain torch, in turns; nothing is judged."""
     peer = {"ddp": "DDP", "zero3": "FSDP2"}[strategy]
     found: dict[str, Any] = at.cell(f"speed.compare({strategy!r}, {str(at.folder / 'speed')!r})").values[0]
@@ -247,32 +247,32 @@ def speed(strategy: str, at: Place) -> str:
     return f"{beside}; {pace}; {model}"
 
 
-def _all_answer(at: Place, source: str = "") -> Mapping[int, Any]:
+def _all_answer(at: SelftestCluster, source: str = "") -> Mapping[int, Any]:
     """The values of a cell, after an all-reduce in it. Raises Failed when that has not all ranks."""
     totals = at.cell(_TOGETHER).values
     if set(totals.values()) != {at.n}:
-        raise Failed(f"an all-reduce of ones gave {dict(totals)}")
+        raise SelftestFailed(f"an all-reduce of ones gave {dict(totals)}")
     return at.cell(source).values if source else totals
 
 
-def _allowed(strategy: str, at: Place) -> str:
+def _allowed(strategy: str, at: SelftestCluster) -> str:
     n = at.n
     if n == 1 and strategy != "ddp":
-        raise Left("too few: 1 rank")
+        raise ItemSkipped("too few: 1 rank")
     try:
         made = Strategy.parse(strategy, n)
     except StrategyError as error:
-        raise Left(error.what) from None
+        raise ItemSkipped(error.what) from None
     if made.pp > 1 and not at.pipelines:
-        raise Left("gloo sends no messages of a GPU")
+        raise ItemSkipped("gloo sends no messages of a GPU")
     if strategy != "ddp" and made == Strategy.parse("ddp", n):
-        raise Left(f"too few: {n} ranks")
+        raise ItemSkipped(f"too few: {n} ranks")
     return strategy
 
 
-def _needs(ranks: int, at: Place) -> None:
+def _needs(ranks: int, at: SelftestCluster) -> None:
     if at.n < ranks:
-        raise Left(f"{at.n} rank")
+        raise ItemSkipped(f"{at.n} rank")
 
 
 _PACKAGES = ("torch", "ipyparallel", "ipykernel", "jupyter_client", "numpy", "psutil")
@@ -284,7 +284,7 @@ State = Literal["ok", "FAILED", "left out"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ItemOutcome:
     """Of one item. tail: the last that was printed, and the error, where it failed."""
 
     name: str
@@ -301,17 +301,17 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Report:
+class SelftestReport:
     """on: which ranks, in words. devices: what the ranks say of theirs."""
 
     on: str
     devices: str
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[ItemOutcome, ...]
     seconds: float
     began: float = field(default_factory=time.time)
 
     @property
-    def failed(self) -> tuple[Outcome, ...]:
+    def failed(self) -> tuple[ItemOutcome, ...]:
         return tuple(one for one in self.outcomes if one.state == "FAILED")
 
     @property
@@ -403,7 +403,7 @@ class Trial:
         except BaseException:
             self._folder.cleanup()
             raise
-        self._place = Place(self._cluster, self._kind, Path(self._folder.name))
+        self._place = SelftestCluster(self._cluster, self._kind, Path(self._folder.name))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -418,23 +418,23 @@ class Trial:
             values = self._place.cell(_DEVICES).values
         return "\n".join(f"rank {rank}  {said}" for rank, said in values.items())
 
-    def outcome(self, item: Item) -> Outcome:
+    def outcome(self, item: Item) -> ItemOutcome:
         """Try it. After a failure the ranks are new ones."""
         began = time.monotonic()
         with _kept() as printed:
             try:
                 self._place.cell(SETUP)
                 found = item.try_it(self._place)
-                return Outcome(item.name, "ok", time.monotonic() - began, found)
-            except Left as why:
-                return Outcome(item.name, "left out", 0.0, str(why))
+                return ItemOutcome(item.name, "ok", time.monotonic() - began, found)
+            except ItemSkipped as why:
+                return ItemOutcome(item.name, "left out", 0.0, str(why))
             except CellStopped:
                 raise
             except Exception as error:
                 took, said = time.monotonic() - began, _said(error)
                 tail = "\n\n".join([tail_of(printed.getvalue()), said, *self._stuck(error)])
                 self._cluster.restart()
-                return Outcome(item.name, "FAILED", took, said, tail)
+                return ItemOutcome(item.name, "FAILED", took, said, tail)
 
     def _stuck(self, error: Exception) -> Iterator[str]:
         """Who is stuck where, of a cell that did not end."""
@@ -445,7 +445,7 @@ class Trial:
 def _said(error: Exception) -> str:
     if isinstance(error, CellError):
         return tail_of(f"{error}\n{error.traceback}")
-    if isinstance(error, NbkitError | Failed | TimeoutError):
+    if isinstance(error, NbkitError | SelftestFailed | TimeoutError):
         return str(error)
     return tail_of("".join(traceback.format_exception(error)))
 

@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Traced:
+class TraceFile:
     """A trace that was written: steps first to last of so many ranks. Stands for its path wherever a path is wanted."""
 
     path: Path
@@ -47,14 +47,14 @@ def trace(
     begin: Callable[[], tuple[int, int]],
     check: Callable[[], object],
     path: str | os.PathLike[str] | None = None,
-) -> Traced:
+) -> TraceFile:
     """Begin a trace, wait for its steps and write them to `path`, by default ./trace-RUN-FIRST-LAST.json.gz.
 
     directory: the run's, None while there is none. begin: makes the ranks record their next steps in detail; gives the
     first and the last. check: raises when the ranks cannot make steps any more. Raises TrainingError when the training
     ends before it makes one of the steps.
     """
-    kept = Kept()
+    kept = KeptRecords()
     if (before := directory()) is not None:
         kept.begin_at_end(before)
     kept.first, kept.last = begin()
@@ -67,7 +67,7 @@ def trace(
     return kept.write(path)
 
 
-class Kept:
+class KeptRecords:
     """The records of steps first to last, read while they are written."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Kept:
             self.last in self.details.get(rank, ()) or rank in over for rank in self._cursors
         )
 
-    def write(self, path: str | os.PathLike[str] | None) -> Traced:
+    def write(self, path: str | os.PathLike[str] | None) -> TraceFile:
         """Write the trace of the steps that were read. Raises TrainingError when there is none."""
         found = sorted({step for those in self.details.values() for step in those})
         if not found or self._folder is None:
@@ -120,7 +120,7 @@ class Kept:
         details = {rank: [one for _, one in sorted(those.items())] for rank, those in self.details.items()}
         steps = [(rank, record) for (rank, _), record in self._steps.items()]
         write_file(to, compressed(chrome_trace(details, heads, groups, steps)))
-        return Traced(to, found[0], found[-1], len(details))
+        return TraceFile(to, found[0], found[-1], len(details))
 
     def _take(self, rank: int, record: Record) -> None:
         if isinstance(record, Detail | StepRecord) and not self.first <= record.step <= self.last:

@@ -137,7 +137,7 @@ class Alike:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
     """Who sends what to whom. bytes: per rank, what it receives, which is what it must hold and does not."""
 
     old: tuple[Holding, ...]
@@ -157,7 +157,7 @@ class Plan:
         *,
         node_of: Sequence[int] = (),
         relays: bool = True,
-    ) -> Plan:
+    ) -> ExchangePlan:
         """The exchange that leads from what each rank holds (`old[rank]`) to what each must hold (`new[rank]`).
 
         itemsize: bytes of an element, per key. node_of: of each rank, its node; () for one. A box comes from whichever
@@ -205,11 +205,11 @@ class Plan:
                 received[rank] += each * len(group.keys)
         return cls(tuple(old), tuple(new), itemsize, tuple(groups), tuple(received), tuple(load), tuple(node_of))
 
-    def without_relays(self) -> Plan:
+    def without_relays(self) -> ExchangePlan:
         """The same exchange, in which each rank gets all from those that hold it before."""
         if not any(group.relayed for group in self.groups):
             return self
-        return Plan.of(self.old, self.new, self.itemsize, node_of=self.node_of, relays=False)
+        return ExchangePlan.of(self.old, self.new, self.itemsize, node_of=self.node_of, relays=False)
 
     @property
     def total_bytes(self) -> int:
@@ -233,12 +233,12 @@ class Plan:
             found += [(key, box) for key in group.keys for box in boxes]
         return found
 
-    def reversed(self, keys: Sequence[str]) -> Plan:
+    def reversed(self, keys: Sequence[str]) -> ExchangePlan:
         """The way back, for these tensors alone."""
         back = set(keys)
         old = [{key: layout for key, layout in holding.items() if key in back} for holding in self.new]
         new = [{key: layout for key, layout in holding.items() if key in back} for holding in self.old]
-        return Plan.of(old, new, self.itemsize)
+        return ExchangePlan.of(old, new, self.itemsize)
 
 
 _Spread = tuple[int, tuple[Layout | None, ...], tuple[Layout | None, ...]]

@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 from nbkit.errors import TrainingError
-from nbkit.planner.exchange import Alike, Holding, Move, Plan, halves
+from nbkit.planner.exchange import Alike, ExchangePlan, Holding, Move, halves
 from nbkit.tensor_layout import Box, Layout
 
 _DEALS = 32
@@ -24,7 +24,7 @@ _OPEN = 8
 _WINDOW = 16
 
 
-class Part(NamedTuple):
+class RoundPart(NamedTuple):
     """In one round, every tensor of `keys` makes `moves`; all these tensors are spread alike. relayed: see Alike."""
 
     keys: tuple[str, ...]
@@ -36,12 +36,12 @@ class Part(NamedTuple):
 class Round:
     """What is exchanged together. closes: the keys that are complete after it; num_bytes: sent in it, by all ranks."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[RoundPart] = field(default_factory=list)
     closes: list[str] = field(default_factory=list)
     num_bytes: int = 0
 
 
-def rounds(plan: Plan, *, limit: int, in_place: int | None = None) -> list[Round]:
+def rounds(plan: ExchangePlan, *, limit: int, in_place: int | None = None) -> list[Round]:
     """The exchange of `plan` in rounds in which no rank sends or receives more than `limit` bytes (or one element).
 
     in_place: tensors go one by one, in an order that keeps memory low, and on no rank do the new tensors that a round
@@ -58,7 +58,9 @@ def rounds(plan: Plan, *, limit: int, in_place: int | None = None) -> list[Round
     return made
 
 
-def _filled(plan: Plan, order: Sequence[tuple[int, tuple[str, ...]]], limit: int, in_place: int | None) -> list[Round]:
+def _filled(
+    plan: ExchangePlan, order: Sequence[tuple[int, tuple[str, ...]]], limit: int, in_place: int | None
+) -> list[Round]:
     made: list[Round] = []
     filling: list[_Filling] = []
     for number, keys in order:
@@ -85,7 +87,7 @@ _Bytes = tuple[tuple[int, int], ...]
 class _Item(NamedTuple):
     """Goes into a round as it is, or tensor by tensor. Of each tensor: (rank, bytes) where there are any."""
 
-    part: Part
+    part: RoundPart
     sent: _Bytes
     received: _Bytes
     fresh: _Bytes
@@ -117,10 +119,12 @@ class _Filling:
         self.round.num_bytes += count * sum(size for _, size in item.sent)
 
 
-def _items(plan: Plan, group: Alike, keys: tuple[str, ...], limit: int) -> Iterator[_Item]:
+def _items(plan: ExchangePlan, group: Alike, keys: tuple[str, ...], limit: int) -> Iterator[_Item]:
     fresh = _where_any(_gain_and_loss(plan, group)[0])
     if max((*group.sent, *group.received)) <= limit:
-        yield _Item(Part(keys, group.moves, group.relayed), _where_any(group.sent), _where_any(group.received), fresh)
+        yield _Item(
+            RoundPart(keys, group.moves, group.relayed), _where_any(group.sent), _where_any(group.received), fresh
+        )
         return
     # Too large for one round: its boxes are cut, and all ranks that send this tensor do so at the same time.
     most = max(1, limit // group.itemsize // 8)
@@ -130,7 +134,7 @@ def _items(plan: Plan, group: Alike, keys: tuple[str, ...], limit: int) -> Itera
         begins = fresh
         for _, _, move in sorted(turns, key=lambda each: each[:2]):
             size = move.box.numel * group.itemsize
-            yield _Item(Part((key,), (move,), group.relayed), ((move.src, size),), ((move.dst, size),), begins)
+            yield _Item(RoundPart((key,), (move,), group.relayed), ((move.src, size),), ((move.dst, size),), begins)
             begins = ()
 
 
@@ -138,7 +142,7 @@ def _where_any(sizes: Sequence[int]) -> _Bytes:
     return tuple((rank, size) for rank, size in enumerate(sizes) if size)
 
 
-def _evenly(plan: Plan) -> Iterator[tuple[int, tuple[str, ...]]]:
+def _evenly(plan: ExchangePlan) -> Iterator[tuple[int, tuple[str, ...]]]:
     """(group, some of its keys): those of each group are dealt out evenly from the beginning to the end."""
     dealt = []
     for number, group in enumerate(plan.groups):
@@ -150,7 +154,7 @@ def _evenly(plan: Plan) -> Iterator[tuple[int, tuple[str, ...]]]:
         yield number, keys
 
 
-def _frugally(plan: Plan) -> Iterator[tuple[int, tuple[str, ...]]]:
+def _frugally(plan: ExchangePlan) -> Iterator[tuple[int, tuple[str, ...]]]:
     """(group, one of its keys): of those whose turn it nearly is, the one that asks least of the fullest rank."""
     each = [_gain_and_loss(plan, group) for group in plan.groups]
     old = [sum(_size(holding, key, plan.itemsize) for key in holding) for holding in plan.old]
@@ -182,7 +186,7 @@ def _strain(
     return max(during), max(at - less for at, less in zip(during, loss, strict=True))
 
 
-def _gain_and_loss(plan: Plan, group: Alike) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _gain_and_loss(plan: ExchangePlan, group: Alike) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Per rank: bytes that one new tensor takes, and that its old one frees."""
     key = group.keys[0]
     gain, loss = (tuple(_size(holding, key, plan.itemsize) for holding in side) for side in (plan.new, plan.old))
@@ -194,7 +198,7 @@ def _size(holding: Holding, key: str, itemsize: Mapping[str, int]) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class BoxPair:
     """`here` of one tensor is `there` of another: two boxes of one shape."""
 
     here: Box
@@ -206,11 +210,11 @@ class Copy:
     """What a rank holds before and after. here: in the new tensor, there: in the old one."""
 
     keys: tuple[str, ...]
-    places: tuple[Place, ...]
+    places: tuple[BoxPair, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class WirePiece:
     """A box on the wire, for each of `keys` one behind the other. here: in the tensor, there: in the box.
 
     relayed: it is sent from the new tensor, which has got it in an earlier round.
@@ -218,12 +222,12 @@ class Piece:
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
-    places: tuple[Place, ...]
+    places: tuple[BoxPair, ...]
     relayed: bool = False
 
 
 @dataclass
-class Step:
+class RankRound:
     """A round as one rank sees it. sends[r], receives[r]: with rank r, in the order of the wire; sent, received: bytes.
 
     opens, closes: the keys of which this is the first, and the last round, on every rank.
@@ -234,8 +238,8 @@ class Step:
     closes: list[str]
     opens: list[str] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
-    sends: list[list[Piece]] = field(init=False)
-    receives: list[list[Piece]] = field(init=False)
+    sends: list[list[WirePiece]] = field(init=False)
+    receives: list[list[WirePiece]] = field(init=False)
     sent: list[int] = field(init=False)
     received: list[int] = field(init=False)
 
@@ -244,18 +248,18 @@ class Step:
         self.sent, self.received = [0] * self.ranks, [0] * self.ranks
 
 
-def steps(plan: Plan, made: Sequence[Round], rank: int) -> list[Step]:
+def steps(plan: ExchangePlan, made: Sequence[Round], rank: int) -> list[RankRound]:
     """`made`, the rounds of `plan`, as `rank` sees them.
 
     Raises TrainingError when they would leave an element of the rank's new tensors unfilled, with what is missing.
     """
     old, new = plan.old[rank], plan.new[rank]
     mine: dict[int, list[Move]] = {}
-    common: dict[tuple[Layout | None, Layout], tuple[Place, ...]] = {}
+    common: dict[tuple[Layout | None, Layout], tuple[BoxPair, ...]] = {}
     filled = dict.fromkeys(new, 0)
     found, opened = [], set[str]()
     for each in made:
-        step = Step(len(plan.new), each.num_bytes == 0, each.closes)
+        step = RankRound(len(plan.new), each.num_bytes == 0, each.closes)
         for keys, moves, relayed in each.parts:
             size, before, after = plan.itemsize[keys[0]], old.get(keys[0]), new.get(keys[0])
             if id(moves) not in mine:
@@ -265,7 +269,7 @@ def steps(plan: Plan, made: Sequence[Round], rank: int) -> list[Step]:
                 layout = before if sends and not relayed else after
                 assert layout is not None
                 places = _places(layout, box)
-                (step.sends[dst] if sends else step.receives[src]).append(Piece(keys, box.shape, places, relayed))
+                (step.sends[dst] if sends else step.receives[src]).append(WirePiece(keys, box.shape, places, relayed))
                 if sends:
                     step.sent[dst] += len(keys) * box.numel * size
                 else:
@@ -284,24 +288,24 @@ def steps(plan: Plan, made: Sequence[Round], rank: int) -> list[Step]:
     return found
 
 
-def _places(layout: Layout, box: Box) -> tuple[Place, ...]:
+def _places(layout: Layout, box: Box) -> tuple[BoxPair, ...]:
     """Where `box` of the global tensor is in the local one."""
     found = []
     for here, there in layout.pieces:
         if (part := there.meet(box)) is not None:
-            found.append(Place(part.moved(there.start, here.start), part.moved(box.start, (0,) * len(box.start))))
+            found.append(BoxPair(part.moved(there.start, here.start), part.moved(box.start, (0,) * len(box.start))))
     return tuple(found)
 
 
-def _copies(before: Layout, after: Layout) -> tuple[Place, ...]:
+def _copies(before: Layout, after: Layout) -> tuple[BoxPair, ...]:
     found = []
     for here, there in after.pieces:
         for place in _places(before, there):
-            found.append(Place(place.there.moved((0,) * len(here.start), here.start), place.here))
+            found.append(BoxPair(place.there.moved((0,) * len(here.start), here.start), place.here))
     return tuple(found)
 
 
-def _count(filled: dict[str, int], keys: Sequence[str], places: Sequence[Place]) -> None:
+def _count(filled: dict[str, int], keys: Sequence[str], places: Sequence[BoxPair]) -> None:
     elements = sum(place.here.numel for place in places)
     for key in keys:
         filled[key] += elements

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nbkit.planner.traffic import Rest, Traffic
+from nbkit.planner.traffic import Rest, TrafficTerm
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Forecast:
     between: float | None = None
 
 
-def terms_of(every: Sequence[Iterable[Traffic]]) -> tuple[Term, ...]:
+def terms_of(every: Sequence[Iterable[TrafficTerm]]) -> tuple[Term, ...]:
     """The terms of a step by operation and axis, from those of each rank."""
     sums: dict[tuple[str, str], list[float]] = {}
     for terms in every:

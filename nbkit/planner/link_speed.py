@@ -10,7 +10,7 @@ from math import gcd
 
 from nbkit.node_levels import WITHIN, levels_of
 from nbkit.planner.stages import ranks_of_stages
-from nbkit.planner.traffic import Traffic
+from nbkit.planner.traffic import TrafficTerm
 from nbkit.strategy import Strategy
 
 
@@ -24,7 +24,7 @@ def ranks_of_node(node_of: Sequence[int]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Way:
+class OperationSpeed:
     """latency: seconds of an operation of hardly any bytes. speed: bytes that a rank sends per second, all at once.
 
     gap: seconds after which the next operation may follow, which is less where several can be under way (the g of
@@ -45,7 +45,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Link:
+class WorldLinks:
     """The links of a world of `ranks`. ways: by operation (all_to_all, all_reduce, all_gather, reduce_scatter, send).
 
     near, far: an all-to-all within the nodes alone, and a message of every rank to the one in its place on the next
@@ -55,9 +55,9 @@ class Link:
     """
 
     ranks: int
-    ways: Mapping[str, Way]
-    near: Way | None
-    far: Way | None
+    ways: Mapping[str, OperationSpeed]
+    near: OperationSpeed | None
+    far: OperationSpeed | None
     copy: float
     node_of: tuple[int, ...]
     crowded: bool
@@ -69,7 +69,7 @@ class Link:
         carried = self.ways["all_to_all"].seconds(1, most) + 2 * most / self.copy if most else 0.0
         return carried + max(kept, default=0) / self.copy
 
-    def way(self, term: Traffic, *, spans_nodes: bool = False, apart: bool = False) -> Way:
+    def way(self, term: TrafficTerm, *, spans_nodes: bool = False, apart: bool = False) -> OperationSpeed:
         """Of an operation of `term`. spans_nodes: its group has ranks of several nodes; apart: and one on each."""
         way, one = self.ways.get(term.op, self.ways["all_to_all"]), self.ways["send"]
         latency, gap, speed = way.latency, way.gap, way.speed
@@ -82,10 +82,10 @@ class Link:
             if not spans_nodes:
                 # All that was measured over the ranks of several nodes went between nodes too, but this.
                 closer = min(self.near.latency / self.far.latency, 1.0) if self.far.latency else 1.0
-                return Way(closer * latency, self.near.speed, None if gap is None else closer * gap)
+                return OperationSpeed(closer * latency, self.near.speed, None if gap is None else closer * gap)
             # In a ring over all ranks one of each node sends to others; here all do, as when `far` was measured.
             speed = min(speed, self.far.speed) if apart else speed
-        return Way(latency, speed, gap)
+        return OperationSpeed(latency, speed, gap)
 
     def __str__(self) -> str:
         way = self.ways["all_to_all"]
@@ -98,12 +98,12 @@ class Link:
         )
 
 
-def between_nodes(terms: Sequence[Traffic], strategy: Strategy, rank: int, node_of: Sequence[int]) -> float:
+def between_nodes(terms: Sequence[TrafficTerm], strategy: Strategy, rank: int, node_of: Sequence[int]) -> float:
     """Bytes of `terms` that `rank` sends to other nodes, collectives as rings of their ranks in order."""
     return sum(term.wire * _leaving(term, strategy, rank, node_of) for term in terms)
 
 
-def _leaving(term: Traffic, strategy: Strategy, rank: int, node_of: Sequence[int]) -> float:
+def _leaving(term: TrafficTerm, strategy: Strategy, rank: int, node_of: Sequence[int]) -> float:
     """The share of what `rank` sends for a term that goes to ranks of other nodes."""
     if term.axis == "pp" and term.op == "send":
         stages, line = ranks_of_stages(strategy), strategy.mesh.ranks("pp", rank)
@@ -118,7 +118,7 @@ def _leaving(term: Traffic, strategy: Strategy, rank: int, node_of: Sequence[int
     return float(node_of[group[(group.index(rank) + 1) % len(group)]] != node_of[rank])
 
 
-def _group(term: Traffic, strategy: Strategy, rank: int, node_of: Sequence[int]) -> Sequence[int]:
+def _group(term: TrafficTerm, strategy: Strategy, rank: int, node_of: Sequence[int]) -> Sequence[int]:
     """The ranks that take part."""
     if term.axis == strategy.summed_axis:
         whole = strategy.summed_group(rank)
@@ -133,5 +133,5 @@ def _group(term: Traffic, strategy: Strategy, rank: int, node_of: Sequence[int])
     return line if term.ranks == len(line) else (line[0], line[-1])
 
 
-def _delay(way: Way) -> str:
+def _delay(way: OperationSpeed) -> str:
     return f"{way.latency * 1e3:.3g} ms" if way.latency >= 1e-3 else f"{way.latency * 1e6:.0f} µs"

@@ -56,7 +56,7 @@ from nbkit.strategy import Strategy
 
 
 @dataclass(frozen=True)
-class Line:
+class PeakLine:
     """Bytes: `fixed`, and `row` more for each row."""
 
     fixed: float = 0.0
@@ -66,17 +66,17 @@ class Line:
         """For so many rows."""
         return self.fixed + self.row * rows
 
-    def __sub__(self, other: Line) -> Line:
-        return Line(self.fixed - other.fixed, self.row - other.row)
+    def __sub__(self, other: PeakLine) -> PeakLine:
+        return PeakLine(self.fixed - other.fixed, self.row - other.row)
 
     @classmethod
-    def through(cls, first: tuple[float, float], second: tuple[float, float]) -> Line:
+    def through(cls, first: tuple[float, float], second: tuple[float, float]) -> PeakLine:
         """Through two (rows, bytes)."""
         row = (second[1] - first[1]) / (second[0] - first[0])
         return cls(first[1] - row * first[0], row)
 
 
-PeakLines = tuple[Line, ...]
+PeakLines = tuple[PeakLine, ...]
 """The most of several moments, each of which is a line."""
 
 
@@ -85,9 +85,9 @@ def most(peak: PeakLines, rows: float) -> float:
     return max((line.at(rows) for line in peak), default=0.0)
 
 
-def upper(lines: Iterable[Line]) -> PeakLines:
+def upper(lines: Iterable[PeakLine]) -> PeakLines:
     """Those of `lines` that are the highest for some number of rows >= 0."""
-    found: list[Line] = []
+    found: list[PeakLine] = []
     for line in sorted(set(lines), key=lambda line: (line.row, line.fixed)):
         while found and found[-1].fixed <= line.fixed:
             found.pop()
@@ -98,13 +98,13 @@ def upper(lines: Iterable[Line]) -> PeakLines:
     return tuple(found)
 
 
-def _cross(low: Line, high: Line) -> float:
+def _cross(low: PeakLine, high: PeakLine) -> float:
     """The rows from which on `high` is higher."""
     return (low.fixed - high.fixed) / (high.row - low.row)
 
 
 @dataclass(frozen=True)
-class Piece:
+class ModelPiece:
     """One piece, with all its parameters there. Everything is counted above what there was when its forward began.
 
     forward, backward: at their highest moments; backward includes what is kept, and the gradients that it makes.
@@ -113,10 +113,10 @@ class Piece:
     """
 
     forward: PeakLines
-    kept: Line
+    kept: PeakLine
     backward: PeakLines
-    carried: Line
-    deferred: Line = Line()
+    carried: PeakLine
+    deferred: PeakLine = PeakLine()
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class _Moment:
 def peak(
     strategy: Strategy,
     place: int,
-    pieces: Sequence[Piece],
+    pieces: Sequence[ModelPiece],
     weights: Sequence[Weights],
     ranges: Sequence[tuple[int, int]],
     rest: Rest,
@@ -239,7 +239,7 @@ def peak(
 class _Step:
     strategy: Strategy
     place: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[ModelPiece]
     weights: Sequence[Weights]
     ranges: Sequence[tuple[int, int]]
     rest: Rest
@@ -431,7 +431,7 @@ class _Stage:
     weights: float
 
 
-def _stage(pieces: Sequence[Piece], weights: Sequence[Weights], lo: int, hi: int, rows: float) -> _Stage:
+def _stage(pieces: Sequence[ModelPiece], weights: Sequence[Weights], lo: int, hi: int, rows: float) -> _Stage:
     kept = [0.0, *accumulate(pieces[i].kept.at(rows) for i in range(lo, hi))]
     received = pieces[lo - 1].carried.at(rows) if lo else 0.0
     handed = pieces[hi - 1].carried.at(rows) if hi < len(pieces) else 0.0
@@ -469,7 +469,7 @@ class GPTPieces:
     parameter: int = 4
     recompute: bool = False
 
-    def pieces(self, tp: int, cp: int) -> tuple[Piece, ...]:
+    def pieces(self, tp: int, cp: int) -> tuple[ModelPiece, ...]:
         """One for each block, on a rank of these axes."""
         of, element = self.config, self.element
         hidden, numbers = of.block * of.width * element, of.block * of.vocab
@@ -482,38 +482,41 @@ class GPTPieces:
         wide, square = 4 * part + (hidden / cp if tp > 1 else 0), self.parameter * of.width**2 / tp
         top = kept + (2 * hidden / cp if tp > 1 else part)
         # Behind the activation, the inner map, attention's maps; and at the end, with all gradients of the block.
-        backward: tuple[Line, ...] = (
-            Line(4 * square, kept + wide),
-            Line(8 * square, kept - 3 * hidden / cp),
-            Line(12 * square, 5 * hidden / cp),
+        backward: tuple[PeakLine, ...] = (
+            PeakLine(4 * square, kept + wide),
+            PeakLine(8 * square, kept - 3 * hidden / cp),
+            PeakLine(12 * square, 5 * hidden / cp),
         )
         if cp > 1:
             # The gradients of all keys and values, on their way to the ranks they belong to.
-            backward = (*backward, Line(9 * square, 6 * part + 5 * hidden / tp))
+            backward = (*backward, PeakLine(9 * square, 6 * part + 5 * hidden / tp))
         if self.recompute:
             # What is computed again makes its masks again.
-            again = tuple(Line(line.fixed + masks, line.row + part) for line in backward)
-            block, masks = Piece((Line(masks, top),), Line(0, part), again, Line(0, part)), 0
+            again = tuple(PeakLine(line.fixed + masks, line.row + part) for line in backward)
+            block, masks = ModelPiece((PeakLine(masks, top),), PeakLine(0, part), again, PeakLine(0, part)), 0
         else:
-            block = Piece((Line(0, top),), Line(0, kept), backward, Line(0, part))
+            block = ModelPiece((PeakLine(0, top),), PeakLine(0, kept), backward, PeakLine(0, part))
         logits = numbers / tp
         ends = hidden if cp > 1 else 0
-        first = Piece(
-            (Line(block.forward[0].fixed + masks, block.forward[0].row + part + ends),),
-            Line(masks, block.kept.row + part),
-            tuple(Line(line.fixed + masks, line.row + part) for line in block.backward),
+        first = ModelPiece(
+            (PeakLine(block.forward[0].fixed + masks, block.forward[0].row + part + ends),),
+            PeakLine(masks, block.kept.row + part),
+            tuple(PeakLine(line.fixed + masks, line.row + part) for line in block.backward),
             block.carried,
         )
         joined = hidden - part if cp > 1 else 0
         behind = block.kept.row + hidden + joined + _FP32 * logits + 2 * _FP32 * of.block
-        last = Piece(
-            (Line(0, max(block.forward[0].row, behind + element * logits)),),
-            Line(0, behind),
-            (Line(0, behind + 2 * _FP32 * logits), *_after(block.backward, self.parameter * of.vocab * of.width / tp)),
-            Line(0, 0),
+        last = ModelPiece(
+            (PeakLine(0, max(block.forward[0].row, behind + element * logits)),),
+            PeakLine(0, behind),
+            (
+                PeakLine(0, behind + 2 * _FP32 * logits),
+                *_after(block.backward, self.parameter * of.vocab * of.width / tp),
+            ),
+            PeakLine(0, 0),
         )
         if of.layers == 1:
-            return (Piece((*first.forward, *last.forward), last.kept, last.backward, last.carried),)
+            return (ModelPiece((*first.forward, *last.forward), last.kept, last.backward, last.carried),)
         return (first, *(block,) * (of.layers - 2), last)
 
     def weights(self, tp: int, cp: int) -> list[Weights]:
@@ -590,5 +593,5 @@ class GPTPieces:
         """Nothing that its numbers allow."""
 
 
-def _after(lines: tuple[Line, ...], more: float) -> tuple[Line, ...]:
-    return tuple(Line(line.fixed + more, line.row) for line in lines)
+def _after(lines: tuple[PeakLine, ...], more: float) -> tuple[PeakLine, ...]:
+    return tuple(PeakLine(line.fixed + more, line.row) for line in lines)

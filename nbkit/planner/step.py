@@ -41,9 +41,9 @@ from functools import cache
 
 from nbkit.levers import buckets
 from nbkit.node_levels import BETWEEN
-from nbkit.planner.link_speed import Link, Way
+from nbkit.planner.link_speed import OperationSpeed, WorldLinks
 from nbkit.planner.stages import makespan, ranks_of_stages, stage_ranges
-from nbkit.planner.traffic import Traffic
+from nbkit.planner.traffic import TrafficTerm
 from nbkit.strategy import Strategy
 
 FORWARD = 1 / 3
@@ -51,7 +51,7 @@ FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageTime:
     """Seconds of an operation: in which it holds the link, and from then on until it has arrived."""
 
     holds: float
@@ -62,16 +62,16 @@ class Message:
         """From its beginning to its arrival, where the link is free."""
         return self.holds + self.late
 
-    def __add__(self, other: Message) -> Message:
-        return Message(self.holds + other.holds, self.late + other.late)
+    def __add__(self, other: MessageTime) -> MessageTime:
+        return MessageTime(self.holds + other.holds, self.late + other.late)
 
 
-Took = Callable[[str, float], Message]
+Took = Callable[[str, float], MessageTime]
 """(operation, bytes of the whole tensor) -> what it takes over the data axis."""
 
 
 @dataclass(frozen=True)
-class Unit:
+class StepUnit:
     """A piece of the model. share: of the computing. sizes: bytes of each of its parameters, in the order of use.
 
     outside: bytes of those that are in no block, which zero 3 gathers first and lets go last. gathered: of the bytes of
@@ -97,13 +97,13 @@ class Within:
     """
 
     calls: int = 0
-    each: Message = Message(0.0)
+    each: MessageTime = MessageTime(0.0)
     shared: bool = False
 
 
 def elapsed(
     strategy: Strategy,
-    units: Sequence[Unit],
+    units: Sequence[StepUnit],
     computing: float,
     took: Took,
     *,
@@ -125,7 +125,7 @@ class _Wire:
     def __init__(self) -> None:
         self.free = 0.0
 
-    def send(self, begun: float, message: Message) -> float:
+    def send(self, begun: float, message: MessageTime) -> float:
         """When it has arrived."""
         self.free = max(self.free, begun) + message.holds
         return self.free + message.late
@@ -135,7 +135,7 @@ class _Wire:
 class _Run:
     """A forward and a backward, in seconds."""
 
-    units: Sequence[Unit]
+    units: Sequence[StepUnit]
     forward: float
     backward: float
     took: Took
@@ -146,7 +146,7 @@ class _Run:
         wire, zero, levers, cut = _Wire(), strategy.zero, strategy.levers, list(self._buckets(strategy))
         now = self._forward(wire, cut[::-1] if zero else [])
         done, arrived = len(self.units), list[float]()
-        crossing: Message | None = None
+        crossing: MessageTime | None = None
         for size, piece in cut:
             while done > piece:
                 done -= 1
@@ -257,8 +257,8 @@ class Work:
     """
 
     stages: Sequence[Sequence[float]]
-    terms: Sequence[Traffic]
-    units: Sequence[Unit] = ()
+    terms: Sequence[TrafficTerm]
+    units: Sequence[StepUnit] = ()
     passes: int = 1
     forward: float = FORWARD
     optimizer: float = 0.0
@@ -267,24 +267,24 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Line:
+class OperationPath:
     """The way that an operation takes. wire: equal for those that hold the same link."""
 
-    way: Way
+    way: OperationSpeed
     wire: int = 0
 
-    def message(self, term: Traffic, size: float | None = None) -> Message:
+    def message(self, term: TrafficTerm, size: float | None = None) -> MessageTime:
         """One call of `term`, of `size` bytes in place of its own part."""
         share = 1 / term.calls if size is None else size / term.bytes if term.bytes else 0.0
         holds = self.way.holds(term.wire * share)
-        return Message(holds, max(self.way.seconds(1, term.wire * share) - holds, 0.0))
+        return MessageTime(holds, max(self.way.seconds(1, term.wire * share) - holds, 0.0))
 
-    def seconds(self, term: Traffic) -> float:
+    def seconds(self, term: TrafficTerm) -> float:
         """Of all its calls, each of which is waited for."""
         return self.way.seconds(term.calls, term.wire)
 
 
-Lines = Callable[[Traffic], Line]
+Lines = Callable[[TrafficTerm], OperationPath]
 """Of a term, the line that it takes."""
 
 
@@ -336,7 +336,7 @@ def _longest(stages: Sequence[float], strategy: Strategy) -> float:
 
 
 def _data(
-    work: Work, strategy: Strategy, lines: Lines, compute: float, inner: Sequence[Traffic], within: float
+    work: Work, strategy: Strategy, lines: Lines, compute: float, inner: Sequence[TrafficTerm], within: float
 ) -> float:
     """Seconds that a rank waits for its data axis."""
     terms = [term for term in work.terms if term.axis in DATA]
@@ -348,8 +348,8 @@ def _data(
     largest = max((term.bytes for term in whole), default=0)
 
     @cache  # the blocks of a model are alike
-    def took(op: str, size: float) -> Message:
-        message = lines(own[op]).message(own[op], size) if op in own else Message(0.0)
+    def took(op: str, size: float) -> MessageTime:
+        message = lines(own[op]).message(own[op], size) if op in own else MessageTime(0.0)
         if op != "all_gather":
             part = size / strategy.shard if strategy.zero else size
             for term in whole:
@@ -365,14 +365,14 @@ def _data(
     )
 
 
-def _within(work: Work, inner: Sequence[Traffic], within: float, lines: Lines, *, shared: bool) -> Within:
+def _within(work: Work, inner: Sequence[TrafficTerm], within: float, lines: Lines, *, shared: bool) -> Within:
     """What tp and cp send, level over the units and both directions."""
     if not within:
         return Within()
     places = 2 * work.passes * len(work.units)
     calls = max(round(sum(term.calls for term in inner) / places), 1)
     holds = sum(term.calls * lines(term).message(term).holds for term in inner) / (places * calls)
-    return Within(calls, Message(holds, max(within / (places * calls) - holds, 0.0)), shared)
+    return Within(calls, MessageTime(holds, max(within / (places * calls) - holds, 0.0)), shared)
 
 
 _EVERY = 1 << 12
@@ -380,7 +380,7 @@ _EVERY = 1 << 12
 
 
 @dataclass(frozen=True)
-class Seen:
+class MeasuredStep:
     """Rank 0's step as it was measured: seconds by part (see nbkit.records.records.StepRecord), under `strategy`."""
 
     strategy: Strategy
@@ -388,25 +388,25 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Sends:
+class StepTraffic:
     """What a rank sends in a step, and bytes of optimizer state that it updates.
 
     units: of the model without a pipeline, where they are known: bytes of parameters as this rank computes with them.
     passes: forwards of a step without a pipeline.
     """
 
-    terms: Sequence[Traffic]
+    terms: Sequence[TrafficTerm]
     updates: int
-    units: Sequence[Unit] = ()
+    units: Sequence[StepUnit] = ()
     passes: int = 1
 
 
 def predicted(
-    seen: Seen,
-    now: Sends,
+    seen: MeasuredStep,
+    now: StepTraffic,
     strategy: Strategy,
-    then: Sends,
-    link: Link,
+    then: StepTraffic,
+    link: WorldLinks,
     costs: Sequence[float],
     *,
     recomputed: tuple[bool, bool] = (False, False),
@@ -474,21 +474,21 @@ def _speeds(old: Strategy, strategy: Strategy) -> list[float]:
     return [speed / said[0] for speed in said] if said else [1.0] * strategy.mesh.size
 
 
-def link_seconds(strategy: Strategy, terms: Sequence[Traffic], link: Link) -> float:
+def link_seconds(strategy: Strategy, terms: Sequence[TrafficTerm], link: WorldLinks) -> float:
     """What all that a rank sends in a step takes on the links, one after the other."""
     lines = _lines(strategy, link)
     return sum(lines(term).seconds(term) for term in terms)
 
 
-def _lines(strategy: Strategy, link: Link) -> Lines:
-    def line(term: Traffic) -> Line:
+def _lines(strategy: Strategy, link: WorldLinks) -> Lines:
+    def line(term: TrafficTerm) -> OperationPath:
         spans, apart = _spans(term, strategy, link)
-        return Line(link.way(term, spans_nodes=spans, apart=apart), int(spans))
+        return OperationPath(link.way(term, spans_nodes=spans, apart=apart), int(spans))
 
     return line
 
 
-def _spans(term: Traffic, strategy: Strategy, link: Link) -> tuple[bool, bool]:
+def _spans(term: TrafficTerm, strategy: Strategy, link: WorldLinks) -> tuple[bool, bool]:
     """Whether groups along the axis have ranks of several nodes, and whether all of them have one on each."""
     if len(set(link.node_of)) == 1 or term.level:
         return term.level == BETWEEN, term.level == BETWEEN

@@ -85,7 +85,7 @@ _FP32 = 4
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TrafficTerm:
     """One term of a step: `calls` of `op` in groups of `ranks` along `axis`; `bytes` is S, over all calls together.
 
     level: WITHIN or BETWEEN nodes, where it is a part of an all-reduce in two levels.
@@ -123,7 +123,7 @@ def per_step(
     accumulation: int = 1,
     sequence_parallel: bool = True,
     node_of: Sequence[int] = (),
-) -> tuple[Traffic, ...]:
+) -> tuple[TrafficTerm, ...]:
     """What `rank` sends in a step of `facts.batch` samples; nothing on axes of degree 1.
 
     cuts: which blocks the ranks of a pipeline hold; None: as many each. each, hidden: bytes of an element of weights
@@ -137,22 +137,22 @@ def per_step(
     return tuple(term for term in terms if term.bytes and term.ranks > 1)
 
 
-def wire_bytes(terms: Sequence[Traffic], axis: str | None = None) -> float:
+def wire_bytes(terms: Sequence[TrafficTerm], axis: str | None = None) -> float:
     """Bytes that a rank sends in all of `terms`, or in those of one axis."""
     return sum(term.wire for term in terms if axis in (None, term.axis))
 
 
-def summed(strategy: Strategy, size: int, what: str, rank: int, node_of: Sequence[int]) -> Iterator[Traffic]:
+def summed(strategy: Strategy, size: int, what: str, rank: int, node_of: Sequence[int]) -> Iterator[TrafficTerm]:
     """An all-reduce of `size` bytes over `rank` and those who hold the same, in one level or two."""
     axis, group = strategy.summed_axis, strategy.summed_group(rank)
     levels = levels_of(group, node_of)
     if levels is None:
-        yield Traffic(axis, "all_reduce", len(group), 1, size, what)
+        yield TrafficTerm(axis, "all_reduce", len(group), 1, size, what)
         return
     near, far = len(levels.within[0]), len(levels.between[0])
-    yield Traffic(axis, "reduce_scatter", near, 1, size, what, WITHIN)
-    yield Traffic(axis, "all_reduce", far, 1, -(-size // near), what, BETWEEN)
-    yield Traffic(axis, "all_gather", near, 1, size, what, WITHIN)
+    yield TrafficTerm(axis, "reduce_scatter", near, 1, size, what, WITHIN)
+    yield TrafficTerm(axis, "all_reduce", far, 1, -(-size // near), what, BETWEEN)
+    yield TrafficTerm(axis, "all_gather", near, 1, size, what, WITHIN)
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,14 @@ class _Step:
     sequence_parallel: bool
     node_of: Sequence[int]
 
-    def data(self) -> Iterator[Traffic]:
+    def data(self) -> Iterator[TrafficTerm]:
         """The data axis; in hsdp its halves."""
         s, g, p = self.strategy, self.each.gradient, self.each.parameter
         trained = [weight for weight in self.weights if weight.trained]
         if s.levers.compress:
             size = round(s.levers.share * _FP32 * self._held(trained))
-            yield Traffic("dp", "all_to_all", s.dp, 1, size, "gradients, rounded")
-            yield Traffic("dp", "all_gather", s.dp, 1, size, "sums of gradients, rounded")
+            yield TrafficTerm("dp", "all_to_all", s.dp, 1, size, "gradients, rounded")
+            yield TrafficTerm("dp", "all_gather", s.dp, 1, size, "sums of gradients, rounded")
             return
         if s.levers.sync_every > 1:
             size = round(p * self._held(trained) / s.levers.sync_every)
@@ -187,22 +187,22 @@ class _Step:
         axis = "dp" if s.shard == s.dp else "shard"
         # Parameters stay gathered while the micro-batches of a pipeline are under way.
         passes = 1 if s.pp > 1 or s.zero < 3 else self.accumulation
-        yield Traffic(axis, "reduce_scatter", s.shard, passes, passes * g * self._held(trained), "gradients")
+        yield TrafficTerm(axis, "reduce_scatter", s.shard, passes, passes * g * self._held(trained), "gradients")
         if s.shard < s.dp:
             size = g * self._held(trained, sharded=True)
             yield from summed(s, size, "gradients", self.rank, self.node_of)
         if s.zero < 3:
-            yield Traffic(axis, "all_gather", s.shard, 1, p * self._held(trained), "parameters")
+            yield TrafficTerm(axis, "all_gather", s.shard, 1, p * self._held(trained), "parameters")
             return
         size = passes * self._gathered(self.weights)
-        yield Traffic(axis, "all_gather", s.shard, passes, size, "parameters, forward")
+        yield TrafficTerm(axis, "all_gather", s.shard, passes, size, "parameters, forward")
         if s.pp == 1:
             # What lies outside the blocks is needed last and first: it stays from forward to backward.
             again = [weight for weight in self.weights if not weight.outside]
             size = passes * self._gathered(again)
-            yield Traffic(axis, "all_gather", s.shard, passes, size, "parameters, backward")
+            yield TrafficTerm(axis, "all_gather", s.shard, passes, size, "parameters, backward")
 
-    def tensor(self) -> Iterator[Traffic]:
+    def tensor(self) -> Iterator[TrafficTerm]:
         """Blocks, vocabulary, and gradients that are partial sums."""
         n, m = self.strategy.tp, self._forwards
         if n == 1:
@@ -210,34 +210,34 @@ class _Step:
         size = self._hidden_bytes(self._tokens)
         pair = ("all_gather", "reduce_scatter") if self.sequence_parallel else ("all_reduce",)
         for op in pair:
-            yield Traffic("tp", op, n, 4 * m * self._blocks, 4 * size * self._blocks, "hidden states of the blocks")
+            yield TrafficTerm("tp", op, n, 4 * m * self._blocks, 4 * size * self._blocks, "hidden states of the blocks")
         if self.facts.vocab is not None and self._has_first:
             for op in pair:
-                yield Traffic("tp", op, n, m, size, "embedding")
+                yield TrafficTerm("tp", op, n, m, size, "embedding")
         if self.facts.vocab is not None and self._has_last:
             for op in pair:
-                yield Traffic("tp", op, n, m, size, "head")
+                yield TrafficTerm("tp", op, n, m, size, "head")
             # The largest logit, the sum of exponentials, the target's logit: each a number per token.
-            yield Traffic("tp", "all_reduce", n, 3 * m, 3 * _FP32 * self._rows * self._sequence, "loss")
+            yield TrafficTerm("tp", "all_reduce", n, 3 * m, 3 * _FP32 * self._rows * self._sequence, "loss")
         if self.sequence_parallel:
             yield self._sum_of_parts("tp")
             if self.facts.vocab is not None:
                 yield from self._outside()
 
-    def _outside(self) -> Iterator[Traffic]:
+    def _outside(self) -> Iterator[TrafficTerm]:
         """Gradients of what is whole on every rank along tp and used before the first block or behind the last."""
         n, m, width = self.strategy.tp, self._forwards, _known(self.facts.width, "width")
         for weight in self.weights:
             if weight.outside and weight.trained and weight.tp_dim is None and self._held([weight]):
                 if weight.shape == (width,):
-                    yield Traffic(
+                    yield TrafficTerm(
                         "tp", "all_reduce", n, m, m * self.each.gradient * width, f"gradient of {weight.name}"
                     )
                 elif len(weight.shape) == 2 and weight.shape[1] == width:
                     size = self.each.gradient * min(weight.shape[0], self._sequence) * width
-                    yield Traffic("tp", "all_gather", n, m, m * size, f"gradient of {weight.name}")
+                    yield TrafficTerm("tp", "all_gather", n, m, m * size, f"gradient of {weight.name}")
 
-    def pipeline(self) -> Iterator[Traffic]:
+    def pipeline(self) -> Iterator[TrafficTerm]:
         """Boundaries with other ranks, and tied weights."""
         if self.cuts is None:
             return
@@ -245,15 +245,15 @@ class _Step:
         tokens = _part(self._tokens, self.strategy.tp, self._at["tp"]) if self.sequence_parallel else self._tokens
         edges, size = list(pairwise(stages)), self._hidden_bytes(tokens)
         forward, backward = sum(a == at != b for a, b in edges), sum(b == at != a for a, b in edges)
-        yield Traffic("pp", "send", 2, m * forward, size * forward, "hidden states")
-        yield Traffic("pp", "send", 2, m * backward, size * backward, "gradients of hidden states")
+        yield TrafficTerm("pp", "send", 2, m * forward, size * forward, "hidden states")
+        yield TrafficTerm("pp", "send", 2, m * backward, size * backward, "gradients of hidden states")
         for weight in self.weights:
             sharing = holders(weight, self.cuts)
             if weight.trained and at in sharing:
                 size = self.each.gradient * (self._held([weight], sharded=self.strategy.zero > 0) + 1)
-                yield Traffic("pp", "all_reduce", len(sharing), 1, size, f"gradient of {weight.name}, tied")
+                yield TrafficTerm("pp", "all_reduce", len(sharing), 1, size, f"gradient of {weight.name}, tied")
 
-    def context(self) -> Iterator[Traffic]:
+    def context(self) -> Iterator[TrafficTerm]:
         """Keys and values, the ends of the split region, and gradients that are partial sums."""
         n, m = self.strategy.cp, self._forwards
         if n == 1:
@@ -262,19 +262,21 @@ class _Step:
         heads, kv_heads = self.facts.heads or 1, self.facts.kv_heads or self.facts.heads or 1
         both = 2 * whole * kv_heads // heads // self.strategy.tp
         for op in ("all_gather", "reduce_scatter"):
-            yield Traffic("cp", op, n, 2 * m * self._blocks, both * self._blocks, "keys and values")
+            yield TrafficTerm("cp", op, n, 2 * m * self._blocks, both * self._blocks, "keys and values")
         if self._has_first:
-            yield Traffic("cp", "all_gather", n, m, whole, "gradients of the first block's input")
+            yield TrafficTerm("cp", "all_gather", n, m, whole, "gradients of the first block's input")
         if self._has_last:
-            yield Traffic("cp", "all_gather", n, m, whole, "the last block's output")
+            yield TrafficTerm("cp", "all_gather", n, m, whole, "the last block's output")
         yield self._sum_of_parts("cp")
 
-    def _sum_of_parts(self, axis: str) -> Traffic:
+    def _sum_of_parts(self, axis: str) -> TrafficTerm:
         parts = [weight for weight in self.weights if weight.trained and axis in weight.summed]
         sizes = [self._held([weight], sharded=self.strategy.zero > 0) for weight in parts]
         # With each gradient goes a number that says whether this rank has one.
         size = self.each.gradient * sum(size + 1 for size in sizes if size)
-        return Traffic(axis, "all_reduce", self.strategy.mesh.degree(axis), 1, size, "gradients that are partial sums")
+        return TrafficTerm(
+            axis, "all_reduce", self.strategy.mesh.degree(axis), 1, size, "gradients that are partial sums"
+        )
 
     def _held(self, weights: Sequence[Weight], *, sharded: bool = False) -> int:
         return sum(held(weight, self.strategy, self.rank, self.cuts, sharded=sharded) for weight in weights)

@@ -151,7 +151,7 @@ Members = Mapping[str, Sequence[int]]  # label of a group -> global ranks in it
 
 
 @dataclass(frozen=True)
-class Row:
+class TrafficRow:
     """One operation on one axis, per step, summed over groups and ranks. calls: of one rank, on average.
 
     bytes: of the tensors that ranks hand to it. sent: what they send for it, of collectives what they would in a ring.
@@ -257,7 +257,7 @@ def adding_up(bar: Bar, by_clock: float | None) -> Bar:
     return replace(bar, seconds=seconds, **{**parts, "other": parts["other"] + seconds - measured})
 
 
-def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list[Row]:
+def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list[TrafficRow]:
     """Operations by axis, the most bytes first. Messages count where they are sent.
 
     near: other steps of the same strategy; what no rank timed in `steps` took as long as in the first where one did.
@@ -277,7 +277,7 @@ def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list
         stood = sum(row.blocked * row.timed / row.calls for row in rows if row.calls)
         overlap = max(0.0, 1 - stood / seconds) if timed and seconds > 0 else None
         made.append(
-            Row(
+            TrafficRow(
                 op,
                 axis,
                 calls / max(len(steps), 1),
@@ -298,7 +298,7 @@ def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list
     return sorted(made, key=lambda row: -row.bytes)
 
 
-def _timed_as(row: Row, other: Row | None) -> Row:
+def _timed_as(row: TrafficRow, other: TrafficRow | None) -> TrafficRow:
     """With the seconds of a call of the same kind in another step, whose calls may have had another size."""
     if row.seconds is not None or other is None or other.seconds is None:
         return row

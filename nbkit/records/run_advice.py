@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nbkit.records.readings import MESSAGES, Bar, Late, Row, late_rank
+from nbkit.records.readings import MESSAGES, Bar, Late, TrafficRow, late_rank
 from nbkit.records.records import Detail, TimedCall
 
 _TIMES_THE_REST = 3.0
 
 
 @dataclass(frozen=True)
-class Link:
+class PipelineLink:
     """Messages of one step from one rank to another. seconds: that the receiver stood still for transfers."""
 
     source: int
@@ -31,7 +31,7 @@ class Link:
     seconds: float
 
 
-def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = None) -> list[Link]:
+def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = None) -> list[PipelineLink]:
     """Each direction of each pair of ranks between which messages went, the longest stood for first.
 
     offsets: ns to add to a rank's times to get rank 0's (Header.offset_ns); default: all share a clock.
@@ -54,11 +54,11 @@ def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = Non
             into[0] += 1
             into[1] += arrived.bytes
             into[2] += max(stood, 0) / 1e9
-    made = [Link(a, b, int(count), int(size), seconds) for (a, b), (count, size, seconds) in sums.items()]
+    made = [PipelineLink(a, b, int(count), int(size), seconds) for (a, b), (count, size, seconds) in sums.items()]
     return sorted(made, key=lambda link: -link.seconds)
 
 
-def slow_link(of: Iterable[Link], step: float, *, at_least: float = 0.05) -> Link | None:
+def slow_link(of: Iterable[PipelineLink], step: float, *, at_least: float = 0.05) -> PipelineLink | None:
     """The link that takes `at_least` of a step of `step` seconds, and several times what the next one takes.
 
     The next one is between two other ranks, since what slows a link mostly slows both of its directions. Where there
@@ -86,7 +86,7 @@ _NAMED = 3  # ranks; more are counted
 _SHARED = ("exposed", "bubble", "data", "optimizer", "other")
 
 
-def largest_loss(of: Sequence[Bar], *, slow: Link | None = None) -> Link | Late | str:
+def largest_loss(of: Sequence[Bar], *, slow: PipelineLink | None = None) -> PipelineLink | Late | str:
     """A slow link (see links.slow_link), a late rank, or the part of the step that takes the most beside compute;
     "compute" where none takes much.
 
@@ -110,9 +110,9 @@ def largest_loss(of: Sequence[Bar], *, slow: Link | None = None) -> Link | Late 
 
 def reading(
     of: Sequence[Bar],
-    rows: Sequence[Row] = (),
+    rows: Sequence[TrafficRow] = (),
     *,
-    slow: Link | None = None,
+    slow: PipelineLink | None = None,
     alike: bool = True,
 ) -> str:
     """One sentence on where the step goes, and what one could try. "" without bars.
@@ -124,7 +124,7 @@ def reading(
     if whole <= 0:
         return ""
     step, loss = whole / len(of), largest_loss(of, slow=slow)
-    if isinstance(loss, Link):
+    if isinstance(loss, PipelineLink):
         return (
             f"Messages from rank {loss.source} to rank {loss.target} hold the pipeline up for "
             f"{loss.seconds * 1e3:.0f} ms of each step ({loss.seconds / step:.0%}): {_CAUSES['exposed']}"

@@ -5,6 +5,6 @@
 """
 
 from nbkit.schedules.schedule import NAMES, Kind, Op, Schedule
-from nbkit.schedules.simulate import Span, Timeline, simulate
+from nbkit.schedules.simulate import OpTime, ScheduleTimeline, simulate
 
-__all__ = ["NAMES", "Kind", "Op", "Schedule", "Span", "Timeline", "simulate"]
+__all__ = ["NAMES", "Kind", "Op", "OpTime", "Schedule", "ScheduleTimeline", "simulate"]

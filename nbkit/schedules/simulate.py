@@ -19,7 +19,7 @@ from nbkit.schedules.schedule import Op, Schedule, before
 Cost = float | Sequence[float]
 
 
-class Span(NamedTuple):
+class OpTime(NamedTuple):
     """An operation and its time, in the unit of the costs."""
 
     op: Op
@@ -28,14 +28,14 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimeline:
     """A schedule in time. spans, idle, peak: one entry for each rank.
 
     idle: the share of the makespan in which the rank does nothing. peak: the most micro-batches whose activations
     it held at once, counted for each of its stages, from F to the end of B or W.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[OpTime, ...], ...]
     makespan: float
     idle: tuple[float, ...]
     peak: tuple[int, ...]
@@ -53,7 +53,7 @@ def simulate(
     backward_input: Cost = 1.0,
     backward_weight: Cost = 1.0,
     transfer: float = 0.0,
-) -> Timeline:
+) -> ScheduleTimeline:
     """Run the lists as the executor does: sends never block, a receive waits.
 
     Costs: one number, or one for each stage; a B costs input plus weight. transfer: between two ranks, same unit.
@@ -65,7 +65,7 @@ def simulate(
     costs["B"] = [a + b for a, b in zip(costs["I"], costs["W"], strict=True)]
     split = _check_complete(schedule)
     stops: dict[Op, float] = {}
-    spans: list[list[Span]] = [[] for _ in schedule.ops]
+    spans: list[list[OpTime]] = [[] for _ in schedule.ops]
     moved = True
     while moved:
         moved = False
@@ -80,12 +80,12 @@ def simulate(
                 for one in needed:
                     start = max(start, stops[one] + transfer * (schedule.rank_of(one.stage) != rank))
                 stops[op] = start + costs[op.kind][op.stage]
-                done.append(Span(op, start, stops[op]))
+                done.append(OpTime(op, start, stops[op]))
                 moved = True
     _check_done(schedule, spans)
     makespan = max(stops.values())
     idle = tuple(1 - sum(span.stop - span.start for span in done) / makespan for done in spans)
-    return Timeline(tuple(map(tuple, spans)), makespan, idle, tuple(map(_peak, schedule.ops)))
+    return ScheduleTimeline(tuple(map(tuple, spans)), makespan, idle, tuple(map(_peak, schedule.ops)))
 
 
 def _each(cost: Cost, num_stages: int) -> list[float]:
@@ -113,7 +113,7 @@ def _check_complete(schedule: Schedule) -> set[tuple[int, int]]:
     return split
 
 
-def _check_done(schedule: Schedule, spans: list[list[Span]]) -> None:
+def _check_done(schedule: Schedule, spans: list[list[OpTime]]) -> None:
     stuck = [f"rank {r} before {ops[len(spans[r])]}" for r, ops in enumerate(schedule.ops) if len(spans[r]) < len(ops)]
     if stuck:
         raise StrategyError(f"{schedule.name}: ranks wait for each other for ever.", numbers=", ".join(stuck))

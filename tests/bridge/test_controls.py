@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from nbkit.bridge.requests import RESULTS_KEPT, Control, Controls
+from nbkit.bridge.requests import RESULTS_KEPT, Control, TrainingRequestHandler
 from nbkit.errors import NotFinite, StrategyError, TrainingError
 from nbkit.rank.train.control import active_job, step_boundary
 from nbkit.rank.train.control.active_job import Integrity
-from nbkit.rank.train.estimate.time_model import Pace
+from nbkit.rank.train.estimate.time_model import StepPace
 
 
 class Refusing:
@@ -32,22 +32,22 @@ class Refusing:
 
 
 @pytest.fixture
-def controls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controls]:
+def controls(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainingRequestHandler]:
     monkeypatch.setattr(active_job, "_newest", None)
     estimates = "nbkit.rank.train.estimate.strategy_table"
     monkeypatch.setattr(f"{estimates}.predicted_switch", lambda job, text: {})  # no model
     monkeypatch.setattr(f"{estimates}.findings", lambda job: iter(()))
-    yield Controls()
+    yield TrainingRequestHandler()
     step_boundary.handlers.pop("control")
 
 
-def served(controls: Controls, owner: Any, do: str = "switch", **args: Any) -> dict[str, Any]:
+def served(controls: TrainingRequestHandler, owner: Any, do: str = "switch", **args: Any) -> dict[str, Any]:
     active_job.note(owner)
     controls.serve(Control("a", do, args))
     return dict(controls.result("a")["result"])
 
 
-def test_a_refusal_is_a_verdict_and_no_error(controls: Controls) -> None:
+def test_a_refusal_is_a_verdict_and_no_error(controls: TrainingRequestHandler) -> None:
     told = served(controls, Refusing(StrategyError("No.", numbers="3 x 2 = 6", hint="tp=2")), strategy="tp=3")
 
     assert (told["ok"], told["error"], told["what"]) == (False, "StrategyError", "No.")
@@ -55,7 +55,9 @@ def test_a_refusal_is_a_verdict_and_no_error(controls: Controls) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("peer gone"), KeyboardInterrupt(), NotFinite("NaN.", step=7, rank=0)])
-def test_what_breaks_the_training_is_its_error_and_told_too(controls: Controls, error: BaseException) -> None:
+def test_what_breaks_the_training_is_its_error_and_told_too(
+    controls: TrainingRequestHandler, error: BaseException
+) -> None:
     owner = Refusing(error)
     with pytest.raises(type(error)):
         served(controls, owner, strategy="tp=2")
@@ -67,7 +69,7 @@ def test_what_breaks_the_training_is_its_error_and_told_too(controls: Controls, 
 
 
 def test_a_refusal_within_a_step_of_a_trial_ends_the_training(
-    controls: Controls, monkeypatch: pytest.MonkeyPatch
+    controls: TrainingRequestHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be this rank's alone, while the others wait in that step."""
     owner = Refusing(TrainingError("A stage returned other tensors than before."))
@@ -77,7 +79,7 @@ def test_a_refusal_within_a_step_of_a_trial_ends_the_training(
         served(controls, owner, strategy="pp")
 
 
-def test_without_a_trainer_and_without_a_meaning(controls: Controls) -> None:
+def test_without_a_trainer_and_without_a_meaning(controls: TrainingRequestHandler) -> None:
     controls.serve(Control("a", "undo", {}))
     assert "no Trainer" in controls.result("a")["result"]["what"]
     owner = Refusing(StrategyError("No."))
@@ -87,14 +89,14 @@ def test_without_a_trainer_and_without_a_meaning(controls: Controls) -> None:
     assert "not paused" in served(controls, owner, "resume")["what"]
 
 
-def test_a_control_that_came_too_late_is_told_so(controls: Controls) -> None:
+def test_a_control_that_came_too_late_is_told_so(controls: TrainingRequestHandler) -> None:
     controls.unserved(Control("b", "switch", {"strategy": "tp"}))
 
     assert "ended before its next step boundary" in controls.result("b")["result"]["what"]
     assert controls.result("c") == {"result": None, "known": False}
 
 
-def test_results_do_not_pile_up(controls: Controls) -> None:
+def test_results_do_not_pile_up(controls: TrainingRequestHandler) -> None:
     for number in range(RESULTS_KEPT + 9):
         controls.serve(Control(str(number), "undo", {}))
 
@@ -103,7 +105,7 @@ def test_results_do_not_pile_up(controls: Controls) -> None:
 
 
 def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
-    controls: Controls, monkeypatch: pytest.MonkeyPatch
+    controls: TrainingRequestHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, timed, made = SimpleNamespace(step=300, strategy="tp=2"), [], []
     monkeypatch.setattr("nbkit.bridge.requests.newest", lambda: owner)
@@ -122,21 +124,21 @@ def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
     look(300)
     look(301)
     controls._rest = float("inf")  # the last one took long
-    timed.append(Pace(0.1, None, None, 1, ago=200))  # of before the last switches
+    timed.append(StepPace(0.1, None, None, 1, ago=200))  # of before the last switches
     look(301)
-    timed[0] = Pace(0.1, None, None, 1)
+    timed[0] = StepPace(0.1, None, None, 1)
     look(302)
     look(303)
     assert made == [300, 302]
     controls._rest = 0.0
     for step, seconds in ((304, 0.1), (305, 0.103), (306, 0.106), (307, 0.109)):
-        timed[0] = Pace(seconds, None, None, 1)
+        timed[0] = StepPace(seconds, None, None, 1)
         look(step)
     assert made[2:] == [306]  # where the pace has changed by 5 %
 
 
 def test_while_the_model_is_looked_at_the_table_follows_each_switch_and_each_finding(
-    controls: Controls, monkeypatch: pytest.MonkeyPatch
+    controls: TrainingRequestHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, go_on, made = SimpleNamespace(step=300, strategy="dp=2"), threading.Semaphore(0), []
 
@@ -152,7 +154,7 @@ def test_while_the_model_is_looked_at_the_table_follows_each_switch_and_each_fin
         return {"strategy": job.strategy, "step": job.step}
 
     monkeypatch.setattr("nbkit.bridge.requests.newest", lambda: owner)
-    monkeypatch.setattr("nbkit.bridge.requests.measured_pace", lambda job, strategy: Pace(0.1, None, None, 1))
+    monkeypatch.setattr("nbkit.bridge.requests.measured_pace", lambda job, strategy: StepPace(0.1, None, None, 1))
     monkeypatch.setattr("nbkit.rank.train.estimate.strategy_table.table", table)
     monkeypatch.setattr("nbkit.rank.train.estimate.strategy_table.findings", findings)
     controls._rest = float("inf")

@@ -16,9 +16,9 @@ import pytest
 
 from nbkit.commands import main
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.cluster.registry import Entry, Process
+from nbkit.notebook.cluster.registry import ClusterEntry, Process
 
-Start = Callable[..., Entry]
+Start = Callable[..., ClusterEntry]
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         started.append(subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **options))
         return Process.of(started[-1].pid)
 
-    def start(name: str, n: int = 2, born: float = 0.0) -> Entry:
+    def start(name: str, n: int = 2, born: float = 0.0) -> ClusterEntry:
         # Ranks end with their parent, as real ones do: their stdin closes.
         reading, writing = os.pipe()
         parent = process("import time; time.sleep(600)", pass_fds=(writing,))
@@ -39,7 +39,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         os.close(reading)
         os.close(writing)
         controller = process("import time; time.sleep(600)")
-        entry = Entry(
+        entry = ClusterEntry(
             name=name,
             host=socket.gethostname(),
             n=n,
@@ -63,7 +63,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         child.wait()
 
 
-def processes(entry: Entry) -> list[Process]:
+def processes(entry: ClusterEntry) -> list[Process]:
     return [entry.controller, entry.parent, *entry.ranks]
 
 

@@ -18,7 +18,7 @@ import nbkit
 from nbkit.commands import main, subcommands
 from nbkit.errors import NbkitError
 from nbkit.notebook import doctor as module
-from nbkit.notebook.doctor import Finding, Report, doctor, required_versions
+from nbkit.notebook.doctor import DoctorFinding, DoctorReport, doctor, required_versions
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +31,7 @@ def torch_is_looked_at_once() -> Iterator[None]:
         yield
 
 
-def finding(report: Report, subject: str) -> Finding:
+def finding(report: DoctorReport, subject: str) -> DoctorFinding:
     return next(finding for finding in report.findings if finding.subject == subject)
 
 
@@ -131,8 +131,11 @@ def test_what_is_remarkable_is_told_with_what_to_type_and_does_not_stop_a_cpu_jo
 
 
 def test_the_report_shows_itself_as_html_with_everything_escaped() -> None:
-    report = Report(
-        (Finding("Topic", "a<b", "x & y"), Finding("Topic", "gone", "not there", "missing", "pip install x>1"))
+    report = DoctorReport(
+        (
+            DoctorFinding("Topic", "a<b", "x & y"),
+            DoctorFinding("Topic", "gone", "not there", "missing", "pip install x>1"),
+        )
     )
 
     shown = report._repr_html_()
@@ -145,7 +148,7 @@ def test_the_report_shows_itself_as_html_with_everything_escaped() -> None:
 
 def test_what_is_missing_always_comes_with_a_command() -> None:
     with pytest.raises(NbkitError):
-        Finding("Topic", "gone", "not there", "missing")
+        DoctorFinding("Topic", "gone", "not there", "missing")
 
 
 def test_the_installed_command_knows_its_version() -> None:

@@ -18,7 +18,7 @@ from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
 from nbkit.notebook.cluster.hosts.network import address_towards, interface_of
-from nbkit.notebook.cluster.hosts.progress import Progress
+from nbkit.notebook.cluster.hosts.progress import StartProgress
 from nbkit.notebook.cluster.hosts.start_request import SshRequest
 
 
@@ -38,7 +38,7 @@ def refused(ssh: SshHosts, *names: str, python: str = "", then: Callable[[], Non
 
 
 @contextmanager
-def once(seen: Callable[[Progress], bool], act: Callable[[], None]) -> Iterator[None]:
+def once(seen: Callable[[StartProgress], bool], act: Callable[[], None]) -> Iterator[None]:
     """`act` as soon as a start in this block is so far."""
 
     def watch() -> None:

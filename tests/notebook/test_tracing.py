@@ -192,9 +192,9 @@ def check_against_records(cluster: Cluster, events: list[dict[str, Any]], first:
 
 
 def test_an_end_before_the_first_traced_step_is_an_error() -> None:
-    from nbkit.notebook.tracing import Kept
+    from nbkit.notebook.tracing import KeptRecords
 
-    kept = Kept()
+    kept = KeptRecords()
     kept.first, kept.last = 4, 6
     with pytest.raises(TrainingError, match="ended before"):
         kept.write(None)

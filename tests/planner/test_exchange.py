@@ -12,7 +12,7 @@ from rounds_in_place import peaks
 
 from nbkit.errors import TrainingError
 from nbkit.mesh import Mesh
-from nbkit.planner.exchange import Plan, orders, placed
+from nbkit.planner.exchange import ExchangePlan, orders, placed
 from nbkit.planner.exchange_rounds import rounds, steps
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Box, Layout
@@ -71,8 +71,8 @@ def sizes(*sides: Side) -> dict[str, int]:
     return {key: 4 for each in sides for holding in each for key in holding}
 
 
-def plan(old: str, new: str) -> Plan:
-    return Plan.of(STRATEGIES[old], STRATEGIES[new], sizes(STRATEGIES[old]))
+def plan(old: str, new: str) -> ExchangePlan:
+    return ExchangePlan.of(STRATEGIES[old], STRATEGIES[new], sizes(STRATEGIES[old]))
 
 
 def bytes_of(holding: dict[str, Layout]) -> int:
@@ -152,7 +152,7 @@ def scattered_sides(seed: int, ranks: int = 4) -> tuple[Side, Side, dict[str, in
 def test_what_is_received_is_exactly_what_was_lacking_and_comes_from_who_holds_it(seed: int) -> None:
     old, new, itemsize = scattered_sides(seed)
 
-    made = Plan.of(old, new, itemsize)
+    made = ExchangePlan.of(old, new, itemsize)
 
     assert list(made.bytes) == lacking(old, new, itemsize)
     assert sum(made.sent) == made.total_bytes == sum(made.pairs.values())
@@ -181,7 +181,7 @@ def test_every_rank_computes_the_same_plan(seed: int) -> None:
     shuffled = dict(random.Random(seed).sample(list(itemsize.items()), len(itemsize)))
     backwards = [dict(reversed(holding.items())) for holding in new]
 
-    made, again = Plan.of(old, new, itemsize), Plan.of(old, backwards, shuffled)
+    made, again = ExchangePlan.of(old, new, itemsize), ExchangePlan.of(old, backwards, shuffled)
 
     assert made.groups == again.groups
     assert rounds(made, limit=64) == rounds(again, limit=64)
@@ -219,7 +219,7 @@ def test_part_of_a_larger_box_may_come_from_the_rank_that_has_less_to_send() -> 
     whole = Layout.whole((4, 4))
     old: Side = [{"a": whole, "b": whole}, {"a": whole.cut(0, 0, 2)}, {}]
 
-    made = Plan.of(old, [{}, {}, {"a": whole, "b": whole}], {"a": 4, "b": 4})
+    made = ExchangePlan.of(old, [{}, {}, {"a": whole, "b": whole}], {"a": 4, "b": 4})
 
     assert made.pairs == {(0, 2): 96, (1, 2): 32}
 
@@ -228,18 +228,18 @@ def test_what_nobody_holds_is_named() -> None:
     whole = Layout.whole((4, 6))
 
     with pytest.raises(TrainingError, match=r"a\[2:4, 0:6\] for rank 1") as error:
-        Plan.of([{"a": whole.cut(0, 0, 2)}, {}], [{}, {"a": whole}], {"a": 4})
+        ExchangePlan.of([{"a": whole.cut(0, 0, 2)}, {}], [{}, {"a": whole}], {"a": 4})
     assert "0:2" not in str(error.value)
     with pytest.raises(TrainingError, match=r"b\[0:4, 0:6\] for rank 0"):
-        Plan.of([{"a": whole}, {}], [{"b": whole}, {}], {"a": 4, "b": 4})
+        ExchangePlan.of([{"a": whole}, {}], [{"b": whole}, {}], {"a": 4, "b": 4})
 
 
 def test_a_tensor_of_another_shape_and_a_layout_with_a_gap_are_refused() -> None:
     with pytest.raises(TrainingError, match=r"\(4, 4\) and \(4, 5\)"):
-        Plan.of([{"a": Layout.whole((4, 4))}], [{"a": Layout.whole((4, 5))}], {"a": 4})
+        ExchangePlan.of([{"a": Layout.whole((4, 4))}], [{"a": Layout.whole((4, 5))}], {"a": 4})
     whole = Layout.whole((4, 4))
     with pytest.raises(TrainingError, match="belong to no part"):
-        Plan.of([{"a": whole}], [{"a": replace(whole, pieces=whole.cut(0, 0, 2).pieces)}], {"a": 4})
+        ExchangePlan.of([{"a": whole}], [{"a": replace(whole, pieces=whole.cut(0, 0, 2).pieces)}], {"a": 4})
 
 
 def test_an_exchange_that_would_leave_a_gap_is_refused_before_it_begins() -> None:
@@ -304,7 +304,7 @@ def test_the_way_back_brings_back_what_was_there() -> None:
 
 
 def total(old: Side, new: Side) -> int:
-    return Plan.of(old, new, sizes(old)).total_bytes
+    return ExchangePlan.of(old, new, sizes(old)).total_bytes
 
 
 def test_two_ways_of_cutting_by_tp_overlap_when_the_ranks_of_one_are_in_another_order() -> None:
@@ -349,12 +349,12 @@ def test_what_a_rank_of_the_same_node_holds_comes_from_there() -> None:
     new = [{"a": whole}] * 4
 
     for node_of, crosses in (((0, 0, 1, 1), False), ((0, 1, 1, 0), False), ((0, 1, 0, 1), True)):
-        pairs = Plan.of(old, new, {"a": 4}, node_of=node_of).pairs
+        pairs = ExchangePlan.of(old, new, {"a": 4}, node_of=node_of).pairs
         assert any(node_of[src] != node_of[dst] for src, dst in pairs) is crosses
         assert sum(pairs.values()) == 4 * 16 * 4
 
 
-def crossing(made: Plan, node_of: tuple[int, ...]) -> int:
+def crossing(made: ExchangePlan, node_of: tuple[int, ...]) -> int:
     """Bytes between nodes."""
     return sum(moved for (src, dst), moved in made.pairs.items() if node_of[src] != node_of[dst])
 
@@ -364,7 +364,7 @@ def test_what_no_rank_of_a_node_holds_crosses_to_it_once(seed: int) -> None:
     ranks, node_of = 4, ((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 1))[seed % 3]
     old, new, itemsize = scattered_sides(seed)
 
-    made = Plan.of(old, new, itemsize, node_of=node_of)
+    made = ExchangePlan.of(old, new, itemsize, node_of=node_of)
 
     least = 0  # element by element: what somebody on a node lacks and nobody on it holds
     for node in set(node_of):
@@ -384,7 +384,7 @@ def test_a_pipeline_over_two_nodes_becomes_ddp_with_each_stage_sent_across_once(
     state, node_of = bytes_of(new[0]), (0, 0, 0, 0, 1, 1, 1, 1)
     sizes_of = sizes(old, new)
 
-    made = Plan.of(old, new, sizes_of, node_of=node_of)
+    made = ExchangePlan.of(old, new, sizes_of, node_of=node_of)
 
     assert crossing(made, node_of) == state  # each stage once, to the node of the other one
     assert crossing(made.without_relays(), node_of) == 4 * state
@@ -396,7 +396,7 @@ def test_a_pipeline_over_two_nodes_becomes_ddp_with_each_stage_sent_across_once(
 def test_what_is_handed_on_has_come_in_an_earlier_round() -> None:
     node_of = (0, 0, 1, 1)
     old, new, itemsize = scattered_sides(3)
-    made = Plan.of(old, new, itemsize, node_of=node_of)
+    made = ExchangePlan.of(old, new, itemsize, node_of=node_of)
     got: set[tuple[int, str, tuple[int, ...]]] = set()
     handed_on = 0
     for each in rounds(made, limit=64):

@@ -11,7 +11,7 @@ from nbkit.errors import StrategyError
 from nbkit.node_levels import WITHIN
 from nbkit.planner.exchange import orders, placed
 from nbkit.planner.job_facts import Facts
-from nbkit.planner.link_speed import Link, Way, between_nodes
+from nbkit.planner.link_speed import OperationSpeed, WorldLinks, between_nodes
 from nbkit.planner.step import link_seconds
 from nbkit.planner.traffic import per_step
 from nbkit.strategy import Strategy
@@ -19,8 +19,8 @@ from nbkit.strategy import Strategy
 NODES = (0, 0, 1, 1)
 WEIGHTS = transformer(blocks=4, width=64, vocab=128)
 FACTS = Facts(heads=4, kv_heads=4, width=64, vocab=128, blocks=4, sequence=32, batch=16)
-WAYS = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), Way(0.0, 1e8))
-LINK = Link(4, WAYS, Way(0.0, 1e9), Way(0.0, 1e8), 1e10, NODES, crowded=False)
+WAYS = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), OperationSpeed(0.0, 1e8))
+LINK = WorldLinks(4, WAYS, OperationSpeed(0.0, 1e9), OperationSpeed(0.0, 1e8), 1e10, NODES, crowded=False)
 
 
 def crossing(text: str, batch: int = 16) -> float:
@@ -76,7 +76,7 @@ def test_by_default_the_axis_crosses_nodes_for_which_the_links_take_least(batch:
 
 
 def test_ranks_of_a_node_that_all_send_to_others_share_its_link() -> None:
-    shared = replace(LINK, ways=dict.fromkeys(WAYS, Way(0.0, 2e8)))  # in a ring one of them sends to others
+    shared = replace(LINK, ways=dict.fromkeys(WAYS, OperationSpeed(0.0, 2e8)))  # in a ring one of them sends to others
     for text, speed in (("ddp", 1e8), ("dp=2 tp=2", 1e8), ("zero3", 2e8)):
         strategy = Strategy.parse(text, 4)
         every = per_step(WEIGHTS, FACTS, strategy, 0, node_of=NODES)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from nbkit.planner.peak import Line, Peak, Piece, Updating, Weights, most, peak, upper
+from nbkit.planner.peak import ModelPiece, Peak, PeakLine, Updating, Weights, most, peak, upper
 from nbkit.planner.stages import place
 from nbkit.planner.traffic import Rest
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 
-PIECE = Piece((Line(0, 12),), Line(0, 10), (Line(100, 14),), Line(0, 2))
+PIECE = ModelPiece((PeakLine(0, 12),), PeakLine(0, 10), (PeakLine(100, 14),), PeakLine(0, 2))
 PIECES, WEIGHTS = (PIECE,) * 4, (Weights((100,)),) * 4
 REST = Rest(400, 400, 800)
 
@@ -24,9 +24,9 @@ def of(
 
 
 def test_the_highest_of_several_lines_is_kept_and_no_other() -> None:
-    lines = [Line(5, 1), Line(0, 2), Line(2, 1), Line(1, 1.5), Line(4, 1.5)]
+    lines = [PeakLine(5, 1), PeakLine(0, 2), PeakLine(2, 1), PeakLine(1, 1.5), PeakLine(4, 1.5)]
     assert all(most(upper(lines), rows) == max(line.at(rows) for line in lines) for rows in (0, 1, 2, 3, 5, 100))
-    assert upper([Line(5, 1), Line(1, 1)]) == (Line(5, 1),)
+    assert upper([PeakLine(5, 1), PeakLine(1, 1)]) == (PeakLine(5, 1),)
 
 
 def test_one_rank_is_highest_where_its_backward_begins() -> None:
@@ -76,7 +76,7 @@ def test_a_split_backward_keeps_the_gradients_behind_its_layers_until_those_of_t
         most_held = max(most_held, [held[0] + held[1], held[1]])
     assert most_held[1] > 0
     # The same bytes for what forward keeps and for what waits between the halves; nothing is handed on.
-    plain, split = (Piece((), Line(0, 10), (), Line(), Line(0, size)) for size in (0, 10))
+    plain, split = (ModelPiece((), PeakLine(0, 10), (), PeakLine(), PeakLine(0, size)) for size in (0, 10))
     tops = [
         peak(strategy, 0, (piece,) * 8, (Weights((100,)),) * 8, ranges, rest, rows=1000, micros=8).activations
         for piece in (plain, split)

@@ -11,7 +11,7 @@ from transformer_weights import FACTS, transformer
 from nbkit.errors import StrategyError
 from nbkit.node_levels import BETWEEN, WITHIN
 from nbkit.planner.job_facts import Facts, Weight
-from nbkit.planner.traffic import Traffic, per_step, wire_bytes
+from nbkit.planner.traffic import TrafficTerm, per_step, wire_bytes
 from nbkit.strategy import Strategy
 
 WEIGHTS = transformer()
@@ -21,7 +21,7 @@ P = 4 * (4 * BLOCK + 2 * VOCAB)  # bytes of all parameters
 HIDDEN = 16 * 24 * 16 * 4  # bytes of a hidden state of the whole batch
 
 
-def sizes(terms: tuple[Traffic, ...]) -> dict[tuple[str, str], int]:
+def sizes(terms: tuple[TrafficTerm, ...]) -> dict[tuple[str, str], int]:
     """S of each axis and operation."""
     total: Counter[tuple[str, str]] = Counter()
     for term in terms:
@@ -199,10 +199,10 @@ def test_what_is_sent_and_what_is_handed_over() -> None:
     """Sums over ranks of gloo's wire bytes were measured at 2 S and 6 S, 1 S and 3 S for 2 and 4 ranks."""
     for n, reduced, moved in ((2, 2, 1), (4, 6, 3)):
         all_reduce, all_gather = (
-            Traffic("dp", "all_reduce", n, 1, 1000, ""),
-            Traffic("dp", "all_gather", n, 1, 1000, ""),
+            TrafficTerm("dp", "all_reduce", n, 1, 1000, ""),
+            TrafficTerm("dp", "all_gather", n, 1, 1000, ""),
         )
-        scatter, send = Traffic("dp", "reduce_scatter", n, 1, 1000, ""), Traffic("pp", "send", 2, 1, 1000, "")
+        scatter, send = TrafficTerm("dp", "reduce_scatter", n, 1, 1000, ""), TrafficTerm("pp", "send", 2, 1, 1000, "")
         assert n * all_reduce.wire == 1000 * reduced
         assert n * all_gather.wire == n * scatter.wire == 1000 * moved
         assert (all_reduce.given, all_gather.given, scatter.given, send.given) == (1000, 1000 / n, 1000, 1000)

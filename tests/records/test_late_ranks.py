@@ -8,7 +8,7 @@ import pytest
 
 from nbkit.records.readings import Bar, Late, bars, late_rank, usual_bars
 from nbkit.records.records import Detail, StepRecord, TimedCall, Traffic
-from nbkit.records.run_advice import Link, links, reading, slow_link
+from nbkit.records.run_advice import PipelineLink, links, reading, slow_link
 from nbkit.strategy import Strategy
 
 MS = 0.001
@@ -190,22 +190,22 @@ def test_a_link_is_charged_for_what_comes_late_after_it_was_sent() -> None:
     ]
     details = {0: Detail(1, calls=tuple(sender)), 1: Detail(1, calls=tuple(receiver))}
 
-    assert links(details, {1: -ahead}) == [Link(0, 1, 2, 200, pytest.approx(500e-9))]
+    assert links(details, {1: -ahead}) == [PipelineLink(0, 1, 2, 200, pytest.approx(500e-9))]
     assert links({1: details[1]}) == []
 
 
 def test_the_slow_link_is_the_one_that_stands_out() -> None:
-    quick, slow = Link(0, 1, 8, 800, 2 * MS), Link(1, 0, 8, 800, DELAY)
+    quick, slow = PipelineLink(0, 1, 8, 800, 2 * MS), PipelineLink(1, 0, 8, 800, DELAY)
 
     assert slow_link([slow, quick], 0.1) == slow
     assert slow_link([slow, quick], 1.0) is None  # too little of the step
     assert slow_link([slow, quick], 0.02) is None  # more than all of it: of another step
-    assert slow_link([slow, Link(0, 1, 8, 800, DELAY / 2)], 0.1) is None  # the others are slow too
+    assert slow_link([slow, PipelineLink(0, 1, 8, 800, DELAY / 2)], 0.1) is None  # the others are slow too
     assert slow_link([], 0.1) is None
     # What slows one direction slows the other.
-    both = [slow, Link(0, 1, 8, 800, DELAY * 0.9)]
-    assert slow_link([*both, Link(1, 2, 8, 800, 2 * MS)], 0.1) == slow
-    assert slow_link([*both, Link(1, 2, 8, 800, DELAY / 2)], 0.1) is None
+    both = [slow, PipelineLink(0, 1, 8, 800, DELAY * 0.9)]
+    assert slow_link([*both, PipelineLink(1, 2, 8, 800, 2 * MS)], 0.1) == slow
+    assert slow_link([*both, PipelineLink(1, 2, 8, 800, DELAY / 2)], 0.1) is None
     bar = Bar(0, 0.1, compute=0.06, bubble=0.04)
     said = reading([bar], slow=slow)
     assert said.startswith("Messages from rank 1 to rank 0 hold the pipeline up for 30 ms of each step (30%): look at")

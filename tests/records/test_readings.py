@@ -10,7 +10,7 @@ from nbkit.rank.telemetry.record_writer import mean_of
 from nbkit.records import readings
 from nbkit.records.readings import Bar, Late, bars, late_rank, table, traffic_matrix, usual_bars
 from nbkit.records.records import Group, StepRecord, Traffic
-from nbkit.records.run_advice import Link, largest_loss, reading
+from nbkit.records.run_advice import PipelineLink, largest_loss, reading
 
 N = 4
 ALL = {"dp 1 [0,1,2,3]": (0, 1, 2, 3)}
@@ -180,7 +180,7 @@ def test_a_rank_that_is_a_little_late_or_a_link_hides_no_bubble_that_costs_more(
     assert late_rank(found) == Late(0, pytest.approx(0.06), "compute")
     assert largest_loss(found) == "bubble"
     assert "of the step is pipeline bubble: try more micro-batches" in reading(found)
-    link = Link(0, 1, 8, 800, 0.1)
+    link = PipelineLink(0, 1, 8, 800, 0.1)
     assert largest_loss(found, slow=link) == "bubble"
 
     # Where it costs more than the bubble that there is without it, the rank is named, and the link.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbkit.bridge.requests import Control, Controls
+from nbkit.bridge.requests import Control, TrainingRequestHandler
 from nbkit.errors import Stopped
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.trainer import Trainer
@@ -72,7 +72,7 @@ def quiet(**changed: Any) -> Trainer:
 
 
 def asked_for(
-    trainer: Trainer, controls: Controls, strategy: str, *, after: float = 0.0, meanwhile: Any = None
+    trainer: Trainer, controls: TrainingRequestHandler, strategy: str, *, after: float = 0.0, meanwhile: Any = None
 ) -> dict[str, Any]:
     """Ask for a switch as a notebook does, from another thread, while the trainer makes steps; the verdict."""
     steps = len(trainer.history)

@@ -40,10 +40,12 @@ def link_of(n: int) -> Any:
     """What so many ranks of a test know of their links: to measure them takes each longer than all else of a small job.
 
     tests/rank/comm/test_link_probe.py measures."""
-    from nbkit.planner.link_speed import Link, Way
+    from nbkit.planner.link_speed import OperationSpeed, WorldLinks
 
-    ways = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), Way(3e-4, 5e8))
-    return Link(n, ways, None, None, 2e9, (0,) * n, True)
+    ways = dict.fromkeys(
+        ("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), OperationSpeed(3e-4, 5e8)
+    )
+    return WorldLinks(n, ways, None, None, 2e9, (0,) * n, True)
 
 
 class RankFailed(AssertionError):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nbkit.planner.exchange import Holding, Plan
+from nbkit.planner.exchange import ExchangePlan, Holding
 from nbkit.planner.exchange_rounds import Round
 
 
-def peaks(plan: Plan, made: Sequence[Round]) -> tuple[int, ...]:
+def peaks(plan: ExchangePlan, made: Sequence[Round]) -> tuple[int, ...]:
     """Per rank: the most bytes of old and new tensors that it holds at once while `made` goes in place."""
     level = [sum(_num_bytes(holding, key, plan.itemsize) for key in holding) for holding in plan.old]
     most, opened = list(level), set[str]()

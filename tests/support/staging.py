@@ -11,14 +11,14 @@ from models_zoo import Specimen
 from torch import Tensor, nn
 
 from nbkit.rank.parallel.module.copies import homes, is_placeholder, replace, skeleton_of
-from nbkit.rank.parallel.pipeline.layer_chain import Chain
+from nbkit.rank.parallel.pipeline.layer_chain import LayerChain
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.proof.observe import tensors_in
 
 Stage = tuple[Staged, int]
 
 
-def staged(model: nn.Module, chain: Chain, ranges: Sequence[tuple[int, int]]) -> Staged:
+def staged(model: nn.Module, chain: LayerChain, ranges: Sequence[tuple[int, int]]) -> Staged:
     """A rank's part, made as a strategy makes it: cut without memory, then given the weights that it holds."""
     part = Staged(skeleton_of(model), chain, ranges)
     weights = dict(model.named_parameters())

@@ -14,7 +14,9 @@ from nbkit.mesh import Mesh
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.copies import homes, replace, skeleton_of
-from nbkit.rank.parallel.tensor import TensorPlan, TensorSplit, plan_of, tensor_parallel
+from nbkit.rank.parallel.tensor.apply import TensorSplit, tensor_parallel
+from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
+from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.prove import prove
 
 

@@ -14,7 +14,7 @@ from nbkit.planner.choose.load import Known
 from nbkit.planner.choose.seconds import Load
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.peak import GPTPieces
-from nbkit.planner.traffic import Traffic
+from nbkit.planner.traffic import TrafficTerm
 from nbkit.strategy import Strategy
 
 SCORES = 10
@@ -49,13 +49,13 @@ def _case(line: dict[str, str]) -> Case:
     hidden = rows * length * width * HALF
     costs, each = subject.costs(), layers // (rounds * pp)
     calls, held = (12 if full else 10) * layers // pp, subject.parameters() / (tp * pp)
-    terms = [Traffic("tp", "all_gather", tp, micros * calls, round(hidden * calls), "hidden states")]
+    terms = [TrafficTerm("tp", "all_gather", tp, micros * calls, round(hidden * calls), "hidden states")]
     if pp > 1:
         # Megatron-LM waits for each message, whose sender waits as well: no "send", which nobody waits for.
         size = round(4 * rounds * hidden / tp)
-        terms.append(Traffic("pp", "exchange", 2, 2 * rounds * micros, size, "hidden states and their gradients"))
+        terms.append(TrafficTerm("pp", "exchange", 2, 2 * rounds * micros, size, "hidden states and their gradients"))
     if dp > 1:
-        terms.append(Traffic("dp", "all_reduce", dp, 1, round(HALF * held), "gradients"))
+        terms.append(TrafficTerm("dp", "all_reduce", dp, 1, round(HALF * held), "gradients"))
     load = Load(
         flops=forward * rows / tp,
         touched=(shared if not spread else touched) * rows / tp,

@@ -16,8 +16,8 @@ from pathlib import Path
 from bench.plan.published.case import HALF, NODE, Case
 from nbkit.planner.choose.hardware import DEVICES, Hardware
 from nbkit.planner.choose.seconds import Load
-from nbkit.planner.step import Unit
-from nbkit.planner.traffic import Traffic
+from nbkit.planner.step import StepUnit
+from nbkit.planner.traffic import TrafficTerm
 from nbkit.strategy import Strategy
 
 # As its page describes it: HBM2e, and 500 W.
@@ -98,16 +98,16 @@ def _case(line: Mapping[str, str]) -> Case:
     block, ends = FULL * model.block // tp, FULL * model.ends // tp
     share = model.block + model.sequence * model.width
     whole = model.layers * share + model.vocab * model.width
-    blocks = (Unit(share / whole, (block,), gathered=HALF / FULL),) * model.layers
-    root, head = Unit(0.0, (ends,), gathered=HALF / FULL), Unit(model.vocab * model.width / whole, ())
+    blocks = (StepUnit(share / whole, (block,), gathered=HALF / FULL),) * model.layers
+    root, head = StepUnit(0.0, (ends,), gathered=HALF / FULL), StepUnit(model.vocab * model.width / whole, ())
     held = model.layers * block + ends
     terms = [
-        Traffic("dp", "all_gather", dp, 1, held, "parameters"),  # the scale alone: how often follows from the units
-        Traffic("dp", "reduce_scatter", dp, 1, held, "gradients"),
+        TrafficTerm("dp", "all_gather", dp, 1, held, "parameters"),  # the scale alone: how often follows from the units
+        TrafficTerm("dp", "reduce_scatter", dp, 1, held, "gradients"),
     ]
     if tp > 1:
         calls = {"none": 8, "selective": 10, "full": 12}[line["recompute"]] * model.layers + 4
-        terms.append(Traffic("tp", "all_gather", tp, calls, calls * tokens * model.width * HALF, "hidden states"))
+        terms.append(TrafficTerm("tp", "all_gather", tp, calls, calls * tokens * model.width * HALF, "hidden states"))
     load = Load(
         flops=model.flops * tokens / tp,
         touched=touched * tokens / tp,

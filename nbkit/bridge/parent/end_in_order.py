@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from nbkit.bridge.parent.child_processes import log
-from nbkit.bridge.parent.other_hosts import Coordinator
+from nbkit.bridge.parent.other_hosts import CoordinatorLine
 
 END_SECONDS = 600.0  # for a training to reach a boundary and to be saved; whoever sends SIGTERM gives less
 
@@ -19,7 +19,7 @@ END_SECONDS = 600.0  # for a training to reach a boundary and to be saved; whoev
 class Parent(Protocol):
     """nbkit.bridge.parent.parent's, which imports this file: what is used of it. children: by rank."""
 
-    coordinator: Coordinator | None
+    coordinator: CoordinatorLine | None
     ending: bool
 
     @property

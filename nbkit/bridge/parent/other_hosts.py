@@ -25,17 +25,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nbkit.bridge.parent.child_processes import kill_group, log
-from nbkit.bridge.parent.spec import Line, write_pins
+from nbkit.bridge.parent.spec import CoordinatorAddress, write_pins
 from nbkit.wire.link import SignedLink
 
 SEEN_SECONDS = 10.0  # between two messages that somebody uses the cluster
 LOG_LINES = 15
 
 
-class Coordinator:
+class CoordinatorLine:
     """The line to it. gone: it has ended, or its host cannot be reached."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: CoordinatorAddress) -> None:
         os.set_inheritable(line.fd, False)
         sock = socket.socket(fileno=line.fd)
         self.link = SignedLink(sock, line.key, opened=True, sent=line.sent, received=line.received)
@@ -68,7 +68,7 @@ _FROM_FIRST = ("start_rank", "to_rank", "dismiss")
 class Parent(Protocol):
     """nbkit.bridge.parent.parent's, which imports this file: what is used of it."""
 
-    coordinator: Coordinator | None
+    coordinator: CoordinatorLine | None
     ending: bool
     folder: Path
     spec: Any
@@ -89,7 +89,7 @@ class RankElsewhere:
     pid: 0 until its own parent has said that it is started.
     """
 
-    def __init__(self, rank: int, coordinator: Coordinator) -> None:
+    def __init__(self, rank: int, coordinator: CoordinatorLine) -> None:
         self.rank, self.pid, self._line = rank, 0, coordinator.link
         self.seat: Any = None
         self.dismissed = False

@@ -33,7 +33,7 @@ from nbkit.bridge.parent import spec as specs
 from nbkit.bridge.parent.child_processes import Ends, has_ended, kill_group, log
 from nbkit.bridge.parent.controller import controller_of, end_schedulers, unregister
 from nbkit.bridge.parent.end_in_order import EndInOrder
-from nbkit.bridge.parent.other_hosts import Coordinator, OtherHosts, RankElsewhere
+from nbkit.bridge.parent.other_hosts import CoordinatorLine, OtherHosts, RankElsewhere
 from nbkit.bridge.parent.replacement import Replacer, Resizer, Seat
 from nbkit.bridge.parent.spares import Spares
 from nbkit.private_symbols import LACKING
@@ -79,7 +79,7 @@ class Parent:
         self.folder = folder
         self.spec = specs.read(folder / "spec.json")
         line = self.spec.line
-        self.coordinator = Coordinator(line) if line else None
+        self.coordinator = CoordinatorLine(line) if line else None
         self.listener = None if line else open_listener()
         if self.listener:
             self.spec = replace(self.spec, port=self.listener.getsockname()[1])

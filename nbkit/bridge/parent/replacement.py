@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbkit.bridge.parent.child_processes import kill_group, log
-from nbkit.bridge.parent.spec import Spec, pins_of, write_pins
+from nbkit.bridge.parent.spec import EngineSpec, pins_of, write_pins
 
 if TYPE_CHECKING:
     from nbkit.bridge.parent.parent import Child, Parent
@@ -258,13 +258,13 @@ LEAVE_SECONDS = 3.0  # for the cell of a rank that leaves to end
 
 
 @dataclass
-class Resizing:
+class ResizeUnderWay:
     """One that is under way. before: the spec of the ranks that are there. pins: of all of the new world."""
 
     size: int
     cell: str
     pins: list[dict[str, Any]]
-    before: Spec
+    before: EngineSpec
     waits: dict[int, dict[str, Any]] = field(default_factory=dict)
     started: set[int] = field(default_factory=set)
     formed: bool = False
@@ -280,7 +280,7 @@ class Resizer:
 
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
-        self.under_way: Resizing | None = None
+        self.under_way: ResizeUnderWay | None = None
         self._leaving: dict[int, float] = {}  # rank -> until when its cell may go on
 
     def takes(self, child: Child, message: dict[str, Any]) -> bool:
@@ -352,7 +352,7 @@ class Resizer:
     def _begin(self, message: dict[str, Any]) -> None:
         parent, size = self.parent, message["size"]
         pins = message["pins"] or [asdict(pin) for pin in parent.spec.pins[:size]]
-        resizing = self.under_way = Resizing(size, message["cell"], pins, parent.spec)
+        resizing = self.under_way = ResizeUnderWay(size, message["cell"], pins, parent.spec)
         resizing.deadline = time.monotonic() + RESIZE_WAIT_SECONDS
         parent.spec = replace(parent.spec, pins=pins_of(pins), world_size=size)
         write_pins(parent.spec, parent.folder / "spec.json")

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nbkit.bridge.parent.child_processes import log
-from nbkit.bridge.parent.other_hosts import Coordinator
-from nbkit.bridge.parent.spec import Spec, write_pins
+from nbkit.bridge.parent.other_hosts import CoordinatorLine
+from nbkit.bridge.parent.spec import EngineSpec, write_pins
 from nbkit.wire.processes import node_name
 
 DEATHS = 2  # of one rank on one device in one cell, which may be the device's
@@ -24,9 +24,9 @@ DEATHS = 2  # of one rank on one device in one cell, which may be the device's
 class Parent(Protocol):
     """nbkit.bridge.parent.parent's, which imports this file: what is used of it."""
 
-    spec: Spec
+    spec: EngineSpec
     folder: Path
-    coordinator: Coordinator | None
+    coordinator: CoordinatorLine | None
 
 
 class Spares:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nbkit.rank.world.world import Place
+from nbkit.rank.world.world import RankPlace
 from nbkit.wire.processes import Process
 
 _DEVICES = ("pins", "spares", "retired")
@@ -26,7 +26,7 @@ class RankPin:
 
 
 @dataclass(frozen=True)
-class Line:
+class CoordinatorAddress:
     """The connection to the coordinator of a cluster on several hosts; see SignedLink.
 
     fd: of the open connection. key, sent, received: of the link on it, as the process before this one has left it.
@@ -39,7 +39,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Spec:
+class EngineSpec:
     """folder: of the cluster; engine_file: the controller's connection file for engines, which may not exist yet.
 
     pins: of the ranks of this host, the first of which is rank `base` of `world_size`; of a host in reserve none.
@@ -67,7 +67,7 @@ class Spec:
     port: int = 0
     base: int = 0
     world_size: int = 0
-    line: Line | None = None
+    line: CoordinatorAddress | None = None
     hosts: tuple[str, ...] = ()
     spares: tuple[RankPin, ...] = ()
     retired: tuple[RankPin, ...] = ()
@@ -84,8 +84,8 @@ class Spec:
     def pin(self, rank: int) -> RankPin:
         return self.pins[rank - self.base]
 
-    def place(self, rank: int) -> Place:
-        return Place(
+    def place(self, rank: int) -> RankPlace:
+        return RankPlace(
             rank=rank,
             world_size=self.world_size,
             # One GPU is visible to each rank, as cuda:0, and code written for torchrun goes to cuda:LOCAL_RANK.
@@ -97,13 +97,13 @@ class Spec:
         )
 
 
-def read(path: Path, **changes: Any) -> Spec:
+def read(path: Path, **changes: Any) -> EngineSpec:
     """The spec at `path`, with `changes`."""
     fields = {**json.loads(path.read_text()), **changes}
     fields |= {key: pins_of(fields.get(key, ())) for key in _DEVICES}
-    line = Line(**line) if (line := fields.pop("line", None)) else None
+    line = CoordinatorAddress(**line) if (line := fields.pop("line", None)) else None
     hosts = tuple(fields.pop("hosts", ()))
-    return Spec(launcher=Process(**fields.pop("launcher")), line=line, hosts=hosts, **fields)
+    return EngineSpec(launcher=Process(**fields.pop("launcher")), line=line, hosts=hosts, **fields)
 
 
 def pins_of(saved: Iterable[Mapping[str, Any]]) -> tuple[RankPin, ...]:
@@ -111,7 +111,7 @@ def pins_of(saved: Iterable[Mapping[str, Any]]) -> tuple[RankPin, ...]:
     return tuple(RankPin(**{**pin, "cores": tuple(pin["cores"])}) for pin in saved)
 
 
-def write_pins(spec: Spec, path: Path) -> None:
+def write_pins(spec: EngineSpec, path: Path) -> None:
     """Write the devices of `spec` to `path`: for ranks that are started afresh, and for the notebook."""
     saved = (
         json.loads(path.read_text())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from nbkit.bridge import calls
-from nbkit.bridge.calls import Project
+from nbkit.bridge.calls import BroughtProject
 from nbkit.bridge.replacing.handing import broadcast, gathered
 
 
-def hand_on(project: Project | None, giver: int, *, new: bool) -> None:
+def hand_on(project: BroughtProject | None, giver: int, *, new: bool) -> None:
     """Have a new rank import from the files that the others import from. Collective.
 
     Before names are read there, which may be modules of it. project: None where nothing was brought.

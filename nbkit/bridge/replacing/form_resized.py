@@ -10,23 +10,23 @@ import torch
 
 from nbkit.bridge import calls
 from nbkit.errors import Stopped
-from nbkit.rank.train.replace.resume_fit import Span
+from nbkit.rank.train.replace.resume_fit import FitRange
 from nbkit.rank.world import world
 
 if TYPE_CHECKING:
-    from nbkit.bridge.replacing.survivor import Survivor
+    from nbkit.bridge.replacing.survivor import SurvivingRank
 
 FORM_SECONDS = 30.0
 
 
-class Left(Stopped):
+class RankLeft(Stopped):
     """This rank has left: it ends its cell where it stands, and then its process ends."""
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]  # nobody reads it, and IPython takes seconds for one with frames
 
 
-def form_resized(rank: Survivor, word: dict[str, Any], trainer: Any, span: Span | None) -> tuple[int, ...]:
+def form_resized(rank: SurvivingRank, word: dict[str, Any], trainer: Any, span: FitRange | None) -> tuple[int, ...]:
     """Form the world that `word` says, and give its new ranks what they enter the cell with; those are returned."""
     here, size, newcomers = world.current(), word["size"], word["newcomers"]
     assert here is not None

@@ -22,7 +22,7 @@ _OF_THE_RANK = ("rank", "local_rank", "device")  # every rank has its own, thoug
 
 
 @dataclass(frozen=True)
-class Names:
+class RankNames:
     """Of one rank. digests: name -> of its pickle. bound: name -> the Trainer's attribute, "" for the Trainer."""
 
     digests: dict[str, str]
@@ -44,7 +44,7 @@ def data_of(trainer: Any) -> dict[str, Any]:
     return {name: data for name, data in found.items() if data is not None}
 
 
-def names_of(namespace: Mapping[str, Any], hidden: Mapping[str, Any], trainer: Any) -> Names:
+def names_of(namespace: Mapping[str, Any], hidden: Mapping[str, Any], trainer: Any) -> RankNames:
     """Return the names that the user has given. hidden: those of the shell itself."""
     parts = {id(part): name for name, part in parts_of(trainer).items()}
     bindable = {id(data): name for name, data in data_of(trainer).items()} | parts
@@ -60,10 +60,10 @@ def names_of(namespace: Mapping[str, Any], hidden: Mapping[str, Any], trainer: A
             digests[name] = hashlib.sha256(pickled).hexdigest()
         except Exception:  # whatever a value raises when it is pickled
             others.append(name)
-    return Names(digests, bound, tuple(others))
+    return RankNames(digests, bound, tuple(others))
 
 
-def equal_names(everyone: list[Names]) -> tuple[set[str], dict[str, str], set[str]]:
+def equal_names(everyone: list[RankNames]) -> tuple[set[str], dict[str, str], set[str]]:
     """(names that are equal on all of these ranks, the Trainer's, the others)."""
     first = everyone[0]
     equal = {name for name, mark in first.digests.items() if all(one.digests.get(name) == mark for one in everyone)}

@@ -16,17 +16,17 @@ from nbkit.bridge.replacing.brought_files import hand_on
 from nbkit.bridge.replacing.handing import broadcast, gathered
 from nbkit.bridge.replacing.namespace import data_of, parts_of
 from nbkit.bridge.replacing.statement import NOWHERE, Entering
-from nbkit.bridge.replacing.survivor import FORM_SECONDS, Handed
+from nbkit.bridge.replacing.survivor import FORM_SECONDS, CellHandover
 from nbkit.bridge.runner import Runner
 from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import loads
 from nbkit.rank.train.replace.resume_fit import NewWorld, save_and_leave, together
-from nbkit.rank.train.resize import joined
+from nbkit.rank.train.resize.resize import joined
 from nbkit.rank.world.world import World
 from nbkit.wire.processes import Process
 
 
-class Newcomer:
+class ReplacementRank:
     """One per rank that is new."""
 
     def __init__(self, runner: Runner) -> None:
@@ -58,7 +58,7 @@ class Newcomer:
         stages.mark("world formed")
         gathered(None)
         giver = min(set(range(place.world_size)) - set(newcomers))
-        handed: Handed = broadcast(None, giver)
+        handed: CellHandover = broadcast(None, giver)
         hand_on(handed.project, giver, new=True)
         torch.set_default_dtype(handed.dtype)
         names = self.runner.shell.user_ns

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from nbkit.bridge import calls
-from nbkit.bridge.calls import Project
+from nbkit.bridge.calls import BroughtProject
 from nbkit.bridge.replacing.brought_files import hand_on
-from nbkit.bridge.replacing.form_resized import Left, form_resized
+from nbkit.bridge.replacing.form_resized import RankLeft, form_resized
 from nbkit.bridge.replacing.handing import broadcast, gathered
 from nbkit.bridge.replacing.namespace import equal_names, names_of
 from nbkit.bridge.replacing.statement import NOWHERE, statement_of
@@ -28,9 +28,9 @@ from nbkit.rank.train.own_loop.own_loop import OwnLoop
 from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import dumps
 from nbkit.rank.train.replace.recover import recover
-from nbkit.rank.train.replace.resume_fit import NewWorld, Span
-from nbkit.rank.train.resize import resize
-from nbkit.rank.train.resize.plan_resize import Resizing, Wanted
+from nbkit.rank.train.replace.resume_fit import FitRange, NewWorld
+from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary, WantedWorld
+from nbkit.rank.train.resize.resize import resize
 from nbkit.rank.train.step.history import PEER_GONE
 from nbkit.rank.world import failure_alarm, world
 from nbkit.rank.world.meeting import PARTED
@@ -43,7 +43,7 @@ _TICK = 0.05
 
 
 @dataclass(frozen=True)
-class Handed:
+class CellHandover:
     """What a new rank gets before it has a Trainer.
 
     trains: there will be one. span: of the `fit` under way, or None. dtype: torch's default. names: pickled. bound: see
@@ -52,15 +52,15 @@ class Handed:
 
     request: CellRequest
     trains: bool
-    span: Span | None
+    span: FitRange | None
     dtype: torch.dtype
     names: bytes
     bound: dict[str, str]
     lacks: tuple[str, ...]
-    project: Project | None
+    project: BroughtProject | None
 
 
-class Survivor:
+class SurvivingRank:
     """The host of the trainings of this rank: see nbkit.rank.train.replace.resume_fit.Host. One per rank."""
 
     def __init__(self, runner: Runner) -> None:
@@ -143,7 +143,7 @@ class Survivor:
     def tell(self, said: str) -> None:
         self.link.send(event="replaced", said=said)
 
-    def await_world(self, error: BaseException, trainer: Any, span: Span) -> NewWorld:
+    def await_world(self, error: BaseException, trainer: Any, span: FitRange) -> NewWorld:
         if not self.is_broken(error):
             raise error
         stages.begin("noticed")
@@ -160,7 +160,7 @@ class Survivor:
                 continue  # another one has died
             return NewWorld(tuple(word["newcomers"]), word["how"], word["since"], word["devices"])
 
-    def resized(self, trainer: Any, asked: Resizing, span: Span | None) -> None:
+    def resized(self, trainer: Any, asked: ResizeAtBoundary, span: FitRange | None) -> None:
         here = world.current()
         assert here is not None
         try:
@@ -170,7 +170,7 @@ class Survivor:
             if world.current() is not here or not isinstance(error, NbkitError):
                 raise
 
-    def resize(self, wanted: Wanted, trainer: Any, span: Span | None) -> tuple[int, ...]:
+    def resize(self, wanted: WantedWorld, trainer: Any, span: FitRange | None) -> tuple[int, ...]:
         here = world.current()
         assert here is not None and calls.place is not None
         while not self._words.empty():
@@ -180,7 +180,7 @@ class Survivor:
         word = self._form(error, -1 if trainer is None else trainer.step, **about)
         if word["do"] == "leave":
             here.leave()
-            raise Left(f"this rank is not needed any more: the cluster has {wanted.ranks} ranks")
+            raise RankLeft(f"this rank is not needed any more: the cluster has {wanted.ranks} ranks")
         return form_resized(self, word, trainer, span)
 
     def _form(self, error: BaseException, step: int, **about: Any) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class Survivor:
             word["generation"], listen=listener, address=word["address"], port=word["port"], timeout_s=FORM_SECONDS
         )
 
-    def hand_over(self, trainer: Any, span: Span | None, newcomers: list[int]) -> None:
+    def hand_over(self, trainer: Any, span: FitRange | None, newcomers: list[int]) -> None:
         """Give the new ranks the names that are equal here, and where the cell is. Collective, of all ranks."""
         shell, place = self.runner.shell, calls.place
         assert place is not None
@@ -240,5 +240,5 @@ class Survivor:
             names = dumps({name: shell.user_ns[name] for name in sorted(equal)}, classes=True)
             request, dtype = self.runner.running[0].request, torch.get_default_dtype()
             project, without = calls.brought, tuple(sorted(lacks))
-            handed = Handed(request, trainer is not None, span, dtype, names, bound, without, project)
+            handed = CellHandover(request, trainer is not None, span, dtype, names, bound, without, project)
         hand_on(broadcast(handed, giver).project, giver, new=False)

@@ -44,12 +44,12 @@ from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.notebook.cluster.machine.remarks import notes_at_start
 from nbkit.notebook.cluster.output import display
 from nbkit.notebook.cluster.output.rank_tabs import RankTabs
-from nbkit.notebook.cluster.registry import Entry, Process, chosen_ranks, made_up_name, notebook_number
+from nbkit.notebook.cluster.registry import ClusterEntry, Process, chosen_ranks, made_up_name, notebook_number
 from nbkit.notebook.cluster.sent_cells import SentCell, SentValues
 from nbkit.notebook.cluster.status import ClusterList, Status, rank_rows
-from nbkit.notebook.cluster.training_control import ControlResult, Training
+from nbkit.notebook.cluster.training_control import ControlResult, TrainingClient
 from nbkit.notebook.cluster.why import Why, ask_why
-from nbkit.notebook.tracing import Traced
+from nbkit.notebook.tracing import TraceFile
 from nbkit.wire import parcel
 from nbkit.wire.cells import CellRequest, ranks_text
 
@@ -183,12 +183,12 @@ class Cluster:
         global _current
         self.connection, self.pinning = started.connection, started.pinning
         self.started_in, self.notes = started.seconds, started.notes
-        self.training = Training(started.connection)  # switch, undo, try, pause, save, stop
+        self.training = TrainingClient(started.connection)  # switch, undo, try, pause, save, stop
         self.sent: list[SentCell | SentValues] = []  # since the ranks are there, in order
         _current = self
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> ClusterEntry:
         """The cluster as it is registered."""
         return self.connection.entry
 
@@ -458,7 +458,7 @@ class Cluster:
         """Train on under another strategy, also while a training runs: see Training.switch; `.training` has more."""
         return self.training.switch(strategy)
 
-    def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> Traced:
+    def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> TraceFile:
         """The next steps of the running training, all ranks in one file for Perfetto."""
         return self.training.trace(steps, path)
 

@@ -46,7 +46,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Entry:
+class ClusterEntry:
     """One cluster as the registry knows it. host: where its processes are. ttl: seconds. born: time.time().
 
     labels, reasons: what each rank is pinned to and why, in rank order. spares: the devices that are still in reserve.
@@ -136,7 +136,7 @@ def check_home() -> Path:
     return folder
 
 
-def save(entry: Entry) -> None:
+def save(entry: ClusterEntry) -> None:
     """Write an entry in one step."""
     path = entry.folder / "cluster.json"
     scratch = path.with_suffix(".tmp")
@@ -144,7 +144,7 @@ def save(entry: Entry) -> None:
     scratch.replace(path)
 
 
-def find(name: str) -> Entry | None:
+def find(name: str) -> ClusterEntry | None:
     """The entry called `name`, if there is one. Raises ClusterError for one that this release cannot read."""
     if name != path_part(name):  # no cluster's: it might lead out of the folder of clusters
         return None
@@ -166,15 +166,15 @@ def find(name: str) -> Entry | None:
     )
 
 
-def _entry(saved: dict[str, Any]) -> Entry:
+def _entry(saved: dict[str, Any]) -> ClusterEntry:
     for role in ("controller", "parent", "kernel"):
         saved[role] = Process(**saved[role])
     saved["ranks"] = tuple(Process(**rank) for rank in saved["ranks"])
     saved |= {key: tuple(saved.get(key, ())) for key in ("labels", "reasons", "spares", "spare_hosts")}
-    return Entry(**{known.name: saved[known.name] for known in fields(Entry)})
+    return ClusterEntry(**{known.name: saved[known.name] for known in fields(ClusterEntry)})
 
 
-def entries() -> list[Entry]:
+def entries() -> list[ClusterEntry]:
     """Every cluster of this user that this release can read, by name."""
     found = []
     for name in _names():
@@ -198,7 +198,7 @@ def _names() -> list[str]:
     return sorted(path.parent.name for path in home().glob("*/cluster.json"))
 
 
-def running(name: str) -> Entry:
+def running(name: str) -> ClusterEntry:
     """The running cluster called `name`. Raises ClusterNotFound, naming those that do run."""
     entry = find(name)
     if entry and entry.is_alive():
@@ -212,7 +212,7 @@ def running(name: str) -> Entry:
     )
 
 
-def the_only_one() -> Entry:
+def the_only_one() -> ClusterEntry:
     """The running cluster, where there is one. Raises ClusterNotFound for none, UsageError for several."""
     alive = [entry for entry in entries() if entry.is_alive()]
     if not alive:
@@ -223,13 +223,13 @@ def the_only_one() -> Entry:
     return alive[0]
 
 
-def how_ended(entry: Entry) -> str:
+def how_ended(entry: ClusterEntry) -> str:
     """Why a cluster has ended that was not stopped, and what was saved of a training in it; "" if that is not known."""
     end = cluster_end.read(entry.folder)
     return end.words if end is not None and end.step >= 0 else progress.how_ended(entry.folder)
 
 
-def end(entry: Entry, patience: float = 5.0) -> None:
+def end(entry: ClusterEntry, patience: float = 5.0) -> None:
     """End a cluster's processes, and only those: each is checked by pid and start time. Forgets the cluster."""
     if not entry.is_here:
         raise ClusterNotFound(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.wire.processes import Process
 
 
@@ -21,7 +21,7 @@ def read(folder: Path, *, since: float) -> dict[str, Any] | None:
     return None
 
 
-def entry_of(entry: Entry, read: dict[str, Any]) -> Entry:
+def entry_of(entry: ClusterEntry, read: dict[str, Any]) -> ClusterEntry:
     """The entry of the cluster as it is now, which is registered."""
     with suppress(ProcessLookupError):
         ranks = tuple(map(Process.of, read["pids"]))

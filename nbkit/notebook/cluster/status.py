@@ -13,7 +13,7 @@ import psutil
 from nbkit.durations import text_of
 from nbkit.notebook.cluster.machine.gpus import find_gpus
 from nbkit.notebook.cluster.output.root_cause import Death
-from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.wire.cells import first_line
 
 COLUMNS = ("rank", "pid", "device", "memory", "state", "cell", "age")
@@ -41,7 +41,7 @@ class RankRow:
 class Status:
     """The ranks of a cluster at one moment."""
 
-    entry: Entry
+    entry: ClusterEntry
     rows: Sequence[RankRow]
     generation: int
     notes: Sequence[str] = ()
@@ -78,7 +78,7 @@ class Status:
 class ClusterList:
     """The clusters of this user. unreadable: what is to be said of those that another release has started."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[ClusterEntry]
     unreadable: Sequence[str] = ()
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -111,7 +111,7 @@ class ClusterList:
         )
 
 
-def rank_rows(entry: Entry, answers: Mapping[int, dict[str, Any]], deaths: Mapping[int, Death]) -> list[RankRow]:
+def rank_rows(entry: ClusterEntry, answers: Mapping[int, dict[str, Any]], deaths: Mapping[int, Death]) -> list[RankRow]:
     """One row for each rank. answers: rank -> its answer to "status"; a rank without one is said not to answer."""
     memory = _memory_by_rank(entry, answers)
     rows = []
@@ -137,7 +137,7 @@ def _state(answer: dict[str, Any]) -> str:
     return "idle, world spoilt" if answer["dirty"] else "idle"
 
 
-def _memory_by_rank(entry: Entry, answers: Mapping[int, dict[str, Any]]) -> dict[int, str]:
+def _memory_by_rank(entry: ClusterEntry, answers: Mapping[int, dict[str, Any]]) -> dict[int, str]:
     """A GPU's memory as its driver sees it; for CPU ranks, the rank's own against the machine's."""
     if entry.backend == "gloo" and not any(label.startswith("GPU") for label in entry.labels):
         total = psutil.virtual_memory().total

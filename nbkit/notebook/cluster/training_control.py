@@ -24,7 +24,7 @@ from nbkit.notebook.cluster.cells.handle import handle_of, wait_for, wait_here
 from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.cluster.output.display import NoScreen
-from nbkit.notebook.tracing import Traced, trace
+from nbkit.notebook.tracing import TraceFile, trace
 
 _DONE = {"pause": "paused", "resume": "going on", "save": "saved", "stop": "stopped"}
 
@@ -180,7 +180,7 @@ LOST_SECONDS = 5.0  # for a request to be on its way to the ranks
 TABLE_SECONDS = 1.0
 
 
-class Training:
+class TrainingClient:
     """The training on a cluster's ranks, as the notebook sees it. Every method may be called from any thread."""
 
     def __init__(self, connection: Connection) -> None:
@@ -236,7 +236,7 @@ class Training:
         handle.stop()
         return stopped(self.look().get("step", 0))
 
-    def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> Traced:
+    def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> TraceFile:
         """Trace the next `steps` steps of all ranks into one file for Perfetto; returns when it is written.
 
         path: default trace-RUN-FIRST-LAST.json.gz where the notebook is. Raises UsageError where nothing makes steps

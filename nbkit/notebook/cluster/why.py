@@ -29,7 +29,7 @@ from nbkit.durations import text_of
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.output.root_cause import Death
-from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.notebook.cluster.status import html_table, text_table
 from nbkit.wire import process_state
 from nbkit.wire.activity import ANYONE, Activity, CodeLine, GroupLog, Operation
@@ -99,7 +99,9 @@ LOOK_SECONDS = 1.0
 LATE_SECONDS = 1.0  # for an answer that comes while one looks from outside
 
 
-def collect(entry: Entry, client: Client, deaths: Mapping[int, Death], *, stacks: bool = False) -> dict[int, RankState]:
+def collect(
+    entry: ClusterEntry, client: Client, deaths: Mapping[int, Death], *, stacks: bool = False
+) -> dict[int, RankState]:
     """The state of each rank, from any thread. stacks: with the stack of every thread."""
     alive = [rank for rank in range(entry.n) if rank not in deaths]
     replies = client.request(alive, "why", stacks=stacks)
@@ -136,7 +138,7 @@ def _activity(reply: Future[Any]) -> Activity:
 
 
 def looks_from_outside(
-    entry: Entry, client: Client, silent: Iterable[int], answering: list[int]
+    entry: ClusterEntry, client: Client, silent: Iterable[int], answering: list[int]
 ) -> dict[int, ProcessState]:
     """Of processes of this host directly, of others by a rank beside them that answers; none where they are unknown."""
     silent = [rank for rank in silent if rank < len(entry.ranks)]  # a cluster that is being started has none yet
@@ -300,7 +302,7 @@ _CLAUSES = 4  # of a sentence, about ranks that wait in different things
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """kind: "mismatch": ranks have not issued the same; "late": some wait for others, who do not wait; "circle": they
     wait for each other; "held": nobody waits for a rank, but one is stopped or answers nothing; "prompt": some wait for
     a rank at which a person types, and nothing is wrong; "free": none of these.
@@ -318,43 +320,43 @@ class Verdict:
         return self.kind not in ("free", "prompt")
 
 
-def verdict(states: Mapping[int, RankState]) -> Verdict:
+def verdict(states: Mapping[int, RankState]) -> HangVerdict:
     """What it comes to. states: of all ranks."""
     found = _found(states)
     return replace(found, sentence=found.sentence + _of_split_model(states)) if found.stuck else found
 
 
-def _found(states: Mapping[int, RankState]) -> Verdict:
+def _found(states: Mapping[int, RankState]) -> HangVerdict:
     waiting = {rank: state.waits for rank, state in sorted(states.items()) if state.waits is not None}
     if not waiting:
         return _nobody_waits(states)
     blockers = {rank: _blockers(rank, operation, states) for rank, operation in waiting.items()}
     if (mismatch := _mismatch(waiting, blockers, states)) is not None:
-        return Verdict("mismatch", _of_mismatch(mismatch, waiting), mismatch.odd)
+        return HangVerdict("mismatch", _of_mismatch(mismatch, waiting), mismatch.odd)
     causes = _causes(waiting, blockers)
     if causes:
         kind: Kind = "prompt" if all(states[rank].prompt for rank in causes) else "late"
-        return Verdict(kind, _sentence([*_waits(waiting), *_doings(causes, states, waiting)]), causes)
+        return HangVerdict(kind, _sentence([*_waits(waiting), *_doings(causes, states, waiting)]), causes)
     if all(blockers.values()):
         ending = "each waits for another one of them"
         if len({operation.group for operation in waiting.values() if operation.peer is None}) > 1:
             ending += ", for they do not issue these in the same order"
-        return Verdict("circle", f"{_sentence(_waits(waiting))[:-1]}: {ending}.", tuple(waiting))
+        return HangVerdict("circle", f"{_sentence(_waits(waiting))[:-1]}: {ending}.", tuple(waiting))
     # Whoever waits for ranks that wait has them for a cause.
     first = {rank: operation for rank, operation in waiting.items() if not blockers[rank]}
     long = max(operation.seconds for operation in first.values()) > _UNDER_WAY_SECONDS
     under_way = "all ranks of it have come: it is under way" + (", or the network holds it" if long else "")
-    return Verdict("held" if long else "free", _sentence([*_waits(waiting), under_way]))
+    return HangVerdict("held" if long else "free", _sentence([*_waits(waiting), under_way]))
 
 
-def _nobody_waits(states: Mapping[int, RankState]) -> Verdict:
+def _nobody_waits(states: Mapping[int, RankState]) -> HangVerdict:
     held = tuple(rank for rank, state in sorted(states.items()) if state.kind != "answers")
     if all(state.idle for state in states.values()):
-        return Verdict("free", "No cell runs.")
+        return HangVerdict("free", "No cell runs.")
     readers = tuple(
         rank for rank, state in sorted(states.items()) if state.activity is not None and state.activity.reads_data
     )
-    return Verdict("held" if held else "free", _sentence(_doings(states, states, {})), held or readers)
+    return HangVerdict("held" if held else "free", _sentence(_doings(states, states, {})), held or readers)
 
 
 # Who waits for whom ---------------------------------------------------------------------------------------------------
@@ -552,7 +554,7 @@ class Why:
     """Who is stuck where, at one moment. seconds: that it took to find out."""
 
     states: Mapping[int, RankState]
-    verdict: Verdict
+    verdict: HangVerdict
     seconds: float
 
     @property
@@ -575,7 +577,7 @@ class Why:
         return f"<b>{html.escape(self.sentence)}</b>{html_table(COLUMNS, self._rows())}{stacks}"
 
 
-def ask_why(entry: Entry, client: Client, deaths: Mapping[int, Death], *, stacks: bool = False) -> Why:
+def ask_why(entry: ClusterEntry, client: Client, deaths: Mapping[int, Death], *, stacks: bool = False) -> Why:
     """Ask all ranks of a cluster. stacks: with the stack of every thread. Answers within 5 s."""
     began = time.monotonic()
     states = collect(entry, client, deaths, stacks=stacks)
@@ -620,7 +622,7 @@ class QuietWatch:
     on all ranks is not stuck. Its methods run on the client's thread, but for the asking.
     """
 
-    def __init__(self, entry: Entry, client: Client, deaths: Mapping[int, Death], execution: Execution) -> None:
+    def __init__(self, entry: ClusterEntry, client: Client, deaths: Mapping[int, Death], execution: Execution) -> None:
         self.entry, self.client, self.deaths, self.execution = entry, client, deaths, execution
         self.moved: dict[int, Any] = {}
         self.shown = dict(execution.arrived)

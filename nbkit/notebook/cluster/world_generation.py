@@ -21,7 +21,7 @@ def form(client: Client, n: int, generation: int) -> None:
     client.call_and_wait(range(n), "nbkit.bridge.calls:reform", generation, address, port, timeout=90)
 
 
-class Generation:
+class WorldGeneration:
     """The state of one cluster's world. spoilt: why the next cell needs a new generation, "" if it does not."""
 
     def __init__(self, client: Client, n: int) -> None:

@@ -145,7 +145,7 @@ def place_of(text: str, line: int, column: int) -> int:
 
 
 @dataclass(frozen=True)
-class Names:
+class CellNames:
     """Of the module that a cell is. bound: it gives them a value. read: it takes them from elsewhere, in functions too.
 
     free: a star import or exec() may bind anything.
@@ -156,7 +156,7 @@ class Names:
     free: bool
 
 
-def names_of(text: str) -> Names:
+def names_of(text: str) -> CellNames:
     """The names of a cell's Python."""
     top = symtable.symtable(text, "cell", "exec")
     bound = {one.get_name() for one in top.get_symbols() if _is_bound(one)}
@@ -165,7 +165,7 @@ def names_of(text: str) -> Names:
         bound |= {one.get_name() for one in table.get_symbols() if one.is_declared_global() and one.is_assigned()}
         read |= {one.get_name() for one in table.get_symbols() if one.is_global() and one.is_referenced()}
     free = any(_binds_anything(node) for node in ast.walk(ast.parse(text)))
-    return Names(frozenset(bound), frozenset(read - set(dir(builtins)) - {"__name__", "__file__"}), free)
+    return CellNames(frozenset(bound), frozenset(read - set(dir(builtins)) - {"__name__", "__file__"}), free)
 
 
 def _is_bound(one: symtable.Symbol) -> bool:

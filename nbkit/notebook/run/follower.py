@@ -236,7 +236,7 @@ def rate_of(step: StepRecord) -> float | None:
     return tokens / wall if isinstance(tokens, (int, float)) and isinstance(wall, (int, float)) and wall else None
 
 
-class Timeline:
+class RunTimeline:
     """Points in order of their steps. epoch: changes whenever points that were there have changed."""
 
     def __init__(self, points: int = TIMELINE_POINTS) -> None:
@@ -313,7 +313,7 @@ class Run:
         self.details: dict[int, dict[int, Detail]] = {}
         self.memory: dict[int, deque[MemoryRecord]] = {}
         self.health: dict[int, HealthRecord] = {}  # of each rank the newest
-        self.timeline = Timeline()
+        self.timeline = RunTimeline()
         self.late: deque[Late | None] = deque(maxlen=_LATE_OVER)
         self._late_under = ""
         self._told: tuple[str, tuple[int, ...], int] | None = None

@@ -15,9 +15,9 @@ from nbkit.errors import NbkitError
 from nbkit.notebook.run.follower import PARTS, Run, short, strategy_of
 from nbkit.planner import forecast
 from nbkit.planner.exchange import orders
-from nbkit.records.readings import Bar, Late, Row, bars, late_rank, table, traffic_matrix, usual_bars
+from nbkit.records.readings import Bar, Late, TrafficRow, bars, late_rank, table, traffic_matrix, usual_bars
 from nbkit.records.records import LISTEN_EVERY, Detail, GpuHealth, HealthRecord, PipelineOp, StepRecord
-from nbkit.records.run_advice import Link, links, reading, slow_link
+from nbkit.records.run_advice import PipelineLink, links, reading, slow_link
 from nbkit.schedules import Schedule, simulate
 from nbkit.strategy import Strategy
 
@@ -285,7 +285,7 @@ def lateness(run: Run) -> dict[str, Any]:
     return {"of": len(run.late), "rows": rows[:8]}
 
 
-def _slow_link(run: Run, step: int, rows: list[Row], of: list[Bar]) -> Link | None:
+def _slow_link(run: Run, step: int, rows: list[TrafficRow], of: list[Bar]) -> PipelineLink | None:
     """The slow link of a pipeline, from the detailed step that is nearest."""
     # Backups are messages too, and hold no pipeline up.
     if not of or not any(row.op == "recv" and row.axis == "pp" for row in rows):
@@ -302,8 +302,8 @@ def _late(late: Late | None) -> dict[str, Any] | None:
     return None if late is None else {"rank": late.rank, "seconds": short(late.longer), "cause": late.cause}
 
 
-def _row(row: Row, predicted: forecast.Forecast | None) -> dict[str, Any]:
-    values = {name: short(getattr(row, name)) for name in Row.__dataclass_fields__}
+def _row(row: TrafficRow, predicted: forecast.Forecast | None) -> dict[str, Any]:
+    values = {name: short(getattr(row, name)) for name in TrafficRow.__dataclass_fields__}
     # What one rank sends another receives.
     op = "send" if row.op == "recv" else row.op
     terms = predicted.traffic if predicted is not None else ()

@@ -20,7 +20,7 @@ from nbkit.figures import figure
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cluster import Cluster
 from nbkit.notebook.cluster.newest_run import NewestRun
-from nbkit.notebook.cluster.output.display import NOBODY, Piece
+from nbkit.notebook.cluster.output.display import NOBODY, ShownMessage
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.dashboard.text_view import failure, steps_of
 
@@ -147,7 +147,9 @@ class LiveCard:
         transient = {"display_id": f"nbkit-card-{self._execution.request.id}"}
         self._execution.outbox.put("update" if self._shown else "display", bundle, {}, transient)
         content = {"data": bundle, "metadata": {}, "transient": transient}
-        self._execution.shown.add(Piece(NOBODY, "update_display_data" if self._shown else "display_data", content))
+        self._execution.shown.add(
+            ShownMessage(NOBODY, "update_display_data" if self._shown else "display_data", content)
+        )
         self._shown = True
 
 

@@ -14,10 +14,10 @@ from typing import Protocol
 
 from nbkit.planner.choose.seconds import Load
 from nbkit.planner.job_facts import Facts
-from nbkit.planner.peak import Line, Piece, Weights
+from nbkit.planner.peak import ModelPiece, PeakLine, Weights
 from nbkit.planner.stages import partition, ranks_of_stages
-from nbkit.planner.step import Unit
-from nbkit.planner.traffic import Rest, Traffic, summed
+from nbkit.planner.step import StepUnit
+from nbkit.planner.traffic import Rest, TrafficTerm, summed
 from nbkit.strategy import Strategy
 
 
@@ -46,7 +46,7 @@ class Subject(Protocol):
     @property
     def element(self) -> int: ...
     def recomputing(self, recompute: bool) -> Subject: ...
-    def pieces(self, tp: int, cp: int) -> tuple[Piece, ...]: ...
+    def pieces(self, tp: int, cp: int) -> tuple[ModelPiece, ...]: ...
     def weights(self, tp: int, cp: int) -> list[Weights]: ...
     def facts(self, batch: int) -> Facts: ...
     def flops(self, tp: int, cp: int) -> float: ...
@@ -82,10 +82,10 @@ class Known:
         self.subject = subject
         self.pieces = lru_cache(maxsize=None)(subject.pieces)
         self.weights = lru_cache(maxsize=None)(subject.weights)
-        self._kept: dict[tuple[int, ...], Line] = {}
+        self._kept: dict[tuple[int, ...], PeakLine] = {}
         self._found: dict[tuple[int, ...], dict[int, tuple[tuple[int, int], ...]]] = {}
         self._fullest: dict[tuple[int, ...], tuple[int, int, int]] = {}
-        self._units: dict[tuple[int, int], tuple[Unit, ...]] = {}
+        self._units: dict[tuple[int, int], tuple[StepUnit, ...]] = {}
         self._before: dict[tuple[int, int], list[int]] = {}
         self._shares: dict[int, tuple[float, ...]] = {}
         self.costs = subject.costs()
@@ -117,7 +117,7 @@ class Known:
     def _cut(self, strategy: Strategy) -> tuple[int, ...]:
         return _cut(self.costs, len(ranks_of_stages(strategy)))
 
-    def kept(self, strategy: Strategy) -> Line:
+    def kept(self, strategy: Strategy) -> PeakLine:
         """What a forward of the first place keeps, less what it hands on."""
         key = strategy.tp, strategy.pp, strategy.cp, len(ranks_of_stages(strategy))
         if key not in self._kept:
@@ -125,7 +125,7 @@ class Known:
             own = [pieces[i] for start, stop in self.stages(strategy)[:1] for i in range(start, stop)]
             handed = own[-1].carried
             fixed, row = (sum(getattr(one.kept, name) for one in own) for name in ("fixed", "row"))
-            self._kept[key] = Line(fixed - handed.fixed, row - handed.row)
+            self._kept[key] = PeakLine(fixed - handed.fixed, row - handed.row)
         return self._kept[key]
 
     def held(self, strategy: Strategy) -> int:
@@ -148,13 +148,13 @@ class Known:
             self._shares[key] = tuple(sum(self.costs[start:stop]) / whole for start, stop in cuts)
         return self._shares[key]
 
-    def units(self, strategy: Strategy) -> tuple[Unit, ...]:
+    def units(self, strategy: Strategy) -> tuple[StepUnit, ...]:
         """Of the whole model, without a pipeline; parameters of a block as one."""
         key = strategy.tp, strategy.cp
         if key not in self._units:
             weights = self.weights(*key)
             self._units[key] = tuple(
-                Unit(
+                StepUnit(
                     cost / sum(self.costs),
                     (sum(own.inside), *own.outside),
                     sum(own.outside),
@@ -213,7 +213,7 @@ def load_of(known: Known, candidate: Candidate, facts: Facts) -> Load:
     )
 
 
-def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic]:
+def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[TrafficTerm]:
     """What the busiest rank sends in a step."""
     strategy, subject = candidate.strategy, known.subject
     tp, pp, cp = strategy.tp, strategy.pp, strategy.cp
@@ -227,21 +227,21 @@ def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic
         # Of a block and of its backward two each, computed again one more; embedding and head one each.
         calls, size = (4 + once) * blocks + 2 / pp, hidden
         for op in ("all_gather", "reduce_scatter"):
-            yield Traffic("tp", op, tp, round(micros * calls), round(size * calls), "hidden states")
+            yield TrafficTerm("tp", op, tp, round(micros * calls), round(size * calls), "hidden states")
     if pp > 1:
         stages = 2 if strategy.schedule == "interleaved" else 1
         size = round(2 * stages * hidden / tp)
-        yield Traffic("pp", "send", 2, 2 * stages * micros, size, "hidden states and their gradients")
+        yield TrafficTerm("pp", "send", 2, 2 * stages * micros, size, "hidden states and their gradients")
     if cp > 1:
         whole, held = hidden * cp, known.held(strategy)
         both = 2 * whole * (facts.kv_heads or 1) / (facts.heads or 1) / tp
         for op in ("all_gather", "reduce_scatter"):
-            yield Traffic("cp", op, cp, 2 * micros * blocks, round(both * blocks), "keys and values")
-        yield Traffic("cp", "all_gather", cp, micros, round((1 if pp > 1 else 2) * whole), "ends of the blocks")
-        yield Traffic("cp", "all_reduce", cp, 1, held, "gradients that are partial sums")
+            yield TrafficTerm("cp", op, cp, 2 * micros * blocks, round(both * blocks), "keys and values")
+        yield TrafficTerm("cp", "all_gather", cp, micros, round((1 if pp > 1 else 2) * whole), "ends of the blocks")
+        yield TrafficTerm("cp", "all_reduce", cp, 1, held, "gradients that are partial sums")
 
 
-def data_terms(known: Known, strategy: Strategy, micros: int, node: int | None) -> Iterator[Traffic]:
+def data_terms(known: Known, strategy: Strategy, micros: int, node: int | None) -> Iterator[TrafficTerm]:
     """Of the data axis. node: ranks on each; None: all are on one."""
     dp, shard, levers, held = strategy.dp, strategy.shard, strategy.levers, known.held(strategy)
     gradients = round(held * known.subject.each.gradient / known.subject.each.parameter)
@@ -249,7 +249,7 @@ def data_terms(known: Known, strategy: Strategy, micros: int, node: int | None) 
     node_of = _node_of(strategy.mesh.size, node or strategy.mesh.size)
     if levers.compress:
         for op in ("all_to_all", "all_gather"):
-            yield Traffic(axis, op, dp, 1, round(levers.share * gradients), "gradients, rounded")
+            yield TrafficTerm(axis, op, dp, 1, round(levers.share * gradients), "gradients, rounded")
     elif levers.sync_every > 1:
         averaged = round(held / levers.sync_every)
         yield from summed(strategy, averaged, "weights, averaged now and then", 0, node_of)
@@ -258,11 +258,11 @@ def data_terms(known: Known, strategy: Strategy, micros: int, node: int | None) 
     else:
         # Gathered before forward and backward and reduced behind it; a pipeline keeps what it has gathered.
         passes = micros if strategy.zero == 3 and strategy.pp == 1 else 1
-        yield Traffic(axis, "reduce_scatter", shard, passes, passes * gradients, "gradients")
+        yield TrafficTerm(axis, "reduce_scatter", shard, passes, passes * gradients, "gradients")
         size = held
         if strategy.zero == 3:
             size = passes * (known.gathered(strategy) + (known.gathered_inside(strategy) if strategy.pp == 1 else 0))
-        yield Traffic(axis, "all_gather", shard, passes, size, "parameters")
+        yield TrafficTerm(axis, "all_gather", shard, passes, size, "parameters")
         if shard < dp:
             yield from summed(strategy, passes * gradients // shard, "gradients", 0, node_of)
 

@@ -135,7 +135,7 @@ def is_exact(lever: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """A strategy that fits.
 
     strategy: as one types it. microbatch_size: rows of a forward where there is no pipeline. recompute: of the blocks.
@@ -202,7 +202,7 @@ class Plan:
     memory: float
     usable: float
     unit: str
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     refused: tuple[Refused, ...]
     considered: int
 
@@ -256,7 +256,7 @@ def search(subject: Subject, batch: int, on: Hardware, *, rates: Rates | None = 
             took = seconds(load, candidate.strategy, on, rates, lines=lines).total
             timed.append((_order(took, candidate, len(timed)), candidate, load, rest))
     timed.sort(key=lambda one: one[0])
-    rows: list[Row] = []
+    rows: list[PlanRow] = []
     found: set[tuple[int, ...]] = set()
     short: dict[tuple[int, ...], tuple[int, Refused]] = {}
     for _, candidate, load, rest in timed:
@@ -346,11 +346,13 @@ def _peak(known: Known, candidate: Candidate, rest: Rest) -> Peak:
     )
 
 
-def _row(known: Known, candidate: Candidate, load: Load, top: Peak, on: Hardware, rates: Rates, facts: Facts) -> Row:
+def _row(
+    known: Known, candidate: Candidate, load: Load, top: Peak, on: Hardware, rates: Rates, facts: Facts
+) -> PlanRow:
     strategy, parts = candidate.strategy, seconds(load, candidate.strategy, on, rates)
     low, high = interval(load, strategy, on, rates)
     units = (facts.batch or 0) * (facts.sequence or 1)
-    return Row(
+    return PlanRow(
         str(strategy),
         strategy.label,
         candidate.microbatch_size,
@@ -407,7 +409,7 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-def chosen(plan: Plan) -> Row:
+def chosen(plan: Plan) -> PlanRow:
     """The recommendation. Raises StrategyError, with the closest miss, where nothing fits."""
     if plan.rows:
         return plan.rows[0]
@@ -467,7 +469,7 @@ def why(plan: Plan, first: str, second: str) -> str:
     return "\n".join(lines)
 
 
-def _find(plan: Plan, wanted: str) -> Row:
+def _find(plan: Plan, wanted: str) -> PlanRow:
     words = " ".join(wanted.split())
     for row in plan.rows:
         if words in (row.settings, row.strategy, row.label):
@@ -509,7 +511,7 @@ def _refusals(plan: Plan) -> list[str]:
     return [f"  refused: {one.strategy}: {one.why} {one.numbers}" for one in plan.refused[-_REFUSED:]]
 
 
-def _cells(row: Row, plan: Plan) -> Sequence[str]:
+def _cells(row: PlanRow, plan: Plan) -> Sequence[str]:
     states = row.peak.parameters + row.peak.gradients + row.peak.optimizer
     axis = max(row.sent, key=lambda one: row.sent[one], default="")
     between = f", {size(row.between)} between nodes" if row.between else ""

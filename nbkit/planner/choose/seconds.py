@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from nbkit.node_levels import BETWEEN
 from nbkit.planner.choose.hardware import Hardware
-from nbkit.planner.link_speed import Way
-from nbkit.planner.step import DATA, Line, Lines, Parts, Unit, Work, step_parts
-from nbkit.planner.traffic import Traffic
+from nbkit.planner.link_speed import OperationSpeed
+from nbkit.planner.step import DATA, Lines, OperationPath, Parts, StepUnit, Work, step_parts
+from nbkit.planner.traffic import TrafficTerm
 from nbkit.strategy import Strategy
 
 _DELAY = 20e-6
@@ -56,9 +56,9 @@ class Load:
     touched: float
     again: float
     stages: Sequence[float]
-    terms: Sequence[Traffic]
+    terms: Sequence[TrafficTerm]
     updated: float
-    units: Sequence[Unit] = ()
+    units: Sequence[StepUnit] = ()
     passes: int = 1
 
     @property
@@ -113,20 +113,20 @@ def seconds(
 
 def lines_of(strategy: Strategy, on: Hardware, rates: Rates) -> Lines:
     """The way of each term, the same for all schedules and micro-batches of a mesh."""
-    found: dict[tuple[str, str, str], Line] = {}
+    found: dict[tuple[str, str, str], OperationPath] = {}
 
-    def line(term: Traffic) -> Line:
+    def line(term: TrafficTerm) -> OperationPath:
         key = term.axis, term.op, term.level
         if key not in found:
             far = spans(strategy, f"{term.axis} {term.level}".strip(), on.node)
             speed = min(on.device.near, on.device.far * _rails(strategy, term, on.node)) if far else on.device.near
-            found[key] = Line(Way(_DELAY, speed * rates.links), int(far))
+            found[key] = OperationPath(OperationSpeed(_DELAY, speed * rates.links), int(far))
         return found[key]
 
     return line
 
 
-def _rails(strategy: Strategy, term: Traffic, node: int) -> int:
+def _rails(strategy: Strategy, term: TrafficTerm, node: int) -> int:
     """Links to other nodes that a group has: one for each of its ranks on a node. A ring goes through the ranks of a
     node one after the other, so that what a collective sends to other nodes leaves by all of them; a message by one."""
     if term.op == "send" or term.level:

@@ -71,7 +71,7 @@ forming = Forming()
 BROKEN_OFF = "The forming of a process group was broken off."
 
 
-class Meeting:
+class GroupRendezvous:
     """Where the members of a group wait for each other, so that another thread can break it off: in Python, not in C++.
 
     Each of `size` members comes once to every `place`, such as the group's forming or the first use of a communicator.

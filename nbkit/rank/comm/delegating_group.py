@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from nbkit.errors import ClusterError
 from nbkit.rank.background_threads import started
-from nbkit.rank.comm.background_creation import Meeting
+from nbkit.rank.comm.background_creation import GroupRendezvous
 from nbkit.rank.comm.gloo.collectives import EXCHANGED, method
 from nbkit.rank.comm.gloo.interruptible_wait import Interruptible, has_left
 from nbkit.rank.device import accelerator
@@ -106,7 +106,7 @@ _standing: list[ProcessGroup] = []
 _OWN_REFERENCES = 2
 """Of a list that holds an object, and of the call that counts them."""
 
-_last: tuple[str, int | str | None, collectives.Seen, int, int] | None = None
+_last: tuple[str, int | str | None, collectives.GroupInfo, int, int] | None = None
 _born: weakref.WeakSet[DelegatingGroup] = weakref.WeakSet()
 _born_lock = threading.Lock()
 
@@ -160,7 +160,9 @@ class DelegatingGroup(ProcessGroup):
         self.sockets: frozenset[int] = frozenset()
         self.recipe: dict[str, Any] = {}
         self.formed, self.destroyed = 1, False  # how many inner groups it has had; whether this one was shut down
-        self.meeting: Meeting | None = None  # where members meet before the first use, where that would block for good
+        self.meeting: GroupRendezvous | None = (
+            None  # where members meet before the first use, where that would block for good
+        )
         self.keep: list[object] = []  # Python halves of C++ objects that the inner group holds (a store)
         self.count = 0
         self.sent: dict[int | str, int] = {}
@@ -175,7 +177,7 @@ class DelegatingGroup(ProcessGroup):
             self.bound_device_id = inner.bound_device_id
         self._name, self._desc, self._rank = inner.group_name, inner.group_desc, inner.rank()
         self.label = _label(inner.group_name, inner.group_desc, members)
-        self.seen = collectives.Seen(self.label, collectives.axis_of(inner.group_desc, inner.group_name), members)
+        self.seen = collectives.GroupInfo(self.label, collectives.axis_of(inner.group_desc, inner.group_name), members)
         self._nccl, self._batching = "nccl" in kinds.values(), False
         if self._nccl:
             inner._enable_collectives_timing()  # type: ignore[attr-defined]

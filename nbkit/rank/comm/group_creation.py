@@ -24,7 +24,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from nbkit.rank.background_threads import started
-from nbkit.rank.comm.background_creation import BreakableStore, Meeting, forming
+from nbkit.rank.comm.background_creation import BreakableStore, GroupRendezvous, forming
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live
 from nbkit.rank.comm.gloo.interruptible_wait import interrupt
 from nbkit.rank.torch_private import CAN_BATCH_P2P, CAN_DELEGATE_GROUPS, group_tables
@@ -159,7 +159,7 @@ def reform_group(group: DelegatingGroup, store: Store, *, meets_as: str = "") ->
 class _Held:
     """What belongs to an inner group beside itself."""
 
-    def __init__(self, store: Store, meeting: Meeting | None) -> None:
+    def __init__(self, store: Store, meeting: GroupRendezvous | None) -> None:
         self.store, self.meeting = store, meeting
         self.sockets: frozenset[int] = frozenset()
 
@@ -202,7 +202,7 @@ def _make(
     assert _original is not None
     # nccl's threads read their store at any time, also at exit: only gloo may be given one that lives in Python.
     only_gloo = _kinds(recipe["backend"]) == {"gloo"}
-    meeting = None if only_gloo else Meeting(PrefixStore(f"{name}/meeting", store))
+    meeting = None if only_gloo else GroupRendezvous(PrefixStore(f"{name}/meeting", store))
     held = _Held(BreakableStore(store) if only_gloo else store, meeting)
     if meeting is not None and rank is not None:
         meeting.at("forming", size)

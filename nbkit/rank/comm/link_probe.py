@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nbkit.planner.link_speed import Link, Way
+from nbkit.planner.link_speed import OperationSpeed, WorldLinks
 from nbkit.rank.device import accelerator
 from nbkit.wire.processes import node_name
 
@@ -30,10 +30,10 @@ three was up to twice the usual latency where ranks share cores, and a step pred
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_known: Link | None = None
+_known: WorldLinks | None = None
 
 
-def link_of(device: torch.device) -> Link | None:
+def link_of(device: torch.device) -> WorldLinks | None:
     """The link of this world, measured now if some rank does not know it. Collective. None in a world of one."""
     global _known
     if not dist.is_initialized() or (ranks := dist.get_world_size()) == 1:
@@ -50,14 +50,14 @@ def link_of(device: torch.device) -> Link | None:
     return _known
 
 
-def know(link: Link | None) -> Link | None:
+def know(link: WorldLinks | None) -> WorldLinks | None:
     """Take over what the other ranks have measured: this process joins them later."""
     global _known
     _known = link
     return link
 
 
-def _measured(device: torch.device, node_of: tuple[int, ...], crowded: bool) -> Link:
+def _measured(device: torch.device, node_of: tuple[int, ...], crowded: bool) -> WorldLinks:
     rank, ranks = dist.get_rank(), len(node_of)
     large = _LARGE_ON_DEVICES if accelerator().holds(device) else _LARGE
     everyone = [1.0] * ranks
@@ -78,7 +78,7 @@ def _measured(device: torch.device, node_of: tuple[int, ...], crowded: bool) -> 
         near = _way(lambda size: _all_to_all(size, same, device), large, _most(share, device), device)
         to, of = ([float(one) for one in ends] for ends in _neighbours(node_of, rank))
         far = _way(lambda size: _all_to_all(size // 2, to, device, of), large, 1 / 2, device)
-    return Link(ranks, ways, near, far, _copying(large, device), node_of, crowded)
+    return WorldLinks(ranks, ways, near, far, _copying(large, device), node_of, crowded)
 
 
 def _neighbours(node_of: Sequence[int], rank: int) -> tuple[list[bool], list[bool]]:
@@ -97,7 +97,7 @@ _Act = Callable[..., Any]
 """Makes an operation: waits for it, or with async_op=True returns it."""
 
 
-def _way(make: Callable[[int], _Act], large: int, sent: float, device: torch.device) -> Way:
+def _way(make: Callable[[int], _Act], large: int, sent: float, device: torch.device) -> OperationSpeed:
     """sent: the part of the bytes handed over that leaves a rank. Collective; the slowest rank's times, on all."""
     # Parts of whole numbers of four bytes, also over three ranks.
     unit = 4 * dist.get_world_size()
@@ -108,7 +108,7 @@ def _way(make: Callable[[int], _Act], large: int, sent: float, device: torch.dev
     short, long, several = slowest.tolist()
     gap = min(max((several - short) / (_UNDER_WAY - 1), 0.0), short)
     # Where even the large ones are over at once, nothing is known but that.
-    return Way(short, max(large * sent, 1.0) / max(long - short, 0.05 * long, 1e-9), gap)
+    return OperationSpeed(short, max(large * sent, 1.0) / max(long - short, 0.05 * long, 1e-9), gap)
 
 
 def _at_once(act: _Act) -> None:

@@ -113,7 +113,7 @@ class _Message:
     done: bool = False
 
 
-class Meeting:
+class ThreadMeeting:
     """What the ranks of one group have in common. members: of `ranks`, in the order of the group."""
 
     def __init__(self, ranks: ThreadRanks[Any], members: Sequence[int]) -> None:
@@ -150,7 +150,7 @@ _COMBINE: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
 class ThreadGroup(dist.ProcessGroup):
     """One rank's end of a Meeting. Has the operations that strategies use."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting: ThreadMeeting, rank: int) -> None:
         super().__init__(rank, len(meeting.members))  # type: ignore[call-arg,arg-type]
         self._meeting, self._me, self._made = meeting, rank, 0
 
@@ -324,7 +324,7 @@ class Alone(ThreadGroup):
     """The world of one process that looks at a model. heard: the operations that user code made in it."""
 
     def __init__(self) -> None:
-        super().__init__(Meeting(_Nobody(1), (0,)), 0)
+        super().__init__(ThreadMeeting(_Nobody(1), (0,)), 0)
         self.heard: list[str] = []
 
     def _collective(self, operation: str, *args: Any) -> dist.Work:

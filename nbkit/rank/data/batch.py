@@ -349,7 +349,7 @@ def steps_of_epoch(samples: int, batch_size: int, *, drop_last: bool) -> int:
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class BatchSplit:
     """total rows = micro rows per rank and forward x accum forwards x dp ranks.
 
     rows: of each of the dp ranks, where their speeds are unequal; then `micro` are at most in a forward.
@@ -361,7 +361,7 @@ class Arithmetic:
     rows: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, batch_size: int, strategy: Strategy, *, microbatch_size: int | None) -> Arithmetic:
+    def of(cls, batch_size: int, strategy: Strategy, *, microbatch_size: int | None) -> BatchSplit:
         """Raises TrainingError, with the numbers and the nearest that fit, when a division leaves a rest.
 
         A pipeline cuts what a rank gets into `strategy.microbatches`, whatever `microbatch_size` says.

@@ -27,7 +27,7 @@ COMPARED = 2  # samples
 
 
 @dataclass(frozen=True)
-class Mark:
+class StreamPosition:
     """Behind `index` samples. shard: the one that was read. data, iterator: their states.
 
     drawn: the generators of torch, Python and numpy there; None where nothing had been drawn from them.
@@ -56,7 +56,7 @@ class Opened:
     samples: Iterator[Any]
 
     @classmethod
-    def at(cls, data: Any, mark: Mark | None) -> Opened:
+    def at(cls, data: Any, mark: StreamPosition | None) -> Opened:
         """`data` from its beginning, or from the mark on."""
         if mark is not None and mark.data is not None:
             data.load_state_dict(mark.data)
@@ -103,22 +103,22 @@ def checksum(collate: Callable[[list[Any]], Any], sample: Any) -> int:
     return 0
 
 
-def written(mark: Mark) -> dict[str, Any]:
+def written(mark: StreamPosition) -> dict[str, Any]:
     """`mark` as a checkpoint holds it."""
     return dict(vars(mark))
 
 
-def read(values: Any) -> Mark | None:
+def read(values: Any) -> StreamPosition | None:
     """What was `written`; None for what was not."""
     try:
-        mark = Mark(**{**values, "checks": tuple(values["checks"])})
+        mark = StreamPosition(**{**values, "checks": tuple(values["checks"])})
     except (TypeError, KeyError):
         return None
     return mark if all(type(number) is int for number in (mark.index, mark.shard, mark.first, *mark.checks)) else None
 
 
 @dataclass(frozen=True)
-class Feed:
+class DataHooks:
     """position, go_to: where in the data it stands, carried when ranks become one again. fits: refuses a strategy that
     cannot cut the batch, and returns the arithmetic of one that can. recut: the strategy has changed.
     remakes: who makes the steps asks `proof.settled` in each, and can make one again. after: finished steps -> where a

@@ -31,8 +31,8 @@ from nbkit.errors import TrainingError
 from nbkit.rank.data.balanced.balanced_order import BalancedOrder
 from nbkit.rank.data.batch import Parts, Shard, check_rows, fingerprint, numbers_of, parts_by_speed, steps_of_epoch
 from nbkit.rank.data.data_rng import Compared, content
-from nbkit.rank.data.data_state import NO_STATE, READ_AGAIN, Mark, Opened, checksum, has_state, read, written
-from nbkit.rank.data.workers import Draws, ReadAhead, Reader, ToRead
+from nbkit.rank.data.data_state import NO_STATE, READ_AGAIN, Opened, StreamPosition, checksum, has_state, read, written
+from nbkit.rank.data.workers import BatchReader, Draws, ReadAhead, ToRead
 from nbkit.rank.rng.seeding import ITERATED, mixed
 
 Collate = Callable[[list[Any]], Any]
@@ -162,7 +162,7 @@ class MapStream(Stream):
                 hint=f"batch_size={max(len(data) // ranks, 1) * ranks} or less" if len(data) else "a dataset with data",
             )
         self.length = len(data)
-        self._reader = Reader(data, self.collate)
+        self._reader = BatchReader(data, self.collate)
         self._ahead = ReadAhead(self._reader, self.workers) if self.workers else None
         self._compared = Compared(content(lambda: fetched(data, [0, -1 % self.length], (0, 1), self.collate).data))
         self.seek(0, 0)
@@ -275,8 +275,8 @@ class IterableStream(Stream):
         # Data may stand in itself where it was read to: it is told to begin anew.
         self._begins = self.data.state_dict() if has_state(self.data) and self.goes_back else None
         self._opened: Opened | None = None
-        self._before: tuple[int, Mark] | None = None  # (epoch, where the newest batch began)
-        self._resumes: Mark | None = None
+        self._before: tuple[int, StreamPosition] | None = None  # (epoch, where the newest batch began)
+        self._resumes: StreamPosition | None = None
 
     def seek(self, epoch: int, offset: int) -> None:
         """Go on with sample number `offset` of `epoch`: the samples before it are read and passed over.
@@ -308,7 +308,7 @@ class IterableStream(Stream):
         why = NO_STATE if not has_state(self.data) else "the checkpoint has no state of such data"
         warnings.warn(READ_AGAIN.format(offset=offset, epoch=epoch, why=why), stacklevel=4)
 
-    def _open(self, mark: Mark | None = None) -> Iterator[Any]:
+    def _open(self, mark: StreamPosition | None = None) -> Iterator[Any]:
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(self.epoch)
         self._check_can_start()
@@ -405,10 +405,10 @@ class IterableStream(Stream):
             self._samples = None
             raise
 
-    def _standing(self) -> Mark | None:
+    def _standing(self) -> StreamPosition | None:
         if self._opened is None or not self._opened.has_state:
             return None
-        return Mark(self.offset, 0, *self._opened.states(), drawn=torch.get_rng_state())
+        return StreamPosition(self.offset, 0, *self._opened.states(), drawn=torch.get_rng_state())
 
     def _enough(self, samples: list[Any]) -> bool:
         return len(samples) == self.batch_size or (bool(samples) and not self.drop_last)

@@ -58,7 +58,7 @@ class _Failed:
     shared: str = ""
 
 
-class Reader(Dataset[Any]):
+class BatchReader(Dataset[Any]):
     """Reads batches, here or in a worker."""
 
     def __init__(self, data: Any, collate: Collate) -> None:
@@ -173,7 +173,7 @@ class _BatchThread:
 class ReadAhead:
     """The batches that follow a position, `workers` processes ahead."""
 
-    def __init__(self, reader: Reader, workers: int) -> None:
+    def __init__(self, reader: BatchReader, workers: int) -> None:
         self._told: deque[ToRead] = deque()
         self._ahead: Iterator[ToRead] = iter(())
         self._loader: DataLoader[Any] = Loader(

@@ -54,7 +54,7 @@ class Pretrained:
     adapt: Callable[[nn.Module], nn.Module] | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
-    def build(self, *, seed: int, device: torch.device) -> Shell:
+    def build(self, *, seed: int, device: torch.device) -> WeightlessModel:
         """The module on `device`, its weights still on the disk. Raises TrainingError when some are not there."""
         with seeded(device):
             torch.manual_seed(seed)
@@ -74,11 +74,11 @@ class Pretrained:
             names = {name: tensors[id(p)] for name, p in module.named_parameters() if id(p) in tensors}
             # What `adapt` added stands nowhere but here.
             added = {name: p.detach() for name, p in module.named_parameters() if name not in names}
-        return Shell(module, files, names, added)
+        return WeightlessModel(module, files, names, added)
 
 
 @dataclass(frozen=True)
-class Shell:
+class WeightlessModel:
     """A module without weights. names: parameter -> tensor in the files; added: those that are in no file."""
 
     module: nn.Module

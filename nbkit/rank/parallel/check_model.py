@@ -54,7 +54,7 @@ from nbkit.rank.parallel.options import (
     need_whole_gradients,
     parts_rows,
 )
-from nbkit.rank.parallel.pipeline.layer_chain import Chain, find_chain
+from nbkit.rank.parallel.pipeline.layer_chain import LayerChain, find_chain
 from nbkit.rank.parallel.proof.own_parts import look_at_copies
 from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
@@ -83,7 +83,7 @@ def facts_of(
             kv_heads = None if counted[0].kv_heads == heads else counted[0].kv_heads
         tables = [model.get_submodule(path) for path, role in plan.singles.items() if role == "vocab"]
         vocab = min((part.num_embeddings for part in tables if isinstance(part, nn.Embedding)), default=None)
-    chain: Chain | None = options.chain
+    chain: LayerChain | None = options.chain
     blocks = len(chain) if chain is not None else len(structural_blocks(model)) or None
     return Facts(heads=heads, kv_heads=kv_heads, vocab=vocab, blocks=blocks, batch=batch, world=world)
 

@@ -31,7 +31,7 @@ FOUND = ("looked", "chain", "no_chain", "costs", "hidden", "proof", "gathers", "
 
 
 @dataclass(frozen=True)
-class Runs:
+class ModelRuns:
     """How the model is run on the example. batch: the example. whole: one pass over it; loss: of what that gives.
 
     brief, brief_loss: the same on a few positions of each row. autocast: the dtype in which it trains, if another.
@@ -69,7 +69,7 @@ def lacking(options: Options, strategies: Iterable[Strategy]) -> frozenset[str]:
     return wanted - options.looked
 
 
-def find_facts(module: nn.Module, runs: Runs, options: Options, wanted: Collection[str]) -> dict[str, Any]:
+def find_facts(module: nn.Module, runs: ModelRuns, options: Options, wanted: Collection[str]) -> dict[str, Any]:
     """Attributes of Options, in which the facts `wanted` have been looked for; whatever goes wrong is in them.
 
     module: whole, as it trains; it is afterwards as before. Let other ranks be idle meanwhile: seconds are measured.
@@ -96,7 +96,7 @@ def find_facts(module: nn.Module, runs: Runs, options: Options, wanted: Collecti
 
 
 def _along_the_chain(
-    module: nn.Module, runs: Runs, options: Options, wanted: Collection[str], found: dict[str, Any]
+    module: nn.Module, runs: ModelRuns, options: Options, wanted: Collection[str], found: dict[str, Any]
 ) -> None:
     chain = options.chain
     if "chain" in wanted:
@@ -132,7 +132,7 @@ class _evaluating:
 
 def find_later(
     skeleton: nn.Module,
-    runs_of: Callable[[nn.Module], Runs],
+    runs_of: Callable[[nn.Module], ModelRuns],
     options: Options,
     wanted: Collection[str],
     *,

@@ -10,8 +10,8 @@ from torch import nn
 from nbkit.errors import StrategyError
 from nbkit.rank.loss.counted_targets import Counted
 from nbkit.rank.parallel.context.context_parallel import Positionwise
-from nbkit.rank.parallel.pipeline.layer_chain import Chain
-from nbkit.rank.parallel.proof.outside_state import Outside
+from nbkit.rank.parallel.pipeline.layer_chain import LayerChain
+from nbkit.rank.parallel.proof.outside_state import OutsideUse
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
@@ -56,7 +56,7 @@ class Options:
     nothing can be run.
     """
 
-    chain: Chain | None = None
+    chain: LayerChain | None = None
     no_chain: str = ""
     costs: tuple[float, ...] = ()
     tp_plan: Mapping[str, str] | None = None
@@ -77,7 +77,7 @@ class Options:
     positionwise: Positionwise | None = None
     adaptive: bool = False
     collectives: str = ""
-    outside: Outside | None = None
+    outside: OutsideUse | None = None
     changes: bool = False
     caches: frozenset[tuple[str, str]] = frozenset()
     looked: frozenset[str] | None = None

@@ -40,7 +40,7 @@ from nbkit.tensor_layout import Layout
 
 
 @dataclass
-class Cut:
+class ShardedSkeleton:
     """A module as a strategy leaves it on this rank, with shapes and without memory. For one sharded model."""
 
     strategy: Strategy
@@ -114,7 +114,7 @@ def cut(
     options: Options,
     device: torch.device,
     own: nn.Module | None = None,
-) -> Cut:
+) -> ShardedSkeleton:
     """The model as `strategy` leaves it on this rank, without memory. Sends nothing, draws nothing, in any thread.
 
     skeleton: the whole model's shapes, copied, not touched. own: the whole model itself, which a strategy that splits
@@ -165,7 +165,7 @@ def cut(
     units = [module.get_submodule(name) for name in blocks]
     split, gathers = not (options.recompute or (chain is not None and chain.recomputes)), options.gathers
     made = (strategy, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes))
-    return Cut(*made, gathers, casts, options.adaptive)
+    return ShardedSkeleton(*made, gathers, casts, options.adaptive)
 
 
 def blocks_held(module: nn.Module, options: Options, whole: nn.Module) -> list[str]:

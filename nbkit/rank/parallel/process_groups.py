@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from nbkit.rank.comm.thread_group import Meeting
+from nbkit.rank.comm.thread_group import ThreadMeeting
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.device_mesh import (
     Axes,
@@ -85,7 +85,7 @@ def close_unused(device: torch.device) -> None:
 
 
 def connect_threads(
-    strategy: Strategy, rank_layouts: RankLayouts, rank: int, meetings: Callable[[str, tuple[int, ...]], Meeting]
+    strategy: Strategy, rank_layouts: RankLayouts, rank: int, meetings: Callable[[str, tuple[int, ...]], ThreadMeeting]
 ) -> Connections:
     """Those of a rank that is a thread of this process. meetings: of an axis and the ranks of a group along it."""
 

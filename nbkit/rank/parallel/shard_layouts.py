@@ -26,7 +26,7 @@ from nbkit.rank.parallel.options import (
     need_rows,
     need_whole_gradients,
 )
-from nbkit.rank.parallel.pipeline.layer_chain import Chain
+from nbkit.rank.parallel.pipeline.layer_chain import LayerChain
 from nbkit.rank.parallel.tensor.apply import parts_of
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
@@ -101,7 +101,7 @@ class ShardLayouts:
         where it was not tried."""
         if strategy.pp > 1:
             need_facts(self.options, strategy)
-        chain: Chain | None = self.options.chain
+        chain: LayerChain | None = self.options.chain
         if strategy.pp == 1 or chain is None:
             return []
         speeds = of_stages(strategy.speeds, strategy.mesh) if strategy.speeds else ()
@@ -110,7 +110,7 @@ class ShardLayouts:
             self._ranks_of[key] = self._staged(strategy, chain)
         return self._ranks_of[key]
 
-    def _staged(self, strategy: Strategy, chain: Chain) -> list[tuple[frozenset[str], dict[str, Layout]]]:
+    def _staged(self, strategy: Strategy, chain: LayerChain) -> list[tuple[frozenset[str], dict[str, Layout]]]:
         # Where the stages lie does not depend on the number of micro-batches, and long lists take long to make.
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, 2 * strategy.pp)
         ranges = stage_ranges(self.options.costs or [1.0] * len(chain), strategy)

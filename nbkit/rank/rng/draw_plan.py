@@ -46,7 +46,7 @@ class DrawPlan:
 
 
 @dataclass
-class Trace:
+class DrawTrace:
     """What one forward pass draws: dim 0 of each keyed draw, 0 where it has none; and what is drawn otherwise."""
 
     lengths: dict[Place, int] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Trace:
             self.replacing = False
 
 
-def plan_of(two: Trace, three: Trace) -> DrawPlan:
+def plan_of(two: DrawTrace, three: DrawTrace) -> DrawPlan:
     """From passes of two rows and of three."""
     shared = {place for place, length in two.lengths.items() if three.lengths.get(place) == length}
     return DrawPlan(frozenset(shared), tuple(two.unkeyed))
@@ -76,7 +76,7 @@ def plan_of(two: Trace, three: Trace) -> DrawPlan:
 class Elsewhere(WatchingMode):
     """Notes in a trace what torch draws and nothing replaces, dropout aside. where: the module that is being called."""
 
-    def __init__(self, trace: Trace, where: Callable[[], str]) -> None:
+    def __init__(self, trace: DrawTrace, where: Callable[[], str]) -> None:
         super().__init__()
         self._trace, self._where = trace, where
 

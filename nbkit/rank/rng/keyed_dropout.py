@@ -37,7 +37,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import rows_of
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.proof.observe import watched
-from nbkit.rank.rng.draw_plan import DrawPlan, Elsewhere, OtherGenerators, Place, Trace, place_of, plan_of
+from nbkit.rank.rng.draw_plan import DrawPlan, DrawTrace, Elsewhere, OtherGenerators, Place, place_of, plan_of
 from nbkit.rank.rng.dropout_masks import coordinates, dropped, key_of, random_bits
 from nbkit.rank.rng.random_ops import DRAWS, RANDOM, Draw
 from nbkit.rank.torch_private import DropoutNd, graph_task_id
@@ -116,7 +116,7 @@ class _Pass:
     first: int
     mode: TorchFunctionMode
     plan: DrawPlan | None = None
-    trace: Trace | None = None
+    trace: DrawTrace | None = None
     calls: dict[tuple[int, int], int] = field(default_factory=dict)
     stack: list[_Call] = field(default_factory=list)
 
@@ -186,9 +186,9 @@ class KeyedDropout:
         return True
 
     @contextmanager
-    def traced(self, rows: int) -> Iterator[Trace]:
+    def traced(self, rows: int) -> Iterator[DrawTrace]:
         """Around a forward pass of so many rows: notes what the model draws."""
-        trace, others = Trace(), OtherGenerators()
+        trace, others = DrawTrace(), OtherGenerators()
         names = {crc32(name.encode()): name for name, _ in self._module.named_modules()}
 
         def where() -> str:
@@ -209,7 +209,7 @@ class KeyedDropout:
             yield trace
 
     @contextmanager
-    def _keyed(self, step: int, rows: Tensor | Sequence[int], trace: Trace | None = None) -> Iterator[None]:
+    def _keyed(self, step: int, rows: Tensor | Sequence[int], trace: DrawTrace | None = None) -> Iterator[None]:
         if not _followed(self._module):
             _follow(self._module)
         replay_checkpoints()
@@ -254,7 +254,7 @@ def find_draws(module: nn.Module, run: Callable[[int], Any]) -> DrawPlan | None:
 
     The module, and the generators of random numbers, are afterwards not as before.
     """
-    keyed, traces = KeyedDropout(module, 0), list[Trace]()
+    keyed, traces = KeyedDropout(module, 0), list[DrawTrace]()
     try:
         for rows in (2, 3):
             with torch.no_grad(), keyed.traced(rows) as trace:

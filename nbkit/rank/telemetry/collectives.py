@@ -145,7 +145,7 @@ MODES = ("off", "count", "time")
 _AXES = ("pp", "dp", "cp", "tp", "shard", "replicate")
 
 
-class Seen:
+class GroupInfo:
     """What calls say of a group: its label, the axis it lies along, the global ranks in it."""
 
     __slots__ = ("axis", "blocked", "label", "members", "transfer")
@@ -158,7 +158,7 @@ class Seen:
         self.transfer = "bubble" if axis == "pp" else self.blocked
 
 
-class Call:
+class CollectiveCall:
     """One operation that this rank issued.
 
     peer: global rank at the other end of a message, None for a collective. place: how many operations of its kind the
@@ -174,7 +174,7 @@ class Call:
     __slots__ = ("at", "blocked", "bytes", "code", "cuda", "done", "dtype", "group", "heard", "issued", "number", "op",
                  "outside", "peer", "place", "root", "tag", "waited")  # fmt: skip
 
-    def __init__(self, op: str, group: Seen, peer: int | None, place: int, num_bytes: int) -> None:
+    def __init__(self, op: str, group: GroupInfo, peer: int | None, place: int, num_bytes: int) -> None:
         self.op, self.group, self.peer, self.place, self.bytes = op, group, peer, place, num_bytes
         self.number = -1
         self.issued = self.blocked = 0
@@ -232,19 +232,19 @@ class Ring:
     """
 
     def __init__(self, size: int = 1 << 14) -> None:
-        self._slots: list[Call | None] = [None] * size
+        self._slots: list[CollectiveCall | None] = [None] * size
         self._mask = size - 1
         self._numbers = itertools.count()
         self.end = self.generation = 0
 
-    def put(self, call: Call) -> None:
+    def put(self, call: CollectiveCall) -> None:
         """Note a call."""
         # next() of a count is one instruction of the interpreter: two threads never get the same number.
         call.number = number = next(self._numbers)
         self._slots[number & self._mask] = call
         self.end = number + 1
 
-    def between(self, start: int, stop: int) -> tuple[list[Call], int]:
+    def between(self, start: int, stop: int) -> tuple[list[CollectiveCall], int]:
         """(calls number start to stop - 1 that are still there, how many of them are not)."""
         first = max(start, stop - len(self._slots))
         held = [self._slots[number & self._mask] for number in range(first, stop)]
@@ -282,7 +282,7 @@ def own_ns() -> int:
     return _own
 
 
-def recent(num: int = 100) -> list[Call]:
+def recent(num: int = 100) -> list[CollectiveCall]:
     """The newest `num` calls of this rank, the oldest first; also those of code that only calls dist.* in a cell."""
     stop = ring.end
     return ring.between(max(0, stop - num), stop)[0]
@@ -299,7 +299,7 @@ def axis_of(desc: str, name: str) -> str:
 
 def begin(
     op: str,
-    group: Seen,
+    group: GroupInfo,
     peer: int | None,
     place: int,
     num_bytes: int,
@@ -308,7 +308,7 @@ def begin(
     dtype: Any = None,
     tag: int = 0,
     entered: int | None = None,
-) -> Call:
+) -> CollectiveCall:
     """An operation is about to be issued. cuda: on a stream of a device, so that wait() stops that, not the host.
 
     entered: when noting it began, where that was read (ns of perf_counter).
@@ -316,7 +316,7 @@ def begin(
     global _own
     if entered is None:
         entered = now()
-    call = Call(op, group, peer, place, num_bytes)
+    call = CollectiveCall(op, group, peer, place, num_bytes)
     call.dtype, call.tag = dtype, tag
     # None above the one that issues it: on a GPU autograd's threads call DDP's reducer, with no Python below it.
     frame: FrameType | None = sys._getframe(1).f_back
@@ -340,7 +340,7 @@ def begin(
     return call
 
 
-def follow(call: Call, work: Any, *, at_once: bool = False) -> Any:
+def follow(call: CollectiveCall, work: Any, *, at_once: bool = False) -> Any:
     """It has been issued, and `work` is its handle (None: it is done, or in the stream): the handle to give on.
 
     at_once: it is waited for before anything else; on the host that is done here, which saves it a handle of ours.

@@ -25,7 +25,7 @@ Stamp = Any  # ns of perf_counter, or a CUDA event
 PipelineOp = tuple[str, int, int, Stamp, Stamp]
 
 
-class Step:
+class StepPhases:
     """One step as it was marked: (state, when it began) one after the other, then when the step ended."""
 
     __slots__ = ("base", "complete", "laps", "number", "ops", "stop")
@@ -69,7 +69,7 @@ class StepClock:
         self._complete = True
         self._base = 0
         self._stamp: Callable[[], Stamp] = now
-        self.listeners: list[Callable[[Step], None]] = []
+        self.listeners: list[Callable[[StepPhases], None]] = []
         self.listening = True  # see `listens`
 
     def begin(self, *, cuda: bool = False) -> None:
@@ -99,7 +99,7 @@ class StepClock:
         if self.laps is None:
             return
         stop = self._stamp()
-        made = Step(number, self._base, self.laps, stop, self.ops, self._complete)
+        made = StepPhases(number, self._base, self.laps, stop, self.ops, self._complete)
         self._open(stop)
         for tell in self.listeners:
             tell(made)

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from nbkit.rank.device import accelerator
-from nbkit.rank.telemetry.collectives import Call, own_ns, ring
+from nbkit.rank.telemetry.collectives import CollectiveCall, own_ns, ring
 from nbkit.rank.telemetry.health import Health, bytes_held
-from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, Step, clock
+from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, StepPhases, clock
 from nbkit.rank.telemetry.record_writer import IDLE, Background, Overview, RecordFile
 from nbkit.records.events import Event, RunStarted, RunStopped, StepDone, Switched
 from nbkit.records.records import (
@@ -70,14 +70,14 @@ def parts_of(intervals: Iterable[tuple[str, int, int]]) -> dict[str, float]:
     return {part: ns / 1e9 for part, ns in sums.items()}
 
 
-def seconds_of(step: Step) -> tuple[float, dict[str, float], list[tuple[str, int, int]]]:
+def seconds_of(step: StepPhases) -> tuple[float, dict[str, float], list[tuple[str, int, int]]]:
     """(seconds that a step took, its parts, its intervals). Parts are empty where some of it was not marked."""
     intervals = step.intervals()
     parts = parts_of(intervals)
     return sum(parts.values()), parts if step.complete else {}, intervals
 
 
-def traffic_of(calls: Iterable[Call]) -> tuple[Traffic, ...]:
+def traffic_of(calls: Iterable[CollectiveCall]) -> tuple[Traffic, ...]:
     """What these calls come to, by operation, group and peer. Where some were not listened to, none counts as timed:
     the rest, those that were waited for at once, are not like them."""
     sums: dict[tuple[str, str, int | None], list[float]] = {}
@@ -105,7 +105,7 @@ def traffic_of(calls: Iterable[Call]) -> tuple[Traffic, ...]:
     )
 
 
-def timed_calls(calls: Sequence[Call]) -> tuple[TimedCall, ...]:
+def timed_calls(calls: Sequence[CollectiveCall]) -> tuple[TimedCall, ...]:
     """The calls one by one, as they are written for a step whose every moment is kept."""
     return tuple(
         TimedCall(
@@ -129,14 +129,14 @@ _PASSING_S = 60.0  # for how long a device's step is waited for before it is wri
 
 
 @dataclass
-class Mark:
+class StepMark:
     """The end of a step (None: the beginning of steps) as the training thread saw it.
 
     calls: how many had been issued. cpu, own: ns of this process, and of noting, so far. in_detail: every moment of it
     is kept.
     """
 
-    step: Step | None
+    step: StepPhases | None
     calls: int
     cpu: int
     own: int
@@ -145,28 +145,28 @@ class Mark:
 
 @dataclass
 class _Made:
-    mark: Mark
-    before: Mark
+    mark: StepMark
+    before: StepMark
     numbers: dict[str, Any] | None = None
 
 
-_newest: weakref.ref[Writer] | None = None
+_newest: weakref.ref[RecordThread] | None = None
 """Of several jobs in one process, the writer of the one that began last: what cells send is noted by it alone."""
 
 
-def _be_newest(writer: Writer) -> None:
+def _be_newest(writer: RecordThread) -> None:
     global _newest
     _newest = weakref.ref(writer)
 
 
-class Writer:
+class RecordThread:
     """Takes marks, (step, numbers), records, and threading.Event for all that is known: see Background."""
 
     def __init__(self, *, since: int) -> None:
         self._file: RecordFile | None = None
         self._overview: Overview | None = None
         self._made: dict[int, _Made] = {}
-        self._last: Mark | None = None
+        self._last: StepMark | None = None
         self._read = since  # calls that have been read from the ring
         self._spent = 0  # ns of this thread that a step record has named
         self.groups: list[Group] = []
@@ -185,7 +185,7 @@ class Writer:
 
     def take(self, item: Any) -> None:
         """What it is, is written now, or when the rest of its step is known."""
-        if isinstance(item, Mark):
+        if isinstance(item, StepMark):
             if item.step is not None and self._last is not None:
                 self._made[item.step.number] = _Made(item, self._last)
                 # A loop that reports no numbers.
@@ -254,7 +254,7 @@ class Writer:
         if calls and _newest is not None and _newest() is self:
             self._write([Outside(self._last.step.number if self._last and self._last.step else 0, traffic_of(calls))])
 
-    def _calls(self, stop: int) -> tuple[list[Call], int]:
+    def _calls(self, stop: int) -> tuple[list[CollectiveCall], int]:
         calls, lost = ring.between(self._read, stop)
         self._read = max(self._read, stop)
         new = {call.group.label: call.group for call in calls}
@@ -267,7 +267,7 @@ class Writer:
                 call.cuda.resolve()
         return calls, lost
 
-    def _pass(self, step: Step) -> bool:
+    def _pass(self, step: StepPhases) -> bool:
         """Wait, here where nobody else waits, until the device has come to the end of the step."""
         until = time.monotonic() + _PASSING_S
         while not step.over():
@@ -334,7 +334,7 @@ class Session:
             )
             return [header, *writer.groups]
 
-        self._writer = writer = Writer(since=ring.end)
+        self._writer = writer = RecordThread(since=ring.end)
         writer.open(RecordFile(self.path, head))
         what = f"recorded in {self.path}"
         self._writing = Background(
@@ -365,7 +365,7 @@ class Session:
         """This thread makes steps from here on; for a loop of one's own, without events."""
         if self._made not in clock.listeners:
             clock.listeners.append(self._made)
-        self._writing.put(Mark(None, ring.end, time.process_time_ns(), own_ns()))
+        self._writing.put(StepMark(None, ring.end, time.process_time_ns(), own_ns()))
         clock.begin(cuda=self._cuda)
         self._look()
         self._health.run(True)
@@ -409,9 +409,9 @@ class Session:
         self._health.end()
         self._writing.end()
 
-    def _made(self, step: Step) -> None:
+    def _made(self, step: StepPhases) -> None:
         self._health.step = step.number
-        self._writing.put(Mark(step, ring.end, time.process_time_ns(), own_ns(), self._in_detail))
+        self._writing.put(StepMark(step, ring.end, time.process_time_ns(), own_ns(), self._in_detail))
         self._made_steps, self._next = self._made_steps + 1, step.number + 1
         self._look()
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbkit.errors import StrategyError, TrainingError
-from nbkit.planner.link_speed import Link
+from nbkit.planner.link_speed import WorldLinks
 from nbkit.rank.aside import NotAside, aside
 from nbkit.rank.comm.agree import agree, all_gather_objects
 from nbkit.rank.comm.delegating_group import stand_in
@@ -29,15 +29,15 @@ from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.loss_check import examine, split_by_values
 from nbkit.rank.loss.reads_model import reading_no_parameter
-from nbkit.rank.models.pretrained import Pretrained, Shell
+from nbkit.rank.models.pretrained import Pretrained, WeightlessModel
 from nbkit.rank.parallel.check_model import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
-from nbkit.rank.parallel.model_facts import Runs, facts_for, find_facts, find_later, lacking, told
+from nbkit.rank.parallel.model_facts import ModelRuns, facts_for, find_facts, find_later, lacking, told
 from nbkit.rank.parallel.module.block_discovery import experts_in
 from nbkit.rank.parallel.module.copies import build_again, built_again, hooked_gradient, skeleton_of
 from nbkit.rank.parallel.options import Options, need_rows
-from nbkit.rank.parallel.parallelize import Cut, cut, parallelize
+from nbkit.rank.parallel.parallelize import ShardedSkeleton, cut, parallelize
 from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, meet_groups, served
 from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept, put_back_before
 from nbkit.rank.parallel.proof.own_parts import look_at_copies
@@ -50,7 +50,7 @@ from nbkit.rank.parallel.whole_step.prove_step import WIDE, StepProof, prove_ste
 from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control.rank_agreement import compare_ranks, constants_of
-from nbkit.rank.train.step.optimizer_factory import Template
+from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.rank.train.step.optimizer_state import offload, remember
 from nbkit.rank.train.switch.model_edits import Changes, follow
 from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
@@ -71,12 +71,12 @@ class Blueprint:
 
     config: TrainConfig
     skeleton: nn.Module
-    template: Template
+    template: OptimizerSpec
     options: Options
     proven: frozenset[Strategy]
     told: frozenset[Strategy]
     begun: int | None
-    link: Link | None
+    link: WorldLinks | None
 
 
 class Builder:
@@ -106,7 +106,7 @@ class Builder:
         self.offload = config.offload is not None
         if self.offload and not accelerator().holds(device):
             warnings.warn("offload= has no effect on CPU ranks: their state is in host memory already", stacklevel=4)
-        self.shells: list[Shell] = []
+        self.shells: list[WeightlessModel] = []
         if isinstance(model, Pretrained):
             where, build_it = str(model.directory), model.build
             agree(
@@ -128,7 +128,7 @@ class Builder:
         # Before the skeleton: the factory sees weights, and may freeze some of them.
         if self.shells and not isinstance(optimizer, torch.optim.Optimizer | type):
             optimizer = partial(self.shells[0].made_unread, optimizer)
-        self.template = Template(optimizer, module=self.module)
+        self.template = OptimizerSpec(optimizer, module=self.module)
         OutsideState(self.module, config.loss)  # iterators that it finds can be copied and put back from now on
         self.skeleton = self._skeleton(model)
         self.reference = self._built_again(model)
@@ -182,7 +182,7 @@ class Builder:
         self._connecting = threading.RLock()
         self.step_proofs: dict[Strategy, StepProof] = {}
         self.computing: weakref.ref[ShardedModel] | None = None  # the job, now
-        self._ready: Cut | None = None  # for the next sharded model, if it is of this strategy
+        self._ready: ShardedSkeleton | None = None  # for the next sharded model, if it is of this strategy
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # of the skeleton
         self._looking, self._knowing = threading.Lock(), threading.Lock()
@@ -521,7 +521,7 @@ class Builder:
             options = replace(options, **self._rows(config, run, look))
         return options
 
-    def _runs(self, module: nn.Module) -> Runs:
+    def _runs(self, module: nn.Module) -> ModelRuns:
         """How `module`, the whole model, is run on the example."""
         runs = self.config.runs(module, self._short, self.device)
         if self.options.outside is None:

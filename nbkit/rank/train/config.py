@@ -28,7 +28,7 @@ from nbkit.rank.data.stream import Stream, is_map_style
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.model_facts import Runs
+from nbkit.rank.parallel.model_facts import ModelRuns
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.checkpoint.retention import Asked
 from nbkit.rank.train.control.active_job import DETACHED
@@ -66,14 +66,14 @@ class TrainConfig:
         """Whether a kernel of attention draws its own masks there."""
         return self.dropout == "fused" or (self.dropout is None and accelerator().holds(device))
 
-    def runs(self, module: nn.Module, short: Any, device: torch.device) -> Runs:
+    def runs(self, module: nn.Module, short: Any, device: torch.device) -> ModelRuns:
         """How `module`, the whole model, is run on the example. short: few positions of it that show as much."""
         few = self.example if short is None else short
 
         def loss(output: Any, rows: Any) -> Tensor:
             return weigh(self.loss(output, pair(rows, self.inputs)[1]), rows_of(rows)).value
 
-        return Runs(
+        return ModelRuns(
             batch=self.example,
             whole=lambda: call(module, pair(on_device(self.example, device), self.inputs)[0]),
             loss=lambda output: loss(output, on_device(self.example, device)),

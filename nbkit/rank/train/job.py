@@ -44,7 +44,7 @@ from nbkit.rank.train.config import OWN_LOOP, TrainConfig
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.rank_agreement import EVERY, compare_ranks
-from nbkit.rank.train.control.switch_plan import Given, SwitchPlan
+from nbkit.rank.train.control.switch_plan import SwitchPlan, SwitchSchedule
 from nbkit.rank.train.own_loop import own_gradients, torch_clip
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.run_recorder import record_into, record_run
@@ -102,7 +102,7 @@ def prepare(
     dropout: str | None = None,
     log_dir: str | None = runs_dir.DEFAULT,
     name: str | None = None,
-    switches: Given = None,
+    switches: SwitchSchedule = None,
     on_failure: str = "replace",
     backup_every: int | None = None,
 ) -> Job:
@@ -134,7 +134,7 @@ class Job(Switchable):
     """
 
     def __init__(
-        self, model: Model, optimizer: Optimizer, config: TrainConfig, *, strategy: str, switches: Given = None
+        self, model: Model, optimizer: Optimizer, config: TrainConfig, *, strategy: str, switches: SwitchSchedule = None
     ) -> None:
         self.plan = SwitchPlan(switches)
         first = self.plan.first(strategy)

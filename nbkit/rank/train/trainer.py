@@ -28,8 +28,8 @@ from nbkit.figures import figure
 from nbkit.quoting import user_path
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.data.balanced.balanced import check_packed
-from nbkit.rank.data.batch import Arithmetic
-from nbkit.rank.data.data_state import Feed
+from nbkit.rank.data.batch import BatchSplit
+from nbkit.rank.data.data_state import DataHooks
 from nbkit.rank.data.sample_rows import sample_of, warn_of_collate
 from nbkit.rank.data.stream import Stream, reading
 from nbkit.rank.loss.row_weights import Loss
@@ -51,17 +51,17 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.make_steps import make_steps
 from nbkit.rank.train.control.rebalance import Rebalancing
-from nbkit.rank.train.control.recovery import Progress
-from nbkit.rank.train.control.switch_plan import Given
+from nbkit.rank.train.control.recovery import TrainingProgress
+from nbkit.rank.train.control.switch_plan import SwitchSchedule
 from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.out_of_memory.rescue import check_on_oom
 from nbkit.rank.train.replace.backup import Contents, copy_into, host_memory
 from nbkit.rank.train.replace.hang_watch import check_hang_timeout
-from nbkit.rank.train.replace.resume_fit import Span, check_policy, check_same_goal, mend, resized, seat, span_of
-from nbkit.rank.train.resize.plan_resize import Resizing
+from nbkit.rank.train.replace.resume_fit import FitRange, check_policy, check_same_goal, mend, resized, seat, span_of
+from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary
 from nbkit.rank.train.step.history import Records
-from nbkit.rank.train.step.lr_schedule import Rate
+from nbkit.rank.train.step.lr_schedule import LrSchedule
 from nbkit.rank.train.step.optimizer_state import forget, take_settings
 from nbkit.rank.train.switch.compare import compare, try_out
 from nbkit.rank.world import meeting
@@ -176,7 +176,7 @@ class Snapshots:
             sharded_model.data.refresh()
             take_settings(inner, about["settings"])
         records = [record for record in job.ledger.records if record["step"] <= taken.step]
-        job.rewind(Progress(about["precision"], taken.step, records, about["position"]))
+        job.rewind(TrainingProgress(about["precision"], taken.step, records, about["position"]))
         self._saves.rewound()
         job.ledger.emit(Checkpointed(job.step, path="a snapshot", action="loaded", before=before))
         return job.step
@@ -274,7 +274,7 @@ class Trainer:
         offload: str | None = None,
         compile: bool | str = False,
         dropout: str | None = None,
-        switches: Given = None,
+        switches: SwitchSchedule = None,
         balance: bool = False,
         on_failure: str = "replace",
         hang_timeout: float | None = None,
@@ -365,10 +365,10 @@ class Trainer:
         self._rebalancing = Rebalancing(job.device)
         if loop.lr_schedule is not None:
             job.builder.template.check_rate()
-        self._rate = Rate(job.optimizer, loop.lr_schedule)
+        self._rate = LrSchedule(job.optimizer, loop.lr_schedule)
         self.saves = Autosave(job, loop)
         self.snapshots = Snapshots(job, self.saves, every=loop.snapshot_every, say=self._say)
-        self._joined: Span | None = None
+        self._joined: FitRange | None = None
         self.stops = False  # a callback ends the `fit` under way: see stop_if
 
     def _listen(self) -> None:
@@ -377,7 +377,7 @@ class Trainer:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
         stream, moves = self._stream, (self._position, self._go_to, self._cut_for, self._recut)
-        self.job.feed = Feed(*moves, stream.goes_back, stream.after, where=lambda: self._stream.where())
+        self.job.feed = DataHooks(*moves, stream.goes_back, stream.after, where=lambda: self._stream.where())
         note(self)
 
     @property
@@ -454,10 +454,10 @@ class Trainer:
                     with reading(lambda: self._stream):
                         make_steps(self, span, *make, replaceable=replaceable, joins=joined is not None)
                     return Records(record for record in self.history if record["step"] > span.first)
-                except Resizing as asked:
-                    joined = span = resized(self, asked, Span(span.first, self.job.ledger.goal))
+                except ResizeAtBoundary as asked:
+                    joined = span = resized(self, asked, FitRange(span.first, self.job.ledger.goal))
 
-    def join(self, span: Span) -> None:
+    def join(self, span: FitRange) -> None:
         """On a new rank, which has joined a training: the next `fit` makes the steps that are left of `span`."""
         self._joined = span
 
@@ -592,8 +592,8 @@ class Trainer:
                     self._stream.seek(epoch, offset)
             raise
 
-    def _cut_for(self, strategy: Strategy) -> Arithmetic:
-        return Arithmetic.of(self.loop.batch_size, strategy, microbatch_size=self.job.config.microbatch_size)
+    def _cut_for(self, strategy: Strategy) -> BatchSplit:
+        return BatchSplit.of(self.loop.batch_size, strategy, microbatch_size=self.job.config.microbatch_size)
 
     def _recut(self) -> None:
         axes = self.job.sharded_model.axes

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import StrategyError, TrainingError
-from nbkit.planner.link_speed import Link, ranks_of_node
+from nbkit.planner.link_speed import WorldLinks, ranks_of_node
 from nbkit.quoting import user_path
 from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.comm.link_probe import link_of
-from nbkit.rank.data.data_state import Feed
+from nbkit.rank.data.data_state import DataHooks
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.reshard.plain_attributes import put
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -99,7 +99,7 @@ class Training:
         self.precision = Precision(self.config.precision, device=self.device, world_size=self.world_size)
         self.model, self._handle = builder.module, ModelHandle(builder.module)
         self.ledger = History(world_size=self.world_size, device=self.device)
-        self.integrity, self.feed = Integrity(), Feed()
+        self.integrity, self.feed = Integrity(), DataHooks()
         self.backups = Backups(rank=self.rank, world_size=self.world_size, device=self.device)
         self.checkpoint_writer = CheckpointWriter(rank=self.rank, world_size=self.world_size, device=self.device)
         self.switches: list[Switched] = []
@@ -250,22 +250,22 @@ class Training:
             self.sharded_model.data.unite([own[key][0] for key in shared])
 
     @property
-    def progress(self) -> recovery.Progress:
+    def progress(self) -> recovery.TrainingProgress:
         """Where this rank stands between two steps, beside weights and optimizer."""
         precision, position = self.precision.state_dict(), self.feed.position()
-        return recovery.Progress(precision, self.step, list(self.ledger.records), position)
+        return recovery.TrainingProgress(precision, self.step, list(self.ledger.records), position)
 
-    def _stand_at(self, progress: recovery.Progress) -> None:
+    def _stand_at(self, progress: recovery.TrainingProgress) -> None:
         self.ledger.replace(progress.step, progress.records)
         self.precision.load_state_dict(progress.precision)
         self.feed.go_to(progress.position)
 
-    def go_on(self, progress: recovery.Progress) -> None:
+    def go_on(self, progress: recovery.TrainingProgress) -> None:
         """The weights are those of `progress` now, and so is all else. Not collective; `meet` follows."""
         self._stand_at(progress)
         self.integrity.restored(ranks_agree=False)
 
-    def rewind(self, progress: recovery.Progress) -> None:
+    def rewind(self, progress: recovery.TrainingProgress) -> None:
         """The weights are those of the earlier step of `progress` now, and so is all else. Collective."""
         self.backups.back_to(progress.step)
         self.ledger.replace(progress.step, progress.records, loaded=True)
@@ -287,7 +287,7 @@ class Training:
         if self.backups.due(self.step) or (now and self.backups.on):
             strategy, inner = self.strategy, self.optimizer.inner
             layouts, names = self.builder.shard_layouts.of(strategy), self.builder.names
-            place = recovery.Progress(self.precision.state_dict(), self.step, [], self.feed.position())
+            place = recovery.TrainingProgress(self.precision.state_dict(), self.step, [], self.feed.position())
             point = settings_of(inner), place
             self.backups.take(self.sharded_model, inner, layouts, names, self.step, point)
 
@@ -430,5 +430,5 @@ class Training:
                 p.grad = None
 
 
-def _parsed(text: str, world_size: int, link: Link | None) -> Strategy:
+def _parsed(text: str, world_size: int, link: WorldLinks | None) -> Strategy:
     return Strategy.parse(text, world_size, node=None if link is None else ranks_of_node(link.node_of))

@@ -28,7 +28,7 @@ from nbkit.rank.comm.delegating_group import DelegatingGroup, num_bytes
 from nbkit.rank.comm.gloo.interruptible_wait import Interruptible
 from nbkit.rank.parallel.module.forward_wrapper import marked_parts
 from nbkit.rank.telemetry import collectives
-from nbkit.rank.telemetry.collectives import Call, Timed, wait_on_host
+from nbkit.rank.telemetry.collectives import CollectiveCall, Timed, wait_on_host
 from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.torch_private import call_of_module, group_tables
 from nbkit.rank.world import meeting
@@ -214,12 +214,12 @@ def _on_device(cells: Mapping[str, int]) -> Operation | None:
     return _operation(call, cells)
 
 
-def _oldest(under_way: Callable[[Call], bool]) -> Call | None:
+def _oldest(under_way: Callable[[CollectiveCall], bool]) -> CollectiveCall | None:
     """Of the newest operations the oldest one under way."""
     return next((call for call in _newest() if under_way(call)), None)
 
 
-def _newest() -> list[Call]:
+def _newest() -> list[CollectiveCall]:
     """The newest calls of this generation of the world, the oldest first."""
     ring = collectives.ring
     return ring.between(max(ring.generation, ring.end - _CALLS), ring.end)[0]
@@ -230,14 +230,14 @@ def _newest() -> list[Call]:
 
 def _logs(cells: Mapping[str, int]) -> dict[str, GroupLog]:
     groups = delegating_group.registered()
-    newest: dict[str, list[Call]] = {group.label: [] for group in groups}
+    newest: dict[str, list[CollectiveCall]] = {group.label: [] for group in groups}
     for call in _newest():
         if call.op != collectives.BATCH:
             newest.setdefault(call.group.label, []).append(call)
     return {group.label: _log(group, newest[group.label], cells) for group in groups}
 
 
-def _log(group: DelegatingGroup, calls: list[Call], cells: Mapping[str, int]) -> GroupLog:
+def _log(group: DelegatingGroup, calls: list[CollectiveCall], cells: Mapping[str, int]) -> GroupLog:
     messages = [call for call in calls if call.peer is not None]
     collected = [call for call in calls if call.peer is None]
     return GroupLog(
@@ -255,7 +255,7 @@ def _by_rank(group: DelegatingGroup, counts: Mapping[int | str, int]) -> dict[in
     return {group.members[peer] if isinstance(peer, int) else ANYONE: number for peer, number in list(counts.items())}
 
 
-def _operation(call: Call, cells: Mapping[str, int], line: CodeLine | None = None) -> Operation:
+def _operation(call: CollectiveCall, cells: Mapping[str, int], line: CodeLine | None = None) -> Operation:
     """line: where it was issued, when the call does not say so itself."""
     if call.code is not None:
         line = _line(call.code, call.at, cells)

@@ -115,7 +115,7 @@ _MEND_SECONDS = 60.0
 _RUNG = "rung"
 
 
-class Heard(RuntimeError):
+class AlarmHeard(RuntimeError):
     """Another rank has failed."""
 
 
@@ -152,7 +152,7 @@ class Alarm:
     def check(self) -> None:
         """Raises Heard when another rank has failed: on a GPU a collective that was broken off raises nothing."""
         if self.heard:
-            raise Heard("another rank has failed")
+            raise AlarmHeard("another rank has failed")
 
     def ring(self) -> None:
         """Tell the others that this rank has failed."""

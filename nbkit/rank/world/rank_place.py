@@ -17,7 +17,7 @@ from nbkit.rank.device import BACKENDS, accelerator
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a process stands in the world. device: "cpu" or "cuda"; backend: "gloo" or "nccl"."""
 
     rank: int
@@ -41,7 +41,7 @@ class Place:
             raise UsageError("nccl moves CUDA tensors only.", numbers=f"device {self.device}", hint='backend="gloo"')
 
     @classmethod
-    def from_env(cls) -> Place:
+    def from_env(cls) -> RankPlace:
         """As torchrun set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; a world of one where RANK is not set."""
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", rank))

@@ -48,7 +48,7 @@ from nbkit.rank.comm.group_creation import abort, install, reform_group, release
 from nbkit.rank.device import accelerator
 from nbkit.rank.torch_private import default_store, group_tables
 from nbkit.rank.world import sockets
-from nbkit.rank.world.rank_place import Place, keep_local, open_listener
+from nbkit.rank.world.rank_place import RankPlace, keep_local, open_listener
 
 DESTROYED = "the default process group was destroyed by user code"
 
@@ -168,7 +168,7 @@ def _reset_fully_sharded(module: Any) -> None:
     module.reset_iter_state()
 
 
-__all__ = ["Place", "World", "current", "open_listener"]
+__all__ = ["RankPlace", "World", "current", "open_listener"]
 
 _RUN_ID = "nbkit"  # where torchrun has given none
 
@@ -178,7 +178,7 @@ _current: World | None = None
 class World:
     """The world of this process, one per process. `dirty` says why it cannot be used until it is re-formed."""
 
-    def __init__(self, place: Place, *, generation: int = 1) -> None:
+    def __init__(self, place: RankPlace, *, generation: int = 1) -> None:
         self.place = place
         self.generation, self.key = generation, f"gen{generation}"  # key: of this forming, in the store
         self.dirty = ""
@@ -189,7 +189,7 @@ class World:
     @classmethod
     def join(
         cls,
-        place: Place,
+        place: RankPlace,
         *,
         listen: socket.socket | None,
         address: str,
@@ -223,7 +223,7 @@ class World:
         global _current
         if _current is not None:
             return _current
-        place = Place.from_env()
+        place = RankPlace.from_env()
         if not dist.is_initialized() and "RANK" not in os.environ:
             listen = open_listener()
             alone = cls.join(place, listen=listen, address="127.0.0.1", port=listen.getsockname()[1])
@@ -242,7 +242,7 @@ class World:
                 bound = default.bound_device_id
                 num, current = accelerator().count(), accelerator().chosen()
                 accelerator().choose(place.gpu(num_gpus=num, bound=bound, current=current))
-            place = Place(
+            place = RankPlace(
                 dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_world_size, place.device,
                 "nccl" if "nccl" in dist.get_backend() else "gloo",
             )  # fmt: skip
@@ -278,7 +278,14 @@ class World:
         self.dirty = ""
 
     def resize(
-        self, place: Place, generation: int, *, listen: socket.socket | None, address: str, port: int, timeout_s: float
+        self,
+        place: RankPlace,
+        generation: int,
+        *,
+        listen: socket.socket | None,
+        address: str,
+        port: int,
+        timeout_s: float,
     ) -> World:
         """Leave this world, and join the next generation, of another number of ranks, at `place`. Returns that.
 

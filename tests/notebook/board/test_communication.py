@@ -20,7 +20,7 @@ from tensorboard.plugins import base_plugin
 
 from nbkit.notebook.board.board import Board
 from nbkit.notebook.board.serve import following
-from nbkit.notebook.run.follower import PARTS, Run, Timeline
+from nbkit.notebook.run.follower import PARTS, Run, RunTimeline
 from nbkit.notebook.run.step_picture import lateness, picture
 from nbkit.rank.telemetry.record_writer import Overview, RecordFile
 from nbkit.records import record_file
@@ -392,7 +392,7 @@ def test_what_only_the_overview_has_is_shown_as_the_mean_that_it_is(tmp_path: Pa
 
 
 def test_folding_keeps_means_and_never_mixes_strategies() -> None:
-    line = Timeline(points=10)
+    line = RunTimeline(points=10)
     for step in range(1, 101):
         line.add([step, 1, float(step), *[0.0] * len(PARTS), None, 1.0, "a" if step <= 45 else "b"])
 

@@ -9,7 +9,7 @@ from fake_run import FakeRun
 
 import nbkit
 from nbkit.figures import unit_of
-from nbkit.notebook.board.plugin.plugin import Runs
+from nbkit.notebook.board.plugin.plugin import RunCatalog
 from nbkit.notebook.run.follower import PARTS, point_of
 from nbkit.rank.telemetry.record_writer import mean_of
 from nbkit.records.readings import bars
@@ -28,7 +28,7 @@ def test_its_figures_are_of_the_same_steps_and_those_of_the_dashboard(tmp_path: 
         run.step()
     run.close()
 
-    line = Runs(tmp_path).summaries()[0]
+    line = RunCatalog(tmp_path).summaries()[0]
 
     assert line["unit"] == "tokens"
     assert line["rate"] == nbkit.read_run(tmp_path / "one").snapshot()["state"]["rate"]
@@ -45,7 +45,7 @@ def test_its_rate_is_of_rows_where_each_counts_as_one_token(tmp_path: Path) -> N
         run.step()
     run.close()
 
-    line = Runs(tmp_path).summaries()[0]
+    line = RunCatalog(tmp_path).summaries()[0]
 
     assert line["unit"] == "rows" and line["rate"] > 0
     # The overview of a long run has means of steps, of which the last of an epoch may be smaller.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fake_run import FakeRun
 
-from nbkit.notebook.board.plugin.plugin import Runs
+from nbkit.notebook.board.plugin.plugin import RunCatalog
 from nbkit.records.record_file import newest_run, rank_files
 from nbkit.records.records import Header, Outside, Traffic, from_line, to_line
 
@@ -39,7 +39,7 @@ def goes_on_noting(folder: Path) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    return [str(one["name"]) for one in Runs(folder).summaries()]
+    return [str(one["name"]) for one in RunCatalog(folder).summaries()]
 
 
 def test_a_trainer_that_made_no_step_is_neither_running_nor_first(tmp_path: Path) -> None:
@@ -47,7 +47,10 @@ def test_a_trainer_that_made_no_step_is_neither_running_nor_first(tmp_path: Path
     idle = record(tmp_path / "idle", 200.0, steps=0, started=False)
     goes_on_noting(idle)
 
-    assert [(one["name"], one["live"]) for one in Runs(tmp_path).summaries()] == [("trains", True), ("idle", False)]
+    assert [(one["name"], one["live"]) for one in RunCatalog(tmp_path).summaries()] == [
+        ("trains", True),
+        ("idle", False),
+    ]
     assert newest_run(tmp_path) == tmp_path / "trains"
 
 

@@ -14,7 +14,7 @@ from nbkit.notebook.cluster.machine import cuda_driver
 from nbkit.notebook.cluster.machine.cuda_driver import CudaDevice, parse_answer
 from nbkit.notebook.cluster.machine.machine import (
     Adapter,
-    Link,
+    GpuLink,
     PciGpu,
     TorchBuild,
     near_cores,
@@ -159,7 +159,7 @@ def test_gpus_without_a_device_file_are_not_this_containers(tmp_path: Path) -> N
 def test_links_are_read_from_nvidia_smis_table() -> None:
     a6000 = parse_topology(machines.A6000_TOPOLOGY)
 
-    assert a6000 == (Link(0, 1, "NV4"), Link(0, 2, "NODE"), Link(1, 2, "NODE"))
+    assert a6000 == (GpuLink(0, 1, "NV4"), GpuLink(0, 2, "NODE"), GpuLink(1, 2, "NODE"))
     assert show_links(a6000) == "NVLink between 0-1; else PCIe through the CPU's bridges (NODE)"
     assert len(parse_topology(machines.H100_TOPOLOGY)) == 28
     assert show_links(()) == show_links(parse_topology("Failed to run topo command\n")) == ""

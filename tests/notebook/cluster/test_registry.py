@@ -12,7 +12,7 @@ from nbkit.commands import main
 from nbkit.errors import ClusterError, ClusterNotFound
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cluster import Cluster
-from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.wire.processes import Process
 
 
@@ -22,11 +22,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def saved(name: str, **changed: object) -> Entry:
+def saved(name: str, **changed: object) -> ClusterEntry:
     """An entry of this process, with fields of its file changed or, where None, left out."""
     here = Process.of(os.getpid())
     made = (here, here, here, ("core 0",), ("CPU",), {"n": 1}, (here,))
-    entry = Entry(name, "elsewhere", 1, "gloo", 7200.0, 0.0, *made)
+    entry = ClusterEntry(name, "elsewhere", 1, "gloo", 7200.0, 0.0, *made)
     entry.folder.mkdir()
     registry.save(entry)
     path = entry.folder / "cluster.json"

@@ -12,7 +12,7 @@ from nbkit.notebook.cluster import registry, site_settings
 from nbkit.notebook.cluster.launch.pins import pins_within
 from nbkit.notebook.cluster.machine.gpus import Gpu, Survey
 from nbkit.notebook.cluster.machine.machine import Machine, TorchBuild, read_machine
-from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.notebook.doctor import doctor
 from nbkit.wire.processes import Process
 
@@ -34,7 +34,7 @@ def held(n: int, *labels: str) -> None:
     """A cluster of this user's that runs."""
     here = Process.of(os.getpid())
     labels = labels or ("core 0",) * n
-    entry = Entry("taken", os.uname().nodename, n, "gloo", 60.0, 0.0, here, here, here, labels, ("",) * n)
+    entry = ClusterEntry("taken", os.uname().nodename, n, "gloo", 60.0, 0.0, here, here, here, labels, ("",) * n)
     entry.folder.mkdir(parents=True)
     registry.save(entry)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nbkit.notebook.cluster.why import RankState, Verdict, Why, verdict
+from nbkit.notebook.cluster.why import HangVerdict, RankState, Why, verdict
 from nbkit.wire.activity import ANYONE, Activity, CodeLine, GroupLog, Operation
 from nbkit.wire.process_state import main_thread_of
 
@@ -50,7 +50,7 @@ def ended(rank: int, *issued: Operation) -> RankState:
     return runs(rank, *issued, cell=None)
 
 
-def of(*states: RankState) -> Verdict:
+def of(*states: RankState) -> HangVerdict:
     return verdict({state.rank: state for state in states})
 
 

@@ -9,7 +9,7 @@ from planted_hangs import HANGS, ask, begin
 
 from nbkit import Cluster, commands
 from nbkit.notebook.cluster import why
-from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.notebook.cluster.why import looks_from_outside
 
 SAMPLE = (
@@ -31,7 +31,7 @@ def test_a_planted_hang_is_named(four: Cluster, name: str) -> None:
 def test_on_another_host_a_rank_that_answers_looks_at_one_beside_it(
     four: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Entry, "is_spread", property(lambda entry: True))
+    monkeypatch.setattr(ClusterEntry, "is_spread", property(lambda entry: True))
     looks = looks_from_outside(four.entry, four.connection.client, [1], [0])
 
     assert list(looks) == [1] and not looks[1].stopped

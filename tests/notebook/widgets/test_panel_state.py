@@ -15,10 +15,10 @@ from nbkit.notebook.widgets.panel.panel import _WORDS
 from nbkit.notebook.widgets.panel.view import (
     Asked,
     Finished,
-    Heard,
     Looked,
     Lost,
     State,
+    SwitchedElsewhere,
     axis_of,
     checked,
     in_table,
@@ -98,9 +98,9 @@ def test_what_was_asked_for_promises_a_step_boundary_and_not_the_next_step() -> 
 
 def test_a_switch_from_elsewhere_is_shown_and_ends_nothing_that_a_panel_has_asked_for() -> None:
     other, own = verdict_of(id="b"), verdict_of()
-    state = state_of(Asked("switching to tp …"), Heard(other))
+    state = state_of(Asked("switching to tp …"), SwitchedElsewhere(other))
     assert (state.asked, state.results) == ("switching to tp …", (other,))
-    assert reduce(reduce(state, Heard(own)), Finished(own)).results == (own, other)
+    assert reduce(reduce(state, SwitchedElsewhere(own)), Finished(own)).results == (own, other)
 
 
 def test_nothing_to_undo_and_nothing_to_pause() -> None:

@@ -18,7 +18,7 @@ from nbkit.planner.choose.seconds import Rates, calibrated, lines_of, seconds
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.job_facts import Weight
 from nbkit.planner.peak import GPTPieces
-from nbkit.planner.traffic import ADAM, Traffic, per_step, wire_bytes
+from nbkit.planner.traffic import ADAM, TrafficTerm, per_step, wire_bytes
 from nbkit.strategy import Strategy
 
 SMALL = GPTConfig(vocab=50304, block=1024, layers=12, heads=12, width=768)
@@ -172,7 +172,7 @@ def test_a_collective_leaves_a_node_by_the_links_of_all_its_ranks_there_and_a_me
     text: str, axis: str, op: str, links: int
 ) -> None:
     on, strategy = Hardware.parse("4 x 8 H100 net=10GB/s"), Strategy.parse(text, 32)
-    term = Traffic(axis, op, {"dp": strategy.dp, "shard": strategy.shard, "pp": 2}.get(axis, 4), 1, 1 << 30, "")
+    term = TrafficTerm(axis, op, {"dp": strategy.dp, "shard": strategy.shard, "pp": 2}.get(axis, 4), 1, 1 << 30, "")
     line = lines_of(strategy, on, Rates(links=1.0))(term)
     assert (line.wire, line.way.speed) == (1, links * 10e9)
     assert lines_of(strategy, replace(on, nodes=1, node=32), Rates(links=1.0))(term).way.speed == on.device.near

@@ -7,161 +7,183 @@ from collections.abc import Sequence
 import pytest
 
 from nbkit.node_levels import BETWEEN, WITHIN
-from nbkit.planner.link_speed import Link, Way
-from nbkit.planner.step import Seen, Sends, Unit, predicted
-from nbkit.planner.traffic import Traffic
+from nbkit.planner.link_speed import OperationSpeed, WorldLinks
+from nbkit.planner.step import MeasuredStep, StepTraffic, StepUnit, predicted
+from nbkit.planner.traffic import TrafficTerm
 from nbkit.strategy import Strategy
 
-WAYS = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), Way(0.0, 1e9))
-LINK = Link(4, WAYS, None, None, 1e10, (0,) * 4, crowded=False)
+WAYS = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), OperationSpeed(0.0, 1e9))
+LINK = WorldLinks(4, WAYS, None, None, 1e10, (0,) * 4, crowded=False)
 PARTS = {"compute": 1.0, "exposed": 0.75, "data": 0.1, "optimizer": 0.2, "other": 0.05}
-GRADIENTS = Traffic("dp", "all_reduce", 4, 1, 10**9, "gradients")  # 1.5 s on this link, half of it hidden
-DDP = Seen(Strategy.parse("ddp", 4), PARTS)
+GRADIENTS = TrafficTerm("dp", "all_reduce", 4, 1, 10**9, "gradients")  # 1.5 s on this link, half of it hidden
+DDP = MeasuredStep(Strategy.parse("ddp", 4), PARTS)
 COSTS = (1.0,) * 8
 
 
-def total(seen: Seen, now: Sends, strategy: Strategy, then: Sends, link: Link, costs: Sequence[float]) -> float:
+def total(
+    seen: MeasuredStep,
+    now: StepTraffic,
+    strategy: Strategy,
+    then: StepTraffic,
+    link: WorldLinks,
+    costs: Sequence[float],
+) -> float:
     return predicted(seen, now, strategy, then, link, costs).total
 
 
 def test_the_present_strategy_takes_what_it_takes() -> None:
-    sends = Sends([GRADIENTS], 400)
+    sends = StepTraffic([GRADIENTS], 400)
     assert total(DDP, sends, DDP.strategy, sends, LINK, COSTS) == pytest.approx(sum(PARTS.values()))
 
 
 def test_each_part_follows_from_its_own() -> None:
-    zero1 = [Traffic("dp", op, 4, 1, 10**9, "") for op in ("reduce_scatter", "all_gather")]
-    found = total(DDP, Sends([GRADIENTS], 400), Strategy.parse("zero1", 4), Sends(zero1, 100), LINK, COSTS)
+    zero1 = [TrafficTerm("dp", op, 4, 1, 10**9, "") for op in ("reduce_scatter", "all_gather")]
+    found = total(DDP, StepTraffic([GRADIENTS], 400), Strategy.parse("zero1", 4), StepTraffic(zero1, 100), LINK, COSTS)
     assert found == pytest.approx(1.0 + 0.75 + 0.1 + 0.05 + 0.05)  # a quarter of the updates
 
-    hidden = [Traffic("tp", "all_reduce", 4, 1, 10**9, "hidden states")]
-    found = total(DDP, Sends([GRADIENTS], 400), Strategy.parse("tp", 4), Sends(hidden, 100), LINK, COSTS)
+    hidden = [TrafficTerm("tp", "all_reduce", 4, 1, 10**9, "hidden states")]
+    found = total(DDP, StepTraffic([GRADIENTS], 400), Strategy.parse("tp", 4), StepTraffic(hidden, 100), LINK, COSTS)
     # Nothing hides what tp sends, and every rank reads all rows.
     assert found == pytest.approx(1.0 + 1.5 + 0.4 + 0.05 + 0.05)
 
 
 def test_a_pipeline_idles_and_is_as_slow_as_its_longest_stage() -> None:
     even = Strategy.parse("pp microbatches=8", 4)
-    found = total(DDP, Sends([GRADIENTS], 400), even, Sends([], 100), LINK, COSTS)
+    found = total(DDP, StepTraffic([GRADIENTS], 400), even, StepTraffic([], 100), LINK, COSTS)
     assert found == pytest.approx(1.0 / (1 - 3 / 11) + 0.4 + 0.05 + 0.05)
     # Six blocks over four stages: two of two, two of one, which are waited for only on the way in and out.
-    uneven = total(DDP, Sends([GRADIENTS], 400), even, Sends([], 100), LINK, (1.0,) * 6)
+    uneven = total(DDP, StepTraffic([GRADIENTS], 400), even, StepTraffic([], 100), LINK, (1.0,) * 6)
     assert 4 / 6 * 8 * 2 / 8 < uneven - 0.5 < 4 / 6 * (8 * 2 + 2 + 1 + 1) / 8
     # What arrives late makes the pipeline longer to fill and to drain, and where nothing is to spare each turn.
-    sent = Traffic("pp", "send", 2, 8, 8 * 10**6, "hidden states")  # 1 ms each
-    late = total(DDP, Sends([GRADIENTS], 400), even, Sends([sent], 100), LINK, COSTS)
+    sent = TrafficTerm("pp", "send", 2, 8, 8 * 10**6, "hidden states")  # 1 ms each
+    late = total(DDP, StepTraffic([GRADIENTS], 400), even, StepTraffic([sent], 100), LINK, COSTS)
     assert 6e-3 <= late - found <= 6e-3 + 14e-3
 
 
 def test_backward_hides_the_buckets_that_are_ready_before_it_ends() -> None:
-    alone, mb = Seen(Strategy(), {"compute": 4 * 1.2}), 1 << 20
-    units = tuple(Unit(0.25, (26 * mb,)) for _ in range(4))
+    alone, mb = MeasuredStep(Strategy(), {"compute": 4 * 1.2}), 1 << 20
+    units = tuple(StepUnit(0.25, (26 * mb,)) for _ in range(4))
     for text, op in (("ddp", "all_reduce"), ("zero1", "reduce_scatter")):
         strategy = Strategy.parse(text, 4)
-        terms = [Traffic("dp", op, 4, 1, 4 * 26 * mb, "")]
+        terms = [TrafficTerm("dp", op, 4, 1, 4 * 26 * mb, "")]
         if strategy.zero:
-            terms.append(Traffic("dp", "all_gather", 4, 1, 4 * 26 * mb, ""))
-        slow = Link(4, dict.fromkeys(WAYS, Way(0.001, 1e9)), None, None, 1e10, (0,) * 4, crowded=False)
-        found = total(alone, Sends((), 0), strategy, Sends(terms, 0, units), slow, COSTS)
+            terms.append(TrafficTerm("dp", "all_gather", 4, 1, 4 * 26 * mb, ""))
+        slow = WorldLinks(4, dict.fromkeys(WAYS, OperationSpeed(0.001, 1e9)), None, None, 1e10, (0,) * 4, crowded=False)
+        found = total(alone, StepTraffic((), 0), strategy, StepTraffic(terms, 0, units), slow, COSTS)
         one = 0.001 + (1.5 if op == "all_reduce" else 0.75) * 26 * mb / 1e9
         # Backward takes 0.8 s of 1.2: the last of four buckets is sent behind it; forward waits for the first gather.
         assert found == pytest.approx(1.2 + one + (one if strategy.zero else 0.0))
-        crawling = Link(4, dict.fromkeys(WAYS, Way(0.0, 1e8)), None, None, 1e10, (0,) * 4, crowded=False)
-        found = total(alone, Sends((), 0), strategy, Sends(terms, 0, units), crawling, COSTS)
+        crawling = WorldLinks(
+            4, dict.fromkeys(WAYS, OperationSpeed(0.0, 1e8)), None, None, 1e10, (0,) * 4, crowded=False
+        )
+        found = total(alone, StepTraffic((), 0), strategy, StepTraffic(terms, 0, units), crawling, COSTS)
         one = (1.5 if op == "all_reduce" else 0.75) * 26 * mb / 1e8  # longer than the backward of a unit
         # Of forward's 0.4 s, what comes behind the last gather hides nothing.
         assert found == pytest.approx(0.4 + 0.2 + 4 * one + (4 * one - 0.3 if strategy.zero else 0.0))
 
 
 def test_messages_of_tensor_ranks_wait_for_the_bucket_that_is_on_their_link() -> None:
-    alone, mb, strategy = Seen(Strategy(), {"compute": 4 * 1.2}), 1 << 20, Strategy.parse("dp=2 tp=2", 4)
-    units = tuple(Unit(0.25, (26 * mb,)) for _ in range(4))
-    gradients = Traffic("dp", "all_reduce", 2, 1, 4 * 26 * mb, "")
-    hidden = Traffic("tp", "all_reduce", 2, 8, 8 * 10**6, "")  # one a unit and direction, 1 ms each
-    link = Link(4, dict.fromkeys(WAYS, Way(0.0, 1e9)), None, None, 1e10, (0,) * 4, crowded=False)
+    alone, mb, strategy = MeasuredStep(Strategy(), {"compute": 4 * 1.2}), 1 << 20, Strategy.parse("dp=2 tp=2", 4)
+    units = tuple(StepUnit(0.25, (26 * mb,)) for _ in range(4))
+    gradients = TrafficTerm("dp", "all_reduce", 2, 1, 4 * 26 * mb, "")
+    hidden = TrafficTerm("tp", "all_reduce", 2, 8, 8 * 10**6, "")  # one a unit and direction, 1 ms each
+    link = WorldLinks(4, dict.fromkeys(WAYS, OperationSpeed(0.0, 1e9)), None, None, 1e10, (0,) * 4, crowded=False)
     # A bucket is gone before the next unit sends: the last one alone is waited for.
     bucket, backward = 26 * mb / 1e9, 0.2
     assert bucket < backward
-    found = total(alone, Sends((), 0), strategy, Sends([gradients, hidden], 0, units), link, COSTS)
+    found = total(alone, StepTraffic((), 0), strategy, StepTraffic([gradients, hidden], 0, units), link, COSTS)
     assert found == pytest.approx(1.2 + 8e-3 + bucket)
-    slow = Link(4, dict.fromkeys(WAYS, Way(0.0, 1e8)), None, None, 1e10, (0,) * 4, crowded=False)
-    found = total(alone, Sends((), 0), strategy, Sends([gradients, hidden], 0, units), slow, COSTS)
+    slow = WorldLinks(4, dict.fromkeys(WAYS, OperationSpeed(0.0, 1e8)), None, None, 1e10, (0,) * 4, crowded=False)
+    found = total(alone, StepTraffic((), 0), strategy, StepTraffic([gradients, hidden], 0, units), slow, COSTS)
     # Forward, the first unit's backward; then a bucket and a message of each unit, and the last bucket.
     assert found == pytest.approx(0.4 + 4 * 0.01 + backward + 0.01 + 4 * 10 * bucket + 3 * 0.01)
     # Between nodes the buckets have a link of their own.
-    nodes = Link(4, slow.ways, Way(0.0, 1e8), Way(0.0, 1e8), 1e10, (0, 0, 1, 1), crowded=False)
-    apart = total(alone, Sends((), 0), strategy, Sends([gradients, hidden], 0, units), nodes, COSTS)
+    nodes = WorldLinks(
+        4, slow.ways, OperationSpeed(0.0, 1e8), OperationSpeed(0.0, 1e8), 1e10, (0, 0, 1, 1), crowded=False
+    )
+    apart = total(alone, StepTraffic((), 0), strategy, StepTraffic([gradients, hidden], 0, units), nodes, COSTS)
     assert apart == pytest.approx(0.4 + 4 * 0.01 + backward + 0.01 + 4 * 10 * bucket)
 
 
 def test_operations_follow_each_other_before_the_first_has_arrived_where_the_link_allows_it() -> None:
-    alone, mb, strategy = Seen(Strategy(), {"compute": 4 * 1.2}), 1 << 20, Strategy.parse("ddp", 4)
-    units = tuple(Unit(0.25, (26 * mb,)) for _ in range(4))
-    terms = [Traffic("dp", "all_reduce", 4, 1, 4 * 26 * mb, "")]
+    alone, mb, strategy = MeasuredStep(Strategy(), {"compute": 4 * 1.2}), 1 << 20, Strategy.parse("ddp", 4)
+    units = tuple(StepUnit(0.25, (26 * mb,)) for _ in range(4))
+    terms = [TrafficTerm("dp", "all_reduce", 4, 1, 4 * 26 * mb, "")]
     took = {}
     for gap in (None, 0.0):
-        link = Link(4, dict.fromkeys(WAYS, Way(0.3, 1e8, gap)), None, None, 1e10, (0,) * 4, crowded=False)
-        took[gap] = total(alone, Sends((), 0), strategy, Sends(terms, 0, units), link, COSTS)
+        link = WorldLinks(
+            4, dict.fromkeys(WAYS, OperationSpeed(0.3, 1e8, gap)), None, None, 1e10, (0,) * 4, crowded=False
+        )
+        took[gap] = total(alone, StepTraffic((), 0), strategy, StepTraffic(terms, 0, units), link, COSTS)
     one = 1.5 * 26 * mb / 1e8
     assert took[None] == pytest.approx(0.4 + 0.2 + 4 * (0.3 + one))
     assert took[0.0] == pytest.approx(0.4 + 0.2 + 4 * one + 0.3)
 
 
 def test_rounded_gradients_are_hidden_too() -> None:
-    alone, mb, strategy = Seen(Strategy(), {"compute": 4 * 1.2}), 1 << 20, Strategy.parse("ddp compress=bf16", 4)
-    units, half = tuple(Unit(0.25, (26 * mb,)) for _ in range(4)), 2 * 26 * mb
-    terms = [Traffic("dp", op, 4, 1, half, "") for op in ("all_to_all", "all_gather")]
-    found = total(alone, Sends((), 0), strategy, Sends(terms, 0, units), LINK, COSTS)
+    alone, mb, strategy = (
+        MeasuredStep(Strategy(), {"compute": 4 * 1.2}),
+        1 << 20,
+        Strategy.parse("ddp compress=bf16", 4),
+    )
+    units, half = tuple(StepUnit(0.25, (26 * mb,)) for _ in range(4)), 2 * 26 * mb
+    terms = [TrafficTerm("dp", op, 4, 1, half, "") for op in ("all_to_all", "all_gather")]
+    found = total(alone, StepTraffic((), 0), strategy, StepTraffic(terms, 0, units), LINK, COSTS)
     # Only the sums of the last but one bucket, and the last bucket, are behind backward.
     assert found == pytest.approx(1.2 + 3 * 0.75 * half / 4 / 1e9)
 
 
 def test_a_pipeline_takes_at_least_as_long_as_its_messages_need_to_leave() -> None:
-    alone, strategy = Seen(Strategy(), {"compute": 4.0}), Strategy.parse("pp schedule=gpipe microbatches=16", 4)
-    sent = Traffic("pp", "send", 2, 32, 32 * 10**9, "hidden states and their gradients")  # a second each
-    found = total(alone, Sends((), 0), strategy, Sends([sent], 0), LINK, COSTS)
+    alone, strategy = MeasuredStep(Strategy(), {"compute": 4.0}), Strategy.parse("pp schedule=gpipe microbatches=16", 4)
+    sent = TrafficTerm("pp", "send", 2, 32, 32 * 10**9, "hidden states and their gradients")  # a second each
+    found = total(alone, StepTraffic((), 0), strategy, StepTraffic([sent], 0), LINK, COSTS)
     assert found == pytest.approx(32.0)
 
 
 def test_a_pipeline_ends_when_its_ranks_have_met() -> None:
-    alone = Seen(Strategy(), {"compute": 4.0})
-    sent = Traffic("pp", "send", 2, 16, 0, "hidden states")
-    link = Link(4, dict.fromkeys(WAYS, Way(0.01, 1e9)), None, None, 1e10, (0,) * 4, crowded=False)
+    alone = MeasuredStep(Strategy(), {"compute": 4.0})
+    sent = TrafficTerm("pp", "send", 2, 16, 0, "hidden states")
+    link = WorldLinks(4, dict.fromkeys(WAYS, OperationSpeed(0.01, 1e9)), None, None, 1e10, (0,) * 4, crowded=False)
     strategy = Strategy.parse("pp microbatches=8", 4)
-    late, even = (total(alone, Sends((), 0), strategy, Sends(terms, 0), link, COSTS) for terms in ([sent], []))
+    late, even = (
+        total(alone, StepTraffic((), 0), strategy, StepTraffic(terms, 0), link, COSTS) for terms in ([sent], [])
+    )
     # 2 x 3 hops on the way in and out, 10 for what each turn waits; two rounds in which four ranks meet.
     assert late - even == pytest.approx((16 + 2) * 0.01)
 
 
 def test_zero3_gathers_the_next_unit_while_one_computes() -> None:
-    alone, mb = Seen(Strategy(), {"compute": 4 * 1.2}), 1 << 20
-    units = tuple(Unit(0.25, (20 * mb,)) for _ in range(4))
-    terms = [Traffic("dp", op, 4, 1, 4 * 20 * mb, "") for op in ("reduce_scatter", "all_gather")]
-    found = total(alone, Sends((), 0), Strategy.parse("zero3", 4), Sends(terms, 0, units), LINK, COSTS)
+    alone, mb = MeasuredStep(Strategy(), {"compute": 4 * 1.2}), 1 << 20
+    units = tuple(StepUnit(0.25, (20 * mb,)) for _ in range(4))
+    terms = [TrafficTerm("dp", op, 4, 1, 4 * 20 * mb, "") for op in ("reduce_scatter", "all_gather")]
+    found = total(alone, StepTraffic((), 0), Strategy.parse("zero3", 4), StepTraffic(terms, 0, units), LINK, COSTS)
     one = 0.75 * 20 * mb / 1e9  # shorter than a forward
     # Waited for: the first gather of forward and of backward, and the last reduction.
     assert found == pytest.approx(1.2 + 3 * one)
 
 
 def test_across_nodes_the_slow_way_counts() -> None:
-    link = Link(4, WAYS, Way(0.0, 1e10), Way(0.0, 1e9), 1e10, (0, 0, 1, 1), crowded=False)
-    alone = Seen(Strategy.parse("dp=2 tp=2", 4), {"compute": 1.0})
-    near = [Traffic("tp", "all_reduce", 2, 1, 10**9, "")]
-    far = [Traffic("dp", "all_reduce", 2, 1, 10**9, "")]
-    within, across = (total(alone, Sends([], 1), alone.strategy, Sends(terms, 1), link, COSTS) for terms in (near, far))
+    link = WorldLinks(4, WAYS, OperationSpeed(0.0, 1e10), OperationSpeed(0.0, 1e9), 1e10, (0, 0, 1, 1), crowded=False)
+    alone = MeasuredStep(Strategy.parse("dp=2 tp=2", 4), {"compute": 1.0})
+    near = [TrafficTerm("tp", "all_reduce", 2, 1, 10**9, "")]
+    far = [TrafficTerm("dp", "all_reduce", 2, 1, 10**9, "")]
+    within, across = (
+        total(alone, StepTraffic([], 1), alone.strategy, StepTraffic(terms, 1), link, COSTS) for terms in (near, far)
+    )
     assert within == pytest.approx(1.1) and across == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("units", [(), (Unit(1.0, (10**9,)),)])
-def test_of_an_all_reduce_in_two_levels_one_part_goes_the_slow_way(units: tuple[Unit, ...]) -> None:
-    link = Link(4, WAYS, Way(0.0, 1e10), Way(0.0, 1e9), 1e10, (0, 0, 1, 1), crowded=False)
+@pytest.mark.parametrize("units", [(), (StepUnit(1.0, (10**9,)),)])
+def test_of_an_all_reduce_in_two_levels_one_part_goes_the_slow_way(units: tuple[StepUnit, ...]) -> None:
+    link = WorldLinks(4, WAYS, OperationSpeed(0.0, 1e10), OperationSpeed(0.0, 1e9), 1e10, (0, 0, 1, 1), crowded=False)
     levels = [
-        Traffic("dp", "reduce_scatter", 2, 1, 10**9, "", WITHIN),
-        Traffic("dp", "all_reduce", 2, 1, 5 * 10**8, "", BETWEEN),
-        Traffic("dp", "all_gather", 2, 1, 10**9, "", WITHIN),
+        TrafficTerm("dp", "reduce_scatter", 2, 1, 10**9, "", WITHIN),
+        TrafficTerm("dp", "all_reduce", 2, 1, 5 * 10**8, "", BETWEEN),
+        TrafficTerm("dp", "all_gather", 2, 1, 10**9, "", WITHIN),
     ]
-    alone, ddp = Seen(Strategy(), {"compute": 1e-9}), Strategy.parse("ddp", 4)
+    alone, ddp = MeasuredStep(Strategy(), {"compute": 1e-9}), Strategy.parse("ddp", 4)
     ring, two = (
-        total(alone, Sends([], 1), ddp, Sends(terms, 1, units), link, COSTS) for terms in ([GRADIENTS], levels)
+        total(alone, StepTraffic([], 1), ddp, StepTraffic(terms, 1, units), link, COSTS)
+        for terms in ([GRADIENTS], levels)
     )
     assert ring == pytest.approx(1.5) and two == pytest.approx(0.5 + 2 * 0.05)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from nbkit.planner.link_speed import Link, Way
-from nbkit.planner.traffic import Traffic
+from nbkit.planner.link_speed import OperationSpeed, WorldLinks
+from nbkit.planner.traffic import TrafficTerm
 from nbkit.rank.comm import link_probe
 from nbkit.rank.telemetry import collectives
 
@@ -33,7 +33,7 @@ def test_it_is_measured_once_and_equal_on_all_ranks() -> None:
     said = run_ranks(measured, 3, 1, timeout=120)
 
     assert said[0]["link"] == said[1]["link"] == said[2]["link"]
-    found: Link = said[0]["link"]
+    found: WorldLinks = said[0]["link"]
     assert set(found.ways) == {"all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"}
     assert all(way.latency > 0 and way.speed > 0 for way in found.ways.values()) and found.copy > 0
     assert found.node_of == (0, 0, 0) and found.far is None
@@ -56,36 +56,38 @@ def test_a_world_of_one_has_no_link() -> None:
     assert run_ranks(measured, 1, 0)[0]["link"] is None
 
 
-def made(**changed: Any) -> Link:
-    ways = dict.fromkeys(("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), Way(1e-3, 1e9))
+def made(**changed: Any) -> WorldLinks:
+    ways = dict.fromkeys(
+        ("all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"), OperationSpeed(1e-3, 1e9)
+    )
     asked: dict[str, Any] = {"ranks": 4, "ways": ways, "near": None, "far": None, "copy": 1e10, "node_of": (0,) * 4}
-    return Link(**{**asked, "crowded": False, **changed})
+    return WorldLinks(**{**asked, "crowded": False, **changed})
 
 
 def test_seconds_are_latency_and_bytes() -> None:
-    all_reduce = Traffic("dp", "all_reduce", 4, 2, 10**9, "gradients")
+    all_reduce = TrafficTerm("dp", "all_reduce", 4, 2, 10**9, "gradients")
 
-    def took(link: Link, **how: bool) -> float:
+    def took(link: WorldLinks, **how: bool) -> float:
         return link.way(all_reduce, **how).seconds(all_reduce.calls, all_reduce.wire)
 
     assert took(made()) == pytest.approx(2e-3 + 1.5)
     # What goes over all ranks is as fast and as late as between nodes, where neighbours share the link of their node.
-    nodes = made(near=Way(1e-4, 1e10), far=Way(1e-3, 5e8), node_of=(0, 0, 1, 1))
+    nodes = made(near=OperationSpeed(1e-4, 1e10), far=OperationSpeed(1e-3, 5e8), node_of=(0, 0, 1, 1))
     assert took(nodes, spans_nodes=True) == pytest.approx(2e-3 + 1.5)
     assert took(nodes, spans_nodes=True, apart=True) == pytest.approx(2e-3 + 3)
     assert took(nodes) == pytest.approx(2e-4 + 0.15)
-    slow = made(near=Way(2e-3, 1e10), far=Way(1e-3, 5e8), node_of=(0, 0, 1, 1))
+    slow = made(near=OperationSpeed(2e-3, 1e10), far=OperationSpeed(1e-3, 5e8), node_of=(0, 0, 1, 1))
     assert took(slow) == pytest.approx(2e-3 + 0.15)  # within a node no operation takes longer than between nodes
     assert made().moving([10**9, 0], [0, 5 * 10**8], [10**10, 0]) == pytest.approx(1e-3 + 1 + 0.2 + 1)
     assert made().moving([0], [0], [0]) == 0
 
 
 def test_latency_of_fewer_ranks_lies_between_that_of_a_message_and_that_of_all() -> None:
-    pair = Traffic("tp", "all_reduce", 2, 1, 4, "")
-    ring = {**made().ways, "all_reduce": Way(3e-3, 1e9, 2e-3)}
-    assert made(ways=ring).way(pair) == Way(1e-3, 1e9, 1e-3)  # a message alone takes 1 ms
-    assert made(ways=ring).way(replace(pair, ranks=3)) == Way(2e-3, 1e9, 2e-3)
-    assert made().way(pair) == Way(1e-3, 1e9)  # through a switch, ranks make no difference
+    pair = TrafficTerm("tp", "all_reduce", 2, 1, 4, "")
+    ring = {**made().ways, "all_reduce": OperationSpeed(3e-3, 1e9, 2e-3)}
+    assert made(ways=ring).way(pair) == OperationSpeed(1e-3, 1e9, 1e-3)  # a message alone takes 1 ms
+    assert made(ways=ring).way(replace(pair, ranks=3)) == OperationSpeed(2e-3, 1e9, 2e-3)
+    assert made().way(pair) == OperationSpeed(1e-3, 1e9)  # through a switch, ranks make no difference
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data.balanced.balanced import Balanced, check_packed
-from nbkit.rank.data.balanced.packing import Packed, Piece, best_fit
+from nbkit.rank.data.balanced.packing import DocumentPiece, Packed, best_fit
 from nbkit.rank.models.gpt import GPT, GPTConfig
 
 torch.set_num_threads(1)
@@ -85,7 +85,7 @@ def test_blocks_of_real_code_waste_less_than_two_percent_and_hold_every_token_on
     packed = Packed([torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in whole], 2048)
     tokens = sum(len(text) - 1 for text in whole)
     sizes = lengths()
-    cut = best_fit([Piece(i, 0, size) for i, size in enumerate(sizes)], 2048)
+    cut = best_fit([DocumentPiece(i, 0, size) for i, size in enumerate(sizes)], 2048)
 
     assert packed.waste <= 0.02
     assert sum(len(piece) for block in packed.blocks for piece in block) == tokens

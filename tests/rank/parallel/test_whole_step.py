@@ -15,7 +15,7 @@ from torch import nn
 
 import nbkit
 from nbkit.errors import NbkitError, StrategyError
-from nbkit.rank.comm.thread_group import Meeting, ThreadRanks
+from nbkit.rank.comm.thread_group import ThreadMeeting, ThreadRanks
 from nbkit.rank.data.batch import call
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel import grad_norm, process_groups, sharded_model
@@ -30,7 +30,7 @@ from nbkit.rank.parallel.whole_step.prove_step import StepProof, prove_step, tin
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.train.job import prepare
-from nbkit.rank.train.step.optimizer_factory import Template
+from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.strategy import Strategy
 from zoo.training import SUBJECTS
 
@@ -73,7 +73,7 @@ class Facts:
         self.options = Options(chain=find_chain(model, run), proof=prove(model, run, [2]))
         self.options = Options(**vars(self.options) | {"gathers": plan_gathers(model, run)})
         self.skeleton = skeleton_of(model)
-        self.template = Template(decayed_by_name, module=model)
+        self.template = OptimizerSpec(decayed_by_name, module=model)
 
     def proof(self, text: str, loss: Any = None, **asked: Any) -> StepProof:
         strategy = Strategy.parse(text, COMPOSED[text])
@@ -168,7 +168,7 @@ def test_a_parameter_in_another_group_of_the_optimizer_is_refused(text: str, fac
         rest["params"].append(first["params"].pop(0))
         return optimizer
 
-    astray = Template(put_astray, module=facts.skeleton)
+    astray = OptimizerSpec(put_astray, module=facts.skeleton)
 
     def optimizer(held: Any, plainly: bool) -> Any:
         return (facts.template if plainly else astray).on_cpu(held, plainly)
@@ -220,7 +220,7 @@ def test_ranks_that_wait_for_each_other_and_other_collectives_end() -> None:
 
     for body, words in ((waits, "wait for each other"), (differ, "other collectives")):
         ranks: ThreadRanks[None] = ThreadRanks(2)
-        meeting = Meeting(ranks, (0, 1))
+        meeting = ThreadMeeting(ranks, (0, 1))
         with pytest.raises(RuntimeError, match=words):
             ranks.run(body)
 

@@ -10,7 +10,7 @@ import pytest
 
 from nbkit.rank.device import Accelerator
 from nbkit.rank.telemetry import phases
-from nbkit.rank.telemetry.collectives import Call, CudaCall, Seen, Timed
+from nbkit.rank.telemetry.collectives import CollectiveCall, CudaCall, GroupInfo, Timed
 from nbkit.rank.telemetry.phases import clock, phase
 
 MS = 1_000_000
@@ -50,11 +50,11 @@ class Slow:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[phases.Step]]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[phases.StepPhases]]:
     """The steps that this thread makes, as if on a GPU."""
     monkeypatch.setattr(Accelerator, "stamp", lambda self: Stamp())
     monkeypatch.setattr(Device, "ms", 0.0)
-    steps: list[phases.Step] = []
+    steps: list[phases.StepPhases] = []
     monkeypatch.setattr(clock, "listeners", [steps.append])
     clock.begin(cuda=True)
     yield steps
@@ -68,17 +68,17 @@ def in_another_thread(work: Callable[[], Any]) -> None:
 
 
 def waits() -> None:
-    group = Seen("dp 1 [0,1]", "dp", (0, 1))
-    call = Call("all_reduce", group, None, 0, 8)
+    group = GroupInfo("dp 1 [0,1]", "dp", (0, 1))
+    call = CollectiveCall("all_reduce", group, None, 0, 8)
     call.cuda = CudaCall()
     Timed(Slow(), call, group.blocked).wait()
 
 
-def laps(step: phases.Step) -> list[tuple[str, float]]:
+def laps(step: phases.StepPhases) -> list[tuple[str, float]]:
     return [(state, (stop - start) / MS) for state, start, stop in step.intervals()]
 
 
-def test_what_autograds_thread_computes_after_a_wait_is_backward(made: list[phases.Step]) -> None:
+def test_what_autograds_thread_computes_after_a_wait_is_backward(made: list[phases.StepPhases]) -> None:
     def backward() -> None:
         for _ in range(2):
             Device.computes(20)
@@ -97,7 +97,7 @@ def test_what_autograds_thread_computes_after_a_wait_is_backward(made: list[phas
     assert laps(made[0]) == [("forward", 10.0), *dp, *dp, ("backward", 30.0), ("wait dp", 5.0), again]
 
 
-def test_an_operation_of_a_pipeline_takes_what_the_device_computes(made: list[phases.Step]) -> None:
+def test_an_operation_of_a_pipeline_takes_what_the_device_computes(made: list[phases.StepPhases]) -> None:
     for micro in range(2):
         Device.computes(4)
         done = clock.on_op("F", 0, micro)
@@ -110,7 +110,7 @@ def test_an_operation_of_a_pipeline_takes_what_the_device_computes(made: list[ph
     assert times == [(4 * MS, 24 * MS), (28 * MS, 48 * MS)]
 
 
-def test_outside_of_backward_no_other_thread_says_what_the_step_does(made: list[phases.Step]) -> None:
+def test_outside_of_backward_no_other_thread_says_what_the_step_does(made: list[phases.StepPhases]) -> None:
     with phase("backward"):
         with phase("forward"):
             in_another_thread(waits)

@@ -234,9 +234,9 @@ def test_the_axis_of_a_group_comes_from_what_torch_holds_of_it(desc: str, axis: 
 
 
 def test_the_ring_keeps_the_newest_and_says_how_many_it_lost() -> None:
-    ring, group = collectives.Ring(8), collectives.Seen("dp 1 [0,1]", "dp", (0, 1))
+    ring, group = collectives.Ring(8), collectives.GroupInfo("dp 1 [0,1]", "dp", (0, 1))
     for i in range(20):
-        ring.put(collectives.Call("send", group, 1, i, i))
+        ring.put(collectives.CollectiveCall("send", group, 1, i, i))
 
     calls, lost = ring.between(5, 20)
 

@@ -165,8 +165,11 @@ def test_an_asynchronous_collective_tells_its_end_in_some_steps_and_was_waited_f
 
 
 def test_where_some_calls_were_not_listened_to_those_waited_for_at_once_do_not_stand_for_them() -> None:
-    group = collectives.Seen("dp 1 [0,1]", "dp", (0, 1))
-    calls = [collectives.Call(op, group, None, i, 8) for i, op in enumerate(("all_reduce", "all_reduce", "all_gather"))]
+    group = collectives.GroupInfo("dp 1 [0,1]", "dp", (0, 1))
+    calls = [
+        collectives.CollectiveCall(op, group, None, i, 8)
+        for i, op in enumerate(("all_reduce", "all_reduce", "all_gather"))
+    ]
     for call in calls:
         call.done, call.blocked = call.issued + 1_000_000_000, 500_000_000
     calls[0].done, calls[0].heard = None, False

@@ -13,7 +13,7 @@ from jobs import quiet
 from ranks import run_ranks
 from torch import nn
 
-from nbkit.bridge.requests import Control, Controls
+from nbkit.bridge.requests import Control, TrainingRequestHandler
 from nbkit.rank.train.control import step_boundary
 
 MODELS = (stateful.Lambdas, stateful.Patched, stateful.OfAnother, stateful.ByGlobal, stateful.CountingLambda)
@@ -22,7 +22,7 @@ ASKED = ("pp=2 schedule=zbv microbatches=2", "nonsense=2")  # the model is run t
 
 def trained(world: Any, model: type[nn.Module], seed: int, looked: bool, asked: str) -> tuple[list[float], int]:
     """(losses, looks that were made) of 24 steps, with the panel open and `asked` refused at a boundary, or without."""
-    controls, looks, over = Controls(), [0], threading.Event()
+    controls, looks, over = TrainingRequestHandler(), [0], threading.Event()
     stateful.begin()
     trainer = quiet(model=model, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.05), seed=seed)
 

@@ -11,7 +11,7 @@ from jobs import asked_for, one_process, points, quiet
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from nbkit.bridge.requests import Controls
+from nbkit.bridge.requests import TrainingRequestHandler
 from nbkit.rank.parallel import model_facts
 from nbkit.rank.parallel.model_facts import find_facts
 from nbkit.rank.train import builder as building
@@ -79,7 +79,7 @@ def on_demand(world: Any) -> dict[str, Any]:
         at_start = list(looks)
         trainer.switch("zero3")
         trainer.fit(2)
-        told = asked_for(trainer, Controls(), "pp")
+        told = asked_for(trainer, TrainingRequestHandler(), "pp")
         trainer.switch("ddp")
         options = trainer.job.builder.options
         asked = [wanted for wanted, _ in looks]

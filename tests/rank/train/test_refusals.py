@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from nbkit.errors import NbkitError, TrainingError
-from nbkit.rank.data.batch import Arithmetic
+from nbkit.rank.data.batch import BatchSplit
 from nbkit.strategy import Strategy
 
 
@@ -204,8 +204,8 @@ def test_settings_without_effect_are_named() -> None:
 
 
 def test_the_arithmetic_is_said_in_one_line() -> None:
-    assert str(Arithmetic.of(64, Strategy(dp=4), microbatch_size=8)) == "global 64 = micro 8 x accum 2 x dp 4"
-    assert str(Arithmetic.of(64, Strategy(dp=4), microbatch_size=None)) == "global 64 = micro 16 x accum 1 x dp 4"
+    assert str(BatchSplit.of(64, Strategy(dp=4), microbatch_size=8)) == "global 64 = micro 8 x accum 2 x dp 4"
+    assert str(BatchSplit.of(64, Strategy(dp=4), microbatch_size=None)) == "global 64 = micro 16 x accum 1 x dp 4"
 
 
 class WithTensor(nn.Module):

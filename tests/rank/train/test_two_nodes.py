@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import nbkit
 from nbkit.node_levels import BETWEEN
 from nbkit.planner.link_speed import ranks_of_node
-from nbkit.planner.traffic import Traffic, wire_bytes
+from nbkit.planner.traffic import TrafficTerm, wire_bytes
 from nbkit.rank.comm import link_probe
 from nbkit.rank.telemetry import collectives
 from nbkit.strategy import Strategy
@@ -55,7 +55,7 @@ def on_nodes(world: Any, strategy: str, axis: str) -> dict[str, Any]:
     between = [call for call in calls if len({member // EACH for member in call.group.members}) > 1]
     terms = job.job.cost_model().terms(job.job.strategy)
 
-    def spans(term: Traffic) -> bool:
+    def spans(term: TrafficTerm) -> bool:
         return axis == "replicate" or term.level == BETWEEN
 
     return {

@@ -15,7 +15,7 @@ from pretend import join
 from ranks import next_generation, run_ranks
 
 from nbkit.rank.telemetry import collectives
-from nbkit.rank.telemetry.collectives import Call, Ring, Seen
+from nbkit.rank.telemetry.collectives import CollectiveCall, GroupInfo, Ring
 from nbkit.rank.world import failure_alarm
 from nbkit.rank.world.activity import activity
 from nbkit.rank.world.world import World
@@ -115,9 +115,9 @@ class Stream:
 
 def test_what_a_device_stands_in_is_told_when_its_host_has_gone_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "ring", Ring())
-    group = Seen("dp 1 [0,1]", "dp", (0, 1))
+    group = GroupInfo("dp 1 [0,1]", "dp", (0, 1))
     for number, is_open in ((1, False), (2, True), (3, True)):
-        call = Call("all_reduce", group, None, number, 8)
+        call = CollectiveCall("all_reduce", group, None, number, 8)
         call.cuda, call.issued = Stream(is_open), time.perf_counter_ns() - 2_000_000_000  # type: ignore[assignment]
         collectives.ring.put(call)
     before = activity(0, CELLS)

@@ -16,7 +16,7 @@ from ranks import next_generation, run_ranks
 from nbkit.errors import ClusterError
 from nbkit.rank.comm.delegating_group import DelegatingGroup
 from nbkit.rank.world import failure_alarm
-from nbkit.rank.world.failure_alarm import Alarm, Heard
+from nbkit.rank.world.failure_alarm import Alarm, AlarmHeard
 
 
 def total(group: Any = None) -> float:
@@ -125,7 +125,7 @@ def left(world: Any) -> str:
     with pytest.raises(ClusterError) as error:
         alarm.meet("me")
     alarm.heard = True
-    with pytest.raises(Heard):
+    with pytest.raises(AlarmHeard):
         alarm.check()
     return f"{error.value.what} {error.value.numbers} {Alarm.possible()}"
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from nbkit.rank.world import rank_place
-from nbkit.rank.world.rank_place import Place
+from nbkit.rank.world.rank_place import RankPlace
 
 
 def test_a_rank_takes_the_gpu_that_its_user_named_else_the_one_of_its_local_rank() -> None:
-    place = Place(3, 4, 3, 4, "cuda", "nccl")
+    place = RankPlace(3, 4, 3, 4, "cuda", "nccl")
 
     assert place.gpu(num_gpus=4) == 3
     assert place.gpu(num_gpus=1) == 0
@@ -24,18 +24,20 @@ def test_a_rank_takes_the_gpu_that_its_user_named_else_the_one_of_its_local_rank
 
 def test_gloo_on_gpus_is_said_once_per_host() -> None:
     with pytest.warns(UserWarning, match="4 ranks on this host, and this one sees 1 GPU"):
-        Place(4, 8, 0, 4, "cuda", "gloo").warn_of_gloo(num_gpus=1)
+        RankPlace(4, 8, 0, 4, "cuda", "gloo").warn_of_gloo(num_gpus=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Place(5, 8, 1, 4, "cuda", "gloo").warn_of_gloo(num_gpus=1)
-        Place(4, 8, 0, 4, "cuda", "nccl").warn_of_gloo(num_gpus=4)
-        Place(4, 8, 0, 4, "cpu", "gloo").warn_of_gloo(num_gpus=0)
+        RankPlace(5, 8, 1, 4, "cuda", "gloo").warn_of_gloo(num_gpus=1)
+        RankPlace(4, 8, 0, 4, "cuda", "nccl").warn_of_gloo(num_gpus=4)
+        RankPlace(4, 8, 0, 4, "cpu", "gloo").warn_of_gloo(num_gpus=0)
 
 
 def test_messages_between_ranks_lie_on_the_host_where_gloo_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     # A process that took the place of a dead one ended when it was handed the training over gloo from a GPU.
     monkeypatch.setattr(rank_place, "accelerator", lambda: SimpleNamespace(device=lambda kind: kind))
 
-    found = [Place(0, 2, 0, 2, *how).message_device for how in (("cuda", "nccl"), ("cuda", "gloo"), ("cpu", "gloo"))]
+    found = [
+        RankPlace(0, 2, 0, 2, *how).message_device for how in (("cuda", "nccl"), ("cuda", "gloo"), ("cpu", "gloo"))
+    ]
 
     assert found == ["cuda", "cpu", "cpu"]

@@ -40,7 +40,7 @@ _MEDIAN_OF = 20  # steps, as of tokens per second in every view
 _TAIL_BYTES = 128 << 10
 
 
-class Runs:
+class RunCatalog:
     """The runs under `logdir` (None: nowhere), by their paths in it. For one thread at a time."""
 
     def __init__(self, logdir: Path | None) -> None:
@@ -188,7 +188,7 @@ class CommunicationPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     plugin_name = NAME
 
     def __init__(self, context: Any) -> None:
-        self._runs = Runs(Path(context.logdir).absolute() if context.logdir else None)
+        self._runs = RunCatalog(Path(context.logdir).absolute() if context.logdir else None)
         self._lock = threading.Lock()
 
     def is_active(self) -> bool:

@@ -25,10 +25,10 @@ from nbkit.notebook.cluster.launch.pins import repinned
 from nbkit.notebook.cluster.output.display import Screen
 from nbkit.notebook.cluster.output.lines import label
 from nbkit.notebook.cluster.output.root_cause import Death, ends_in
-from nbkit.notebook.cluster.output.widget_comms import Comms
-from nbkit.notebook.cluster.registry import Entry, names_of_notebook
+from nbkit.notebook.cluster.output.widget_comms import ClusterComms
+from nbkit.notebook.cluster.registry import ClusterEntry, names_of_notebook
 from nbkit.notebook.cluster.why import QuietWatch
-from nbkit.notebook.cluster.world_generation import Generation
+from nbkit.notebook.cluster.world_generation import WorldGeneration
 from nbkit.wire import cluster_end
 from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, Prompt, ranks_named, record_from
 from nbkit.wire.processes import Process
@@ -37,7 +37,7 @@ from nbkit.wire.processes import Process
 class EndNews:
     """One per connection. Looked at every second."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: ClusterEntry) -> None:
         self._entry = entry
         self._said, self._looks = "", 0
 
@@ -74,7 +74,7 @@ class Connection:
     "" while it is open.
     """
 
-    def __init__(self, entry: Entry, client: Client) -> None:
+    def __init__(self, entry: ClusterEntry, client: Client) -> None:
         self.entry, self.client = entry, client
         self._resized = 0.0  # when the number of ranks has changed last
         self.ended = ""
@@ -82,11 +82,11 @@ class Connection:
         self.latest: Execution | None = None
         self.deaths: dict[int, Death] = {}
         self.replaced: dict[tuple[int, float], tuple[str, str]] = {}  # (rank, when it died) -> (cell, what is said)
-        self.generation = Generation(client, entry.n)
+        self.generation = WorldGeneration(client, entry.n)
         self.numbers = itertools.count(1)  # of cells, outside of a notebook
         self.request_number = 0
         self.end_news = EndNews(entry)
-        self.comms = Comms(lambda *message: client.soon(client.relay, *message))
+        self.comms = ClusterComms(lambda *message: client.soon(client.relay, *message))
         self.read_size()
         client.listen(self._on_message, self._on_gone)
         client.soon(self._keep_in_touch, min(60.0, entry.ttl / 4))
@@ -472,7 +472,7 @@ class Connection:
             self.client.later(pause, self._follow, execution, rank, content["cursor"])
 
 
-def _out_of_reach(entry: Entry, why: str) -> ClusterError:
+def _out_of_reach(entry: ClusterEntry, why: str) -> ClusterError:
     """Of a cell whose ranks live and cannot be heard, or would have nobody to reap them."""
     gone = "the controller" if not entry.controller.is_alive() else "the parent of the ranks"
     return ClusterError(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbkit.errors import CellError
 from nbkit.notebook.cluster.cells.results import Results, group_by_text, value_of
-from nbkit.notebook.cluster.output.display import NOBODY, KeptText, Outbox, Piece, Screen, ShownByRank
+from nbkit.notebook.cluster.output.display import NOBODY, KeptText, Outbox, Screen, ShownByRank, ShownMessage
 from nbkit.notebook.cluster.output.lines import Lines, label
 from nbkit.notebook.cluster.output.rank_tabs import RankTabs
 from nbkit.notebook.cluster.output.root_cause import Death, cell_error, fault, root_of, twins_of
@@ -103,7 +103,7 @@ class Execution:
         else:
             if rank in self.clearing:
                 self._clear({rank})
-            piece = Piece(rank, kind, content)
+            piece = ShownMessage(rank, kind, content)
             if kind != "stream" or self.tabs is None:  # tabs keep their own text
                 self.shown.add(piece)
             self._show(piece)
@@ -224,7 +224,7 @@ class Execution:
 
     def say(self, text: str) -> None:
         """Show a line of nbkit's own in the cell's output."""
-        self.shown.add(Piece(NOBODY, "stream", {"name": "stderr", "text": f"{text}\n"}))
+        self.shown.add(ShownMessage(NOBODY, "stream", {"name": "stderr", "text": f"{text}\n"}))
         self.outbox.stream("stderr", f"{text}\n")
 
     def _on_unshown(self, kind: str, error: Exception) -> None:
@@ -250,7 +250,7 @@ class Execution:
         if not self.done.done():
             self._show_ready()
 
-    def _show(self, piece: Piece) -> None:
+    def _show(self, piece: ShownMessage) -> None:
         rank, content = piece.rank, piece.content
         if piece.kind != "stream":
             self._show_rich(rank, piece.kind, content)

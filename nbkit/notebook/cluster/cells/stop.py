@@ -34,7 +34,7 @@ from nbkit.errors import CellStopped
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.output import display
-from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.wire import interrupts
 from nbkit.wire.cells import ranks_named, ranks_text
 
@@ -48,7 +48,7 @@ _DOES = {
 }
 
 
-def interrupt(entry: Entry, client: Client, rank: int, cell: str, through: int | None) -> bool:
+def interrupt(entry: ClusterEntry, client: Client, rank: int, cell: str, through: int | None) -> bool:
     """Send SIGINT to a rank, for this cell. Returns False if there is no way to it.
 
     through: a rank that answers and passes it on, where the rank may be on another host.
@@ -61,7 +61,7 @@ def interrupt(entry: Entry, client: Client, rank: int, cell: str, through: int |
     return through is not None
 
 
-def end(entry: Entry, client: Client, rank: int) -> None:
+def end(entry: ClusterEntry, client: Client, rank: int) -> None:
     """End one rank's process at once."""
     if _is_beside(entry):
         entry.ranks[rank].end(signal.SIGKILL, group=True)
@@ -70,7 +70,7 @@ def end(entry: Entry, client: Client, rank: int) -> None:
     client.request(others, "end", rank=rank)  # one that answers is enough
 
 
-def activity(entry: Entry, rank: int) -> str:
+def activity(entry: ClusterEntry, rank: int) -> str:
     """The state of a rank's process in words: "it is suspended (SIGSTOP)"; "" where the system does not say."""
     process = entry.ranks[rank]
     if not _is_beside(entry) or not process.is_alive():
@@ -81,7 +81,7 @@ def activity(entry: Entry, rank: int) -> str:
         return ""
 
 
-def _is_beside(entry: Entry) -> bool:
+def _is_beside(entry: ClusterEntry) -> bool:
     """Whether the ranks are processes of this host."""
     return entry.is_here and not entry.is_spread
 
@@ -98,7 +98,12 @@ LIVE_PATIENCE_SECONDS = 1.5
 
 
 def begin_stop(
-    entry: Entry, client: Client, execution: Execution, timeout: float | None = None, *, end_after: float | None = None
+    entry: ClusterEntry,
+    client: Client,
+    execution: Execution,
+    timeout: float | None = None,
+    *,
+    end_after: float | None = None,
 ) -> Stop:
     """Ask the ranks to stop; the caller drives the ladder. If the cell is being stopped already: press once more.
 
@@ -122,7 +127,7 @@ class Stop:
     """One stop of one cell. end_after: seconds from the warning after which its ranks are ended without a press."""
 
     def __init__(
-        self, entry: Entry, client: Client, execution: Execution, reason: str, end_after: float | None
+        self, entry: ClusterEntry, client: Client, execution: Execution, reason: str, end_after: float | None
     ) -> None:
         self.entry, self.client, self.execution, self.end_after = entry, client, execution, end_after
         execution.reason = reason

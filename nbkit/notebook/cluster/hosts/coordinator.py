@@ -37,7 +37,7 @@ from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.agent import check_versions, notes_on
 from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
 from nbkit.notebook.cluster.hosts.network import listen_at
-from nbkit.notebook.cluster.hosts.progress import Progress, Seen
+from nbkit.notebook.cluster.hosts.progress import LauncherView, StartProgress
 from nbkit.notebook.cluster.hosts.start_request import Starter, loaded
 from nbkit.wire import cluster_end
 from nbkit.wire.cells import ranks_named
@@ -46,7 +46,7 @@ from nbkit.wire.link import SignedLink, key_of
 from nbkit.wire.processes import Process, followers
 
 
-class Host:
+class ConnectedHost:
     """A host whose agent has connected. facts: what it has said of itself. has_taken_place: it was in reserve."""
 
     def __init__(self, link: SignedLink) -> None:
@@ -66,7 +66,7 @@ class Places:
 
     def __init__(self, counts: Sequence[int], spare_hosts: int) -> None:
         self.total, self.counts = len(counts), tuple(counts[: len(counts) - spare_hosts])
-        self.hosts: dict[int, Host] = {}
+        self.hosts: dict[int, ConnectedHost] = {}
         self._facts: list[dict[str, Any]] = []  # of the hosts that hold ranks, once all have joined
 
     @property
@@ -75,7 +75,7 @@ class Places:
         return any(index < len(self.counts) for index in self.hosts)
 
     @property
-    def in_reserve(self) -> list[Host]:
+    def in_reserve(self) -> list[ConnectedHost]:
         return [host for index, host in sorted(self.hosts.items()) if index >= len(self.counts)]
 
     def ranks_of(self, index: int) -> range:
@@ -89,13 +89,13 @@ class Places:
         self._facts = facts[: len(self.counts)]
         return facts
 
-    def placed(self, host: Host, rank: int, label: str, reason: str, spares: Sequence[str]) -> None:
+    def placed(self, host: ConnectedHost, rank: int, label: str, reason: str, spares: Sequence[str]) -> None:
         """A rank may have gone to a spare device of its host."""
         at = rank - self.ranks_of(host.facts["index"]).start
         host.facts["labels"][at], host.facts["reasons"][at] = label, reason
         host.facts["spares"] = list(spares)
 
-    def take_place(self, index: int) -> Host | None:
+    def take_place(self, index: int) -> ConnectedHost | None:
         """Have a host in reserve take the place of the one of that index, which is gone; None where there is none.
 
         The first host, whose parent decides who is replaced and where the store of the world is, has no substitute.
@@ -112,7 +112,7 @@ class Places:
         host.link.send(event="take_place", base=self.ranks_of(index).start, count=count)
         return host
 
-    def shown(self, state: Progress) -> Progress:
+    def shown(self, state: StartProgress) -> StartProgress:
         """`state`, with the devices of the ranks and what is in reserve."""
         return progress.with_devices(state, self._facts, [host.name for host in self.in_reserve])
 
@@ -123,7 +123,7 @@ _SHOWN = 4
 class Reachability:
     """hosts: all of them, in their order. First each listens, then each tries to connect to others."""
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
+    def __init__(self, hosts: Sequence[ConnectedHost]) -> None:
         self._hosts = hosts
         self._places: dict[int, tuple[str, int]] = {}
         self._failed: dict[int, list[tuple[int, str]]] = {}
@@ -131,11 +131,11 @@ class Reachability:
             host.link.send(event="listen")
 
     @property
-    def answered(self) -> list[Host]:
+    def answered(self) -> list[ConnectedHost]:
         """Those that have told what they have found."""
         return [self._hosts[number] for number in sorted(self._failed)]
 
-    def listens(self, host: Host, message: dict[str, Any]) -> None:
+    def listens(self, host: ConnectedHost, message: dict[str, Any]) -> None:
         """A host listens; once all do, each hears whom it is to try."""
         self._places[host.facts["index"]] = message["address"], message["port"]
         if len(self._places) == len(self._hosts):
@@ -143,7 +143,7 @@ class Reachability:
                 tried = hosts_to_try(number, len(self._hosts))
                 each.link.send(event="reach", places=[(other, *self._places[other]) for other in tried])
 
-    def reached(self, host: Host, message: dict[str, Any]) -> bool:
+    def reached(self, host: ConnectedHost, message: dict[str, Any]) -> bool:
         """A host has tried; whether all have. Raises ClusterError then, where one cannot connect to another one."""
         self._failed[host.facts["index"]] = [(number, why) for number, why in message["unanswered"]]
         if len(self._failed) < len(self._hosts):
@@ -195,7 +195,7 @@ class Gathering:
         self._fit: Fit | None = None  # once they are compared
         self._reachability: Reachability | None = None
 
-    def join(self, host: Host, facts: dict[str, Any]) -> str:
+    def join(self, host: ConnectedHost, facts: dict[str, Any]) -> str:
         """An agent is ready. Of two that have one number the first has it: why this one was refused, "" if it was not.
 
         Raises ClusterError where all are there and do not fit together.
@@ -216,7 +216,7 @@ class Gathering:
             self._reachability = Reachability([self._places.hosts[number] for number in range(total)])
         return ""
 
-    def hear(self, host: Host, message: dict[str, Any]) -> Fit | None:
+    def hear(self, host: ConnectedHost, message: dict[str, Any]) -> Fit | None:
         """An agent tells where it listens, or what it has found. Returns what they start with, once all fit together.
 
         Raises ClusterError where a host cannot connect to another one.
@@ -231,7 +231,7 @@ class Gathering:
         refused = (f"{why}: it was refused" for why in self._refused)
         return replace(self._fit, notes=(*self._fit.notes, *refused))
 
-    def progress(self, seen: Seen) -> Progress:
+    def progress(self, seen: LauncherView) -> StartProgress:
         """How far it is. seen: by the launcher. Raises ClusterError when nothing is left to wait for."""
         if seen.error:
             raise seen.error
@@ -246,11 +246,11 @@ class Gathering:
         if self._first_sign and time.monotonic() - self._first_sign > ANSWER_SECONDS:
             raise self._unanswered()
         if seen.state == "pending":
-            return Progress("waiting", seen.words)
+            return StartProgress("waiting", seen.words)
         answered = f"{len(self._places.hosts)} of {self._places.total} hosts have answered"
-        return Progress("starting", f"{seen.words}; {answered}")
+        return StartProgress("starting", f"{seen.words}; {answered}")
 
-    def lost(self, host: Host) -> ClusterError:
+    def lost(self, host: ConnectedHost) -> ClusterError:
         """A host that had joined is gone, or its agent."""
         index, gone = host.facts["index"], "does not answer any more" if host.link.broke else "has lost its agent"
         return ClusterError(
@@ -313,11 +313,11 @@ class Coordinator:
         self.hosts = self.places.hosts  # index -> host, of those that have joined
         self.gathering = Gathering(starter, self.places, self.listener.getsockname()[1])
         self.dead: set[int] = set()
-        self.state = Progress("waiting", "the controller starts")
+        self.state = StartProgress("waiting", "the controller starts")
         self.going = False
         self.ending = ""  # why
         self.seen = time.monotonic()
-        self.looked, self.look = 0.0, Seen("pending", "")
+        self.looked, self.look = 0.0, LauncherView("pending", "")
         self.told = ""  # why trainings are to end
         self.taken_away = False  # the hosts: their ranks end too
         self.controller: Process | None = None
@@ -381,10 +381,10 @@ class Coordinator:
         except OSError:
             return
         self.selector.register(
-            sock, selectors.EVENT_READ, Host(SignedLink(sock, key_of(self.secret, nonce), opened=False))
+            sock, selectors.EVENT_READ, ConnectedHost(SignedLink(sock, key_of(self.secret, nonce), opened=False))
         )
 
-    def _hear(self, host: Host) -> None:
+    def _hear(self, host: ConnectedHost) -> None:
         messages = host.link.receive()
         if messages is None:
             self.selector.unregister(host.link.sock)
@@ -395,7 +395,7 @@ class Coordinator:
         for message in messages:
             self._heard(host, message)
 
-    def _heard(self, host: Host, message: dict[str, Any]) -> None:
+    def _heard(self, host: ConnectedHost, message: dict[str, Any]) -> None:
         event = message["event"]
         if event == "joined":
             why = self.gathering.join(host, message)
@@ -441,14 +441,14 @@ class Coordinator:
         self.looked = 0.0  # as it runs: when its time is over, and how often it was put back in the queue before
         for host in self.hosts.values():
             host.link.send(event="go", backend=fit.backend, device=fit.device, addresses=fit.addresses)
-        self._show(self.places.shown(Progress("forked", notes=fit.notes, backend=fit.backend)))
+        self._show(self.places.shown(StartProgress("forked", notes=fit.notes, backend=fit.backend)))
 
-    def _pass_on(self, message: dict[str, Any], source: Host | None) -> None:
+    def _pass_on(self, message: dict[str, Any], source: ConnectedHost | None) -> None:
         for host in self.hosts.values():
             if host is not source:
                 host.link.send(**message)
 
-    def _died(self, death: dict[str, Any], source: Host | None, *, unregister: bool = False) -> None:
+    def _died(self, death: dict[str, Any], source: ConnectedHost | None, *, unregister: bool = False) -> None:
         """A rank has died: the notebook reads of it here, the other hosts are told."""
         self.dead.add(death["rank"])
         record = self._write_end(death)
@@ -474,7 +474,7 @@ class Coordinator:
         elif message["event"] == "lost":
             self._died(message, None, unregister=True)
 
-    def _lost(self, host: Host) -> None:
+    def _lost(self, host: ConnectedHost) -> None:
         """An agent's line is closed: its ranks are gone, or out of reach."""
         index = host.facts["index"]
         self.hosts.pop(index, None)
@@ -504,7 +504,7 @@ class Coordinator:
                 cluster_end.write(self.folder, replace(end, why=how, again=seen.again))
             self.end(how)
 
-    def _put_in_place(self, spare: Host, gone: Host, about: dict[str, Any]) -> None:
+    def _put_in_place(self, spare: ConnectedHost, gone: ConnectedHost, about: dict[str, Any]) -> None:
         """A host that was in reserve holds the ranks of one that is gone: the first host's parent has them started.
 
         about: what is told of their deaths. Where they are in no training that goes on it declares them dead.
@@ -559,7 +559,7 @@ class Coordinator:
 
     # Life ---------------------------------------------------------------------------------------------------------
 
-    def _look(self) -> Seen:
+    def _look(self) -> LauncherView:
         often = SELDOM_SECONDS if self.going else LOOK_SECONDS
         if time.monotonic() - self.looked > often:
             self.looked, self.look = time.monotonic(), self.starter.look()
@@ -583,7 +583,7 @@ class Coordinator:
         elif self.going:
             self._save_in_time()
 
-    def _show(self, state: Progress) -> None:
+    def _show(self, state: StartProgress) -> None:
         if state != self.state:
             self.state = state
             with suppress(OSError):  # the folder goes with the cluster
@@ -591,7 +591,7 @@ class Coordinator:
 
     def _fail(self, error: NbkitError) -> None:
         self.ending = self.ending or error.what
-        self._show(Progress("over", error.what, what=error.what, numbers=error.numbers, hint=error.hint))
+        self._show(StartProgress("over", error.what, what=error.what, numbers=error.numbers, hint=error.hint))
 
     def end(self, why: str) -> None:
         """End the cluster soon."""
@@ -601,7 +601,7 @@ class Coordinator:
         print(f"{time.strftime('%H:%M:%S')} coordinator: ending the cluster: {self.ending}", flush=True)
         self._pass_on({"event": "end_all", "why": self.ending}, None)
         if self.state.phase != "over":
-            self._show(Progress("over", self.ending))
+            self._show(StartProgress("over", self.ending))
         deadline = time.monotonic() + END_SECONDS
         while self.hosts and time.monotonic() < deadline:
             for key, _ in self.selector.select(TICK_SECONDS):
@@ -628,7 +628,9 @@ def main() -> None:
         starter = starter_of(loaded(plan["request"]), folder)
         coordinator = Coordinator(folder, plan, starter)
     except NbkitError as error:
-        progress.write(folder, Progress("over", error.what, what=error.what, numbers=error.numbers, hint=error.hint))
+        progress.write(
+            folder, StartProgress("over", error.what, what=error.what, numbers=error.numbers, hint=error.hint)
+        )
         return
     coordinator.run()
 

@@ -13,7 +13,7 @@ from nbkit.errors import ClusterError
 
 
 @dataclass(frozen=True)
-class Seen:
+class LauncherView:
     """What a launcher sees of what it has started. words: for people. error: of a host that cannot be started.
 
     state "ending": it is ended now, and words say by what, unless it is ended from here.
@@ -31,7 +31,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Progress:
+class StartProgress:
     """phase: "over" says that the cluster has ended or never came up; words: how far it is, or how it ended.
 
     what, numbers, hint: of the error, where there is one. labels, reasons: of the ranks, once all hosts have answered;
@@ -56,7 +56,7 @@ class Progress:
             raise ClusterError(self.what or self.words, numbers=self.numbers, hint=self.hint)
 
 
-def with_devices(progress: Progress, hosts: Sequence[dict[str, Any]], spare_hosts: Sequence[str]) -> Progress:
+def with_devices(progress: StartProgress, hosts: Sequence[dict[str, Any]], spare_hosts: Sequence[str]) -> StartProgress:
     """With labels, reasons and spares. hosts: what the agents of those with ranks have said of theirs."""
     return replace(
         progress,
@@ -67,21 +67,21 @@ def with_devices(progress: Progress, hosts: Sequence[dict[str, Any]], spare_host
     )
 
 
-def write(folder: Path, progress: Progress) -> None:
+def write(folder: Path, progress: StartProgress) -> None:
     """Write it in one step. folder: of the cluster."""
     scratch = folder / "progress.tmp"
     scratch.write_text(json.dumps(asdict(progress)))
     scratch.replace(folder / "progress.json")
 
 
-def read(folder: Path) -> Progress | None:
+def read(folder: Path) -> StartProgress | None:
     """None before the first one was written."""
     try:
         fields = json.loads((folder / "progress.json").read_text())
     except (OSError, ValueError):
         return None
     lists: dict[str, Any] = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    return Progress(**(fields | lists))
+    return StartProgress(**(fields | lists))
 
 
 def how_ended(folder: Path) -> str:

@@ -24,7 +24,7 @@ from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
-from nbkit.notebook.cluster.hosts.progress import LiveLine, Progress
+from nbkit.notebook.cluster.hosts.progress import LiveLine, StartProgress
 from nbkit.notebook.cluster.hosts.start_request import Request, saved
 from nbkit.notebook.cluster.launch.launch import (
     START_SECONDS,
@@ -38,7 +38,7 @@ from nbkit.notebook.cluster.launch.launch import (
     with_ranks,
 )
 from nbkit.notebook.cluster.output.root_cause import deaths_in
-from nbkit.notebook.cluster.registry import DETACHED, Entry
+from nbkit.notebook.cluster.registry import DETACHED, ClusterEntry
 from nbkit.notebook.cluster.world_generation import form
 from nbkit.notebook.user_files import uninterrupted
 from nbkit.wire.cells import ranks_named
@@ -59,7 +59,7 @@ class CoordinatorLauncher(LocalProcessLauncher):  # type: ignore[misc]
 
 def launch_on_hosts(
     name: str, request: Request, ttl: float, options: dict[str, object]
-) -> tuple[Entry, Client, tuple[str, ...]]:
+) -> tuple[ClusterEntry, Client, tuple[str, ...]]:
     """Start cluster `name`; returns what to tell the user, too. Waits as long as the job is in the queue.
 
     Raises ClusterExists, UsageError for what can never fit, or ClusterError; then nothing is left on any host.
@@ -68,7 +68,7 @@ def launch_on_hosts(
         return reach_on_hosts(begin(ttl, options))
 
 
-def submit_to_hosts(name: str, request: Request, ttl: float, options: dict[str, object]) -> Entry:
+def submit_to_hosts(name: str, request: Request, ttl: float, options: dict[str, object]) -> ClusterEntry:
     """Ask for the hosts of cluster `name`, and return when the launcher has: no notebook waits for its ranks.
 
     Raises as `launch_on_hosts` does, for what is refused at once.
@@ -81,7 +81,7 @@ def submit_to_hosts(name: str, request: Request, ttl: float, options: dict[str, 
         return entry
 
 
-def reach_on_hosts(entry: Entry) -> tuple[Entry, Client, tuple[str, ...]]:
+def reach_on_hosts(entry: ClusterEntry) -> tuple[ClusterEntry, Client, tuple[str, ...]]:
     """Wait until the ranks of a cluster that was begun are there and have a world, and register them.
 
     Returns what to tell the user, too. Raises ClusterError.
@@ -110,7 +110,7 @@ def reach_on_hosts(entry: Entry) -> tuple[Entry, Client, tuple[str, ...]]:
 
 
 @contextmanager
-def _all_or_nothing(name: str, request: Request) -> Iterator[Callable[[float, dict[str, object]], Entry]]:
+def _all_or_nothing(name: str, request: Request) -> Iterator[Callable[[float, dict[str, object]], ClusterEntry]]:
     """What begins cluster `name`, as (ttl, options) -> its entry; an exception ends all that was begun."""
     starter = starter_of(request, registry.home() / name)
     folder = make_folder(name)
@@ -123,14 +123,14 @@ def _all_or_nothing(name: str, request: Request) -> Iterator[Callable[[float, di
     )
     controller = controller_launcher(folder, name, starter.address)
 
-    def begin(ttl: float, options: dict[str, object]) -> Entry:
+    def begin(ttl: float, options: dict[str, object]) -> ClusterEntry:
         _write_plan(folder, name, request, ttl, detached=DETACHED in options)
         coordinator.start()
         controller.start()
         process = Process.of(controller.pid)
         (folder / "controller.json").write_text(json.dumps(asdict(process)))
         n = sum(starter.counts[: len(starter.counts) - starter.spare_hosts])
-        entry = Entry(
+        entry = ClusterEntry(
             name=name,
             host=socket.gethostname(),
             n=n,
@@ -173,7 +173,7 @@ def _write_plan(folder: Path, name: str, request: Request, ttl: float, *, detach
     (folder / "hosts.json").write_text(json.dumps(plan))
 
 
-def _connected(entry: Entry, deadline: float) -> Client:
+def _connected(entry: ClusterEntry, deadline: float) -> Client:
     try:
         return connect(entry, deadline)
     except ClusterError:
@@ -181,7 +181,7 @@ def _connected(entry: Entry, deadline: float) -> Client:
         raise
 
 
-def _await_ranks(entry: Entry, client: Client, line: LiveLine) -> Progress:
+def _await_ranks(entry: ClusterEntry, client: Client, line: LiveLine) -> StartProgress:
     """Show how far it is until every rank has registered."""
     deadline = 0.0
     while not client.wait_for(entry.n, _LINE_SECONDS):
@@ -199,14 +199,14 @@ def _await_ranks(entry: Entry, client: Client, line: LiveLine) -> Progress:
     return state
 
 
-def _check_processes(entry: Entry) -> None:
+def _check_processes(entry: ClusterEntry) -> None:
     for process, what in ((entry.parent, "coordinator"), (entry.controller, "controller")):
         if not process.is_alive():
             _check(entry)  # it may have said why
             raise failed(entry, f"The {what} ended while the cluster was starting.", f"{what}.log")
 
 
-def _check_deaths(entry: Entry, cause: Exception | None = None) -> None:
+def _check_deaths(entry: ClusterEntry, cause: Exception | None = None) -> None:
     """Raise if ranks have died, with their host or alone: who waits for them would wait in vain."""
     if dead := {death.rank: death.how for death in deaths_in(entry.folder)}:
         raise ClusterError(
@@ -216,14 +216,14 @@ def _check_deaths(entry: Entry, cause: Exception | None = None) -> None:
         ) from cause
 
 
-def _check(entry: Entry) -> Progress | None:
+def _check(entry: ClusterEntry) -> StartProgress | None:
     state = progress.read(entry.folder)
     if state:
         state.check()
     return state
 
 
-def _missing(entry: Entry, client: Client, state: Progress) -> ClusterError:
+def _missing(entry: ClusterEntry, client: Client, state: StartProgress) -> ClusterError:
     missing = sorted(set(range(entry.n)) - set(client.ranks))
     info = json.loads((entry.folder / "profile" / "security" / f"ipcontroller-{entry.name}-engine.json").read_text())
     return ClusterError(
@@ -234,7 +234,7 @@ def _missing(entry: Entry, client: Client, state: Progress) -> ClusterError:
     )
 
 
-def _form_world(entry: Entry, client: Client) -> None:
+def _form_world(entry: ClusterEntry, client: Client) -> None:
     try:
         # A notebook that ended while it waited may have formed one.
         form(client, entry.n, 1 + max(state["generation"] for state in client.ask(range(entry.n), "status").values()))

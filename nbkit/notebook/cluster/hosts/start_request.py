@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster.hosts.progress import Seen
+from nbkit.notebook.cluster.hosts.progress import LauncherView
 from nbkit.quoting import check_host, user_path
 from nbkit.wire.own_modules import OWN_MODULES
 
@@ -128,7 +128,7 @@ class Starter(Protocol):
     def start(self, payload: str) -> None:
         """Start an agent on each host, with what it has to know; raises ClusterError."""
 
-    def look(self) -> Seen:
+    def look(self) -> LauncherView:
         """How far it is. Called every now and then."""
 
     def log(self) -> str:

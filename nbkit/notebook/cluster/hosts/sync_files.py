@@ -27,7 +27,7 @@ _NAMED = 5
 
 
 @dataclass(frozen=True)
-class Project:
+class ProjectFiles:
     """files: name relative to the notebook's directory -> bytes. left_out: what is not brought, each with why."""
 
     root: Path
@@ -66,7 +66,7 @@ class Synced:
     __repr__ = __str__
 
 
-def project_at(path: str | os.PathLike[str], root: Path) -> Project:
+def project_at(path: str | os.PathLike[str], root: Path) -> ProjectFiles:
     """The files of `path`, a folder or file within the notebook's directory `root`, that .gitignore does not name.
 
     Raises UsageError where there is nothing, outside of `root`, and above LIMIT.
@@ -96,10 +96,10 @@ def project_at(path: str | os.PathLike[str], root: Path) -> Project:
             + ", ".join(f"{name} {_size(files[name])}" for name in largest),
             hint=f"a folder in it, as   %cluster sync {_smaller(files)}   or name the data in .gitignore",
         )
-    return Project(root, files, tuple(left_out))
+    return ProjectFiles(root, files, tuple(left_out))
 
 
-def sync(client: Client, labels: Sequence[str], project: Project) -> Synced:
+def sync(client: Client, labels: Sequence[str], project: ProjectFiles) -> Synced:
     """Bring `project` to the hosts of the ranks. labels: of each rank, as the cluster's entry has them."""
     ranks: dict[str, list[int]] = {}
     for rank, label in enumerate(labels):

@@ -28,7 +28,7 @@ from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.launch.controller import FAST_MS
 from nbkit.notebook.cluster.launch.pins import Pinning
 from nbkit.notebook.cluster.launch.platform_check import starts_by_forking
-from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.notebook.user_files import uninterrupted
 from nbkit.quoting import path_part
 from nbkit.wire.cells import SIGNATURES_KEPT
@@ -46,7 +46,7 @@ class ParentLauncher(LocalProcessLauncher, EngineLauncher):  # type: ignore[misc
         return [sys.executable, *OWN_MODULES, "nbkit.bridge.parent.parent", str(Path(self.profile_dir).parent)]
 
 
-def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) -> tuple[Entry, Client]:
+def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) -> tuple[ClusterEntry, Client]:
     """Start cluster `name`. Raises ClusterExists, or ClusterError with the last log lines; then nothing is left."""
     folder = make_folder(name)
     # Made before anything starts, so that whatever an interrupt leaves half done is known and can be ended.
@@ -57,7 +57,7 @@ def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) 
         controller.start()
         process = Process.of(controller.pid)
         (folder / "controller.json").write_text(json.dumps(asdict(process)))
-        entry = Entry(
+        entry = ClusterEntry(
             name=name,
             host=socket.gethostname(),
             n=len(pinning.pins),
@@ -83,7 +83,7 @@ def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) 
         raise
 
 
-def with_all_ranks(entry: Entry) -> tuple[Entry, Client]:
+def with_all_ranks(entry: ClusterEntry) -> tuple[ClusterEntry, Client]:
     """Wait until all ranks of a cluster that is starting are there, and register them. Raises ClusterError."""
     deadline = time.monotonic() + START_SECONDS
     client = connect(entry, deadline)
@@ -97,7 +97,7 @@ def with_all_ranks(entry: Entry) -> tuple[Entry, Client]:
         raise
 
 
-def connect(entry: Entry, deadline: float | None = None) -> Client:
+def connect(entry: ClusterEntry, deadline: float | None = None) -> Client:
     """A client of a cluster's controller, once that has written where it is."""
     path = entry.folder / "profile" / "security" / f"ipcontroller-{entry.name}-client.json"
     while True:
@@ -223,7 +223,7 @@ def quiet() -> logging.Logger:
     return logger
 
 
-def _await_ranks(entry: Entry, client: Client, deadline: float) -> None:
+def _await_ranks(entry: ClusterEntry, client: Client, deadline: float) -> None:
     while not client.wait_for(entry.n, 0.25):
         if not entry.parent.is_alive():
             dead = sorted(entry.folder.glob("rank*.end.json"))
@@ -236,12 +236,12 @@ def _await_ranks(entry: Entry, client: Client, deadline: float) -> None:
             raise failed(entry, f"Ranks {missing} did not come up in {START_SECONDS:.0f} s.", log)
 
 
-def _check_controller(entry: Entry) -> None:
+def _check_controller(entry: ClusterEntry) -> None:
     if entry.is_here and not entry.controller.is_alive():
         raise failed(entry, "The controller ended while the cluster was starting.", "controller.log")
 
 
-def with_ranks(entry: Entry, client: Client, is_worth_it: Callable[[], bool] | None = None) -> Entry:
+def with_ranks(entry: ClusterEntry, client: Client, is_worth_it: Callable[[], bool] | None = None) -> ClusterEntry:
     """The entry with the processes of its ranks, each of which has answered a call and has a world.
 
     is_worth_it: whether to go on waiting for them; as long as their parent and the controller live where None is given.
@@ -257,10 +257,10 @@ def with_ranks(entry: Entry, client: Client, is_worth_it: Callable[[], bool] | N
             "Engine ids and ranks differ.", numbers=f"engine: rank {wrong}", hint="%cluster start   again"
         )
     ranks = tuple(Process(**answers[rank]["process"]) for rank in range(entry.n))
-    return Entry(**{**entry.__dict__, "ranks": ranks})
+    return ClusterEntry(**{**entry.__dict__, "ranks": ranks})
 
 
-def failed(entry: Entry, what: str, log: str) -> ClusterError:
+def failed(entry: ClusterEntry, what: str, log: str) -> ClusterError:
     """The error of a start that failed, with the last lines of a log."""
     path = entry.folder / "logs" / log
     lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.exists() else []

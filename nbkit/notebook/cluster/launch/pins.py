@@ -24,7 +24,7 @@ from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.machine.gpus import Gpu, choose_gpus, visible_gpus
 from nbkit.notebook.cluster.machine.machine import Machine, share_cores, share_cores_near, show_cores
-from nbkit.notebook.cluster.registry import Entry
+from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.notebook.cluster.site_settings import Site
 
 _CPU_RANKS_WITHOUT_N = 2
@@ -315,7 +315,7 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def pinning_of(entry: Entry) -> Pinning:
+def pinning_of(entry: ClusterEntry) -> Pinning:
     """The pinning of a running cluster's ranks, so that a restart puts them on the same devices."""
     spec = json.loads((entry.folder / "spec.json").read_text())
     kind: Literal["gpu", "cpu"] = "gpu" if spec["device"] == "cuda" else "cpu"
@@ -332,7 +332,7 @@ def pinning_of(entry: Entry) -> Pinning:
     return Pinning(ranks, backend, spares=spares, retired=retired)
 
 
-def repinned(entry: Entry) -> Entry:
+def repinned(entry: ClusterEntry) -> ClusterEntry:
     """The entry with the devices that its ranks are on now; of other hosts' the coordinator has written them."""
     if entry.is_spread:
         told = progress.read(entry.folder)
@@ -386,11 +386,11 @@ def _gpus(plan: Pinning) -> int:
     return len({pin.label for pin in (*plan.pins, *plan.spares) if pin.kind == "gpu"})
 
 
-def _labels(entry: Entry) -> list[str]:
+def _labels(entry: ClusterEntry) -> list[str]:
     return [label for label in (*entry.labels, *entry.spares) if label.startswith("GPU")]
 
 
-def _ways_out(left: int, entries: Sequence[Entry]) -> str:
+def _ways_out(left: int, entries: Sequence[ClusterEntry]) -> str:
     ways = [f"-n {left}"] * (left > 0) + [f"%cluster stop {entry.name}" for entry in entries]
     return "   or   ".join(ways)
 

@@ -234,7 +234,7 @@ _PCIE = {
 
 
 @dataclass(frozen=True)
-class Link:
+class GpuLink:
     """kind: as nvidia-smi has it: "NV18" for 18 NVLinks, "PIX", "PXB", "PHB", "NODE", "SYS"."""
 
     first: int
@@ -251,7 +251,7 @@ class Adapter:
     rate: float
 
 
-def gpu_links() -> tuple[Link, ...]:
+def gpu_links() -> tuple[GpuLink, ...]:
     """From `nvidia-smi topo -m`; () where it is not there or has no answer (WSL)."""
     smi = nvidia_smi.find()
     try:
@@ -260,7 +260,7 @@ def gpu_links() -> tuple[Link, ...]:
         return ()
 
 
-def parse_topology(table: str) -> tuple[Link, ...]:
+def parse_topology(table: str) -> tuple[GpuLink, ...]:
     """The links between GPUs in the table of `nvidia-smi topo -m`, each pair once."""
     # The columns are GPUs, then network cards, then cores.
     found = []
@@ -268,11 +268,11 @@ def parse_topology(table: str) -> tuple[Link, ...]:
         if len(cells) < 2 or not re.fullmatch(r"GPU\d+", cells[0]) or "X" not in cells:
             continue  # the head of the table, and what is explained below it
         row = int(cells[0].removeprefix("GPU"))
-        found += [Link(column, row, cells[column + 1]) for column in range(cells.index("X") - 1)]
+        found += [GpuLink(column, row, cells[column + 1]) for column in range(cells.index("X") - 1)]
     return tuple(found)
 
 
-def show_links(links: Sequence[Link]) -> str:
+def show_links(links: Sequence[GpuLink]) -> str:
     """For people: "NVLink between all 8 (NV18)"; "" without a link."""
     kinds = list(dict.fromkeys(link.kind for link in links))
     gpus = {number for link in links for number in (link.first, link.second)}
@@ -423,7 +423,7 @@ class Machine:
     processor: str = "x86_64"
     is_container: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
-    links: tuple[Link, ...] = ()
+    links: tuple[GpuLink, ...] = ()
     adapters: tuple[Adapter, ...] = ()
 
     @property

@@ -129,7 +129,7 @@ def same_place(one: Screen, other: Screen) -> bool:
     return kinds[0] == kinds[1] and parents[0] == parents[1]
 
 
-class Pace:
+class OutputBudget:
     """How many bytes may go out now: a bucket of `burst` bytes that fills at `rate` bytes per second.
 
     burst + 3 s x rate stays below what the server admits in its window of 3 s.
@@ -147,7 +147,7 @@ class Pace:
         return max(0.0, -self.left / self.rate)
 
 
-PACE = Pace()  # one per kernel: the server counts all cells together
+PACE = OutputBudget()  # one per kernel: the server counts all cells together
 
 
 class Outbox:
@@ -223,7 +223,7 @@ NOBODY = -1  # nbkit itself
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShownMessage:
     """A message that a rank has shown. kind, content: as in Jupyter's protocol."""
 
     rank: int
@@ -246,10 +246,10 @@ class ShownByRank:
     """The pieces of one cell that are on its screen, the oldest first."""
 
     def __init__(self) -> None:
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[ShownMessage] = deque()
         self._size = 0
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ShownMessage) -> None:
         """Something more is shown, or what was shown has other contents."""
         if piece.kind == "update_display_data":
             for i, each in enumerate(self._pieces):
@@ -262,7 +262,7 @@ class ShownByRank:
         while self._size > RESENT_CHARACTERS and len(self._pieces) > 1:
             self._size -= self._pieces.popleft().size
 
-    def clear(self, ranks: Collection[int]) -> list[Piece] | None:
+    def clear(self, ranks: Collection[int]) -> list[ShownMessage] | None:
         """Forget what `ranks` have shown; what stays, to be shown again. None where they had shown nothing."""
         kept = [piece for piece in self._pieces if piece.rank not in ranks]
         if len(kept) == len(self._pieces):

@@ -16,7 +16,7 @@ TARGET = "nbkit.rank"  # no page asks this kernel for the state of what lives on
 Relay = Callable[[int, str, dict[str, Any], Any, Any], None]  # (rank, message type, content, metadata, buffers)
 
 
-class Comms:
+class ClusterComms:
     """The comms of one cluster's ranks. relay: sends a message to a rank; called on the thread that got it."""
 
     def __init__(self, relay: Relay) -> None:

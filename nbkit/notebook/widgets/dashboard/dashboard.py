@@ -22,7 +22,7 @@ from nbkit.notebook.cluster.cluster import Cluster, current
 from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.run.follower import packed
 from nbkit.notebook.run.reader import RunReader
-from nbkit.notebook.tracing import Traced
+from nbkit.notebook.tracing import TraceFile
 from nbkit.notebook.widgets.dashboard.svg_view import svg_of
 from nbkit.notebook.widgets.dashboard.text_view import lines_of, plain
 from nbkit.notebook.widgets.javascript import joined, style
@@ -181,7 +181,7 @@ class Dashboard:
             raise UsageError("There is no run to report on yet.", hint="trainer.fit(...)")
         return write_report(folder, user_path(path))
 
-    def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> Traced:
+    def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> TraceFile:
         """The next steps of the training that is shown, all ranks in one file for Perfetto: see Cluster.trace."""
         if self._cluster is None:
             raise UsageError("What was recorded has no next step.", hint="%dashboard   of a cluster that trains")

@@ -26,14 +26,14 @@ _UNITS = {"mhz": "MHz", "celsius": "°C", "watts": "W"}
 
 
 @dataclass(frozen=True)
-class Piece:
+class StyledText:
     """Text in one style: a part of the step, "strong", "faint", or "" for none."""
 
     text: str
     style: str = ""
 
 
-Line = tuple[Piece, ...]
+Line = tuple[StyledText, ...]
 
 
 def plain(lines: Sequence[Line]) -> str:
@@ -45,7 +45,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
     """The snapshot of a RunReader as lines of at most `width` characters, where that is possible."""
     state, points, step = snapshot["state"], snapshot["points"], snapshot["step"]
     if not points:
-        return [(Piece(f"{state['run'] or 'no run yet'}: no finished step", "faint"),)]
+        return [(StyledText(f"{state['run'] or 'no run yet'}: no finished step", "faint"),)]
     last = points[-1]
     strategy, pace = snapshot["strategies"][int(last[6])], f"{state['unit']}/s"
     head = [
@@ -56,13 +56,13 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
     ]
     lines: list[Line] = [
         (
-            Piece(strategy or state["run"], "strong"),
-            Piece(f"   {state['world']} ranks, {state['stands']}   {state['run']}", "faint"),
+            StyledText(strategy or state["run"], "strong"),
+            StyledText(f"   {state['world']} ranks, {state['stands']}   {state['run']}", "faint"),
         ),
-        (Piece(" · ".join(word for word in head if word), "strong"),),
-        *((Piece(line),) for line in textwrap.wrap(step.get("reading", ""), width)),
-        (Piece("loss     ", "faint"), Piece(_spark([point[4] for point in points], width - 10), "compute")),
-        (Piece(f"{pace:<9}", "faint"), Piece(_spark([point[5] for point in points], width - 10), "data")),
+        (StyledText(" · ".join(word for word in head if word), "strong"),),
+        *((StyledText(line),) for line in textwrap.wrap(step.get("reading", ""), width)),
+        (StyledText("loss     ", "faint"), StyledText(_spark([point[4] for point in points], width - 10), "compute")),
+        (StyledText(f"{pace:<9}", "faint"), StyledText(_spark([point[5] for point in points], width - 10), "data")),
     ]
     lines += _happened(snapshot["events"])
     if step.get("ranks"):
@@ -102,7 +102,7 @@ def _happened(events: Sequence[dict[str, Any]]) -> list[Line]:
     """The newest three of each kind that has a mark."""
     newest = [event for kind in _MARKS for event in [each for each in events if each["kind"] == kind][-3:]]
     marked = [(*_MARKS[event["kind"]], event) for event in newest]
-    return [(Piece(f"{sign} after step {event['step']}: {_told(event)}", style),) for sign, style, event in marked]
+    return [(StyledText(f"{sign} after step {event['step']}: {_told(event)}", style),) for sign, style, event in marked]
 
 
 def failure(event: dict[str, Any]) -> str:
@@ -134,24 +134,24 @@ def _ranks(step: dict[str, Any], width: int) -> list[Line]:
     title = f"{bars_title(step)}, one bar per rank"
     room = max(width - 22, 20)
     top = max(row[1] for row in rows) or 1.0
-    lines: list[Line] = [(Piece(title, "strong"),), (Piece(" " * 9), *_legend(rows))]
+    lines: list[Line] = [(StyledText(title, "strong"),), (StyledText(" " * 9), *_legend(rows))]
     for row in rows:
         pieces, drawn, at = [], 0, 0.0
         for part, value in zip(PARTS, row[2:], strict=True):
             at += value
             upto = round(room * at / top)
-            pieces.append(Piece(_BARS[part] * (upto - drawn), part))
+            pieces.append(StyledText(_BARS[part] * (upto - drawn), part))
             drawn = max(drawn, upto)
         mark = "◀ late" if late and row[0] == late["rank"] else ""
-        lines.append((Piece(f"rank {row[0]:<4}"), *pieces, Piece(f" {seconds(row[1])} {mark}")))
+        lines.append((StyledText(f"rank {row[0]:<4}"), *pieces, StyledText(f" {seconds(row[1])} {mark}")))
     return lines
 
 
-def _legend(rows: Sequence[Sequence[float]]) -> list[Piece]:
+def _legend(rows: Sequence[Sequence[float]]) -> list[StyledText]:
     total = sum(row[1] for row in rows) or 1.0
     shares = {part: sum(row[2 + i] for row in rows) / total for i, part in enumerate(PARTS)}
     return [
-        Piece(f"{_BARS[part]} {PART_NAMES.get(part, part)} {share:.0%}  ", part)
+        StyledText(f"{_BARS[part]} {PART_NAMES.get(part, part)} {share:.0%}  ", part)
         for part, share in shares.items()
         if share >= 0.005
     ]
@@ -166,10 +166,12 @@ def _axes(step: dict[str, Any]) -> list[Line]:
         own[0] = (own[0] or 0.0) + row["sent"]
         if row["formula_sent"] is not None:
             own[1] = (own[1] or 0.0) + row["formula_sent"]
-    lines: list[Line] = [(Piece("Sent in a step by all ranks, collectives as in rings", "strong"),)] if axes else []
+    lines: list[Line] = (
+        [(StyledText("Sent in a step by all ranks, collectives as in rings", "strong"),)] if axes else []
+    )
     for axis, (measured, formula) in sorted(axes.items(), key=lambda item: -(item[1][0] or 0)):
         said = f"   by formula {_bytes(formula)}" if formula is not None else ""
-        lines.append((Piece(f"{axis:<9}measured {_bytes(measured or 0)}"), Piece(said, "faint")))
+        lines.append((StyledText(f"{axis:<9}measured {_bytes(measured or 0)}"), StyledText(said, "faint")))
     return lines
 
 
@@ -177,12 +179,12 @@ def _memory(step: dict[str, Any]) -> list[Line]:
     rows = step.get("memory", ())
     if not rows:
         return []
-    lines: list[Line] = [(), (Piece(f"Memory, counted in step {rows[0]['step']}", "strong"),)]
+    lines: list[Line] = [(), (StyledText(f"Memory, counted in step {rows[0]['step']}", "strong"),)]
     for row in rows[:_RANKS_AT_MOST]:
         known = sum(row[name] for name in ("parameters", "gradients", "optimizer"))
         said = f"   by formula {_bytes(sum(row['formula']))}" if row["formula"] else ""
         text = f"rank {row['rank']:<4}parameters, gradients, optimizer {_bytes(known)}"
-        lines.append((Piece(text), Piece(f"{said}   at the peak {_bytes(row['rest'])} more", "faint")))
+        lines.append((StyledText(text), StyledText(f"{said}   at the peak {_bytes(row['rest'])} more", "faint")))
     return lines
 
 
@@ -190,18 +192,18 @@ def _health(step: dict[str, Any]) -> list[Line]:
     seen = step.get("health")
     if not seen:
         return []
-    lines: list[Line] = [(), (Piece(f"Ranks and hosts, seen in step {seen['step']}", "strong"),)]
+    lines: list[Line] = [(), (StyledText(f"Ranks and hosts, seen in step {seen['step']}", "strong"),)]
     for row in seen["ranks"]:
         words = [f"rank {row['rank']:<4}CPU {row['cpu']:.0%}", _bytes(row["rss"])]
         words += [f"GPU {row['busy']:.0%} busy"] if row["busy"] is not None else []
         words += [f"{row[key]:.0f} {unit}" for key, unit in _UNITS.items() if row[key] is not None]
         slowed = f", slowed by {row['slowed']}" if row["slowed"] else ""
-        lines.append((Piece(", ".join(words)), Piece(slowed, "exposed")))
-    lines += [(Piece(seen["more"], "faint"),)] if seen["more"] else []
+        lines.append((StyledText(", ".join(words)), StyledText(slowed, "exposed")))
+    lines += [(StyledText(seen["more"], "faint"),)] if seen["more"] else []
     for host in seen["hosts"]:
         load = f"load {host['load']:g} on {host['cores']} cores" if host["load"] is not None else ""
         clock = f"{host['mhz']:.0f} MHz" if host["mhz"] is not None else ""
-        lines.append((Piece(", ".join(word for word in (host["host"], load, clock) if word), "faint"),))
+        lines.append((StyledText(", ".join(word for word in (host["host"], load, clock) if word), "faint"),))
     return lines
 
 

@@ -26,11 +26,11 @@ from nbkit.notebook.cluster.training_control import ControlResult, stopped
 from nbkit.notebook.widgets.panel.view import (
     Asked,
     Finished,
-    Heard,
     Looked,
     Lost,
     News,
     State,
+    SwitchedElsewhere,
     checked,
     in_table,
     job_view,
@@ -115,7 +115,7 @@ class PanelController:
             every = cluster.training.switched
             new, self._heard = every[self._heard :], len(every)
             for result in new[-1:]:
-                self._news(Heard(result))
+                self._news(SwitchedElsewhere(result))
 
     def option(self, strategy: str) -> dict[str, Any]:
         """What the ranks predict of a strategy that is in no row of the table; {} where they do not say."""

@@ -74,13 +74,13 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Heard:
+class SwitchedElsewhere:
     """A switch was made from elsewhere, such as a cell: it ends nothing that a panel has asked for."""
 
     result: ControlResult
 
 
-News = Looked | Asked | Finished | Heard | Lost
+News = Looked | Asked | Finished | SwitchedElsewhere | Lost
 
 
 def reduce(state: State, news: News) -> State:
@@ -92,7 +92,7 @@ def reduce(state: State, news: News) -> State:
             return replace(state, asked=words)
         case Finished(result):
             return replace(state, asked="", results=_with(result, state.results))
-        case Heard(result):
+        case SwitchedElsewhere(result):
             return replace(state, results=_with(result, state.results))
         case Lost(why):
             return replace(state, phase="gone", why=why)  # what was asked for ends with a word of its own

@@ -49,7 +49,7 @@ def swap(inner: Any, received: Tensor, sent: Tensor, timeout: timedelta) -> Any:
     return inner.alltoall_base(as_bytes(received), as_bytes(sent), splits, splits, options(timeout))
 
 
-class Exchange(dist.Work):
+class GlooExchange(dist.Work):
     """Messages under way; `finish` uses what they brought, once, called by whoever first sees that they are done."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], object], outputs: list[Tensor]) -> None:
@@ -118,7 +118,7 @@ def _all_gather_single(inner: Any, output: Tensor, source: Tensor, opts: Any = N
     work: dist.Work = swap(inner, rows[1 - index], part, opts.timeout)
     if rows[index].data_ptr() != part.data_ptr():
         rows[index].copy_(part)
-    return work if whole is output else Exchange([work], lambda: output.copy_(whole), [output])
+    return work if whole is output else GlooExchange([work], lambda: output.copy_(whole), [output])
 
 
 ALL_GATHERS: dict[str, Callable[..., dist.Work | None]] = {
@@ -183,7 +183,7 @@ def _exchange(inner: Any, pairs: Sequence[tuple[Tensor, Tensor]], opts: Any, red
         for (output, _), parts in zip(pairs, arrived, strict=True):
             reduce(*parts, out=output)
 
-    return Exchange(works, finish, [output for output, _ in pairs])
+    return GlooExchange(works, finish, [output for output, _ in pairs])
 
 
 # Each of these answers None where the inner group's own serves.

@@ -38,7 +38,7 @@ from torch.utils.data import Dataset
 from nbkit.errors import TrainingError
 from nbkit.rank.data.balanced.packing import Packed
 from nbkit.rank.data.data_rng import alike
-from nbkit.rank.telemetry.phases import Step, clock
+from nbkit.rank.telemetry.phases import StepPhases, clock
 from nbkit.unfit_calls import says_what_it_takes
 
 Gather = Callable[[Any], list[Any]]
@@ -340,7 +340,7 @@ class BySeconds(Difficulty):
         self._shares, self._number = Shares.none(len(distinct)), 0
         self._current: Tensor | None = None
         self._replica, self._speed = 0, 1.0
-        self._made: list[tuple[Tensor, float, Step]] = []
+        self._made: list[tuple[Tensor, float, StepPhases]] = []
         self._passed = True
 
     def of_order(self, epoch: int) -> Sequence[float]:
@@ -370,7 +370,7 @@ class BySeconds(Difficulty):
             sizes[self._class[index]] += self._sizes[index]
         self._current = sizes
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: StepPhases) -> None:
         """One is made: see StepClock.listeners. A device may not be done with it."""
         if self._current is not None and float(self._current.sum()) and not self._passed:
             self._made.append((self._current, self._speed, step))

@@ -22,7 +22,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPiece:
     """Of a document, the positions start..stop."""
 
     document: int
@@ -47,10 +47,10 @@ class Packed(Dataset[Any]):
             raise TrainingError("A block has at least one position.", numbers=f"pack={size}", hint="pack=2048")
         self.documents, self.size = documents, size
         self.dicts = len(documents) > 0 and isinstance(documents[0], Mapping)
-        pieces: dict[Hashable, list[Piece]] = {}
+        pieces: dict[Hashable, list[DocumentPiece]] = {}
         for i in range(len(documents)):
             length = len(_ids(documents[i])) - (not self.dicts)
-            cut = [Piece(i, start, min(start + size, length)) for start in range(0, length, size)]
+            cut = [DocumentPiece(i, start, min(start + size, length)) for start in range(0, length, size)]
             pieces.setdefault(None if groups is None else groups[i], []).extend(cut)
         packed = [(block, group) for group, own in pieces.items() for block in best_fit(own, size)]
         self.blocks = [block for block, _ in packed]
@@ -79,20 +79,20 @@ class Packed(Dataset[Any]):
             if self.dicts:
                 targets[at + 1 : until] = ids[at + 1 : until]
             else:
-                targets[at:until] = self._cut(Piece(piece.document, piece.start + 1, piece.stop + 1))
+                targets[at:until] = self._cut(DocumentPiece(piece.document, piece.start + 1, piece.stop + 1))
             at = until
         positions[at:] = torch.arange(self.size - at)
         if self.dicts:
             return {"input_ids": ids, "position_ids": positions, "labels": targets}
         return (ids, positions), targets
 
-    def _cut(self, piece: Piece) -> Tensor:
+    def _cut(self, piece: DocumentPiece) -> Tensor:
         return torch.as_tensor(_ids(self.documents[piece.document])[piece.start : piece.stop]).long()
 
 
-def best_fit(pieces: Sequence[Piece], size: int) -> list[list[Piece]]:
+def best_fit(pieces: Sequence[DocumentPiece], size: int) -> list[list[DocumentPiece]]:
     """Blocks of at most `size` positions that hold all pieces, none of them longer."""
-    blocks: list[list[Piece]] = []
+    blocks: list[list[DocumentPiece]] = []
     # Blocks by the room that they have; which rooms there are, as bits: the next larger one is found at once.
     with_room: list[list[int]] = [[] for _ in range(size + 1)]
     rooms = 0

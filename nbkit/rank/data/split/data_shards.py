@@ -18,7 +18,7 @@ from types import CodeType
 from typing import Any
 
 from nbkit.errors import TrainingError
-from nbkit.rank.data.data_state import Mark, Opened
+from nbkit.rank.data.data_state import Opened, StreamPosition
 from nbkit.rank.torch_private import data_worker
 
 _PARTS = 16
@@ -39,7 +39,7 @@ class DataShards:
     by_method: bool
     counted: bool
 
-    def opened(self, shard: int, epoch: int, mark: Mark | None = None) -> Opened:
+    def opened(self, shard: int, epoch: int, mark: StreamPosition | None = None) -> Opened:
         """One shard, from its beginning or from the mark on. To be read inside `reading` of the same shard."""
         if self.by_method:
             part = self.data.shard(num_shards=self.number, index=shard)

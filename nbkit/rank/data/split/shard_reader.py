@@ -8,7 +8,7 @@ from typing import Any
 
 from nbkit.errors import TrainingError
 from nbkit.rank.data import data_rng
-from nbkit.rank.data.data_state import Mark, Opened, draw_from, draws_now, same_draws
+from nbkit.rank.data.data_state import Opened, StreamPosition, draw_from, draws_now, same_draws
 from nbkit.rank.data.sample_rows import undrawn
 from nbkit.rank.data.split.data_shards import DataShards
 from nbkit.rank.rng.seeding import ITERATED, mixed
@@ -34,7 +34,7 @@ class ShardReader:
     mark: where it begins instead, in the same epoch.
     """
 
-    def __init__(self, course: Course, number: int, mark: Mark | None = None) -> None:
+    def __init__(self, course: Course, number: int, mark: StreamPosition | None = None) -> None:
         self.course, self.number = course, number
         self.index = 0 if mark is None else mark.index
         self.left = iter([shard for shard in course.of(number) if mark is None or shard > mark.shard])
@@ -47,13 +47,13 @@ class ShardReader:
         if mark is not None and mark.drawn is not None:
             self._drawn = mark.drawn
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> StreamPosition | None:
         """Where it stands; None between shards, and of data that does not say it."""
         if self._opened is None or not self._opened.has_state:
             return None
         data, iterator = self._opened.states()
         drawn = None if same_draws(self._seeded, self._drawn) else self._drawn
-        return Mark(self.index, self._shard, data, iterator, drawn)
+        return StreamPosition(self.index, self._shard, data, iterator, drawn)
 
     def read(self, count: int) -> list[Any]:
         """The next `count` samples; fewer where they end. Raises TrainingError, which names shard and sample."""

@@ -39,7 +39,7 @@ from nbkit.device_speeds import rows_by_speed
 from nbkit.errors import TrainingError
 from nbkit.rank.data import data_rng
 from nbkit.rank.data.batch import Shard, bounds
-from nbkit.rank.data.data_state import COMPARED, NO_STATE, READ_AGAIN, Mark, checksum, read, written
+from nbkit.rank.data.data_state import COMPARED, NO_STATE, READ_AGAIN, StreamPosition, checksum, read, written
 from nbkit.rank.data.split.data_shards import DataShards, refuse_unasked
 from nbkit.rank.data.split.shard_reader import Course, ShardReader
 from nbkit.rank.data.stream import Stream, checked
@@ -107,28 +107,28 @@ class Queue:
     first: int
     samples: deque[Any] = field(default_factory=deque)
     end: int | None = None
-    marks: deque[Mark] = field(default_factory=deque)
+    marks: deque[StreamPosition] = field(default_factory=deque)
 
     @property
     def read(self) -> int:
         """How many of the reader's samples have been read."""
         return self.first + len(self.samples)
 
-    def add(self, samples: Sequence[Any], end: int | None, mark: Mark | None) -> None:
+    def add(self, samples: Sequence[Any], end: int | None, mark: StreamPosition | None) -> None:
         """What has been read. mark: where reading stands behind them."""
         self.samples += samples
         self.end = end
         if mark is not None:
             self.marks.append(mark)
 
-    def mark(self, collate: Collate) -> Mark | None:
+    def mark(self, collate: Collate) -> StreamPosition | None:
         """From where the next sample is read soonest; None where nobody can say."""
         if not self.marks or self.marks[0].index > self.first:
             return None
         checks = tuple(checksum(collate, sample) for sample in islice(self.samples, COMPARED))
         return replace(self.marks[0], first=self.first, checks=checks)
 
-    def follows(self, mark: Mark, collate: Collate) -> bool:
+    def follows(self, mark: StreamPosition, collate: Collate) -> bool:
         """Whether the samples that have been read are those of which the mark has checksums."""
         at = mark.first - self.first
         here = list(islice(self.samples, at, at + len(mark.checks))) if at >= 0 else []
@@ -159,7 +159,7 @@ class SampleQueues:
         *,
         workers: int,
         chunk: int,
-        marks: Mapping[int, Mark],
+        marks: Mapping[int, StreamPosition],
         ended: Mapping[int, int],
     ) -> None:
         self.course, self.chunk = course, max(chunk, 1)
@@ -196,7 +196,7 @@ class SampleQueues:
         reader, *read = pickle.loads(packed)
         self.queues[reader].add(*read)
 
-    def marks(self, collate: Collate) -> dict[int, Mark]:
+    def marks(self, collate: Collate) -> dict[int, StreamPosition]:
         """Reader -> from where its next sample is read soonest, of those that say it."""
         found = {reader: queue.mark(collate) for reader, queue in self.queues.items()}
         return {reader: mark for reader, mark in found.items() if mark is not None}
@@ -209,7 +209,9 @@ class SampleQueues:
 class _Chunks(IterableDataset[bytes | TrainingError]):
     """In a worker: (reader, samples, its end, its mark) of each reader in turn, packed."""
 
-    def __init__(self, course: Course, starts: Mapping[int, int], chunk: int, marks: Mapping[int, Mark]) -> None:
+    def __init__(
+        self, course: Course, starts: Mapping[int, int], chunk: int, marks: Mapping[int, StreamPosition]
+    ) -> None:
         self.course, self.starts, self.chunk, self.marks = course, starts, chunk, marks
 
     def __iter__(self) -> Iterator[bytes | TrainingError]:
@@ -295,8 +297,8 @@ class SplitStream(Stream):
     _found: dict[int, int] = field(default_factory=dict, init=False)
     _compares: bool = field(default=True, init=False)
     _queues: SampleQueues | None = field(default=None, init=False)
-    _marks: dict[int, Mark] = field(default_factory=dict, init=False)
-    _begun: dict[int, Mark] = field(default_factory=dict, init=False)
+    _marks: dict[int, StreamPosition] = field(default_factory=dict, init=False)
+    _begun: dict[int, StreamPosition] = field(default_factory=dict, init=False)
     _proven: bool = field(default=True, init=False)
     _trusts: bool = field(default=True, init=False)
 

@@ -36,7 +36,7 @@ from nbkit.rank.torch_private import tree_leaves, tree_map_only
 from nbkit.tensor_layout import Runs, count
 
 
-class Attention(TorchFunctionMode):
+class ContextAttentionMode(TorchFunctionMode):
     """While it is entered, calls of attention see all positions. calls: how many there were.
 
     runs: this rank's positions, of `total`; own: their number. across: numbers of the calls whose keys are whole; None
@@ -152,10 +152,10 @@ MASKS = ("mask", "bias", "padding")
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockPart:
     """What a block works on. attention: of it. given: id -> what an argument of the block was before it was parted."""
 
-    attention: Attention
+    attention: ContextAttentionMode
     given: Mapping[int, Tensor]
 
     def whole(self, name: str, x: Tensor) -> Tensor:
@@ -173,11 +173,11 @@ class Part:
         return taken(x, 1, self.attention.runs).contiguous()
 
 
-_part: ContextVar[Part | None] = ContextVar("part", default=None)
+_part: ContextVar[BlockPart | None] = ContextVar("part", default=None)
 
 
 @contextmanager
-def working_on(part: Part) -> Iterator[None]:
+def working_on(part: BlockPart) -> Iterator[None]:
     """Inside, modules that are `on_all` know what the block around them works on."""
     token = _part.set(part)
     try:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.rank.parallel.context.attention import on_all, share_outside
-from nbkit.rank.parallel.context.context_parallel import Spread, Way
+from nbkit.rank.parallel.context.context_parallel import PositionMethod, Spread
 from nbkit.rank.parallel.context.peers import Threads
 from nbkit.rank.parallel.module import copies
 from nbkit.rank.parallel.module.copies import homes
@@ -58,7 +58,7 @@ def joined(whole: Tensor, parts: Sequence[Tensor], parting: Parting = contiguous
     raise ValueError(f"{tuple(whole.shape)} is not made up of {', '.join(str(tuple(shape)) for shape in shapes)}")
 
 
-class Trace:
+class CallTrace:
     """What each call of a torch function gave while a block ran, in each of several threads."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -155,7 +155,7 @@ class BlockCall:
     kwargs: dict[str, Any]
     output: Any = None
     rules: Rules = ()
-    way: Way = field(default_factory=Way)
+    way: PositionMethod = field(default_factory=PositionMethod)
 
 
 def refusal(what: str, numbers: str = "", hint: str = "") -> StrategyError:
@@ -165,7 +165,7 @@ def refusal(what: str, numbers: str = "", hint: str = "") -> StrategyError:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PositionSplit:
     """Into how many parts of the positions, and which each of them holds."""
 
     size: int
@@ -173,8 +173,8 @@ class Cut:
 
 
 def block_rules(
-    block: nn.Module, called: BlockCall, cut: Cut, *, backward: bool, uncut: Sequence[frozenset[str]]
-) -> tuple[Rules, Way]:
+    block: nn.Module, called: BlockCall, cut: PositionSplit, *, backward: bool, uncut: Sequence[frozenset[str]]
+) -> tuple[Rules, PositionMethod]:
     """How what the block returns lies in parts, and how it works on them. backward: compare gradients too.
 
     uncut: sets of arguments to leave whole, of which the first that is right counts. A module in which parts differ
@@ -183,7 +183,7 @@ def block_rules(
     """
     refused: StrategyError | None = None
     for args in dict.fromkeys(uncut):
-        way = Way(uncut=args, across=None)
+        way = PositionMethod(uncut=args, across=None)
         for _ in range(_MODULES):
             try:
                 return _rules(block, called, cut, way, backward)
@@ -210,7 +210,9 @@ def _grown(block: nn.Module, whole: frozenset[str], where: str | None) -> frozen
     return more if share_outside(block, more) >= _LEAST else None
 
 
-def _rules(block: nn.Module, called: BlockCall, cut: Cut, way: Way, backward: bool) -> tuple[Rules, Way]:
+def _rules(
+    block: nn.Module, called: BlockCall, cut: PositionSplit, way: PositionMethod, backward: bool
+) -> tuple[Rules, PositionMethod]:
     failed: Exception | None = None
     where: str | None = None
     # Drawn weights may give NaN, and something inside may insist on another precision: then the model's own.
@@ -269,7 +271,9 @@ def _put_back(part: nn.Module, forward: Any) -> None:
 class _Comparison:
     """Of a block with itself, on all positions and on parts."""
 
-    def __init__(self, block: nn.Module, called: BlockCall, cut: Cut, way: Way, backward: bool) -> None:
+    def __init__(
+        self, block: nn.Module, called: BlockCall, cut: PositionSplit, way: PositionMethod, backward: bool
+    ) -> None:
         self.noted: set[int] = set()
         self.block, self.called, self.cut, self.backward = block, called, cut, backward
         self.plain, self.draws = block.forward, list[str]()
@@ -354,7 +358,7 @@ class _Comparison:
 
     def where(self) -> tuple[str, str | None]:
         """(the call in which parts differ first, the path of its module)."""
-        trace, logs = Trace(self.block), [list[Any]() for _ in range(self.cut.size + 1)]
+        trace, logs = CallTrace(self.block), [list[Any]() for _ in range(self.cut.size + 1)]
         peers, args, kwargs = self.peers, self.called.args, self.called.kwargs
         try:
             around = self.spread.around(trace.around(self.plain, lambda: logs[peers.rank()]))

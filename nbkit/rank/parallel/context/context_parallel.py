@@ -27,7 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.context.attention import MASKS, Attention, Part, argument_names, on_all, working_on
+from nbkit.rank.parallel.context.attention import (
+    MASKS,
+    BlockPart,
+    ContextAttentionMode,
+    argument_names,
+    on_all,
+    working_on,
+)
 from nbkit.rank.parallel.context.peers import Peers
 from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
 from nbkit.rank.parallel.device_mesh import Axes
@@ -54,7 +61,7 @@ def together() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Way:
+class PositionMethod:
     """How a block works on a part of the positions.
 
     in_parts: arguments that blocks before it have made, as this one takes them. uncut: arguments that are whole,
@@ -80,7 +87,7 @@ class Positionwise:
 
     refused: StrategyError | None = None
     between: frozenset[str] = frozenset()
-    ways: Mapping[str, Way] = field(default_factory=dict)
+    ways: Mapping[str, PositionMethod] = field(default_factory=dict)
     begins: frozenset[str] = frozenset()
     balanced: bool | None = None
 
@@ -125,7 +132,7 @@ def context_parallel(
     peers = Peers(group, head_and_tail if found.balanced else contiguous)
     own = [name for name in blocks if held is None or name in held]
     for name in own:
-        block, way = module.get_submodule(name), found.ways.get(name, Way())
+        block, way = module.get_submodule(name), found.ways.get(name, PositionMethod())
         check_mixing(name, block)
         wrapper = Spread(
             name,
@@ -145,7 +152,7 @@ def context_parallel(
             # Ragged tensors in evaluation have no dim of positions.
             part.use_nested_tensor = False
     module.register_forward_pre_hook(_note_positions, with_kwargs=True)
-    whole = [f"{name}.{path}" for name in own for path in sorted(found.ways.get(name, Way()).whole)]
+    whole = [f"{name}.{path}" for name in own for path in sorted(found.ways.get(name, PositionMethod()).whole)]
     num = axes.size("cp")
     how = " of a chunk from the head and one from the tail" if found.balanced else ""
     notes = [f"positions in {num} parts{how}; embedding and head see all"]
@@ -198,7 +205,7 @@ class Spread:
     last: bool
     strict: bool
     attends: bool = True
-    way: Way = Way()
+    way: PositionMethod = PositionMethod()
     noted: set[int] | None = None
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,7 +219,7 @@ class Spread:
             if not torch.is_grad_enabled() and (_together.get() or total < 2 * self.peers.size()):
                 # Of a generation, the first tokens and what is kept for later ones: every rank computes them all.
                 return forward(*args, **kwargs)
-            attention = Attention(
+            attention = ContextAttentionMode(
                 self.peers, total, self.way.across, lambda what, numbers: self._refusal(what, numbers, total)
             )
             if self.strict and not self.first and hidden.shape[1] != attention.own:
@@ -227,7 +234,7 @@ class Spread:
                 key: self._placed(not args and key == next(iter(kwargs)), key, x, hidden, total, given)
                 for key, x in kwargs.items()
             }
-            with extent("sequence", attention.runs, total), working_on(Part(attention, given)), attention:
+            with extent("sequence", attention.runs, total), working_on(BlockPart(attention, given)), attention:
                 output = forward(*placed, **of_kwargs)
             if self.noted is not None:
                 self.noted.update(attention.noted)

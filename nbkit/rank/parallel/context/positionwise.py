@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.rank.parallel.context.attention import argument_names
-from nbkit.rank.parallel.context.block_proof import BlockCall, Cut, block_rules, refusal
+from nbkit.rank.parallel.context.block_proof import BlockCall, PositionSplit, block_rules, refusal
 from nbkit.rank.parallel.context.context_parallel import Positionwise, dim_of_positions, ends
 from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
 from nbkit.rank.parallel.module.copies import homes
@@ -92,7 +92,7 @@ def run_between(
     run: Callable[[], Any],
     whole: Any,
     loss: Callable[[Any], Tensor] | None,
-    cut: Cut,
+    cut: PositionSplit,
     found: Between,
     begins: frozenset[str] = frozenset(),
 ) -> None:
@@ -127,7 +127,7 @@ class _Part:
     first: frozenset[str]
     last: frozenset[str]
     rank: int
-    cut: Cut
+    cut: PositionSplit
     params: Mapping[int, str]
     found: Between
     at: int = 0
@@ -330,7 +330,7 @@ def _tried(
         whole = run()
 
     def proven(parting: Parting) -> Positionwise:
-        cut = Cut(_size(calls), parting)
+        cut = PositionSplit(_size(calls), parting)
         begins, between = _chains(module, calls, run, whole, loss, cut, used, attends=attentions.count > 0, draws=draws)
         if both := sorted(between.outer & (between.inner | inside)):
             raise refusal(
@@ -356,7 +356,7 @@ def _chains(
     run: Callable[[], Any],
     whole: Any,
     loss: Callable[[Any], Tensor] | None,
-    cut: Cut,
+    cut: PositionSplit,
     used: Collection[str],
     *,
     attends: bool,
@@ -406,7 +406,7 @@ def _try_blocks(module: nn.Module, calls: Sequence[BlockCall], begins: frozenset
             known[structure, setting, further] = block_rules(
                 block,
                 called,
-                Cut(_size([called]), parting),
+                PositionSplit(_size([called]), parting),
                 backward=backward,
                 uncut=uncut[::-1] if further else uncut,
             )

@@ -41,7 +41,7 @@ from nbkit.tensor_layout import Layout, bounds
 _UNDER_WAY = 2  # their memory is there beside the parameters'
 
 
-class Gathered(Protocol):
+class ParameterBucket(Protocol):
     """A bucket of parameters. gather: send this rank's part; spread: put those of all ranks into the parameters."""
 
     def gather(self) -> tuple[Tensor, dist.Work]: ...
@@ -62,13 +62,13 @@ class LateGather:
     def __init__(self, group: Any) -> None:
         self.group, self.missing = group, 0
         self._inner: Any = None
-        self._left: deque[Gathered] = deque()
-        self._under_way: deque[tuple[Gathered, Tensor, dist.Work]] = deque()
+        self._left: deque[ParameterBucket] = deque()
+        self._under_way: deque[tuple[ParameterBucket, Tensor, dist.Work]] = deque()
         self._number = 0  # of the bucket that comes next
         self._stand_ins: dict[int, list[_StandIn]] = {}
         self._lock = threading.RLock()
 
-    def begin(self, buckets: Sequence[Gathered], waiting: Waiting) -> None:
+    def begin(self, buckets: Sequence[ParameterBucket], waiting: Waiting) -> None:
         """Send `buckets`, in this order."""
         with self._lock:
             self.missing, self._number, self._left = len(buckets), 0, deque(buckets)

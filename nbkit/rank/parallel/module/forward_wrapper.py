@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.tensor.sharded_tensor import InParts
+from nbkit.rank.parallel.tensor.sharded_tensor import ShardedTensor
 from nbkit.rank.rng.keyed_dropout import again
 from nbkit.rank.torch_private import call_of_module, graph_task_id, tree_flatten, tree_unflatten
 
@@ -184,9 +184,9 @@ def marked(
     if not at:
         return None
     # What lies in parts over the tensor axis has its graph at the part.
-    given = [leaves[i].part if isinstance(leaves[i], InParts) else leaves[i] for i in at]
+    given = [leaves[i].part if isinstance(leaves[i], ShardedTensor) else leaves[i] for i in at]
     for i, tensor in zip(at, _Passage.apply(passed, *given), strict=True):  # type: ignore[no-untyped-call]
-        leaves[i] = leaves[i].like(tensor) if isinstance(leaves[i], InParts) else tensor
+        leaves[i] = leaves[i].like(tensor) if isinstance(leaves[i], ShardedTensor) else tensor
     result: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, structure)
     return result
 
@@ -208,7 +208,7 @@ def is_nested(module: nn.Module) -> bool:
 
 def awaited(output: Any, wanted: Callable[..., None]) -> bool:
     """Call `wanted` when backward comes to anything in what a module returns; False when it never will."""
-    parts = [tensor.part if isinstance(tensor, InParts) else tensor for tensor in _tensors(output)]
+    parts = [tensor.part if isinstance(tensor, ShardedTensor) else tensor for tensor in _tensors(output)]
     waiting = [tensor for tensor in parts if tensor.requires_grad]
     for tensor in waiting:
         tensor.register_hook(wanted)

@@ -45,7 +45,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.pipeline.p2p import Channels, Edges, Message, Routes
+from nbkit.rank.parallel.pipeline.p2p import Channels, Edges, Routes, StageMessage
 from nbkit.rank.torch_private import unsafe_view
 from nbkit.schedules import Op, Schedule
 from nbkit.schedules.simulate import token_rounds
@@ -358,7 +358,7 @@ class Pipeline:
         if self._barrier is not None:
             self._barrier.meet(numbers)
 
-    def _expect_all(self, last: Message | None, numbers: int) -> None:
+    def _expect_all(self, last: StageMessage | None, numbers: int) -> None:
         """Post the receives of `meet`, behind that of the last message: they come in the order in which all are sent,
         by which telemetry knows both ends of one."""
         if self._barrier is not None:
@@ -394,7 +394,7 @@ class _Run:
     def __init__(self, pipeline: Pipeline, routes: Routes, forward: Forward) -> None:
         self.channels, self.routes, self.call = pipeline._channels, routes, forward
         self.last, self.split = pipeline.schedule.num_stages - 1, pipeline.split
-        self.handed: dict[Message, list[Tensor]] = {}  # from one stage of this rank to the next
+        self.handed: dict[StageMessage, list[Tensor]] = {}  # from one stage of this rank to the next
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.deferred: dict[tuple[int, int], Deferred] = {}
         self.results: dict[int, tuple[Tensor, ...]] = {}
@@ -409,7 +409,7 @@ class _Run:
         if need is not None:
             arrived = self.channels.receive(need)
         elif kind != "W":
-            arrived = self.handed.pop(Message(kind != "F", stage, micro), [])
+            arrived = self.handed.pop(StageMessage(kind != "F", stage, micro), [])
         work = partial(self._forward if kind == "F" else self._backward, op, arrived)
         if on_op is None:
             produced = work()
@@ -423,11 +423,11 @@ class _Run:
             if kind == "F" and (kept := self.kept.get((stage, micro))) is not None:
                 kept.expected = expected
         elif kind == "F" and stage < self.last:
-            self.handed[Message(False, stage + 1, micro)] = [
+            self.handed[StageMessage(False, stage + 1, micro)] = [
                 tensor.detach().requires_grad_(tensor.requires_grad) for tensor in produced
             ]
         elif kind != "W" and kind != "F" and stage:
-            self.handed[Message(True, stage - 1, micro)] = list(produced)
+            self.handed[StageMessage(True, stage - 1, micro)] = list(produced)
 
     def _forward(self, op: Op, received: list[Tensor]) -> Sequence[Tensor]:
         _, stage, micro = op

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from nbkit.errors import StrategyError
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
-from nbkit.rank.parallel.pipeline.partial_forward import Gates
-from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, Flow
+from nbkit.rank.parallel.pipeline.partial_forward import StageBoundaries
+from nbkit.rank.parallel.pipeline.trace_dataflow import DataflowTrace, StageInput
 from nbkit.rank.parallel.proof.observe import call_counts, gap, run_backward, tensors_in, watched
 from nbkit.rank.parallel.proof.unchanged import Draws, set_evaluation, unchanged
 from nbkit.rank.torch_private import pytree
@@ -41,7 +41,7 @@ _HINT = "stages=['...'] with the names of the modules that begin stages 1, 2, ..
 
 
 @dataclass(frozen=True)
-class Chain:
+class LayerChain:
     """Where a model can be cut, in plain data: picklable, equal on every rank that gets it.
 
     blocks: names of the modules with which pieces begin. Piece i reaches from the call of blocks[i] to the call of
@@ -56,7 +56,7 @@ class Chain:
     """
 
     blocks: tuple[str, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[StageInput, ...]
     parameters: tuple[tuple[str, ...], ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
@@ -89,7 +89,7 @@ def find_chain(
     *,
     stages: Sequence[str] | None = None,
     brief: Callable[[], Any] | None = None,
-) -> Chain:
+) -> LayerChain:
     """The chain of `module`. call: runs the whole model once, forward, on a real example, and returns its output.
 
     brief: makes the same operations on fewer numbers; what stands in the way there is tried with `call`. stages: names
@@ -103,7 +103,7 @@ def find_chain(
     return _found(module, call, stages)
 
 
-def _found(module: nn.Module, call: Callable[[], Any], stages: Sequence[str] | None) -> Chain:
+def _found(module: nn.Module, call: Callable[[], Any], stages: Sequence[str] | None) -> LayerChain:
     modes = [(part, part.training) for part in module.modules()]
     with unchanged(module):
         set_evaluation(module)
@@ -138,9 +138,9 @@ def _watch(
     skipped: Sequence[str],
     modes: Sequence[tuple[nn.Module, bool]],
     call: Callable[[], Any],
-) -> Flow:
+) -> DataflowTrace:
     """What flows in evaluation and in `modes`. The modules are in evaluation before."""
-    flow = Flow(module, blocks, skipped)
+    flow = DataflowTrace(module, blocks, skipped)
     with torch.no_grad():
         flow.run(call)
     if any(mode for _, mode in modes):
@@ -150,8 +150,8 @@ def _watch(
 
 
 def _proven(
-    flow: Flow, units: Sequence[str], refused: Sequence[tuple[str, str]], call: Callable[[], Any], every: bool
-) -> Chain:
+    flow: DataflowTrace, units: Sequence[str], refused: Sequence[tuple[str, str]], call: Callable[[], Any], every: bool
+) -> LayerChain:
     """The chain that `flow` shows. every: all cuts have to be right."""
     refused = [*refused, *((flow.blocks[i], why) for i, why in sorted(flow.around.items()))]
     if len(flow.around) == len(flow.blocks) - 1 or (every and flow.around):
@@ -162,7 +162,7 @@ def _proven(
 
 
 def _watch_training(
-    flow: Flow, modes: Sequence[tuple[nn.Module, bool]], skipped: Sequence[str], call: Callable[[], Any]
+    flow: DataflowTrace, modes: Sequence[tuple[nn.Module, bool]], skipped: Sequence[str], call: Callable[[], Any]
 ) -> None:
     """Run the model in `modes`, too: a penalty or a noise that is there in training alone may go around a cut."""
     for part, mode in modes:
@@ -172,7 +172,7 @@ def _watch_training(
         blocks = [name for name in flow.blocks if name]
         if [name for name in calls if name in set(blocks)] != blocks or any(calls[name] > 1 for name in blocks):
             raise _no_chain(flow.module, [(blocks[0], "in training the model calls its blocks otherwise")])
-        training = Flow(flow.module, flow.blocks, skipped)
+        training = DataflowTrace(flow.module, flow.blocks, skipped)
         training.run(call)
     flow.join(training)
 
@@ -204,7 +204,7 @@ def _no_chain(module: nn.Module, refused: Sequence[tuple[str, str]]) -> Strategy
     )
 
 
-def _chain(flow: Flow, units: Sequence[str], refused: Sequence[tuple[str, str]]) -> Chain:
+def _chain(flow: DataflowTrace, units: Sequence[str], refused: Sequence[tuple[str, str]]) -> LayerChain:
     entries = flow.entries()
     kept = [i for i in range(len(flow.blocks)) if i not in flow.around]
     blocks = tuple(flow.blocks[i] for i in kept)
@@ -215,7 +215,7 @@ def _chain(flow: Flow, units: Sequence[str], refused: Sequence[tuple[str, str]])
     for name, segments in uses.items():
         for piece in sorted({piece_of[min(max(s, 1), len(flow.blocks)) - 1] for s in segments}):
             pieces[piece].append(name)
-    return Chain(
+    return LayerChain(
         blocks=blocks,
         entries=tuple(_entry(entries, kept, i) for i in kept),
         parameters=tuple(map(tuple, pieces)),
@@ -227,7 +227,7 @@ def _chain(flow: Flow, units: Sequence[str], refused: Sequence[tuple[str, str]])
     )
 
 
-def _uses(flow: Flow) -> dict[str, set[int]]:
+def _uses(flow: DataflowTrace) -> dict[str, set[int]]:
     """Parameter -> segments that use it. What no operation uses goes with its block, else to the beginning."""
     uses = {name: set(segments) for name, segments in flow.uses.items()}
     for name, segments in uses.items():
@@ -237,17 +237,17 @@ def _uses(flow: Flow) -> dict[str, set[int]]:
     return uses
 
 
-def _entry(entries: Sequence[Entry], kept: Sequence[int], number: int) -> Entry:
+def _entry(entries: Sequence[StageInput], kept: Sequence[int], number: int) -> StageInput:
     """The entry of a block, `kept` said relative to the previous block that can begin a piece."""
     entry = entries[number]
     before = max((k for k in kept if k < number), default=number)
     sources = dict(entry.kept)
     for i in range(number - 1, before, -1):
         sources = {path: entries[i].kept[at] for path, at in sources.items() if at in entries[i].kept}
-    return Entry(entry.carried, sources, entry.written, entry.skips)
+    return StageInput(entry.carried, sources, entry.written, entry.skips)
 
 
-def _skipped(flow: Flow, module: nn.Module, path: str, blocks: Sequence[str], *, until: int) -> Iterator[str]:
+def _skipped(flow: DataflowTrace, module: nn.Module, path: str, blocks: Sequence[str], *, until: int) -> Iterator[str]:
     """The largest modules with parameters that give nothing but what hangs on parameters, and hold no block inside.
 
     Of those that are called in the segments up to `until`.
@@ -264,14 +264,14 @@ def _skipped(flow: Flow, module: nn.Module, path: str, blocks: Sequence[str], *,
             yield from _skipped(flow, child, at, blocks, until=until)
 
 
-def _prove(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> None:
+def _prove(module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> None:
     """Run the model whole and cut everywhere, in evaluation, where nothing is drawn; the outputs must be equal."""
     set_evaluation(module)
     gates, drawn = None, list[str]()
     try:
         with torch.no_grad(), Draws(drawn):
             whole = tensors_in(call())
-            gates = Gates(module, chain.blocks, chain.entries, chain.skipped)
+            gates = StageBoundaries(module, chain.blocks, chain.entries, chain.skipped)
             value: Any = ()
             for i in range(len(chain)):
                 try:
@@ -289,7 +289,7 @@ def _prove(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> None:
             gates.remove()
 
 
-def _with_recomputation(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> Chain:
+def _with_recomputation(module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> LayerChain:
     """`chain`, with how the model's own checkpointing calls its blocks again in the backward pass.
 
     A stage can do the same for a block by itself. Its first block has other inputs than its caller remembers, so that
@@ -326,7 +326,7 @@ def _equal(whole: Tensor, part: Tensor) -> bool:
     return whole.dtype == part.dtype and gap(whole, part) <= 1e-3
 
 
-def _wrong(chain: Chain, number: int, why: str) -> StrategyError:
+def _wrong(chain: LayerChain, number: int, why: str) -> StrategyError:
     begins = chain.blocks[number] or "the first stage"
     return StrategyError(
         f"Run in stages, the model does not give what it gives whole; seen in the one that begins with {begins}.",
@@ -335,7 +335,7 @@ def _wrong(chain: Chain, number: int, why: str) -> StrategyError:
     )
 
 
-def hidden_between(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> tuple[int, int] | None:
+def hidden_between(module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> tuple[int, int] | None:
     """(positions, width) of the hidden states, where each block hands one tensor (rows, positions, width) to the next.
 
     call: runs the whole model once. None where it hands on something else, or not everywhere the same.
@@ -358,7 +358,9 @@ def hidden_between(module: nn.Module, chain: Chain, call: Callable[[], Any]) -> 
 _APART = 1.4  # pieces that look alike and differ by more than this factor are not
 
 
-def measure_costs(module: nn.Module, chain: Chain, call: Callable[[], Any], *, repeats: int = 3) -> tuple[float, ...]:
+def measure_costs(
+    module: nn.Module, chain: LayerChain, call: Callable[[], Any], *, repeats: int = 3
+) -> tuple[float, ...]:
     """Seconds of each piece, forward and backward, the least of `repeats` runs after one to warm up.
 
     call: runs the whole model once; it may return the output or the loss, which then counts to the last piece. What
@@ -388,7 +390,7 @@ def _level(costs: Sequence[float], kinds: Sequence[Hashable]) -> tuple[float, ..
 
 
 def _run(
-    module: nn.Module, chain: Chain, call: Callable[[], Any], device: torch.device, kinds: list[Hashable]
+    module: nn.Module, chain: LayerChain, call: Callable[[], Any], device: torch.device, kinds: list[Hashable]
 ) -> list[float]:
     called, arrived = [0.0] * len(chain), [0.0] * len(chain)
     end = 0.0

@@ -114,7 +114,7 @@ def _pairs(ranks: int) -> list[tuple[int, int]]:
     return sorted({(i, i + 1) for i in range(ranks - 1)} | {(0, ranks - 1)})
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """What an operation of `stage` on micro-batch `micro` needs from a neighbour: activations, or their gradient."""
 
     gradient: bool
@@ -125,7 +125,7 @@ class Message(NamedTuple):
         return f"{'the gradient' if self.gradient else 'the input'} of stage {self.stage}, micro-batch {self.micro}"
 
 
-class Place(NamedTuple):
+class OpPlace(NamedTuple):
     """An operation: the rank of the pipeline, and the position in that rank's list."""
 
     rank: int
@@ -141,45 +141,45 @@ class Routes:
     arrivals: for each rank that sends to this one, its messages in the order of its list.
     """
 
-    needs: tuple[Message | None, ...]
-    gives: tuple[Message | None, ...]
-    source: dict[Message, Place]
-    target: dict[Message, Place]
-    arrivals: dict[int, tuple[Message, ...]]
+    needs: tuple[StageMessage | None, ...]
+    gives: tuple[StageMessage | None, ...]
+    source: dict[StageMessage, OpPlace]
+    target: dict[StageMessage, OpPlace]
+    arrivals: dict[int, tuple[StageMessage, ...]]
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[Op]], rank: int, rank_of: Callable[[int], int], num_stages: int) -> Routes:
         """The messages of `rank` in a pipeline whose ranks follow `lists`."""
-        user: dict[Message | None, Place] = {
-            _need(op): Place(r, i) for r, ops in enumerate(lists) for i, op in enumerate(ops)
+        user: dict[StageMessage | None, OpPlace] = {
+            _need(op): OpPlace(r, i) for r, ops in enumerate(lists) for i, op in enumerate(ops)
         }
 
-        def crossing(message: Message | None, sender: int) -> Message | None:
+        def crossing(message: StageMessage | None, sender: int) -> StageMessage | None:
             """`message`, if it leaves `sender` for another rank that uses it."""
             return message if message is not None and user[message].rank != sender else None
 
         gives = tuple(crossing(_give(op, num_stages), rank) for op in lists[rank])
-        source: dict[Message, Place] = {}
-        arrivals: dict[int, list[Message]] = {}
+        source: dict[StageMessage, OpPlace] = {}
+        arrivals: dict[int, list[StageMessage]] = {}
         for peer, ops in enumerate(lists):
             for i, op in enumerate(ops):
                 message = crossing(_give(op, num_stages), peer)
                 if message is not None and user[message].rank == rank:
-                    source[message] = Place(peer, i)
+                    source[message] = OpPlace(peer, i)
                     arrivals.setdefault(peer, []).append(message)
         needs = tuple(need if (need := _need(op)) in source else None for op in lists[rank])
         target = {message: user[message] for message in gives if message is not None}
         return cls(needs, gives, source, target, {peer: tuple(some) for peer, some in arrivals.items()})
 
 
-def _need(op: Op) -> Message | None:
-    return Message(op.kind != "F", op.stage, op.micro) if op.kind != "W" else None
+def _need(op: Op) -> StageMessage | None:
+    return StageMessage(op.kind != "F", op.stage, op.micro) if op.kind != "W" else None
 
 
-def _give(op: Op, num_stages: int) -> Message | None:
+def _give(op: Op, num_stages: int) -> StageMessage | None:
     if op.kind == "F":
-        return Message(False, op.stage + 1, op.micro) if op.stage + 1 < num_stages else None
-    return Message(True, op.stage - 1, op.micro) if op.kind != "W" and op.stage else None
+        return StageMessage(False, op.stage + 1, op.micro) if op.stage + 1 < num_stages else None
+    return StageMessage(True, op.stage - 1, op.micro) if op.kind != "W" and op.stage else None
 
 
 _DTYPES = (
@@ -191,14 +191,14 @@ _HEADER = 64  # numbers in the first message of a header; a second one carries w
 _TURNS, _PER_TURN = 1 << 10, 1 << 20  # tags: number of the run, then number of the message in it
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """What both ends of a boundary know of one tensor that passes it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     wants_grad: bool
 
-    def serves(self, now: Spec) -> bool:
+    def serves(self, now: TensorSpec) -> bool:
         """Return True if a tensor as `now` may go as this one: also one that needs no gradient any more."""
         return self[:2] == now[:2] and self.wants_grad >= now.wants_grad
 
@@ -263,7 +263,7 @@ class Channels:
 
     def _forget(self) -> None:
         self._turn = 0
-        self._specs: dict[tuple[int, tuple[bool, Hashable]], tuple[Spec, ...]] = {}
+        self._specs: dict[tuple[int, tuple[bool, Hashable]], tuple[TensorSpec, ...]] = {}
 
     def begin(self, routes: Routes, keys: Sequence[tuple[bool, Hashable]]) -> None:
         """A run along `routes`. keys: of each micro-batch, whether gradients are wanted, and what shapes depend on."""
@@ -277,7 +277,7 @@ class Channels:
         self._routes, self._keys = routes, keys
         self._coming = {peer: deque(arrivals) for peer, arrivals in routes.arrivals.items()}
         self._headers: dict[int, _Posted] = {}
-        self._posted: dict[Message, _Posted] = {}
+        self._posted: dict[StageMessage, _Posted] = {}
         self._outbox: dict[int, list[_Sent]] = {}
         self._numbers: dict[tuple[str, int], int] = {}
 
@@ -286,13 +286,13 @@ class Channels:
         """A tag that no message of this run has."""
         return self._turn * _PER_TURN + _PER_TURN - 1
 
-    def post(self, message: Message) -> None:
+    def post(self, message: StageMessage) -> None:
         """Begin to receive it, and what comes before it on its channel, as far as the shapes are known."""
         peer = self._routes.source[message].rank
         while message not in self._posted and self._post_next(peer, wait=False):
             pass
 
-    def receive(self, message: Message) -> list[Tensor]:
+    def receive(self, message: StageMessage) -> list[Tensor]:
         """The tensors of `message`; activations that need a gradient require it. On a GPU only the stream waits."""
         peer, made_at = self._routes.source[message]
         while message not in self._posted:
@@ -301,7 +301,7 @@ class Channels:
         self._release(peer, made_at)
         return tensors
 
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> list[int]:
+    def send(self, message: StageMessage, tensors: Sequence[Tensor]) -> list[int]:
         """Send it and go on. Activations say by `requires_grad` whether a gradient comes back.
 
         Returns the numbers of those for which one does: of those that need none any more, too, since parameters were
@@ -366,11 +366,11 @@ class Channels:
             ]
         return True
 
-    def _key(self, message: Message) -> tuple[int, tuple[bool, Hashable]]:
+    def _key(self, message: StageMessage) -> tuple[int, tuple[bool, Hashable]]:
         """A boundary is called by the stage behind it."""
         return message.stage + message.gradient, self._keys[message.micro]
 
-    def _read_header(self, peer: int) -> tuple[Spec, ...]:
+    def _read_header(self, peer: int) -> tuple[TensorSpec, ...]:
         numbers: list[int] = self._headers.pop(peer).wait()[0].tolist()
         if (more := numbers[0] - len(numbers)) > 0:
             rest = torch.empty(more, dtype=torch.int64, device=self.device)
@@ -427,15 +427,15 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _spec(tensors: Sequence[Tensor]) -> tuple[Spec, ...]:
-    return tuple(Spec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+def _spec(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
 
 
-def _described(spec: Sequence[Spec]) -> str:
+def _described(spec: Sequence[TensorSpec]) -> str:
     return ", ".join(f"{str(one.dtype)[6:]}{list(one.shape)}{' with gradient' * one.wants_grad}" for one in spec)
 
 
-def _header(spec: Sequence[Spec], device: torch.device) -> list[Tensor]:
+def _header(spec: Sequence[TensorSpec], device: torch.device) -> list[Tensor]:
     numbers = [0, len(spec)]
     for one in spec:
         numbers += [_DTYPES.index(one.dtype), int(one.wants_grad), len(one.shape), *one.shape]
@@ -445,10 +445,10 @@ def _header(spec: Sequence[Spec], device: torch.device) -> list[Tensor]:
     return [part.clone() for part in (sent[:_HEADER], sent[_HEADER:]) if part.numel()]
 
 
-def _parsed(numbers: Sequence[int]) -> tuple[Spec, ...]:
+def _parsed(numbers: Sequence[int]) -> tuple[TensorSpec, ...]:
     reading = iter(numbers[1:])
     specs = []
     for _ in range(next(reading)):
         dtype, wants_grad, dims = next(reading), next(reading), next(reading)
-        specs.append(Spec(tuple(next(reading) for _ in range(dims)), _DTYPES[dtype], bool(wants_grad)))
+        specs.append(TensorSpec(tuple(next(reading) for _ in range(dims)), _DTYPES[dtype], bool(wants_grad)))
     return tuple(specs)

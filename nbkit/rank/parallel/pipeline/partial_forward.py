@@ -27,7 +27,7 @@ from nbkit.errors import StrategyError
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.argument_paths import look, put
 from nbkit.rank.parallel.module.copies import copied, marked
-from nbkit.rank.parallel.pipeline.trace_dataflow import Entry, Skip
+from nbkit.rank.parallel.pipeline.trace_dataflow import SkipConnection, StageInput
 from nbkit.rank.parallel.proof.unchanged import plain_attention
 from nbkit.rank.parallel.tensor.sharded_tensor import completed, sendable
 from nbkit.rank.torch_private import no_function_modes, pytree
@@ -37,7 +37,7 @@ class _Reached(BaseException):
     """Ends a forward at the entry of a block that another stage holds; no `except Exception` of the model stops it."""
 
 
-class Gates:
+class StageBoundaries:
     """Gates at every block of a chain and at every module that may be skipped.
 
     blocks, entries: of the chain, one per block; the first has no gate of its own. skipped: names of modules.
@@ -52,7 +52,7 @@ class Gates:
         self,
         module: nn.Module,
         blocks: Sequence[str],
-        entries: Sequence[Entry],
+        entries: Sequence[StageInput],
         skipped: Sequence[str],
         *,
         again: bool = False,
@@ -68,8 +68,8 @@ class Gates:
         self._sent: tuple[Tensor, ...] | None = None
         self._given: dict[str, Tensor] = {}
         self._calls: Counter[str] = Counter()
-        self._skips: dict[Skip, Tensor] = {}
-        self._followed: dict[tuple[str, int], list[Skip]] = {}
+        self._skips: dict[SkipConnection, Tensor] = {}
+        self._followed: dict[tuple[str, int], list[SkipConnection]] = {}
         for skip in dict.fromkeys(skip for entry in entries for skip in entry.skips):
             self._followed.setdefault((skip.module, skip.call), []).append(skip)
         numbers = {name: i for i, name in enumerate(blocks) if i}

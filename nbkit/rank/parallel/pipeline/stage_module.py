@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.module.absent_parameter import Absent, list_absent
 from nbkit.rank.parallel.module.copies import homes, put_aliases, replace
-from nbkit.rank.parallel.pipeline.layer_chain import Chain
-from nbkit.rank.parallel.pipeline.partial_forward import Gates
+from nbkit.rank.parallel.pipeline.layer_chain import LayerChain
+from nbkit.rank.parallel.pipeline.partial_forward import StageBoundaries
 
 
 class Staged:
@@ -34,18 +34,18 @@ class Staged:
     def __init__(
         self,
         module: nn.Module,
-        chain: Chain,
+        chain: LayerChain,
         ranges: Sequence[tuple[int, int]],
         *,
         team: dist.ProcessGroup | None = None,
     ) -> None:
         self.module, self.chain, self.ranges = module, chain, tuple(ranges)
-        self._gates: Gates | None = None
+        self._gates: StageBoundaries | None = None
         if self.ranges == ((0, len(chain)),):
             self.holds = set(homes(module))
             return
         _without_cache(module)
-        self._gates = Gates(module, chain.blocks, chain.entries, chain.skipped, again=chain.recomputes)
+        self._gates = StageBoundaries(module, chain.blocks, chain.entries, chain.skipped, again=chain.recomputes)
         self._gates.team = team
         self.holds = set().union(*(chain.holds(lo, hi) for lo, hi in self.ranges))
         _drop(module, self.holds, self._gates.idle)

@@ -24,7 +24,7 @@ from nbkit.rank.torch_private import pytree
 from nbkit.rank.watching_mode import WatchingMode
 
 
-class Skip(NamedTuple):
+class SkipConnection(NamedTuple):
     """The tensor at `path` of what a call of `module` gives, in a tuple of one. call: which of its calls, from 0."""
 
     module: str
@@ -32,12 +32,12 @@ class Skip(NamedTuple):
     path: str
 
 
-_LOST = Skip("", 0, "")
+_LOST = SkipConnection("", 0, "")
 """Stands for what no module gave: made from a parameter by the caller itself."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class StageInput:
     """What goes into a block. carried: where a tensor hangs on parameters, as a path into (args, kwargs).
 
     kept: of these, the ones that the caller gives to consecutive blocks again -> where the block before got it.
@@ -47,10 +47,10 @@ class Entry:
     carried: tuple[str, ...]
     kept: dict[str, str]
     written: frozenset[str]
-    skips: tuple[Skip, ...] = ()
+    skips: tuple[SkipConnection, ...] = ()
 
 
-class Flow(WatchingMode):
+class DataflowTrace(WatchingMode):
     """Follows one run of `module`; `blocks` are called once each, in this order ("" first: the run begins with it).
 
     skipped: modules of which a later stage can be given the outputs. None of them is in another.
@@ -66,7 +66,7 @@ class Flow(WatchingMode):
         self._carried: list[list[str]] = [[] for _ in self.blocks]
         self._kept: list[dict[str, str]] = [{} for _ in self.blocks]
         self._written: list[set[str]] = [set() for _ in self.blocks]
-        self._skips: list[dict[Skip, str]] = [{} for _ in self.blocks]
+        self._skips: list[dict[SkipConnection, str]] = [{} for _ in self.blocks]
         self._origins = _Origins(skipped)
         self.uses: dict[str, set[int]] = {name: set() for name, _ in module.named_parameters()}
         self.around: dict[int, str] = {}
@@ -93,15 +93,15 @@ class Flow(WatchingMode):
                 self.around.setdefault(number, next(iter(skips.values())))
         return output
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[StageInput]:
         """What goes into each block."""
         seen = zip(self._carried, self._kept, self._written, self._skips, strict=True)
         return [
-            Entry(tuple(carried), kept, frozenset(written), tuple(sorted(skips)))
+            StageInput(tuple(carried), kept, frozenset(written), tuple(sorted(skips)))
             for carried, kept, written, skips in seen
         ]
 
-    def join(self, other: Flow) -> None:
+    def join(self, other: DataflowTrace) -> None:
         """What `other`, a run in another mode, has shown holds as well: a cut has to be right in both."""
         for name, segments in other.uses.items():
             self.uses[name] |= segments
@@ -219,9 +219,9 @@ class _Origins:
 
     def __init__(self, modules: Collection[str]) -> None:
         self.modules = frozenset(modules)
-        self.changed: set[Skip] = set()
+        self.changed: set[SkipConnection] = set()
         self._calls: Counter[str] = Counter()
-        self._made: dict[Memory, frozenset[Skip]] = {}
+        self._made: dict[Memory, frozenset[SkipConnection]] = {}
         self._within = 0
 
     def enter(self, module: str) -> None:
@@ -236,7 +236,9 @@ class _Origins:
         call = self._calls[module]
         self._calls[module] += 1
         flat = pytree.tree_flatten_with_path((output,))[0]
-        given = {id(leaf): Skip(module, call, pytree.keystr(key)) for key, leaf in flat if isinstance(leaf, Tensor)}
+        given = {
+            id(leaf): SkipConnection(module, call, pytree.keystr(key)) for key, leaf in flat if isinstance(leaf, Tensor)
+        }
         for tensor in tensors_in(output):
             # Of an argument that it hands on, both are needed.
             self._add(tensor, {given.get(id(tensor), _LOST)})
@@ -246,7 +248,7 @@ class _Origins:
         for tensor in written:
             self.change(memory_of(tensor))
         if not self._within:
-            found = frozenset[Skip]().union(*(self.of(memory_of(tensor)) for tensor in sources))
+            found = frozenset[SkipConnection]().union(*(self.of(memory_of(tensor)) for tensor in sources))
             for tensor in results:
                 self._add(tensor, found)
 
@@ -254,10 +256,10 @@ class _Origins:
         """What is at `memory` is changed in place."""
         self.changed |= self._made.get(memory, frozenset())
 
-    def of(self, memory: Memory) -> frozenset[Skip]:
+    def of(self, memory: Memory) -> frozenset[SkipConnection]:
         """What the value at `memory` was made from."""
         return self._made.get(memory, frozenset({_LOST}))
 
-    def _add(self, tensor: Tensor, skips: Collection[Skip]) -> None:
+    def _add(self, tensor: Tensor, skips: Collection[SkipConnection]) -> None:
         memory = memory_of(tensor)
         self._made[memory] = self._made.get(memory, frozenset()).union(skips)

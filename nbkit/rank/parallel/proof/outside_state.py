@@ -62,7 +62,7 @@ Slots = dict[Any, Any]
 
 
 @dataclass(frozen=True)
-class Outside:
+class OutsideUse:
     """What a forward pass or a loss changes and reads beside parameters, buffers and inputs.
 
     names: of the places. by_rows: what is there afterwards depends on the rows. per_row: it has a part for each row.
@@ -166,7 +166,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class Held:
+class OutsideSnapshot:
     """What everything that an OutsideState watches holds at a moment."""
 
     slots: Sequence[Slots]
@@ -259,14 +259,16 @@ class OutsideState:
 
     def put_back(self) -> None:
         """Make everything hold again what it held."""
-        self.put(Held([place.before for place in self._places], [content for *_, content in self._tensors]))
+        self.put(OutsideSnapshot([place.before for place in self._places], [content for *_, content in self._tensors]))
 
-    def held(self) -> Held:
+    def held(self) -> OutsideSnapshot:
         """Return what everything holds now, for `put`."""
         slots = [place.read() for place in self._places]
-        return Held(slots, [None if kept is None else tensor.detach().clone() for _, tensor, _, kept in self._tensors])
+        return OutsideSnapshot(
+            slots, [None if kept is None else tensor.detach().clone() for _, tensor, _, kept in self._tensors]
+        )
 
-    def put(self, held: Held) -> None:
+    def put(self, held: OutsideSnapshot) -> None:
         """Make everything hold what it held then."""
         for place, slots in zip(self._places, held.slots, strict=True):
             now = place.read()
@@ -639,7 +641,9 @@ def outside_kept(module: nn.Module, *functions: Any) -> Iterator[OutsideState]:
         state.put_back()
 
 
-def find_outside(forward: Callable[[Sequence[int]], Any], state: OutsideState, *, two: bool = True) -> Outside | None:
+def find_outside(
+    forward: Callable[[Sequence[int]], Any], state: OutsideState, *, two: bool = True
+) -> OutsideUse | None:
     """Return what a pass changes and reads; None where nothing that it changes makes a difference.
 
     forward: rows, of two -> tensors that come out; the same ones while nothing else has changed. state: as it is now.
@@ -682,7 +686,7 @@ def find_outside(forward: Callable[[Sequence[int]], Any], state: OutsideState, *
     large = any(tensor.numel() != 1 for value in changes.values() for tensor in value if isinstance(tensor, Tensor))
     names = sorted(changes)
     attributes, on_tensors = state.attributes(names), state.on_tensors(names)
-    return Outside(tuple(names), len(same) < len(changes), per_row, large, attributes, on_tensors, keyed=keyed)
+    return OutsideUse(tuple(names), len(same) < len(changes), per_row, large, attributes, on_tensors, keyed=keyed)
 
 
 def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) -> bool:

@@ -21,7 +21,7 @@ from nbkit.rank.data.sample_rows import undrawn
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.proof.observe import gap
-from nbkit.rank.parallel.proof.outside_state import Outside, OutsideState, find_caches, find_outside
+from nbkit.rank.parallel.proof.outside_state import OutsideState, OutsideUse, find_caches, find_outside
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.rng.keyed_dropout import find_draws
@@ -43,7 +43,7 @@ class FirstRuns:
 
     draws: DrawPlan | None = None
     short: Any = None
-    outside: Outside | None = None
+    outside: OutsideUse | None = None
     reads: bool = False
     changes: bool = False
     caches: frozenset[tuple[str, str]] = frozenset()
@@ -77,7 +77,7 @@ def first_runs(
             with unchanged(module):
                 off = _apart(first, runs.seeded(few, [0, 1]))
             if off and not (draws is not None and draws.unkeyed):
-                outside = Outside(tuple(state.unkept), True, False, True, unseen=off)
+                outside = OutsideUse(tuple(state.unkept), True, False, True, unseen=off)
             elif changed:
                 state.put_back()
                 buffers = _Buffers(module)
@@ -89,7 +89,7 @@ def first_runs(
                 outside = find_outside(seeded, state, two=rows_of(few) > 1)
                 caches = find_caches(seeded, state) if outside is None else caches
             if outside is None and drawn:
-                outside = Outside(tuple(drawn), False, False, False, drawn=True)
+                outside = OutsideUse(tuple(drawn), False, False, False, drawn=True)
         reads = any(str(each) in _READS for each in seen.operations)
         return FirstRuns(draws, short, outside, reads, changes, caches)
     return FirstRuns()

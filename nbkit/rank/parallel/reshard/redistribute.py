@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nbkit.errors import SwitchError, TrainingError
-from nbkit.planner.exchange import Plan
-from nbkit.planner.exchange_rounds import Step, rounds, steps
+from nbkit.planner.exchange import ExchangePlan
+from nbkit.planner.exchange_rounds import RankRound, rounds, steps
 from nbkit.rank.comm.agree import any_rank
 from nbkit.tensor_layout import Layout
 
@@ -43,7 +43,7 @@ ROUND_BYTES = 24 << 20
 """A rank sends, and receives, at most this much in a round: the two flat buffers stay below 64 MB together."""
 
 
-def plan_collectively(state: State, wanted: Mapping[str, Layout]) -> Plan:
+def plan_collectively(state: State, wanted: Mapping[str, Layout]) -> ExchangePlan:
     """The plan from what every rank holds to what it wants. Collective: one all-gather of the layouts, compressed.
 
     Where the layouts of all ranks are known, `Plan.of` needs no message. Raises TrainingError as `Plan.of` does, and
@@ -69,7 +69,7 @@ def plan_collectively(state: State, wanted: Mapping[str, Layout]) -> Plan:
     # What nobody holds has no size; the plan names it as missing.
     held, needed = [theirs for theirs, _, _ in every], [theirs for _, theirs, _ in every]
     sizes = {key: 1 for theirs in needed for key in theirs} | {key: size for key, (_, size) in first.items()}
-    return Plan.of(held, needed, sizes)
+    return ExchangePlan.of(held, needed, sizes)
 
 
 class Exchange:
@@ -80,7 +80,7 @@ class Exchange:
     Raises TrainingError when the plan would leave an element of this rank's new tensors unfilled.
     """
 
-    def __init__(self, plan: Plan, rank: int, *, limit: int = ROUND_BYTES) -> None:
+    def __init__(self, plan: ExchangePlan, rank: int, *, limit: int = ROUND_BYTES) -> None:
         self.plan, self.rank, self.limit = plan, rank, limit
         self.rounds = rounds(plan, limit=limit)
         self._steps = steps(plan, self.rounds, rank)
@@ -117,7 +117,7 @@ class Exchange:
             carry_out(step, old, new, buffers)
 
 
-def room_of(made: Sequence[Step]) -> tuple[int, int]:
+def room_of(made: Sequence[RankRound]) -> tuple[int, int]:
     """Bytes of the two buffers that the fullest of these rounds take: of what is sent, of what is received."""
     return (
         max((sum(step.sent) for step in made), default=0),
@@ -131,7 +131,7 @@ def buffers_of(room: tuple[int, int], device: torch.device) -> tuple[Tensor, Ten
     return sent, received
 
 
-def check(plan: Plan, state: State, planned: Mapping[str, Layout], which: str) -> None:
+def check(plan: ExchangePlan, state: State, planned: Mapping[str, Layout], which: str) -> None:
     """Raises TrainingError when `state` is not what the plan was made for."""
     for key, layout in planned.items():
         tensor, actual = state[key] if key in state else (None, None)
@@ -146,7 +146,9 @@ def check(plan: Plan, state: State, planned: Mapping[str, Layout], which: str) -
 
 
 @torch.no_grad()
-def carry_out(step: Step, old: Mapping[str, Tensor], new: Mapping[str, Tensor], buffers: tuple[Tensor, Tensor]) -> None:
+def carry_out(
+    step: RankRound, old: Mapping[str, Tensor], new: Mapping[str, Tensor], buffers: tuple[Tensor, Tensor]
+) -> None:
     """One round, from the tensors of `old` to those of `new`. Collective where it sends anything."""
     for copy in step.copies:
         for key in copy.keys:
@@ -215,7 +217,7 @@ def emptied(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Filling:
+class TargetStorage:
     """The sharded model that gets memory. state: what of it is filled, hollow or not. spaces: what `hollow` gave."""
 
     def __init__(self, state: State, spaces: Spaces) -> None:
@@ -243,7 +245,7 @@ class Filling:
                 self._spaces[address][0].resize_(0)
 
 
-class Emptying:
+class SourceStorage:
     """The sharded model that gives memory back, and can take it again.
 
     state: what is led over. tensors: every further tensor over the same memory. Each of them is pointed elsewhere, at
@@ -313,7 +315,7 @@ IN_PLACE_BYTES = 8 << 20
 """A rank sends, receives and begins at most this much in a round: the tensors of it, old and new, want room too."""
 
 
-class Memory(Protocol):
+class TensorMemory(Protocol):
     """A sharded model. A tensor of `state` has memory between `take` and `let_go` of its key, and is read only then."""
 
     state: State
@@ -331,7 +333,7 @@ class InPlace:
     buffer_bytes: what a run takes besides tensors.
     """
 
-    def __init__(self, plan: Plan, rank: int, *, limit: int = IN_PLACE_BYTES) -> None:
+    def __init__(self, plan: ExchangePlan, rank: int, *, limit: int = IN_PLACE_BYTES) -> None:
         # What is handed on comes last, and an old tensor could not be freed before.
         self.plan = plan = plan.without_relays()
         self.rank, self.limit = rank, limit
@@ -340,12 +342,14 @@ class InPlace:
         self._room = room_of(self._steps)
         self.buffer_bytes = sum(self._room)
 
-    def check(self, old: Memory, new: Memory) -> None:
+    def check(self, old: TensorMemory, new: TensorMemory) -> None:
         """Raises TrainingError when these shards are not those of the plan."""
         check(self.plan, old.state, self.plan.old[self.rank], "old")
         check(self.plan, new.state, self.plan.new[self.rank], "new")
 
-    def run(self, old: Memory, new: Memory, *, device: torch.device, freed: Callable[[], None] = lambda: None) -> None:
+    def run(
+        self, old: TensorMemory, new: TensorMemory, *, device: torch.device, freed: Callable[[], None] = lambda: None
+    ) -> None:
         """Lead every tensor over from `old`, which has memory, to `new`, which has none. Collective.
 
         freed: called when tensors have been let go of: after each round, and on the way back. When memory is refused on
@@ -363,7 +367,13 @@ class InPlace:
         )
 
     def run_back(
-        self, old: Memory, new: Memory, *, device: torch.device, why: str, freed: Callable[[], None] = lambda: None
+        self,
+        old: TensorMemory,
+        new: TensorMemory,
+        *,
+        device: torch.device,
+        why: str,
+        freed: Callable[[], None] = lambda: None,
     ) -> None:
         """After a `run` that has succeeded: everything back, because of `why`. Collective.
 
@@ -372,7 +382,13 @@ class InPlace:
         self._back([key for each in self.rounds for key in each.closes], old, new, device, freed, why)
 
     def _back(
-        self, done: list[str], old: Memory, new: Memory, device: torch.device, freed: Callable[[], None], why: str
+        self,
+        done: list[str],
+        old: TensorMemory,
+        new: TensorMemory,
+        device: torch.device,
+        freed: Callable[[], None],
+        why: str,
     ) -> None:
         back = InPlace(self.plan.reversed(done), self.rank, limit=self.limit)
         if (again := back._lead(new, old, device, freed, [])) is not None:
@@ -384,7 +400,7 @@ class InPlace:
         freed()
 
     def _lead(
-        self, old: Memory, new: Memory, device: torch.device, freed: Callable[[], None], done: list[str]
+        self, old: TensorMemory, new: TensorMemory, device: torch.device, freed: Callable[[], None], done: list[str]
     ) -> str | None:
         """None when all rounds are done, else why a rank could not begin one. done: gets the keys that are complete."""
         source = {key: tensor for key, (tensor, _) in old.state.items()}

@@ -22,15 +22,15 @@ from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.copies import homes, is_placeholder, parameter_like, placeholder, replace
 from nbkit.rank.parallel.tensor.attention import SplitAttention, sizes_of_part
 from nbkit.rank.parallel.tensor.layers import (
-    Column,
-    Gathered,
+    ColumnParallel,
+    GatheredOutputs,
     Head,
-    Link,
     Owner,
-    Row,
+    PairState,
     RowCore,
+    RowParallel,
     SplitRow,
-    Team,
+    TpGroup,
     Vocabulary,
     put_around,
 )
@@ -46,7 +46,12 @@ from nbkit.rank.parallel.tensor.plan.plan import (
     cuts_of_single,
     divide,
 )
-from nbkit.rank.parallel.tensor.sequence_parallel import Block, Chain, chains, why_not_split
+from nbkit.rank.parallel.tensor.sequence_parallel import (
+    SequenceParallelBlock,
+    SequenceParallelChain,
+    chains,
+    why_not_split,
+)
 from nbkit.rank.parallel.tensor.sharded_tensor import give_whole
 from nbkit.tensor_layout import Layout
 
@@ -81,7 +86,7 @@ def tensor_parallel(
     if group is None:
         layouts = {name: Layout.whole(p.shape) for name, p in module.named_parameters()}
         return TensorSplit(layouts, frozenset(), (), ())
-    team = Team(group, axes.size("tp"), axes.index("tp"))
+    team = TpGroup(group, axes.size("tp"), axes.index("tp"))
     chosen = plan if isinstance(plan, TensorPlan) else plan_of(module, team.size, plan)
     surgery, rows = _Surgery(module, team, chosen), tuple(chosen.describe(module))
     surgery.apply(sequence)
@@ -90,12 +95,12 @@ def tensor_parallel(
 
 def parts_of(module: nn.Module, plan: TensorPlan, size: int, index: int, *, sequence: bool = False) -> TensorSplit:
     """What would become of rank `index` of `size`; sends nothing. `module`, a skeleton, is used up."""
-    (surgery := _Surgery(module, Team(None, size, index), plan)).apply(sequence)  # type: ignore[arg-type]
+    (surgery := _Surgery(module, TpGroup(None, size, index), plan)).apply(sequence)  # type: ignore[arg-type]
     return TensorSplit(surgery.layouts, frozenset(surgery.partial), tuple(surgery.notes), ())
 
 
 class _Surgery:
-    def __init__(self, module: nn.Module, team: Team, plan: TensorPlan) -> None:
+    def __init__(self, module: nn.Module, team: TpGroup, plan: TensorPlan) -> None:
         self.module, self.team = module, team
         self.places = homes(module)
         self.names = {(id(part), name): first for first, found in self.places.items() for part, name in found}
@@ -112,7 +117,7 @@ class _Surgery:
         found = chains(self.module, self.plan) if sequence else []
         split = [chain for chain in found if self._may_split(chain)]
         in_sequence = {pair.owner for chain in split for pair in chain.pairs}
-        links: dict[str, list[tuple[Pair, Link]]] = {}
+        links: dict[str, list[tuple[Pair, PairState]]] = {}
         for pair in self.plan.pairs:
             link = self._link(pair, pair.owner in in_sequence)
             links.setdefault(pair.owner, []).append((pair, link))
@@ -141,7 +146,7 @@ class _Surgery:
             return part is not None and part._parameters.get("in_proj_weight") is not None
         return all(is_linear(self.parts.get(path)) for path in (*pair.columns, *pair.rows))
 
-    def _may_split(self, chain: Chain) -> bool:
+    def _may_split(self, chain: SequenceParallelChain) -> bool:
         able = [p.owner for p in chain.pairs if p.kind == "attention" and self._only_heads(p)]
         said = (f"{path}: {self.plan.positions[path]}" for path, _ in chain.blocks if self.plan.positions.get(path))
         if why := why_not_split(chain, able) or next(said, ""):
@@ -154,24 +159,24 @@ class _Surgery:
         rest = self.parts[pair.owner].named_parameters(prefix=pair.owner)
         return pair.heads is not None and all(name.startswith(maps) or p.numel() == pair.heads.dim for name, p in rest)
 
-    def _link(self, pair: Pair, sequence: bool) -> Link:
+    def _link(self, pair: Pair, sequence: bool) -> PairState:
         kind, total = ("feature", pair.inner) if pair.heads is None else ("head", pair.heads.heads)
-        return Link(self.team, kind, total, pair.inner, sequence, at_owner=sequence and pair.kind == "attention")
+        return PairState(self.team, kind, total, pair.inner, sequence, at_owner=sequence and pair.kind == "attention")
 
-    def _cut_pair(self, pair: Pair, link: Link) -> None:
+    def _cut_pair(self, pair: Pair, link: PairState) -> None:
         if pair.kind == "module":
             self._cut_packed(pair, link)
             return
         for path in pair.columns:
             part = self.parts[path]
             self._cut_columns(path, part, pair.widths[path])
-            put_around(part, Column, _link=link)
+            put_around(part, ColumnParallel, _link=link)
         for path in pair.rows:
             part = self.parts[path]
             self._cut_rows(path, part)
-            put_around(part, Row, _link=link)
+            put_around(part, RowParallel, _link=link)
 
-    def _cut_packed(self, pair: Pair, link: Link) -> None:
+    def _cut_packed(self, pair: Pair, link: PairState) -> None:
         part: Any = self.parts[pair.owner]
         if any(pair.owner.startswith(f"{path}.") for path, above in self.parts.items() if hasattr(above, "lora_A")):
             raise StrategyError(
@@ -227,7 +232,7 @@ class _Surgery:
             put_around(part, SplitRow, _team=team)
         elif role in ("colwise_gather", "head"):
             self._cut_columns(path, part, (total,))
-            put_around(part, Head if role == "head" else Gathered, _team=team, _total=total)
+            put_around(part, Head if role == "head" else GatheredOutputs, _team=team, _total=total)
             self._show_uneven(path, total)
 
     def _show_uneven(self, path: str, total: int) -> None:
@@ -235,7 +240,7 @@ class _Surgery:
             most = -(-total // self.team.size)
             self.notes.append(f"{path}: {total} over {self.team.size} ranks, {most} or {most - 1} each")
 
-    def _own(self, owner: str, owned: list[tuple[Pair, Link]]) -> None:
+    def _own(self, owner: str, owned: list[tuple[Pair, PairState]]) -> None:
         if all(pair.kind == "module" for pair, _ in owned):
             return
         part = self.parts[owner]
@@ -253,12 +258,12 @@ class _Surgery:
             _sizes=sizes_of_part(sizes, self.team.size),
         )
 
-    def _enter(self, chain: Chain) -> None:
+    def _enter(self, chain: SequenceParallelChain) -> None:
         for _, block in chain.blocks:
             for p in block.parameters():
                 if self.layouts[self._name_of(p)].is_whole:
                     self.partial.add(self._name_of(p))
-            put_around(block, Block, _team=self.team)
+            put_around(block, SequenceParallelBlock, _team=self.team)
 
     def _off_the_fast_path(self) -> None:
         """torch's encoder computes whole layers in one kernel while evaluating, past everything that is put around."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.tensor.layers import Around, Link
+from nbkit.rank.parallel.tensor.layers import Around, PairState
 from nbkit.rank.parallel.tensor.plan.plan import Heads, Pair
 from nbkit.rank.rng.draw_plan import extent, gathered
 from nbkit.rank.torch_private import canonical_mask, dtype_of
@@ -45,7 +45,7 @@ class _Weights:
 class SplitAttention(Around):
     """Around nn.MultiheadAttention, of which this rank holds the heads `start` and following."""
 
-    _link: Link
+    _link: PairState
     _heads: Heads
 
     def __call__(  # type: ignore[override]

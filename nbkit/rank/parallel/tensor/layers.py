@@ -58,7 +58,7 @@ def put_around(module: nn.Module, kind: type[Around], **state: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Team:
+class TpGroup:
     """The ranks of the tensor axis, and this one's place among them."""
 
     group: dist.ProcessGroup
@@ -69,16 +69,16 @@ class Team:
         """First and one past the last of `total` things that this rank holds."""
         return bounds(total, self.size, self.index)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Team:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TpGroup:
         return self
 
 
 @dataclass
-class Link:
+class PairState:
     """One pair. kind, total: what is split between its maps, "head" or "feature", and how many there are; inner:
     features between the maps; sequence: positions are split around it; at_owner: the module around it gathers them."""
 
-    team: Team
+    team: TpGroup
     kind: str
     total: int
     inner: int
@@ -178,10 +178,10 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
     return value if isinstance(value, Tensor) else None
 
 
-class Column(Around):
+class ColumnParallel(Around):
     """Around a linear map of which this rank holds some output features."""
 
-    _link: Link
+    _link: PairState
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         x = self._link.column_input(x)
@@ -200,10 +200,10 @@ class RowCore(Around):
         return F.linear(x, weight)
 
 
-class Row(Around):
+class RowParallel(Around):
     """Around a linear map of which this rank holds some input features. Its core is a RowCore."""
 
-    _link: Link
+    _link: PairState
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         # What LoRA adds is a part of the sum too.
@@ -212,10 +212,10 @@ class Row(Around):
         return self._link.end(partial, core(self.module).bias)
 
 
-class Gathered(Around):
+class GatheredOutputs(Around):
     """Around a linear map of which this rank holds some output features, for readers who expect all of them."""
 
-    _team: Team
+    _team: TpGroup
     _total: int
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ class Gathered(Around):
 class SplitRow(Around):
     """Around a linear map of which this rank holds some input features, for an input that has all of them."""
 
-    _team: Team
+    _team: TpGroup
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         total = x.shape[-1]
@@ -241,7 +241,7 @@ class SplitRow(Around):
 class Head(Around):
     """Around the map to the vocabulary."""
 
-    _team: Team
+    _team: TpGroup
     _total: int
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +252,7 @@ class Head(Around):
 class Vocabulary(Around):
     """Around an embedding of which this rank holds some rows."""
 
-    _team: Team
+    _team: TpGroup
     _total: int
     _in_sequence: bool
 
@@ -273,8 +273,8 @@ class Vocabulary(Around):
 class Owner(Around):
     """Around the module that holds a pair: what the pair keeps during a forward ends with it."""
 
-    _links: tuple[Link, ...]
-    _attention: Link | None
+    _links: tuple[PairState, ...]
+    _attention: PairState | None
     _takes: bool
     _sizes: Callable[[], AbstractContextManager[Any]]
 
@@ -295,7 +295,7 @@ class Owner(Around):
 
 
 def _taken(
-    link: Link, takes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    link: PairState, takes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of an attention, each heads' share of whose gradients has to be summed: learned masks, if it takes any.
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.tensor.layers import Around, Team, first_tensor, mapped
+from nbkit.rank.parallel.tensor.layers import Around, TpGroup, first_tensor, mapped
 from nbkit.rank.parallel.tensor.plan.linear_types import is_linear, is_packed_attention
 from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan
 from nbkit.rank.parallel.tensor.sharded_tensor import PositionShard, positions_of, whole
@@ -29,18 +29,18 @@ _HINT = "tp_plan={'<the maps of its attention>': 'replicate'} leaves the positio
 
 
 @dataclass
-class Chain:
+class SequenceParallelChain:
     """Neighbouring blocks, the output of each the input of the next."""
 
     blocks: list[tuple[str, nn.Module]]
     pairs: list[Pair]
 
 
-class Block(Around):
+class SequenceParallelBlock(Around):
     """Around a block that treats positions one by one, but for its pairs: takes hidden states (B, T, D), whole or as a
     PositionShard, and gives a PositionShard. What else goes into it is whole."""
 
-    _team: Team
+    _team: TpGroup
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden, team = _hidden(args, kwargs), self._team
@@ -76,12 +76,12 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return x
 
 
-def chains(module: nn.Module, plan: TensorPlan) -> list[Chain]:
+def chains(module: nn.Module, plan: TensorPlan) -> list[SequenceParallelChain]:
     """Runs of neighbours that hold pairs, in the outermost containers that have such children.
 
     What holds none (a block of another pipeline stage, a pooling between blocks) ends a run.
     """
-    found: list[Chain] = []
+    found: list[SequenceParallelChain] = []
     inside: list[str] = []
     for path, part in module.named_modules():
         if not isinstance(part, nn.ModuleList | nn.Sequential) or any(path.startswith(p) for p in inside):
@@ -96,14 +96,14 @@ def chains(module: nn.Module, plan: TensorPlan) -> list[Chain]:
     return found
 
 
-def _runs(dot: str, container: nn.Module, plan: TensorPlan) -> Iterator[Chain]:
-    run = Chain([], [])
+def _runs(dot: str, container: nn.Module, plan: TensorPlan) -> Iterator[SequenceParallelChain]:
+    run = SequenceParallelChain([], [])
     for child_name, child in container.named_children():
         name = dot + child_name
         own = [pair for pair in plan.pairs if f"{pair.owner}.".startswith(f"{name}.")]
         if run.blocks and not own:
             yield run
-            run = Chain([], [])
+            run = SequenceParallelChain([], [])
         if own:
             run.blocks.append((name, child))
             run.pairs += own
@@ -111,7 +111,7 @@ def _runs(dot: str, container: nn.Module, plan: TensorPlan) -> Iterator[Chain]:
         yield run
 
 
-def why_not_split(chain: Chain, heads_of: Collection[str]) -> str:
+def why_not_split(chain: SequenceParallelChain, heads_of: Collection[str]) -> str:
     """Why its positions cannot be split; empty when they can. heads_of: owners whose input may be gathered."""
     covered = {path for pair in chain.pairs for path in (*pair.columns, *pair.rows)}
     # Inside an attention all positions are there.

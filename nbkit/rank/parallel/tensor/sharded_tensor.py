@@ -42,7 +42,7 @@ from nbkit.rank.torch_private import assert_async, tree_leaves, tree_map_only, w
 from nbkit.tensor_layout import bounds
 
 
-class InParts(Tensor):
+class ShardedTensor(Tensor):
     """Spread over `group` along the dim `along`.
 
     part: this rank's, an ordinary tensor with its graph. total: length of the whole along that dim.
@@ -126,9 +126,9 @@ class InParts(Tensor):
         name = getattr(func, "__name__", "")
         changes = name in _REFUSED or (name.endswith("_") and not name.endswith("__"))
         # What changes an ordinary tensor may take the whole of the others.
-        if (changes and not _is_plain(args[0] if args else None)) or isinstance(kwargs.get("out"), InParts):
+        if (changes and not _is_plain(args[0] if args else None)) or isinstance(kwargs.get("out"), ShardedTensor):
             cls._refuse(name)
-        plain_args, plain_kwargs = tree_map_only(InParts, whole, (list(args), kwargs))
+        plain_args, plain_kwargs = tree_map_only(ShardedTensor, whole, (list(args), kwargs))
         return func(*plain_args, **plain_kwargs)
 
     @classmethod
@@ -157,7 +157,7 @@ class InParts(Tensor):
 
 def whole(x: Tensor) -> Tensor:
     """`x`, gathered where it lies in parts."""
-    return x.gathered() if isinstance(x, InParts) else x
+    return x.gathered() if isinstance(x, ShardedTensor) else x
 
 
 def _counter(x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def _counter(x: Tensor) -> Tensor:
 
 
 def _is_plain(x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, InParts)
+    return isinstance(x, Tensor) and not isinstance(x, ShardedTensor)
 
 
 _REFUSED = {
@@ -203,7 +203,7 @@ def named(*names: str) -> list[Any]:
     return [found for name in names for home in (torch, Tensor, F) if (found := getattr(home, name, None)) is not None]
 
 
-class PositionShard(InParts):
+class PositionShard(ShardedTensor):
     """Hidden states (B, T, ...) whose dim 1 is spread over `group`."""
 
     called, way_out = "positions of the hidden states", "write x = f(x) instead of changing x in place"
@@ -213,7 +213,7 @@ class PositionShard(InParts):
 
     @staticmethod
     def __new__(cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int = 1) -> PositionShard:
-        return InParts.__new__(cls, part, group, total, along)
+        return ShardedTensor.__new__(cls, part, group, total, along)
 
     def gathered(self) -> Tensor:
         """The whole. Several who need it share one all-gather."""
@@ -275,7 +275,7 @@ def _unary(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, PositionShard):
         return NotImplemented
     # The dtype and device of another tensor, as in type_as.
-    args = tuple(arg.part if isinstance(arg, InParts) else arg for arg in args)
+    args = tuple(arg.part if isinstance(arg, ShardedTensor) else arg for arg in args)
     return _of(x, func(x.part, *args, **kwargs))
 
 
@@ -308,7 +308,7 @@ def _fitting(x: Tensor, like: PositionShard) -> Tensor | None:
         alike = (x.ndim, x.along, x.total) == (like.ndim, like.along, like.total)
         return x.part if alike else None
     at = like.along - (like.ndim - x.ndim)
-    if isinstance(x, InParts) or x.ndim > like.ndim:
+    if isinstance(x, ShardedTensor) or x.ndim > like.ndim:
         return None
     if at >= 0 and x.shape[at] == like.total:
         return split_to(x, like.group, at)
@@ -437,7 +437,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return result.to(ctx.dtype), None, None, None, None, None
 
 
-class VocabShard(InParts):
+class VocabShard(ShardedTensor):
     """Logits whose dim `along` (mostly the last) is spread over `group`."""
 
     called, to_gather = "logits", "logits = logits + 0"
@@ -445,7 +445,7 @@ class VocabShard(InParts):
 
     @staticmethod
     def __new__(cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int = -1) -> VocabShard:
-        return InParts.__new__(cls, part, group, total, along)
+        return ShardedTensor.__new__(cls, part, group, total, along)
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.rank.comm.delegating_group import stand_in
-from nbkit.rank.comm.thread_group import Alone, Meeting, ThreadRanks
+from nbkit.rank.comm.thread_group import Alone, ThreadMeeting, ThreadRanks
 from nbkit.rank.data.batch import call, pair, shapes_of, shard_of
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.grad_norm import clip
@@ -137,10 +137,10 @@ def steps_of_ranks(
     ranks: ThreadRanks[_Rank] = ThreadRanks(strategy.mesh.size)
     if (outside := batch.outside) is not None:
         ranks = ThreadRanks(strategy.mesh.size, leave=outside.held, enter=outside.put)
-    meetings: dict[tuple[str, tuple[int, ...]], Meeting] = {}
+    meetings: dict[tuple[str, tuple[int, ...]], ThreadMeeting] = {}
 
-    def meeting(axis: str, members: tuple[int, ...]) -> Meeting:
-        return meetings.setdefault((axis, members), Meeting(ranks, members))
+    def meeting(axis: str, members: tuple[int, ...]) -> ThreadMeeting:
+        return meetings.setdefault((axis, members), ThreadMeeting(ranks, members))
 
     def of_rank(rank: int) -> _Rank:
         if outside is not None:

@@ -318,7 +318,7 @@ class _Run:
         return rows[..., self.at : self.at + self.packing.width]
 
 
-class Part:
+class DtypePart:
     """The parameters of a unit that have one dtype and device."""
 
     def __init__(self, slots: list[Slot], links: Links, casts: Casts | None) -> None:
@@ -431,7 +431,7 @@ class Unit:
         kinds: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
         for slot in slots:
             kinds.setdefault((slot.old.dtype, slot.old.device), []).append(slot)
-        self._parts = [Part(some, links, casts) for some in kinds.values()]
+        self._parts = [DtypePart(some, links, casts) for some in kinds.values()]
         for slot in slots:
             slot.absent = NotGathered(slot.whole, slot.name, name)
         self._by_name = {slot.name: slot for slot in slots}

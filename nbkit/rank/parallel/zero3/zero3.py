@@ -164,7 +164,7 @@ def backward_tour(parents: Sequence[int], ahead: int) -> list[Stop]:
     return [*tour, (False, 0)]
 
 
-class Tour:
+class BackwardOrder:
     """How far along the order this rank is."""
 
     def __init__(self, stops: Sequence[Stop]) -> None:
@@ -217,7 +217,7 @@ class GatherOrder:
         inside = {id(part) for slot in self._root.slots for part, _ in slot.places}
         self._borrows = [not inside.isdisjoint(map(id, block.modules())) for block in blocks]
         self._flight = InFlight()
-        self._tour = Tour(backward_tour(parents, ahead))
+        self._tour = BackwardOrder(backward_tour(parents, ahead))
 
     # Forward.
 

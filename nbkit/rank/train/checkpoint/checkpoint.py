@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nbkit.errors import TornCheckpoint, TrainingError
-from nbkit.planner.exchange import Plan
+from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.comm.agree import agree, failed_on
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -41,7 +41,7 @@ from nbkit.rank.train.training_state import TrainingState
 from nbkit.tensor_layout import Box, Layout
 
 if TYPE_CHECKING:
-    from nbkit.rank.train.checkpoint.dcp_io import Reader
+    from nbkit.rank.train.checkpoint.dcp_io import DcpReader
 
 
 def check_fits(
@@ -83,7 +83,7 @@ def check_fits(
                 )
 
 
-def check_tensors(reader: Reader, sharded_model: ShardedModel) -> None:
+def check_tensors(reader: DcpReader, sharded_model: ShardedModel) -> None:
     """Raises ValueError when of what this rank holds something is missing, damaged, or kept as another kind."""
     dtypes = reader.kinds
     wanted: dict[str, Layout] = {}
@@ -138,7 +138,7 @@ class Saved:
     """
 
     path: Path
-    reader: Reader
+    reader: DcpReader
     foreign: str = ""
 
     @property
@@ -188,9 +188,9 @@ def write(taken: Taken, *, rank: int, gather: Callable[[Any], list[Any]]) -> Non
     path before stands.
     """
     # Its import takes a while, which only those who save wait for.
-    from nbkit.rank.train.checkpoint.dcp_io import Saving, Writer
+    from nbkit.rank.train.checkpoint.dcp_io import DcpWriter, Saving
 
-    writer = Writer(taken.path, rank)
+    writer = DcpWriter(taken.path, rank)
     try:
         parts = _everywhere(lambda: writer.write(Saving(taken.held, taken.shares)), taken.path, gather)
 
@@ -285,12 +285,12 @@ def opened(
     groups = builder.template.groups_of(state.optimizer, state.sharded_model.held)
 
     def open_it() -> str:
-        from nbkit.rank.train.checkpoint.dcp_io import Reader
-        from nbkit.rank.train.checkpoint.torch_reader import TorchReader, Wanted, is_from_elsewhere
+        from nbkit.rank.train.checkpoint.dcp_io import DcpReader
+        from nbkit.rank.train.checkpoint.torch_reader import LoadTarget, TorchReader, is_from_elsewhere
 
         foreign = is_from_elsewhere(Path(path))
-        wanted = Wanted(names, groups, settings, seed, place_after)
-        reader = TorchReader(Path(path), wanted) if foreign else Reader(Path(path))
+        wanted = LoadTarget(names, groups, settings, seed, place_after)
+        reader = TorchReader(Path(path), wanted) if foreign else DcpReader(Path(path))
         found.append(Saved(Path(path), reader, foreign=reader.layout if isinstance(reader, TorchReader) else ""))
         return reader.digest
 
@@ -344,7 +344,7 @@ def full_state_dict(sharded_model: ShardedModel, builder: Builder) -> dict[str, 
     every = everyone(own, {}, builder.world_size, builder.device)
     names = names_of(builder.skeleton)
     wanted = {key: Layout.whole(shape) for _, key, shape in names}
-    plan = Plan.of(
+    plan = ExchangePlan.of(
         every.layouts, [wanted] * builder.world_size, {key: kind.itemsize for key, kind in every.kinds.items()}
     )
     whole = {key: (torch.empty(layout.shape, dtype=every.kinds[key]), layout) for key, layout in wanted.items()}

@@ -40,7 +40,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from nbkit.planner.exchange import within
 from nbkit.rank.torch_private import StorageInfo
-from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, Kept, opened, read, viewed, written
+from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, SavedTensor, opened, read, viewed, written
 from nbkit.tensor_layout import Box, Layout
 
 _NAME = "archive/data/0"
@@ -135,7 +135,7 @@ class _Placed(StorageInfo):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenParts:
     """What one rank has written: torch's plan of it, and where each part lies. files: their names, at least one.
 
     folder: in which they are, as this rank sees it.
@@ -147,14 +147,14 @@ class Written:
     folder: str
 
 
-class Writer(FileSystemWriter):
+class DcpWriter(FileSystemWriter):
     """Writes beside what is there, and replaces it at the end."""
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__(path)
         self._prefix = f"{secrets.token_hex(6)}_{rank}_"
 
-    def write(self, planner: Saving) -> Written:
+    def write(self, planner: Saving) -> WrittenParts:
         """Write this rank's data files. Without a message, from any thread."""
         self.fs.mkdir(self.path)
         plan = replace(planner.create_local_plan(), storage_data=_Files(self._prefix))
@@ -168,9 +168,11 @@ class Writer(FileSystemWriter):
         if not files:  # other ranks hold all that this one does, and still look whether they see what it wrote
             files = {f"{self._prefix}0.distcp"}
             Path(self.path, *files).touch()
-        return Written(SavePlan(plan.items), _placed(Path(self.path), results), tuple(sorted(files)), str(self.path))
+        return WrittenParts(
+            SavePlan(plan.items), _placed(Path(self.path), results), tuple(sorted(files)), str(self.path)
+        )
 
-    def unseen(self, parts: Sequence[Written]) -> list[int]:
+    def unseen(self, parts: Sequence[WrittenParts]) -> list[int]:
         """Return the ranks whose files this one does not see, though they have written them. Waits a moment for them.
 
         Their names were never looked for before, so that no file system remembers that they are not there.
@@ -186,7 +188,7 @@ class Writer(FileSystemWriter):
                 return missing
             time.sleep(0.1)
 
-    def put_in_place(self, parts: Sequence[Written], about: str) -> None:
+    def put_in_place(self, parts: Sequence[WrittenParts], about: str) -> None:
         """On one rank, when all data is on the disk. about: what is no tensor, `encoded`."""
         folder = Path(self.path)
         _, metadata = create_default_global_save_plan([part.plan for part in parts])
@@ -236,7 +238,7 @@ def _placed(folder: Path, results: list[WriteResult]) -> list[WriteResult]:
     return found
 
 
-def _tensors(metadata: Metadata, places: Mapping[MetadataIndex, _Placed]) -> dict[str, Kept]:
+def _tensors(metadata: Metadata, places: Mapping[MetadataIndex, _Placed]) -> dict[str, SavedTensor]:
     found = {}
     for key, kept in metadata.state_dict_metadata.items():
         assert isinstance(kept, TensorStorageMetadata)
@@ -245,11 +247,11 @@ def _tensors(metadata: Metadata, places: Mapping[MetadataIndex, _Placed]) -> dic
             place = places[MetadataIndex(key, chunk.offsets)]
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             chunks.append(Chunk(box, place.relative_path, place.start, place.crc))
-        found[key] = Kept(kept.properties.dtype, tuple(kept.size), tuple(chunks))
+        found[key] = SavedTensor(kept.properties.dtype, tuple(kept.size), tuple(chunks))
     return found
 
 
-class Reader:
+class DcpReader:
     """A checkpoint, opened. Raises OSError or another Exception when it is none, or when a data file is not whole.
 
     tensors, about: see Manifest. digest: the same where ranks see the same checkpoint.
@@ -301,7 +303,7 @@ class Reader:
 
     def verify(self, wanted: Mapping[str, Layout]) -> None:
         """Read what a rank needs of each of these tensors. Raises ValueError where it is not there, or damaged."""
-        found: dict[tuple[str, int], tuple[Kept, Chunk]] = {}
+        found: dict[tuple[str, int], tuple[SavedTensor, Chunk]] = {}
         for key, layout in wanted.items():
             found |= {(chunk.file, chunk.start): (self.tensors[key], chunk) for chunk, _, _ in self.reads(key, layout)}
         with self.elements() as elements:
@@ -309,12 +311,12 @@ class Reader:
                 elements(*found[place])
 
     @contextmanager
-    def elements(self) -> Iterator[Callable[[Kept, Chunk], Tensor]]:
+    def elements(self) -> Iterator[Callable[[SavedTensor, Chunk], Tensor]]:
         """A function that reads a chunk. It raises ValueError when the bytes are not those that were written."""
         with ExitStack() as files:
             by_name: dict[str, io.BufferedReader] = {}
 
-            def read_chunk(kept: Kept, chunk: Chunk) -> Tensor:
+            def read_chunk(kept: SavedTensor, chunk: Chunk) -> Tensor:
                 if (file := by_name.get(chunk.file)) is None:
                     file = by_name[chunk.file] = files.enter_context(opened(self.path / chunk.file))
                 bits = torch.empty(kept.size_of(chunk), dtype=torch.uint8)
@@ -329,9 +331,9 @@ class Reader:
 
 
 @torch.no_grad()
-def fill(reader: Reader, target: State) -> None:
+def fill(reader: DcpReader, target: State) -> None:
     """Fill the tensors of `target` from the disk, one kept box after the other. On this rank alone."""
-    wanted: dict[tuple[str, int], tuple[Kept, Chunk, list[tuple[Tensor, Box]]]] = {}
+    wanted: dict[tuple[str, int], tuple[SavedTensor, Chunk, list[tuple[Tensor, Box]]]] = {}
     for key, (tensor, layout) in target.items():
         for chunk, there, here in reader.reads(key, layout):
             _, _, places = wanted.setdefault((chunk.file, chunk.start), (reader.tensors[key], chunk, []))

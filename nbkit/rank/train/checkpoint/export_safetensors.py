@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from nbkit.errors import NbkitError, TrainingError
-from nbkit.rank.train.checkpoint.dcp_io import Reader, fill
+from nbkit.rank.train.checkpoint.dcp_io import DcpReader, fill
 from nbkit.tensor_layout import Layout
 
 # The names that the format gives to types of elements.
@@ -33,7 +33,7 @@ def export(folder: str | Path, target: str | Path) -> tuple[int, int]:
     """
     beside = Path(target).with_name(f"{Path(target).name}.tmp")
     try:
-        reader = Reader(Path(folder))
+        reader = DcpReader(Path(folder))
         about = reader.about
         if changed := about.get("changed_by"):
             raise ValueError(

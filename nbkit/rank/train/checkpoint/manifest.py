@@ -161,7 +161,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedTensor:
     """A tensor of a checkpoint."""
 
     dtype: torch.dtype
@@ -177,13 +177,13 @@ class Kept:
 class Manifest:
     """tensors: by key. files: name -> bytes. about: see checkpoint.save. digest: of the whole file, as hex."""
 
-    tensors: Mapping[str, Kept]
+    tensors: Mapping[str, SavedTensor]
     files: Mapping[str, int]
     about: dict[str, Any]
     digest: str
 
 
-def written(head: bytes, tensors: Mapping[str, Kept], files: Mapping[str, int], about: str) -> bytes:
+def written(head: bytes, tensors: Mapping[str, SavedTensor], files: Mapping[str, int], about: str) -> bytes:
     """What `.metadata` holds. head: what torch reads. files: name -> bytes. about: as `encoded` returns it."""
     number = {name: index for index, name in enumerate(files)}
     rows = [
@@ -251,7 +251,7 @@ def opened(path: Path) -> io.BufferedReader:
     return os.fdopen(number, "rb")
 
 
-def _kept(key: str, dtype: torch.dtype, shape: list[int], rows: list[list[int]], files: list[str]) -> Kept:
+def _kept(key: str, dtype: torch.dtype, shape: list[int], rows: list[list[int]], files: list[str]) -> SavedTensor:
     dims, chunks = len(shape), []
     if not _counts(shape):
         raise ValueError(f"{key!r:.80} is of shape {shape!r:.80}")
@@ -263,10 +263,10 @@ def _kept(key: str, dtype: torch.dtype, shape: list[int], rows: list[list[int]],
         chunks.append(Chunk(box, files[number], start, crc))
     if (held := sum(chunk.box.numel for chunk in chunks)) != prod(shape):
         raise ValueError(f"of {key!r:.80} it holds {held} elements of {prod(shape)}")
-    return Kept(dtype, tuple(shape), tuple(chunks))
+    return SavedTensor(dtype, tuple(shape), tuple(chunks))
 
 
-def _check(about: Any, tensors: Mapping[str, Kept]) -> None:
+def _check(about: Any, tensors: Mapping[str, SavedTensor]) -> None:
     """Raises ValueError when `about` has not the form that checkpoint.save gives it, or names what is not there."""
     for field, fits in _FIELDS.items():
         try:

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from nbkit.planner.exchange import within
 from nbkit.private_symbols import Missing
 from nbkit.rank.torch_private import StorageInfo, memory_formats, tensor_layout
-from nbkit.rank.train.checkpoint.dcp_io import Reader
-from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, Kept, opened
+from nbkit.rank.train.checkpoint.dcp_io import DcpReader
+from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, SavedTensor, opened
 from nbkit.tensor_layout import Box
 
 _PICKLE = b"\x80"
@@ -81,7 +81,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadTarget:
     """Of the job that loads: what a foreign checkpoint does not say, or says in another order.
 
     names: see own_state.names_of. groups: names of parameters, by group of the optimizer. settings: of each.
@@ -95,10 +95,10 @@ class Wanted:
     place_after: Callable[[int], Any]
 
 
-class TorchReader(Reader):
+class TorchReader(DcpReader):
     """See Reader. layout: what was recognised, in words. Raises OSError, or another Exception when it is none."""
 
-    def __init__(self, path: Path, wanted: Wanted) -> None:
+    def __init__(self, path: Path, wanted: LoadTarget) -> None:
         self.path = path
         found = read_metadata(path / ".metadata")
         self._places, self._stored = found.storage_data, found.state_dict_metadata
@@ -120,7 +120,7 @@ class TorchReader(Reader):
         named = whose.get((model, optimizer or ""), f"with weights under {model!r} and state under {optimizer!r}")
         return f"a checkpoint {named}" if optimizer is not None else f"weights under {model!r}, no optimizer"
 
-    def _weights(self, wanted: Wanted) -> dict[str, str]:
+    def _weights(self, wanted: LoadTarget) -> dict[str, str]:
         """Our key -> name in the checkpoint, of weights and buffers."""
         by_key: dict[str, list[str]] = {}
         for name, key, _ in wanted.names:
@@ -163,7 +163,7 @@ class TorchReader(Reader):
     def _beginning(self, with_this: str) -> list[str]:
         return self._by_owner.get(with_this, [])
 
-    def _about(self, wanted: Wanted, numbers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def _about(self, wanted: LoadTarget, numbers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         settings = [self._group(wanted, index, group) for index, group in enumerate(wanted.settings)]
         steps = [int(value["step"]) for value in numbers.values() if "step" in value]
         told = next((fqn for fqn in self._stored if fqn == "step" or fqn.endswith("train_state.step")), None)
@@ -182,7 +182,7 @@ class TorchReader(Reader):
             "seed": wanted.seed,
         }
 
-    def _group(self, wanted: Wanted, index: int, own: Mapping[str, Any]) -> dict[str, Any]:
+    def _group(self, wanted: LoadTarget, index: int, own: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a group: by its number, as plain FSDP2 has them, or by its first parameter, flattened."""
         found = dict(own)
         if self._optimizer is None:
@@ -199,7 +199,7 @@ class TorchReader(Reader):
                 found[name] = self._value(fqn)
         return found
 
-    def _kept(self, fqn: str) -> Kept:
+    def _kept(self, fqn: str) -> SavedTensor:
         stored = self._stored[fqn]
         if not isinstance(stored, TensorStorageMetadata):
             raise ValueError(f"{fqn!r:.80} is no tensor")
@@ -210,7 +210,7 @@ class TorchReader(Reader):
                 raise ValueError(f"of {fqn!r:.80} it names a part {box}")
             file, start = self._place(MetadataIndex(fqn, each.offsets))
             chunks.append(Chunk(box, file, start, 0))
-        return Kept(stored.properties.dtype, shape, tuple(chunks))
+        return SavedTensor(stored.properties.dtype, shape, tuple(chunks))
 
     def _place(self, index: MetadataIndex) -> tuple[str, int]:
         info = self._places[index]
@@ -239,12 +239,12 @@ class TorchReader(Reader):
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
     @contextmanager
-    def elements(self) -> Iterator[Callable[[Kept, Chunk], Tensor]]:
+    def elements(self) -> Iterator[Callable[[SavedTensor, Chunk], Tensor]]:
         """See Reader.elements."""
         with ExitStack() as files:
             by_name: dict[str, io.BufferedReader] = {}
 
-            def read_chunk(kept: Kept, chunk: Chunk) -> Tensor:
+            def read_chunk(kept: SavedTensor, chunk: Chunk) -> Tensor:
                 if chunk.file not in by_name:
                     by_name[chunk.file] = files.enter_context(opened(self.path / chunk.file))
                 found = self._loaded(by_name[chunk.file], chunk.file, chunk.start)

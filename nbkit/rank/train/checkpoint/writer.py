@@ -26,7 +26,7 @@ _SHARE_OF_FREE = 0.5  # of a host's memory, what copies may take; where they wou
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WriteOutcome:
     """Of a checkpoint that a thread wrote; error: why it is not there."""
 
     path: Path
@@ -42,7 +42,7 @@ class CheckpointWriter:
         self._group: dist.ProcessGroup | None = None
         self._room = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: WriteOutcome | None = None
 
     def begin(self, taken: Taken, *, beside: bool, then: Callable[[], None] | None = None) -> None:
         """Write `taken`, or begin to, in a thread. Collective; what came of the one before has been waited for.
@@ -53,7 +53,7 @@ class CheckpointWriter:
         assert self._thread is None
         if not beside or (copied := self._copied(taken)) is None:
             write(taken, rank=self.rank, gather=self._gathered)
-            self._outcome = Outcome(taken.path, taken.step, None)
+            self._outcome = WriteOutcome(taken.path, taken.step, None)
             self._end(then)
             return
         if self._group is None and self.world_size > 1:
@@ -61,7 +61,7 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._write, args=(copied, then), name="nbkit-checkpoint", daemon=True)
         self._thread.start()
 
-    def outcome(self, *, wait: bool) -> Outcome | None:
+    def outcome(self, *, wait: bool) -> WriteOutcome | None:
         """What came of the last one, once; None while it is being written, unless one is to `wait`."""
         if self._thread is not None:
             if self._thread.is_alive() and not wait:
@@ -101,7 +101,7 @@ class CheckpointWriter:
             )
         else:
             self._end(then)
-        self._outcome = Outcome(taken.path, taken.step, error)
+        self._outcome = WriteOutcome(taken.path, taken.step, error)
 
     def _end(self, then: Callable[[], None] | None) -> None:
         if then is not None and self.rank == 0:

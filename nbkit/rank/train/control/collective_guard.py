@@ -24,7 +24,7 @@ from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.comm.background_creation import BROKEN_OFF
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.step.history import PEER_GONE
-from nbkit.rank.world.failure_alarm import Alarm, Heard
+from nbkit.rank.world.failure_alarm import Alarm, AlarmHeard
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Guard:
             all_here = int(here) == self._world_size  # waits: what was broken off on a GPU raises nothing
             self.alarm.check()
             if not all_here:
-                raise Heard("another rank has failed")
+                raise AlarmHeard("another rank has failed")
 
     def end(self) -> None:
         """What fails from here on does not concern the others."""
@@ -116,7 +116,7 @@ def let_go(failed: BaseException) -> None:
 def waited(error: BaseException) -> bool:
     """Whether this rank failed because it waited for one that had failed, or was broken out."""
     # The first use of a communicator of NCCL is a meeting in Python, which has an error of its own.
-    return isinstance(error, Heard) or any(sign in str(error) for sign in (*PEER_GONE, BROKEN_OFF))
+    return isinstance(error, AlarmHeard) or any(sign in str(error) for sign in (*PEER_GONE, BROKEN_OFF))
 
 
 def _spoken(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from nbkit.rank.train.control.step_boundary import heed_end_signals
 from nbkit.rank.train.out_of_memory.rescue import rescue
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.hang_watch import hang_watch
-from nbkit.rank.train.replace.resume_fit import Span, go_on, leave_device
+from nbkit.rank.train.replace.resume_fit import FitRange, go_on, leave_device
 from nbkit.rank.train.resize.shrink import shrink
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
@@ -24,7 +24,7 @@ _LONG_ENOUGH = 20  # steps, beside which a backup before the first one costs lit
 
 def make_steps(
     trainer: Trainer,
-    span: Span,
+    span: FitRange,
     make_step: Callable[[], None],
     rebalancing: Rebalancing,
     say: Callable[[str], None],
@@ -84,7 +84,7 @@ def make_steps(
                 if not memory.went_back(error):
                     if not replaceable:
                         raise
-                    span = go_on(trainer, Span(span.first, goal, span.fewer), error)
+                    span = go_on(trainer, FitRange(span.first, goal, span.fewer), error)
                 else:
                     job.follow_plan()
                 trainer.saves.begin()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nbkit.planner.stages import best_places, best_speeds, computing_seconds, place
-from nbkit.rank.telemetry.phases import Step, clock
+from nbkit.rank.telemetry.phases import StepPhases, clock
 from nbkit.rank.train.job import Job
 from nbkit.records.events import Rebalanced
 from nbkit.strategy import Strategy
@@ -32,7 +32,7 @@ class Rebalancing:
         self._measured: list[tuple[float, ...]] = []
         self._strategy: Strategy | None = None
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: StepPhases) -> None:
         """A step is made: see StepClock.listeners."""
         if step.over():
             self._own = sum(stop - start for state, start, stop in step.intervals() if state in _COMPUTING) / 1e9

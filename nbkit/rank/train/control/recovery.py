@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import TrainingError
-from nbkit.planner.exchange import Plan
+from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -41,7 +41,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """What a rank that is behind takes, beside tensors: loss scale, step, history and position in the data."""
 
     precision: dict[str, Any]
@@ -93,13 +93,13 @@ class _RankState:
 def level(
     sharded_model: ShardedModel,
     optimizer: torch.optim.Optimizer,
-    own: Progress,
+    own: TrainingProgress,
     steps: Sequence[int],
     whole: Sequence[int],
     *,
     rank: int,
     device: torch.device,
-) -> Progress:
+) -> TrainingProgress:
     """Move weights and optimizer state of the furthest whole step to the ranks that lack them. Collective.
 
     Returns the progress that every rank is to go on with. Raises TrainingError, on every rank, when no step is whole.
@@ -157,7 +157,9 @@ def _move(
     return sources
 
 
-def _furthest(everyone: Sequence[_RankState], steps: Sequence[int], whole: Sequence[int]) -> tuple[Plan, list[int]]:
+def _furthest(
+    everyone: Sequence[_RankState], steps: Sequence[int], whole: Sequence[int]
+) -> tuple[ExchangePlan, list[int]]:
     """The exchange that brings all to one step, and the ranks that it takes everything from."""
     why = ""
     for step in sorted({steps[rank] for rank in whole}, reverse=True):
@@ -174,7 +176,7 @@ def _furthest(everyone: Sequence[_RankState], steps: Sequence[int], whole: Seque
     )
 
 
-def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> Plan:
+def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> ExchangePlan:
     """Raises TrainingError when `sources` do not hold everything that the others must."""
     kinds = {key: kind for rank in sources for key, kind in everyone[rank].kinds.items()}
     old: list[dict[str, Layout]] = []
@@ -193,4 +195,4 @@ def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> Plan:
             old.append({})
             cut = [(key, key.partition("/")[2]) for key in kinds if not key.startswith(("weight/", "buffer/"))]
             new.append({**held.weights, **{key: held.params[name] for key, name in cut if name in held.params}})
-    return Plan.of(old, new, {key: kind.itemsize for key, kind in kinds.items()})
+    return ExchangePlan.of(old, new, {key: kind.itemsize for key, kind in kinds.items()})

@@ -11,7 +11,7 @@ from nbkit.errors import TrainingError
 from nbkit.quoting import user_path
 from nbkit.strategy import Strategy
 
-Given = Mapping[int, str] | str | Path | None
+SwitchSchedule = Mapping[int, str] | str | Path | None
 """Finished steps -> strategy, or the path of a JSON file with that; None: no switch."""
 
 
@@ -21,7 +21,7 @@ class SwitchPlan:
     Raises TrainingError for a file that cannot be read, and for steps that are no numbers.
     """
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: SwitchSchedule) -> None:
         source = "switches=" if given is None or isinstance(given, Mapping) else str(given)
         read: Any = _read(user_path(given)) if isinstance(given, str | Path) else given or {}
         if not isinstance(read, Mapping) or not all(isinstance(text, str) for text in read.values()):

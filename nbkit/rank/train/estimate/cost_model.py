@@ -20,17 +20,17 @@ from nbkit.planner.forecast import Forecast, Term, terms_of
 from nbkit.planner.job_facts import Cuts, Facts, Weight, held
 from nbkit.planner.link_speed import between_nodes
 from nbkit.planner.stages import best_places, place, ranks_of_stages
-from nbkit.planner.step import Sends, Unit, link_seconds
-from nbkit.planner.traffic import Bytes, Traffic, per_step, wire_bytes
+from nbkit.planner.step import StepTraffic, StepUnit, link_seconds
+from nbkit.planner.traffic import Bytes, TrafficTerm, per_step, wire_bytes
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.module.forward_wrapper import wrapped_by
 from nbkit.rank.parallel.options import Options, casts_of
-from nbkit.rank.parallel.pipeline.layer_chain import Chain
+from nbkit.rank.parallel.pipeline.layer_chain import LayerChain
 from nbkit.rank.parallel.tensor.apply import parts_of
-from nbkit.rank.parallel.tensor.sequence_parallel import Block
+from nbkit.rank.parallel.tensor.sequence_parallel import SequenceParallelBlock
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes
-from nbkit.rank.train.estimate.state_bytes import Census
+from nbkit.rank.train.estimate.state_bytes import StateBytes
 from nbkit.strategy import Strategy
 
 Kinds = Mapping[str, Mapping[str, int]]
@@ -50,15 +50,15 @@ class CostModel:
         self._several_nodes = len(set(self._node_of)) > 1
         self.trained = self._trained()
         self.blocks = _blocks(self.skeleton, self.options.chain)
-        self.census = Census(builder.shard_layouts, self.kinds, self.trained, list(self.blocks.values()))
+        self.census = StateBytes(builder.shard_layouts, self.kinds, self.trained, list(self.blocks.values()))
         # With the optimizer's state that its first step will make, which is what memory has to have room for.
         foreseen = _foreseen(builder, self.kinds)
         self.later = self.census
         if foreseen is not self.kinds:
-            self.later = Census(builder.shard_layouts, foreseen, self.trained, list(self.blocks.values()))
+            self.later = StateBytes(builder.shard_layouts, foreseen, self.trained, list(self.blocks.values()))
         self.peaks: PeakBytes = PeakBytes(builder, self.later, before=before.peaks if before is not None else None)
         self._partial: dict[int, tuple[frozenset[str], bool]] = {}
-        self._terms: dict[Strategy, list[list[Traffic]]] = {}
+        self._terms: dict[Strategy, list[list[TrafficTerm]]] = {}
 
     def holds(self, kinds: Kinds, options: Options) -> bool:
         """Whether it still holds: the optimizer's first step, or another precision, changes what is kept; and more may
@@ -117,26 +117,26 @@ class CostModel:
         took = (link_seconds(order, own, self._link) for own in self.terms(order))
         return float(f"{max(took, default=0.0):.2g}")
 
-    def terms(self, strategy: Strategy) -> list[list[Traffic]]:
+    def terms(self, strategy: Strategy) -> list[list[TrafficTerm]]:
         """What the first rank of each place along pp sends in a step, which is the most; [] where it is not known."""
         if strategy not in self._terms:
             self._terms[strategy] = self._made(strategy, strategy.mesh.ranks("pp", 0))
         return self._terms[strategy]
 
-    def sends(self, strategy: Strategy) -> Sends | None:
+    def sends(self, strategy: Strategy) -> StepTraffic | None:
         """What the busiest rank sends and updates in a step, and behind what; None where it is not known."""
         terms = self.terms(strategy)
         if not terms and strategy.mesh.size > 1:
             return None
         busiest = max(terms, key=lambda own: wire_bytes([term for term in own if term.axis != "pp"]), default=[])
-        return Sends(
+        return StepTraffic(
             busiest,
             self.census.at_rest(strategy)[0].optimizer,
             self._units(strategy) if strategy.pp == 1 and strategy.dp > 1 else (),
             getattr(self.fits(strategy), "accum", 1) if strategy.pp == 1 else 1,
         )
 
-    def _units(self, strategy: Strategy) -> tuple[Unit, ...]:
+    def _units(self, strategy: Strategy) -> tuple[StepUnit, ...]:
         """The pieces of the chain, or the model as one, as a rank without a pipeline computes with them."""
         chain, costs = self.options.chain, self.options.costs
         count = len(chain) if chain is not None else 1
@@ -148,7 +148,7 @@ class CostModel:
                 size = element[weight.name] * held(weight, strategy, 0, None)
                 pieces[weight.blocks[0] if weight.blocks else 0].append((size, weight.outside))
         return tuple(
-            Unit(share, tuple(size for size, _ in own), sum(size for size, outside in own if outside))
+            StepUnit(share, tuple(size for size, _ in own), sum(size for size, outside in own if outside))
             for share, own in zip(shares, pieces, strict=True)
         )
 
@@ -156,13 +156,13 @@ class CostModel:
         """What a step of all ranks together sends; empty where it is not known."""
         return terms_of(self._made(strategy, range(strategy.mesh.size)))
 
-    def _made(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[Traffic]]:
+    def _made(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[TrafficTerm]]:
         try:
             return self._of(strategy, ranks)
         except NbkitError:  # it cannot be split, or a number of this model is not known
             return []
 
-    def _of(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[Traffic]]:
+    def _of(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[TrafficTerm]]:
         sizes = {one["weight"] for one in self.kinds.values()}
         arithmetic = self.fits(strategy)
         accumulation = getattr(arithmetic, "accum", 1 if self.config.microbatch_size is None else None)
@@ -176,7 +176,7 @@ class CostModel:
             sequence = strategy.cp == 1 and strategy.tp > 1 and self._partial_of(strategy.tp)[1]
         size, cuts = sizes.pop(), self._cuts(strategy)
         each, mesh = Bytes(size, size, max(self.census.state.values(), default=0)), strategy.mesh
-        known: dict[tuple[int, ...], list[Traffic]] = {}
+        known: dict[tuple[int, ...], list[TrafficTerm]] = {}
         found = []
         for rank in ranks:
             at = tuple(mesh.index(rank).values())
@@ -233,7 +233,10 @@ class CostModel:
         if size not in self._partial:
             module = skeleton_of(self.skeleton)
             split = parts_of(module, self.options.plan(self.skeleton, size), size, 0, sequence=True)
-            self._partial[size] = split.partial, any(wrapped_by(part, Block) for part in module.modules())
+            self._partial[size] = (
+                split.partial,
+                any(wrapped_by(part, SequenceParallelBlock) for part in module.modules()),
+            )
         return self._partial[size]
 
     @cached_property
@@ -268,8 +271,14 @@ def transformer_facts(skeleton: nn.Module, options: Options) -> Facts:
 
 
 def _as_issued(
-    terms: Sequence[Traffic], strategy: Strategy, facts: Facts, rank: int, size: int, accumulation: int, sequence: bool
-) -> list[Traffic]:
+    terms: Sequence[TrafficTerm],
+    strategy: Strategy,
+    facts: Facts,
+    rank: int,
+    size: int,
+    accumulation: int,
+    sequence: bool,
+) -> list[TrafficTerm]:
     """The ends of a tensor-parallel model as nbkit has them, where that is not the literature's way.
 
     Under cp, embedding and head see all positions, and sum over tp by all-reduces. Positions of a model without a
@@ -283,11 +292,11 @@ def _as_issued(
     if not sequence:
         ends = {term.what for term in terms if term.axis == "tp"} & {"embedding", "head"}
         found = [term for term in found if term.axis != "tp" or term.what not in ends]
-        found += [Traffic("tp", "all_reduce", tp, micros, hidden, what) for what in sorted(ends)]
+        found += [TrafficTerm("tp", "all_reduce", tp, micros, hidden, what) for what in sorted(ends)]
     elif facts.vocab is None:
         stages = ranks_of_stages(strategy)
         ends_here = (stages[0] == at["pp"]) + (stages[-1] == at["pp"])
-        found.append(Traffic("tp", "all_gather", tp, micros * ends_here, hidden * ends_here, "ends of the blocks"))
+        found.append(TrafficTerm("tp", "all_gather", tp, micros * ends_here, hidden * ends_here, "ends of the blocks"))
     return found
 
 
@@ -300,7 +309,7 @@ def _foreseen(builder: Builder, kinds: Kinds) -> Kinds:
     return kinds
 
 
-def _blocks(skeleton: nn.Module, chain: Chain | None) -> dict[str, dict[str, int]]:
+def _blocks(skeleton: nn.Module, chain: LayerChain | None) -> dict[str, dict[str, int]]:
     """What is in no block is "before" or "after" the chain, or "model" without one."""
     names = chain.units if chain is not None else ()
     behind = set(chain.after) if chain is not None else set()

@@ -17,10 +17,10 @@ from torch import nn
 from nbkit.errors import StrategyError, UsageError
 from nbkit.planner.choose.search import LEAST_POSITIONS
 from nbkit.planner.job_facts import Facts
-from nbkit.planner.peak import Piece, Weights
+from nbkit.planner.peak import ModelPiece, Weights
 from nbkit.rank.data.batch import call, check_inputs, pair, rows_of, take
 from nbkit.rank.loss.row_weights import Loss, weigh
-from nbkit.rank.parallel.model_facts import Runs, find_facts
+from nbkit.rank.parallel.model_facts import ModelRuns, find_facts
 from nbkit.rank.parallel.module.block_discovery import experts_in
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.options import Options
@@ -28,10 +28,10 @@ from nbkit.rank.parallel.proof.short_example import first_runs
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.estimate.cost_model import transformer_facts
-from nbkit.rank.train.estimate.model_trace import Traced
+from nbkit.rank.train.estimate.model_trace import ModelTrace
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes
-from nbkit.rank.train.estimate.state_bytes import Census
-from nbkit.rank.train.step.optimizer_factory import Template
+from nbkit.rank.train.estimate.state_bytes import StateBytes
+from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy
 
@@ -41,13 +41,13 @@ _ROWS = 2
 
 
 @dataclass(frozen=True)
-class Described:
+class MeasuredModel:
     """What runs of the model have shown; see Builder, which has the same of a job."""
 
     skeleton: nn.Module
     options: Options
     config: TrainConfig
-    template: Template
+    template: OptimizerSpec
     shard_layouts: ShardLayouts
     device: torch.device
     link: None = None
@@ -86,7 +86,7 @@ def describe(
     def loss_of(output: Any, batch: Any) -> Any:
         return weigh(loss(output, pair(batch, inputs)[1]), rows_of(batch)).value
 
-    runs = Runs(
+    runs = ModelRuns(
         example,
         lambda: call(module, pair(example, inputs)[0]),
         lambda output: loss_of(output, example),
@@ -102,11 +102,11 @@ def describe(
             say(f"proves how it can be split: {', '.join(wanted)}")
             options = replace(options, **find_facts(module, runs, options, wanted))
     options = replace(options, looked=None)  # no job looks later for what is lacking, such as seconds of the blocks
-    made = Template(optimizer or (lambda m: torch.optim.AdamW(m.parameters())), module=module)
+    made = OptimizerSpec(optimizer or (lambda m: torch.optim.AdamW(m.parameters())), module=module)
     skeleton = skeleton_of(module)
     config = TrainConfig(loss, inputs=inputs, precision=precision, example=example)
     layouts = ShardLayouts(skeleton, options)
-    return ModelPieces(Described(skeleton, options, config, made, layouts, torch.device("cpu")), say)
+    return ModelPieces(MeasuredModel(skeleton, options, config, made, layouts, torch.device("cpu")), say)
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ class ModelPieces:
     once. say: is told what is being done.
     """
 
-    def __init__(self, of: Described, say: Callable[[str], None], *, plain: ModelPieces | None = None) -> None:
+    def __init__(self, of: MeasuredModel, say: Callable[[str], None], *, plain: ModelPieces | None = None) -> None:
         self._of, self._say, self._plain = of, say, plain or self
         kinds = of.template.kinds(of.skeleton)
         trained = {name for name, p in of.skeleton.named_parameters() if p.requires_grad}
         self._kinds = kinds
-        self._peaks = PeakBytes(of, Census(of.shard_layouts, kinds, trained), recompute=plain is not None)
+        self._peaks = PeakBytes(of, StateBytes(of.shard_layouts, kinds, trained), recompute=plain is not None)
 
     @property
     def name(self) -> str:
@@ -165,7 +165,7 @@ class ModelPieces:
     def _again(self) -> ModelPieces:
         return ModelPieces(self._of, self._say, plain=self)
 
-    def pieces(self, tp: int, cp: int) -> tuple[Piece, ...]:
+    def pieces(self, tp: int, cp: int) -> tuple[ModelPiece, ...]:
         """One for each block, on a rank of these axes."""
         return self._traced(tp, cp).pieces
 
@@ -211,7 +211,7 @@ class ModelPieces:
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self._of.skeleton.named_parameters())
 
-    def _traced(self, tp: int, cp: int) -> Traced:
+    def _traced(self, tp: int, cp: int) -> ModelTrace:
         if not self._peaks.knows(tp, cp):
             again = ", recomputed" * (self is not self._plain)
             self._say(f"measures it on tensors without memory: tp={tp} cp={cp}{again}")

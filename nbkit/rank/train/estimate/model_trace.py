@@ -27,17 +27,17 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from nbkit.mesh import Mesh
-from nbkit.planner.peak import Line, Piece, Updating, upper
+from nbkit.planner.peak import ModelPiece, PeakLine, Updating, upper
 from nbkit.rank.data.batch import call, pair, pick, rows_of
 from nbkit.rank.loss.row_weights import weigh
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.copies import homes, parameter_like, replace
 from nbkit.rank.parallel.module.forward_wrapper import in_backward, marked
 from nbkit.rank.parallel.options import Options
-from nbkit.rank.parallel.parallelize import Cut, cut
+from nbkit.rank.parallel.parallelize import ShardedSkeleton, cut
 from nbkit.rank.parallel.process_groups import Connections
 from nbkit.rank.parallel.proof.observe import tensors_in, watched
-from nbkit.rank.parallel.tensor.sharded_tensor import InParts
+from nbkit.rank.parallel.tensor.sharded_tensor import ShardedTensor
 from nbkit.rank.torch_private import FakeTensorMode, tree_leaves, tree_map_only
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.step.precision import Precision
@@ -172,13 +172,13 @@ FEW = 2
 
 
 @dataclass(frozen=True)
-class Traced:
+class ModelTrace:
     """partial: names of the parameters whose gradients are sums over the tensor or the context axis.
 
     flops, touched: of a row's forward on this rank; see ForwardWork. costs: of flops, those of each piece.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ModelPiece, ...]
     partial: frozenset[str]
     flops: float
     touched: float
@@ -194,7 +194,7 @@ def trace(
     cp: int = 1,
     rows: int = FEW,
     real: bool = False,
-) -> Traced:
+) -> ModelTrace:
     """The pieces of the model (see `blocks_of`; the whole model where none are known), on a rank of these axes.
 
     config.example: a batch, of any number of rows. rows: of the smaller run; the larger has twice as many. real:
@@ -214,7 +214,7 @@ def trace(
             batch = tree_map_only(Tensor, lambda t: t.clone() if real else torch.empty_like(t), batch)
             runs.append(_Run(module, options, config, batch, count))
     first, second = runs
-    return Traced(
+    return ModelTrace(
         tuple(_piece(a, b, rows) for a, b in zip(first.segments, second.segments, strict=True)),
         frozenset(made.partial),
         (second.work.flops - first.work.flops) / rows,
@@ -304,20 +304,20 @@ class _Run:
         marks.setdefault(number, (len(self._live.levels), made))
 
 
-def _bytes(tensor: Tensor | InParts) -> int:
-    return (tensor.part if isinstance(tensor, InParts) else tensor).nbytes
+def _bytes(tensor: Tensor | ShardedTensor) -> int:
+    return (tensor.part if isinstance(tensor, ShardedTensor) else tensor).nbytes
 
 
-def _piece(few: _Segment, many: _Segment, rows: int) -> Piece:
-    def line(a: float, b: float) -> Line:
-        return Line.through((rows, a), (2 * rows, b))
+def _piece(few: _Segment, many: _Segment, rows: int) -> ModelPiece:
+    def line(a: float, b: float) -> PeakLine:
+        return PeakLine.through((rows, a), (2 * rows, b))
 
-    def peak(a: list[int], b: list[int]) -> tuple[Line, ...]:
+    def peak(a: list[int], b: list[int]) -> tuple[PeakLine, ...]:
         # Operation by operation; where the two runs did not do the same, by their highest moments.
         pairs = zip(a, b, strict=True) if len(a) == len(b) else [(max(a), max(b))]
         return upper(line(*two) for two in pairs)
 
-    return Piece(
+    return ModelPiece(
         peak(few.forward, many.forward),
         line(few.kept, many.kept),
         peak(few.backward, many.backward),
@@ -326,7 +326,7 @@ def _piece(few: _Segment, many: _Segment, rows: int) -> Piece:
     )
 
 
-def _filled(made: Cut, *, real: bool) -> nn.Module:
+def _filled(made: ShardedSkeleton, *, real: bool) -> nn.Module:
     for name, places in homes(made.module).items():
         old = getattr(*places[0])
         memory = torch.empty(made.layouts[name].local, dtype=old.dtype)

@@ -15,24 +15,24 @@ from torch import nn
 
 from nbkit.errors import NbkitError
 from nbkit.node_levels import levels_of
-from nbkit.planner.link_speed import Link
-from nbkit.planner.peak import Line, Peak, Piece, Updating, Weights, peak
+from nbkit.planner.link_speed import WorldLinks
+from nbkit.planner.peak import ModelPiece, Peak, PeakLine, Updating, Weights, peak
 from nbkit.planner.stages import place
 from nbkit.rank.aside import NotAside
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.options import Options, casts_of
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.train.config import TrainConfig
-from nbkit.rank.train.estimate.model_trace import Traced, blocks_of, trace, updating
-from nbkit.rank.train.estimate.state_bytes import Census
-from nbkit.rank.train.step.optimizer_factory import Template
+from nbkit.rank.train.estimate.model_trace import ModelTrace, blocks_of, trace, updating
+from nbkit.rank.train.estimate.state_bytes import StateBytes
+from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.strategy import Strategy
 
 _LARGEST_REAL = 2 << 30
 """Bytes of parameters."""
 
 
-class Described(Protocol):
+class ModelDescription(Protocol):
     """A model and an optimizer, as a Builder has them."""
 
     @property
@@ -42,13 +42,13 @@ class Described(Protocol):
     @property
     def config(self) -> TrainConfig: ...
     @property
-    def template(self) -> Template: ...
+    def template(self) -> OptimizerSpec: ...
     @property
     def shard_layouts(self) -> ShardLayouts: ...
     @property
     def device(self) -> torch.device: ...
     @property
-    def link(self) -> Link | None: ...
+    def link(self) -> WorldLinks | None: ...
 
 
 class PeakBytes:
@@ -61,8 +61,8 @@ class PeakBytes:
 
     def __init__(
         self,
-        builder: Described,
-        census: Census,
+        builder: ModelDescription,
+        census: StateBytes,
         *,
         real: bool = False,
         before: PeakBytes | None = None,
@@ -72,7 +72,7 @@ class PeakBytes:
         self.builder, self.census, self.real, self.recompute = builder, census, real, recompute
         self.options = builder.options
         alike = before is not None and blocks_of(before.options) == blocks_of(self.options)
-        self._traced: dict[tuple[int, int], Traced | None] = before._traced if before is not None and alike else {}
+        self._traced: dict[tuple[int, int], ModelTrace | None] = before._traced if before is not None and alike else {}
         self._updating: Updating | None = before._updating if before is not None else None
 
     def of(self, strategy: Strategy, batch: int, *, microbatch_size: int | None = None) -> list[Peak]:
@@ -112,7 +112,7 @@ class PeakBytes:
             for number, (rank, own) in enumerate(zip(ranks, ranges, strict=True))
         ]
 
-    def traced(self, tp: int, cp: int) -> Traced | None:
+    def traced(self, tp: int, cp: int) -> ModelTrace | None:
         """As measured; None where the model did not run."""
         if (tp, cp) not in self._traced:
             builder, options = self.builder, self.options
@@ -138,7 +138,7 @@ class PeakBytes:
         """Measure the model on pairs (tp, cp) of axes, and return True if any was measured now. aside: a Builder's."""
         wanted = [pair for pair in axes if not self.knows(*pair)]
 
-        def run() -> dict[tuple[int, int], Traced | None]:
+        def run() -> dict[tuple[int, int], ModelTrace | None]:
             for pair in wanted:
                 with suppress(NbkitError):  # what cannot be split has no peak
                     self.traced(*pair)
@@ -209,11 +209,11 @@ class PeakBytes:
         return found
 
 
-def _without_casts(pieces: Sequence[Piece], weights: Sequence[Weights]) -> list[Piece]:
+def _without_casts(pieces: Sequence[ModelPiece], weights: Sequence[Weights]) -> list[ModelPiece]:
     """What is cast before it is gathered is not cast again, and kept. To 16 bits, which is what the weights lack."""
     found = []
     for piece, own in zip(pieces, weights, strict=True):
-        cast = Line(own.less_inside + own.less_outside)
+        cast = PeakLine(own.less_inside + own.less_outside)
         found.append(replace(piece, forward=tuple(line - cast for line in piece.forward), kept=piece.kept - cast))
     return found
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.planner.choose.search import fastest
-from nbkit.rank.data.batch import Arithmetic, rows_of
+from nbkit.rank.data.batch import BatchSplit, rows_of
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.cost_model import CostModel
@@ -85,8 +85,8 @@ def _batch(builder: Builder) -> int:
 
 
 def _cost_model(builder: Builder, batch: int) -> CostModel:
-    def fits(strategy: Strategy) -> Arithmetic:
-        return Arithmetic.of(batch, strategy, microbatch_size=builder.config.microbatch_size)
+    def fits(strategy: Strategy) -> BatchSplit:
+        return BatchSplit.of(batch, strategy, microbatch_size=builder.config.microbatch_size)
 
     return CostModel(builder, builder.template.kinds(builder.skeleton), fits)
 

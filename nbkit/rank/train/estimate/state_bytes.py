@@ -23,7 +23,7 @@ Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Flow:
+class ReshardTraffic:
     """Bytes of a switch, per rank: received of others, and copied from what the rank holds itself."""
 
     received: tuple[int, ...]
@@ -45,7 +45,7 @@ class _Class:
     trained: bool
 
 
-class Census:
+class StateBytes:
     """Of one model and optimizer.
 
     kinds: name -> {"weight" or key of the optimizer's state: bytes of an element}. blocks: of each, name -> elements.
@@ -75,7 +75,7 @@ class Census:
         """Bytes of an element of all that the optimizer keeps, by name."""
         return {name: sum(n for kind, n in one.items() if kind != "weight") for name, one in self.kinds.items()}
 
-    def flow(self, old: Strategy, new: Strategy) -> Flow:
+    def flow(self, old: Strategy, new: Strategy) -> ReshardTraffic:
         """What a switch moves: exactly the elements that a rank must hold and does not."""
         before, after = self.places(old), self.places(new)
         received, kept = [0] * len(after), [0] * len(after)
@@ -84,7 +84,7 @@ class Census:
             if pair not in known:
                 known[pair] = self._moved(old, new, *pair)
             received[rank], kept[rank] = known[pair]
-        return Flow(tuple(received), tuple(kept))
+        return ReshardTraffic(tuple(received), tuple(kept))
 
     def at_rest(self, strategy: Strategy) -> list[Rest]:
         """Bytes that each rank holds between two steps, gradients included."""

@@ -15,12 +15,12 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from nbkit.planner.exchange import orders
-from nbkit.planner.step import FORWARD, Seen, Sends, predicted
+from nbkit.planner.step import FORWARD, MeasuredStep, StepTraffic, predicted
 from nbkit.rank.data.batch import rows_of
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.cost_model import CostModel
-from nbkit.rank.train.estimate.state_bytes import Census, Flow
+from nbkit.rank.train.estimate.state_bytes import ReshardTraffic, StateBytes
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
 
@@ -34,7 +34,7 @@ _STRATEGIES = 64  # of more than these the one that was left first is forgotten
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepPace:
     """seconds: the median of `steps` steps, between low and high with 95 %. low, high: None of fewer than `LEAST`.
 
     ago: how many steps were made since the newest of them, under other strategies.
@@ -47,13 +47,13 @@ class Pace:
     ago: int = 0
 
 
-def pace_of(seconds: Sequence[float]) -> Pace | None:
+def pace_of(seconds: Sequence[float]) -> StepPace | None:
     """None of no steps."""
     if not seconds:
         return None
     few = len(seconds) < LEAST
     low, high = (None, None) if few else interval(seconds)
-    return Pace(statistics.median(seconds), low, high, len(seconds))
+    return StepPace(statistics.median(seconds), low, high, len(seconds))
 
 
 def interval(seconds: Sequence[float]) -> tuple[float, float]:
@@ -80,7 +80,7 @@ class Paces:
         if len(self._newest) > _STRATEGIES:
             del self._newest[min(self._newest, key=lambda name: self._newest[name][0])]
 
-    def of(self, strategy: str) -> Pace | None:
+    def of(self, strategy: str) -> StepPace | None:
         """Without the first step of a strategy, which makes what later ones reuse; None where there is no other."""
         step, seconds = self._newest.get(strategy, (0, ()))
         pace = pace_of(seconds[1:])
@@ -104,8 +104,8 @@ def seconds_before_a_step(
     sends = model.sends(strategy)
     if sends is None:
         return None
-    alone = Seen(Strategy(), {"compute": compute})
-    return predicted(alone, Sends((), 0), strategy, sends, link, costs, recomputed=(False, again)).total
+    alone = MeasuredStep(Strategy(), {"compute": compute})
+    return predicted(alone, StepTraffic((), 0), strategy, sends, link, costs, recomputed=(False, again)).total
 
 
 _SWITCHES = 12  # the newest that a prediction follows
@@ -113,12 +113,12 @@ _OWN_CORES = 0.9  # of the seconds in which it computes, a rank on cores of its 
 _PARTS = ("compute", "exposed", "data", "optimizer", "other")
 
 
-def measured_pace(job: Job, strategy: Strategy) -> Pace | None:
+def measured_pace(job: Job, strategy: Strategy) -> StepPace | None:
     """Of the newest steps under `strategy` in this training, however long ago they were; None where there are none."""
     return job.ledger.paces.of(str(strategy))
 
 
-def predicted_pause(job: Job, census: Census, strategy: Strategy, flow: Flow) -> float | None:
+def predicted_pause(job: Job, census: StateBytes, strategy: Strategy, flow: ReshardTraffic) -> float | None:
     """Seconds without a step: what building a sharded model takes, and the bytes over the measured link.
 
     Both follow the switches that the job has made; None before the first, which also makes what later ones reuse, and
@@ -136,7 +136,7 @@ def predicted_pause(job: Job, census: Census, strategy: Strategy, flow: Flow) ->
     return _building(strategy, made) + moving * (statistics.median(ratios) if ratios else 1.0)
 
 
-def _flow(census: Census, switched: Switched, world_size: int) -> Flow | None:
+def _flow(census: StateBytes, switched: Switched, world_size: int) -> ReshardTraffic | None:
     """What a switch has moved; None where it was less than it would be now, before the optimizer's first step."""
     old, new = (Strategy.parse(text, world_size) for text in (switched.old, switched.new))
     flows = (census.flow(*pair) for pair in product(orders(old), orders(new)))
@@ -166,7 +166,7 @@ def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: 
     if not parts or then is None or here is None or (chain is None and max(strategy.pp, now.pp) > 1):
         return None
     costs = job.builder.options.costs or (1.0,) * (len(chain) if chain is not None else 1)
-    return predicted(Seen(now, parts), here, strategy, then, link, costs, recomputed=(before, again)).total
+    return predicted(MeasuredStep(now, parts), here, strategy, then, link, costs, recomputed=(before, again)).total
 
 
 def unpredicted(job: Job) -> str:
@@ -196,7 +196,7 @@ def _building(strategy: Strategy, made: Sequence[Switched]) -> float:
     return statistics.median(same or [switched.prepare_s for switched in made])
 
 
-def _moving(job: Job, flow: Flow) -> float:
+def _moving(job: Job, flow: ReshardTraffic) -> float:
     """By the link alone. Who sends what is levelled, so that nobody sends much more than the mean."""
     link = job.builder.link
     assert link is not None

@@ -16,7 +16,7 @@ from typing import Any
 
 from nbkit.errors import NbkitError
 from nbkit.planner.peak import Peak
-from nbkit.rank.data.batch import Arithmetic
+from nbkit.rank.data.batch import BatchSplit
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.options import need_rows
@@ -45,7 +45,7 @@ class Setting:
     @classmethod
     def of(cls, job: Job, batch: int) -> Setting:
         """What is in force."""
-        micro = Arithmetic.of(batch, job.strategy, microbatch_size=job.config.microbatch_size).micro
+        micro = BatchSplit.of(batch, job.strategy, microbatch_size=job.config.microbatch_size).micro
         return cls(job.strategy, micro, job.builder.options.recompute, job.builder.offload)
 
     def changes(self, before: Setting) -> str:
@@ -156,8 +156,8 @@ class _Search:
         size = setting.microbatch_size
         if size not in self._models:
 
-            def fits(strategy: Strategy) -> Arithmetic:
-                return Arithmetic.of(self.batch, strategy, microbatch_size=None if strategy.pp > 1 else size)
+            def fits(strategy: Strategy) -> BatchSplit:
+                return BatchSplit.of(self.batch, strategy, microbatch_size=None if strategy.pp > 1 else size)
 
             self._models[size] = CostModel(self.job.builder, self._kinds, fits, before=self.job.cost_model())
         return predicted_step(self.job, self._models[size], setting.strategy, recompute=setting.recompute)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from nbkit.errors import NotFinite, SwitchError, TrainingError, UsageError
 from nbkit.rank.comm.agree import all_gather_objects
-from nbkit.rank.data.batch import Arithmetic
+from nbkit.rank.data.batch import BatchSplit
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.forward_wrapper import recompute
 from nbkit.rank.parallel.parallelize import blocks_held
@@ -70,7 +70,7 @@ def apply(job: Job, setting: Setting, batch: int) -> None:
         to_host(job.optimizer.inner)
         _configure(job, offload="cpu")
         job.builder.offload = True
-    most = Arithmetic.of(batch, setting.strategy, microbatch_size=None).micro
+    most = BatchSplit.of(batch, setting.strategy, microbatch_size=None).micro
     if setting.strategy.pp == 1 and (setting.microbatch_size < most or job.config.microbatch_size is not None):
         _cut(job, setting)
     job.forget_estimates()
@@ -152,7 +152,7 @@ _OWN = 10**9  # bytes that CUDA, cuBLAS and NCCL take in this process itself, be
 
 
 @dataclass(frozen=True)
-class Seen:
+class DeviceMemory:
     """Bytes on a rank's device when an allocation failed; 0 where nothing says.
 
     allocated: by tensors of this process. reserved: by torch's allocator, for them and for later ones. used: by all
@@ -194,12 +194,12 @@ def level(device: torch.device) -> int:
     return limit.now if limit is not None else 0
 
 
-def look(device: torch.device, levels: Sequence[int]) -> Seen:
+def look(device: torch.device, levels: Sequence[int]) -> DeviceMemory:
     """Now, while what the step has taken is still there. levels: see Seen."""
     if not accelerator().holds(device):
-        return Seen(levels=tuple(levels))
+        return DeviceMemory(levels=tuple(levels))
     total, used, reserved = accelerator().occupied(device)
-    return Seen(total, used, reserved, accelerator().memory(device)[0], tuple(levels))
+    return DeviceMemory(total, used, reserved, accelerator().memory(device)[0], tuple(levels))
 
 
 def _mb(size: float) -> str:
@@ -238,16 +238,16 @@ class _Lack:
 
 
 @contextmanager
-def rescue(trainer: Trainer, on_oom: str | None) -> Iterator[Rescue]:
+def rescue(trainer: Trainer, on_oom: str | None) -> Iterator[OomGuard]:
     """`fit` makes its steps inside. on_oom: None: "ask" where a notebook can answer."""
-    rescuing = Rescue(trainer, on_oom or ("ask" if "control" in step_boundary.handlers else "raise"))
+    rescuing = OomGuard(trainer, on_oom or ("ask" if "control" in step_boundary.handlers else "raise"))
     try:
         yield rescuing
     finally:
         rescuing.end()
 
 
-class Rescue:
+class OomGuard:
     """Of one `fit`. tried: settings that did not fit."""
 
     def __init__(self, trainer: Trainer, on_oom: str) -> None:

@@ -19,7 +19,7 @@ from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.train.checkpoint.autosave import Autosave
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
 from nbkit.rank.train.replace import resume_fit
-from nbkit.rank.train.replace.resume_fit import Span, leave_device, meet_again
+from nbkit.rank.train.replace.resume_fit import FitRange, leave_device, meet_again
 
 Job = Any  # nbkit.rank.train.job's, which asks the host for the loop that it is read in
 
@@ -99,7 +99,7 @@ class OwnLoop:
         except Exception as error:
             if not self._is_broken(error):
                 raise
-            world = meet_again(self, Span(0, 0), error)
+            world = meet_again(self, FitRange(0, 0), error)
             saved, path = self.saves.save_at_end(), self.saves.last.path
             load = "%cluster restart" if path is None else f"job.load(job.opened({str(path)!r}))"
             raise TrainingError(

@@ -181,7 +181,7 @@ _HEAD, _ABOUT, _STATE = 1, 2, 3  # tags of the three messages
 
 
 @dataclass
-class Generation:
+class BackupGeneration:
     """A share as it was after `step` steps. about: what the optimizer remembers beside elements, pickled (see Memory).
 
     point: where its own rank stood; None of another's.
@@ -212,8 +212,8 @@ class Backups:
     def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.buddy, self.ward = buddy_of(rank, world_size), (rank - world_size // 2) % world_size
-        self.own: list[Generation] = []
-        self.wards: list[Generation] = []
+        self.own: list[BackupGeneration] = []
+        self.wards: list[BackupGeneration] = []
         self.asked: int | None = 0
         self.every: int | None = 0
         self.sent_bytes, self._seconds = 0, 0.0
@@ -223,7 +223,7 @@ class Backups:
         self._sending: tuple[Tensor, ...] = ()
         self._of_ward: Contents | None = None
         self._told: Contents | None = None
-        self._under_way: tuple[list[dist.Work | None], Generation] | None = None
+        self._under_way: tuple[list[dist.Work | None], BackupGeneration] | None = None
         self._left_under_way: tuple[Any, ...] = ()
         self._costs: list[float] = []
         self._say: Callable[[str], None] | None = None
@@ -331,7 +331,7 @@ class Backups:
         flat = self._room(self.own, contents.num_bytes)
         copy_into(contents.views(flat), state)
         about = pickle.dumps(memory_of(sharded_model, optimizer, names))
-        self.own.append(Generation(step, contents, about, flat, point))
+        self.own.append(BackupGeneration(step, contents, about, flat, point))
         self._send(self.own[-1])
         self._seconds += time.perf_counter() - began
 
@@ -376,14 +376,14 @@ class Backups:
             self._seen = seen, Contents.of(state, shares)
         return self._seen[1]
 
-    def _room(self, kept: list[Generation], num_bytes: int) -> Tensor:
+    def _room(self, kept: list[BackupGeneration], num_bytes: int) -> Tensor:
         """The memory of the oldest generation, which goes."""
         old = kept.pop(0).flat if len(kept) >= _GENERATIONS else None
         if old is not None and old.numel() == num_bytes:
             return old
         return host_memory(num_bytes, self.device)
 
-    def _send(self, own: Generation) -> None:
+    def _send(self, own: BackupGeneration) -> None:
         """To the buddy, and from the ward. What is of unknown size goes first, and is waited for."""
         group, contents = self._group, None if own.contents is self._told else own.contents
         packed = torch.frombuffer(bytearray(pickle.dumps((contents, own.about))), dtype=torch.uint8)
@@ -404,6 +404,6 @@ class Backups:
         assert self._of_ward is not None
         flat = self._room(self.wards, num_bytes)
         works.append(dist.irecv(flat, self.ward, group=group, tag=_STATE))
-        self._under_way = works, Generation(own.step, self._of_ward, numbers, flat)
+        self._under_way = works, BackupGeneration(own.step, self._of_ward, numbers, flat)
         self._sending = head, packed  # whose memory lives as long as the works do
         self.sent_bytes = own.flat.numel()

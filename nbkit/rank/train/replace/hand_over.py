@@ -28,7 +28,7 @@ _HINT = "what a new process can import, or what a cell has defined; or on_failur
 
 
 @dataclass(frozen=True)
-class Handed:
+class TrainingHandover:
     """As the survivors have it; it is the same on all of them, but for what a forward sets in the parts that it runs.
 
     attributes: of the model, that were set since its strategy began.
@@ -67,14 +67,14 @@ def hand_over(
     rank: int,
     device: torch.device,
     strategy: Strategy | None = None,
-) -> Handed | None:
+) -> TrainingHandover | None:
     """What rank `source` hands to the ranks `newcomers`; None on ranks that get nothing. Collective.
 
     strategy: under which all go on; default: the one in force.
 
     Raises TrainingError, on every rank, naming what cannot be pickled.
     """
-    packed, found = [b""], list[Handed]()
+    packed, found = [b""], list[TrainingHandover]()
 
     def pack() -> None:
         if rank == source and trainer is not None and newcomers:
@@ -99,13 +99,13 @@ def hand_over(
     return found[0] if found else None
 
 
-def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> Handed:
+def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> TrainingHandover:
     """What a Trainer is made of that goes on from `trainer`, under `strategy`."""
     job, loop, saved = trainer.job, trainer.loop, trainer.saves.last
     switches, at = tuple(job.switches), trainer.run_dir
     attributes = set_since(job.sharded_model.module, job.sharded_model.built)
     attributes = {at: value for at, value in attributes.items() if at not in job.builder.options.caches}
-    return Handed(job.builder.blueprint, loop, job.plan, strategy, switches, at, job.seed, saved, attributes)
+    return TrainingHandover(job.builder.blueprint, loop, job.plan, strategy, switches, at, job.seed, saved, attributes)
 
 
 def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:

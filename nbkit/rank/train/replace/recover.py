@@ -28,21 +28,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.planner.exchange import Plan
+from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.comm.agree import agree, all_gather_objects
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.device_mesh import close_all
-from nbkit.rank.parallel.reshard.redistribute import Exchange, Filling, Spaces, hollow
+from nbkit.rank.parallel.reshard.redistribute import Exchange, Spaces, TargetStorage, hollow
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState, by_name
 from nbkit.rank.train.config import LastCheckpoint
-from nbkit.rank.train.control.recovery import Progress
+from nbkit.rank.train.control.recovery import TrainingProgress
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.own_loop.own_loop import OwnLoop
 from nbkit.rank.train.replace import stages
-from nbkit.rank.train.replace.backup import Contents, Generation, buddy_of
+from nbkit.rank.train.replace.backup import BackupGeneration, Contents, buddy_of
 from nbkit.rank.train.replace.hand_over import hand_over
 from nbkit.rank.train.step.optimizer_state import settings_of, take_settings
 from nbkit.rank.train.switch.consensus import unpacked
@@ -58,7 +58,7 @@ Numbers = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldPart:
     """Of the state at one step: key -> layout and dtype, and what the optimizer keeps once per parameter."""
 
     layouts: Mapping[str, Layout]
@@ -66,14 +66,14 @@ class Part:
     numbers: Numbers
 
     @classmethod
-    def of(cls, state: JobState, numbers: Numbers) -> Part:
+    def of(cls, state: JobState, numbers: Numbers) -> HeldPart:
         """What there is of `state`. Equal layouts become one object: pickled once, and told apart by identity."""
         known: dict[Layout, Layout] = {}
         layouts = {key: known.setdefault(layout, layout) for key, (_, layout) in state.items()}
         return cls(layouts, {key: tensor.dtype for key, (tensor, _) in state.items()}, numbers)
 
     @classmethod
-    def kept(cls, generation: Generation, names: Sequence[str]) -> Part:
+    def kept(cls, generation: BackupGeneration, names: Sequence[str]) -> HeldPart:
         """What there is of a backup. names: of the model's parameters."""
         contents, numbers = generation.contents, unpacked([pickle.loads(generation.about)], names).numbers
         return cls(contents.layouts, contents.kinds, numbers)
@@ -90,8 +90,8 @@ class Holding:
     strategy: Strategy | None = None
     changes: Changes | None = None
     finished: int | None = None
-    parts: Mapping[int, Part] = field(default_factory=dict)
-    wards: Mapping[int, Part] = field(default_factory=dict)
+    parts: Mapping[int, HeldPart] = field(default_factory=dict)
+    wards: Mapping[int, HeldPart] = field(default_factory=dict)
     ward: int | None = None
     asked: int | None = 0
     saved: LastCheckpoint | None = None
@@ -106,8 +106,8 @@ class Restoration:
     """
 
     step: int
-    given: Sequence[Part | None]
-    plan: Plan
+    given: Sequence[HeldPart | None]
+    plan: ExchangePlan
     kinds: Mapping[str, Mapping[str, torch.dtype]]
     numbers: Numbers
 
@@ -145,7 +145,7 @@ def newest(everyone: Sequence[Holding], strategy: Strategy, builder: Builder) ->
     )
 
 
-def _restoration(step: int, parts: Sequence[Part | None], strategy: Strategy, builder: Builder) -> Restoration:
+def _restoration(step: int, parts: Sequence[HeldPart | None], strategy: Strategy, builder: Builder) -> Restoration:
     kinds = {key: kind for part in parts if part is not None for key, kind in part.kinds.items()}
     numbers = {name: dict(values) for part in parts if part is not None for name, values in part.numbers.items()}
     memory = by_name(kinds)
@@ -158,7 +158,9 @@ def _restoration(step: int, parts: Sequence[Part | None], strategy: Strategy, bu
         old.append({key: layout for key, layout in layouts.items() if key not in buffers & given})
         given |= buffers
     every = builder.plans.kinds(memory)
-    plan = Plan.of(old, builder.plans.layouts_by_rank(strategy, every), {key: k.itemsize for key, k in every.items()})
+    plan = ExchangePlan.of(
+        old, builder.plans.layouts_by_rank(strategy, every), {key: k.itemsize for key, k in every.items()}
+    )
     return Restoration(step, parts, plan, memory, numbers)
 
 
@@ -175,7 +177,7 @@ def with_memory(hollow: JobState, tensors: Iterable[Tensor], spaces: Spaces, hel
     shown: dict[int, dict[int, Tensor]] = {}
     for tensor in (*(tensor for tensor, _ in hollow.values()), *tensors):
         shown.setdefault(_address(tensor), {})[id(tensor)] = tensor
-    filling, found = Filling(hollow, spaces), dict(hollow)
+    filling, found = TargetStorage(hollow, spaces), dict(hollow)
     for address, keys in tenants.items():
         if len(keys) == 1 and address in spaces and _is_same(hollow, held, keys[0], spaces[address][1]):
             found[keys[0]] = held[keys[0]]
@@ -303,8 +305,8 @@ class _Held:
     told: Holding = field(default_factory=Holding)
     finished: int | None = None
     states: dict[int, JobState] = field(default_factory=dict)
-    points: dict[int, tuple[Settings, Progress]] = field(default_factory=dict)
-    wards: dict[int, Generation] = field(default_factory=dict)
+    points: dict[int, tuple[Settings, TrainingProgress]] = field(default_factory=dict)
+    wards: dict[int, BackupGeneration] = field(default_factory=dict)
 
     @property
     def live(self) -> JobState:
@@ -317,21 +319,21 @@ class _Held:
         job = trainer.job
         job.break_off()
         inner, step = job.optimizer.inner, job.step
-        states, points = dict[int, JobState](), dict[int, tuple[Settings, Progress]]()
+        states, points = dict[int, JobState](), dict[int, tuple[Settings, TrainingProgress]]()
         if not job.integrity.half_way:
             states[step] = job_state.state(job.sharded_model, inner)
             points[step] = settings_of(inner), job.progress
         numbers, names, backups = job_state.scalars(job.sharded_model, inner), job.builder.names, job.backups
-        parts = {step: Part.of(state, numbers) for step, state in states.items()}
+        parts = {step: HeldPart.of(state, numbers) for step, state in states.items()}
         backups.break_off()
         for each in backups.own:
             if each.step not in states:
                 settings, place = each.point
                 records = [record for record in job.ledger.records if record["step"] <= each.step]
                 states[each.step], points[each.step] = each.state(), (settings, replace(place, records=records))
-                parts[each.step] = Part.kept(each, names)
+                parts[each.step] = HeldPart.kept(each, names)
         wards = {each.step: each for each in backups.wards}
-        kept = {step: Part.kept(each, names) for step, each in wards.items()}
+        kept = {step: HeldPart.kept(each, names) for step, each in wards.items()}
         changes = changes_of(job.sharded_model, job.builder.skeleton)
         told = Holding(job.strategy, changes, job.step, parts, kept, backups.ward, backups.asked, trainer.saves.last)
         return cls(told, None if job.integrity.half_way else step, states, points, wards)

@@ -45,7 +45,7 @@ def check_policy(on_failure: str) -> None:
 
 
 @dataclass(frozen=True)
-class Span:
+class FitRange:
     """The steps of one `fit`: those after `first` finished ones, up to `goal`.
 
     fewer: it goes on with so many ranks less than there are, which have died and were replaced until then.
@@ -55,12 +55,12 @@ class Span:
     goal: int
     fewer: int = 0
 
-    def without(self, trainer: Trainer, dead: int) -> Span:
+    def without(self, trainer: Trainer, dead: int) -> FitRange:
         """The span of a training in which `dead` ranks have died and were replaced."""
         return replace(self, fewer=self.fewer + dead * (trainer.loop.on_failure == "shrink"))
 
 
-def span_of(trainer: Trainer, steps: int | None, until: int | None) -> Span:
+def span_of(trainer: Trainer, steps: int | None, until: int | None) -> FitRange:
     """The steps that `fit(steps, until=until)` makes. Collective with `until`. Raises TrainingError for both."""
     check_counts(steps=steps, until=until)
     if (steps is None) == (until is None):
@@ -71,7 +71,7 @@ def span_of(trainer: Trainer, steps: int | None, until: int | None) -> Span:
         )
     if until is not None:
         trainer.job.level()  # after an interrupt ranks may differ by a step, and would not make as many
-    return Span(trainer.step, trainer.step + (steps or max((until or 0) - trainer.step, 0)))
+    return FitRange(trainer.step, trainer.step + (steps or max((until or 0) - trainer.step, 0)))
 
 
 def check_same_goal(goal: int, device: torch.device) -> None:
@@ -96,7 +96,7 @@ class NewWorld:
     devices: str = ""
 
 
-class Host(Protocol):
+class RankHost(Protocol):
     """Who has started this rank, and can start another one. enterable: where `fit` was called a new rank can enter;
     elsewhere one takes part until the training is saved, and ends."""
 
@@ -119,7 +119,7 @@ class Host(Protocol):
         """An error ends `fit`, entered or not; its newest checkpoint is this one."""
         ...
 
-    def await_world(self, error: BaseException, trainer: Any, span: Span) -> NewWorld:
+    def await_world(self, error: BaseException, trainer: Any, span: FitRange) -> NewWorld:
         """`error` has broken off a step: wait for the world with new ranks, and hand them what they lack.
 
         Raises `error` where no rank died, or none is replaced.
@@ -130,15 +130,15 @@ class Host(Protocol):
         """See nbkit.rank.train.replace.recover, which makes Trainers, whose `fit` imports this file."""
         ...
 
-    def resize(self, wanted: Any, trainer: Any, span: Span | None) -> tuple[int, ...]:
+    def resize(self, wanted: Any, trainer: Any, span: FitRange | None) -> tuple[int, ...]:
         """Form the world of `wanted.ranks` ranks (see Wanted); its new ranks. Collective, on all ranks of the old one.
 
         Raises ClusterError where it cannot be formed, and Left on a rank that it does not have.
         """
         ...
 
-    def resized(self, trainer: Any, asked: Any, span: Span | None) -> None:
-        """See nbkit.rank.train.resize, which makes Trainers, whose `fit` imports this file. asked: a Resizing,
+    def resized(self, trainer: Any, asked: Any, span: FitRange | None) -> None:
+        """See nbkit.rank.train.resize.resize, which makes Trainers, whose `fit` imports this file. asked: a Resizing,
         which is told what came of it. Raises what leaves no training to go on with."""
         ...
 
@@ -163,7 +163,7 @@ class Host(Protocol):
         ...
 
 
-host: Host | None = None  # set once, by the bridge
+host: RankHost | None = None  # set once, by the bridge
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def leave_device(error: Exception) -> None:
         host.leave_device(said)
 
 
-def go_on(trainer: Trainer, span: Span, error: Exception) -> Span:
+def go_on(trainer: Trainer, span: FitRange, error: Exception) -> FitRange:
     """A step was broken off by `error`. Return at a step boundary of all ranks, new ones in place of those that died.
 
     What is returned is the span that goes on.
@@ -211,7 +211,7 @@ def go_on(trainer: Trainer, span: Span, error: Exception) -> Span:
     return span.without(trainer, len(world.newcomers))
 
 
-def meet_again(trainer: Trainer, span: Span, error: Exception) -> NewWorld:
+def meet_again(trainer: Trainer, span: FitRange, error: Exception) -> NewWorld:
     """`error` has broken off a step. Return at a step boundary of all ranks, in a world with new ones.
 
     Raises as `await_world` does, and what is raised on the way, where no further rank died meanwhile.
@@ -231,7 +231,7 @@ def meet_again(trainer: Trainer, span: Span, error: Exception) -> NewWorld:
             error = another
 
 
-def _ended(trainer: Trainer, world: NewWorld, span: Span) -> TrainingError:
+def _ended(trainer: Trainer, world: NewWorld, span: FitRange) -> TrainingError:
     """The training is saved, and ends where it stands. Collective, with `save_and_leave` on a new rank."""
     saved = trainer.saves.save_at_end()
     return TrainingError(
@@ -248,7 +248,7 @@ def save_and_leave(trainer: Trainer) -> None:
         raise Stopped("a new rank does not make steps where it cannot enter the cell")
 
 
-def resized(trainer: Trainer, asked: Any, span: Span) -> Span:
+def resized(trainer: Trainer, asked: Any, span: FitRange) -> FitRange:
     """A step boundary of `fit` has raised `asked`: go on with another number of ranks, or with the old one where that
     could not be formed. Returns `span`. Raises Left on a rank that is not needed any more."""
     assert host is not None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Mark:
+class StageMark:
     """The stage ended at `wall` (time.time()), when this process had used `cpu` seconds of all its threads."""
 
     stage: str
@@ -18,7 +18,7 @@ class Mark:
     cpu: float
 
 
-marks: list[Mark] = []
+marks: list[StageMark] = []
 
 
 def begin(stage: str) -> None:
@@ -29,4 +29,4 @@ def begin(stage: str) -> None:
 
 def mark(stage: str) -> None:
     """A stage ends."""
-    marks.append(Mark(stage, time.time(), time.process_time()))
+    marks.append(StageMark(stage, time.time(), time.process_time()))

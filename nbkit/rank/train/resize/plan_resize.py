@@ -18,7 +18,7 @@ _OFFERED = 4  # sizes that fit, beside the one that does not
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedWorld:
     """ranks: of the world to come. strategy: under which the training goes on there; None where nothing trains.
 
     pins: of every rank, as the notebook has planned them (see nbkit.bridge.parent.spec.RankPin), with label and why; ()
@@ -30,19 +30,19 @@ class Wanted:
     pins: tuple[dict[str, Any], ...]
 
 
-class Resizing(Stopped):
+class ResizeAtBoundary(Stopped):
     """Raised on all ranks at one step boundary: the training goes on with another number of ranks.
 
     done: is told what came of it, (event as a dict, or None; error, or None).
     """
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: WantedWorld) -> None:
         super().__init__(f"goes on with {wanted.ranks} ranks")
         self.wanted = wanted
         self.done: Callable[[dict[str, Any] | None, BaseException | None], None] = lambda result, error: None
 
 
-def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any], ...]) -> Wanted:
+def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any], ...]) -> WantedWorld:
     """The strategy of `ranks` ranks: `text`, or the one in force with its degrees, of which dp takes what is left.
 
     Collective. Raises StrategyError or TrainingError, on every rank alike, with what would fit: the degrees or the
@@ -65,7 +65,7 @@ def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any],
     strategy = job.cost_model().placed(strategy, now=strategy)
     _check_memory(trainer, strategy, ranks)
     job.builder.agree_on(strategy)
-    return Wanted(ranks, strategy, pins)
+    return WantedWorld(ranks, strategy, pins)
 
 
 def scaled(now: Strategy, ranks: int) -> Strategy:

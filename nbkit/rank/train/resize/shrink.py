@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from nbkit.errors import StrategyError, TrainingError
-from nbkit.rank.train.replace.resume_fit import Span
-from nbkit.rank.train.resize.plan_resize import Resizing, planned
+from nbkit.rank.train.replace.resume_fit import FitRange
+from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary, planned
 from nbkit.rank.world.world import World
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
 
 
-def shrink(trainer: Trainer, span: Span, say: Callable[[str], None]) -> Span:
+def shrink(trainer: Trainer, span: FitRange, say: Callable[[str], None]) -> FitRange:
     """Raise Resizing, to go on with `span.fewer` ranks less. Collective, at a step boundary.
 
     Where that cannot be, it is said why, and all ranks go on, those that were replaced too: what is returned is the
@@ -32,4 +32,4 @@ def shrink(trainer: Trainer, span: Span, say: Callable[[str], None]) -> Span:
     except (StrategyError, TrainingError) as refused:
         say(f"on_failure='shrink': goes on with {now} ranks. {refused.what} {refused.numbers}")
         return replace(span, fewer=0)
-    raise Resizing(wanted)
+    raise ResizeAtBoundary(wanted)

@@ -7,7 +7,7 @@ from torch import Tensor
 from nbkit.rank.device import Event, accelerator
 
 
-class Underway:
+class DeviceScalar:
     """A tensor being copied to the host; on the CPU the tensor itself."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -27,13 +27,13 @@ class Underway:
         return self._host
 
 
-def sent(number: float | Tensor) -> float | Underway:
+def to_host_async(number: float | Tensor) -> float | DeviceScalar:
     """`number` as it is now, whatever is written over it later; one on a GPU is not waited for."""
     if isinstance(number, Tensor) and accelerator().holds(number):
-        return Underway(number.detach())
+        return DeviceScalar(number.detach())
     return float(number)
 
 
-def arrived(number: float | Underway) -> float:
+def ready(number: float | DeviceScalar) -> float:
     """The number that was sent."""
-    return float(number.read()) if isinstance(number, Underway) else number
+    return float(number.read()) if isinstance(number, DeviceScalar) else number

@@ -11,7 +11,7 @@ from torch import Tensor
 from nbkit.errors import TrainingError
 
 
-class Rate:
+class LrSchedule:
     """lr of group g at the step after `step` finished ones: base[g] x schedule(step). Without schedule: as it stands.
 
     A function of the step alone has no state, so resuming carries it for free.

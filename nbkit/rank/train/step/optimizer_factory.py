@@ -163,7 +163,7 @@ class _Part(NamedTuple):
     others: dict[str, Any]
 
 
-class Template:
+class OptimizerSpec:
     """Which parameter is in which group, by name, and everything else that the optimizer holds."""
 
     def __init__(

@@ -50,7 +50,7 @@ _PLAIN = "strategy='ddp', or an optimizer such as AdamW or SGD"
 _REACHABLE = "hold them in attributes of the optimizer, or take an optimizer such as AdamW or SGD"
 
 
-class Sends(Exception):
+class OptimizerSends(Exception):
     """The optimizer sends messages to other ranks."""
 
 
@@ -235,7 +235,7 @@ class OptimizerTrial:
                     return f"{found} after {step + 1} of {steps} steps"
             if kind in ("saved", "again"):
                 self._still = [name for name, p, _ in whole[1] if p.numel() and torch.equal(p.detach(), start[name])]
-        except Sends as error:
+        except OptimizerSends as error:
             raise TrainingError(
                 f"{self.name} sends messages to other ranks in its step, and so does a strategy, around an optimizer "
                 "of one process.",
@@ -425,7 +425,7 @@ def _aside() -> Iterator[None]:
 
     def refuse(operation: str, group: str, _: int) -> None:
         if get_ident() == own:
-            raise Sends(f"{operation} in {group}")
+            raise OptimizerSends(f"{operation} in {group}")
 
     delegating_group.listeners.append(refuse)
     torch.set_num_threads(1)  # to wake the others takes longer than they work, and on a busy machine a hundred times

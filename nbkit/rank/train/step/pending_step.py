@@ -11,7 +11,7 @@ from torch import Tensor
 from nbkit.errors import TrainingError
 from nbkit.mesh import Mesh
 from nbkit.rank.data.batch import Parts
-from nbkit.rank.train.step.async_copy import Underway, arrived, sent
+from nbkit.rank.train.step.async_copy import DeviceScalar, ready, to_host_async
 from nbkit.rank.train.step.step_stats import StepNumbers, StepReduction
 
 _OWN = ("step", "lr", "strategy", "seconds", "samples", "tokens")
@@ -31,11 +31,11 @@ class Pending:
     asked: int
     samples: int
     indices: Sequence[int]
-    lr: float | Underway
+    lr: float | DeviceScalar
     mesh: Mesh
     strategy: str
     parts: Parts = None
-    extra: dict[str, float | Underway] = field(default_factory=dict)
+    extra: dict[str, float | DeviceScalar] = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
     made: bool = False
 
@@ -53,7 +53,7 @@ class Pending:
                     "log() takes single numbers.", numbers=f"{name}: shape {tuple(value.shape)}", hint=f"{name}.mean()"
                 )
             try:
-                self.extra[name] = sent(value)
+                self.extra[name] = to_host_async(value)
             except (TypeError, ValueError):
                 raise TrainingError("log() takes numbers.", numbers=f"{name}: {value!r}") from None
 
@@ -62,11 +62,11 @@ class Pending:
         return {
             "step": self.step,
             "loss": numbers.loss,
-            "lr": arrived(self.lr),
+            "lr": ready(self.lr),
             "strategy": self.strategy,
             "seconds": max(numbers.seconds),
             "samples": self.samples,
             "tokens": numbers.tokens,
-            **{name: arrived(value) for name, value in self.extra.items()},
+            **{name: ready(value) for name, value in self.extra.items()},
             **self.remarks,
         }

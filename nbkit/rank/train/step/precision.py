@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.rank.device import accelerator
 from nbkit.rank.torch_private import unscale_
-from nbkit.rank.train.step.async_copy import Underway
+from nbkit.rank.train.step.async_copy import DeviceScalar
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What may be asked for, beside None."""
@@ -103,7 +103,7 @@ class Precision:
             return True
         if self._work is not None:
             self._work.wait()
-        finite = not bool(Underway(self._found).read())
+        finite = not bool(DeviceScalar(self._found).read())
         self._found = self._work = None
         if not finite:
             self.scale, self.finite = self.scale / 2, 0

@@ -50,7 +50,7 @@ from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import Integrity
 from nbkit.rank.train.replace.backup import Backups
-from nbkit.rank.train.step.async_copy import sent
+from nbkit.rank.train.step.async_copy import to_host_async
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.precision import Precision
@@ -229,7 +229,7 @@ class TrainingStep:
             check_buffers(sharded_model.module, self._watched, axes=sharded_model.axes, device=self.device)
             self._drift_unknown = False
         self.reduced = True
-        strategy, lr = sharded_model.strategy, sent(self.optimizer.param_groups[0]["lr"])
+        strategy, lr = sharded_model.strategy, to_host_async(self.optimizer.param_groups[0]["lr"])
         shape = strategy.mesh, str(strategy), shard.parts
         pending = Pending(step + 1, reduction, request, shard.total, shard.indices, lr, *shape)
         if not accelerator().holds(self.device):

@@ -23,7 +23,7 @@ from nbkit.rank.comm.group_creation import breaking_off
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.data_parallel.ddp import ALIVE
 from nbkit.rank.train.control.step_boundary import READY
-from nbkit.rank.train.step.async_copy import Underway
+from nbkit.rank.train.step.async_copy import DeviceScalar
 
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
 _NOT_FINITE, _ENDS, _DATA_ENDS = 1, 2, 4  # flags of a rank
@@ -67,7 +67,7 @@ class StepReduction:
         self.rank, self.world_size, self.device = rank, world_size, device
         self._work: dist.Work | None = None
         self._carried: Tensor | None = None
-        self._underway: Underway | None = None
+        self._underway: DeviceScalar | None = None
         self._broken_off = False
         self._numbers: StepNumbers | None = None
 
@@ -133,7 +133,7 @@ class StepReduction:
             self._vector[_CANARY].fill_(ALIVE)
         else:
             self._vector[_CANARY] = canary
-        self._underway = Underway(self._vector)
+        self._underway = DeviceScalar(self._vector)
 
     def break_off(self) -> None:
         """What is under way is broken off now: gradients whose sum the host does not know of are whole on no rank.

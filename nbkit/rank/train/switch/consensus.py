@@ -33,7 +33,7 @@ from nbkit.tensor_layout import Layout
 
 
 @dataclass
-class Said:
+class RankVote:
     """What a rank says when something was done. doing: what it is doing, for the error. numbers: compared by all.
 
     largest: of each of the numbers over all ranks, known afterwards.
@@ -45,7 +45,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Consensus:
+class Ballot:
     """Of all ranks about a switch. goes_on: the strategy that stays in force when the switch fails."""
 
     goes_on: Strategy
@@ -59,12 +59,12 @@ class Consensus:
         return [each for _, each in everyone]
 
     @contextmanager
-    def all_or_none(self, doing: str, *, numbers: int = 0) -> Iterator[Said]:
+    def all_or_none(self, doing: str, *, numbers: int = 0) -> Iterator[RankVote]:
         """What is done inside has worked on every rank, or SwitchError is raised on every rank.
 
         numbers: so many are compared, zeros if nothing else. Collective: one small all-reduce; waits for the device.
         """
-        said, failure = Said(doing, [0] * numbers), None
+        said, failure = RankVote(doing, [0] * numbers), None
         try:
             yield said
         except Exception as error:
@@ -122,7 +122,7 @@ class _Scalar(NamedTuple):
     dtype: torch.dtype
 
 
-class Run(NamedTuple):
+class ParameterRun(NamedTuple):
     """Neighbouring parameters of which an optimizer keeps the same. kinds: of what it keeps per element."""
 
     first: int
@@ -131,7 +131,7 @@ class Run(NamedTuple):
     numbers: dict[str, Any]
 
 
-class Memory(NamedTuple):
+class OptimizerMemory(NamedTuple):
     """What an optimizer remembers beside the elements. kinds: name -> {key: dtype}; numbers: see job_state.scalars."""
 
     kinds: dict[str, dict[str, torch.dtype]]
@@ -139,7 +139,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gathered:
+class RankKnowledge:
     """What ranks know of each other before a switch.
 
     strategy: the one to go to, its ranks in an order that suits all. memory: what their optimizers keep. crowded: a
@@ -147,7 +147,7 @@ class Gathered:
     """
 
     strategy: Strategy
-    memory: Memory
+    memory: OptimizerMemory
     crowded: bool
     alike: bool
 
@@ -158,8 +158,8 @@ def gather(
     builder: Builder,
     cost_model: Callable[[], CostModel],
     new: Strategy,
-    ranks: Consensus,
-) -> Gathered:
+    ranks: Ballot,
+) -> RankKnowledge:
     """What ranks know of each other; what users changed on the model counts from now on. One all-gather.
 
     Raises StrategyError, on every rank, for what cannot be split, and SwitchError when a rank failed to look.
@@ -185,19 +185,21 @@ def gather(
     builder.follow(changes)
     if len({order for order, _ in groups}) > 1:  # of what its optimizer keeps a rank may know more than another
         new = replace(asked, slowest="")
-    return Gathered(new, unpacked(runs, builder.names), any(lacking), len(set(groups)) == 1)
+    return RankKnowledge(new, unpacked(runs, builder.names), any(lacking), len(set(groups)) == 1)
 
 
-def memory_of(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[Run]:
+def memory_of(
+    sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, names: Sequence[str]
+) -> list[ParameterRun]:
     """What `optimizer` remembers of the parameters here. names: of the whole model's, the same on every rank."""
     kept = job_state.per_element(sharded_model, optimizer)
     kinds = by_name({key: tensor.dtype for key, (tensor, _) in kept.items()})
     numbers = job_state.scalars(sharded_model, optimizer)
-    runs: list[Run] = []
+    runs: list[ParameterRun] = []
     for place, name in enumerate(names):
         if name not in numbers:
             continue
-        run = Run(place, 1, kinds.get(name, {}), _packed(numbers[name]))
+        run = ParameterRun(place, 1, kinds.get(name, {}), _packed(numbers[name]))
         last = runs[-1] if runs else None
         if last is not None and last.first + last.length == place and _alike(last, run):
             runs[-1] = last._replace(length=last.length + 1)
@@ -206,9 +208,9 @@ def memory_of(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, nam
     return runs
 
 
-def unpacked(everyone: Sequence[Sequence[Run]], names: Sequence[str]) -> Memory:
+def unpacked(everyone: Sequence[Sequence[ParameterRun]], names: Sequence[str]) -> OptimizerMemory:
     """What the optimizers of all ranks remember, together."""
-    memory = Memory({}, {})
+    memory = OptimizerMemory({}, {})
     for run in (run for runs in everyone for run in runs):
         numbers = {
             key: torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Scalar) else value
@@ -229,7 +231,7 @@ def _packed(numbers: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _alike(one: Run, other: Run) -> bool:
+def _alike(one: ParameterRun, other: ParameterRun) -> bool:
     if one.kinds != other.kinds or one.numbers.keys() != other.numbers.keys():
         return False
     # Plain ones alone: whatever else there is belongs to one parameter.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import SwitchError
-from nbkit.planner.exchange import Plan
+from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.reshard.state_digest import sums
 from nbkit.rank.train.checkpoint.job_state import JobState
@@ -33,7 +33,7 @@ from nbkit.strategy import Strategy
 class Comparison:
     """Of two states, begun in a thread. The numbers of `new` that a forward pass changes are copied first."""
 
-    def __init__(self, old: JobState, new: JobState, plan: Plan, *, rank: int, device: torch.device) -> None:
+    def __init__(self, old: JobState, new: JobState, plan: ExchangePlan, *, rank: int, device: torch.device) -> None:
         self._device, self._failed = device, False
         self._keys = sorted({key for holding in (*plan.old, *plan.new) for key in holding})
         self._sums = torch.zeros(2, len(self._keys), dtype=torch.int64)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from nbkit.planner.exchange import Plan
+from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.strategy import Strategy
@@ -38,7 +38,7 @@ class PlanCache:
         """From `old` to `new`. Raises StrategyError for what cannot be split, TrainingError as `Plan.of` does."""
         known, exchange = self._kept.get((old, new), (None, None))
         if exchange is None or known != kinds:
-            plan = Plan.of(
+            plan = ExchangePlan.of(
                 self.layouts_by_rank(old, kinds),
                 self.layouts_by_rank(new, kinds),
                 {key: dtype.itemsize for key, dtype in kinds.items()},

@@ -29,7 +29,7 @@ from nbkit.strategy import Strategy
 GROUPS_SECONDS = 30.0  # a rank may have gone its own way: then the switch finds out, and makes them again
 
 
-class Ahead(step_boundary.Preparation):
+class SwitchPreparation(step_boundary.Preparation):
     """For a switch of `job` to `text`."""
 
     def __init__(self, job: Training, text: str) -> None:
@@ -91,7 +91,7 @@ class Ahead(step_boundary.Preparation):
 
 def begin(job: Training | None, text: str | None) -> step_boundary.Preparation:
     """Make ready for a switch of `job` to `text`, in a thread."""
-    return step_boundary.Preparation() if job is None or text is None else Ahead(job, text)
+    return step_boundary.Preparation() if job is None or text is None else SwitchPreparation(job, text)
 
 
 def make_ready(job: Training, text: str) -> Strategy:

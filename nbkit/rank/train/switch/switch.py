@@ -45,7 +45,7 @@ from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.pipeline.p2p import meet
 from nbkit.rank.parallel.process_groups import Connections
-from nbkit.rank.parallel.reshard.redistribute import Emptying, Exchange, Filling, InPlace, hollow
+from nbkit.rank.parallel.reshard.redistribute import Exchange, InPlace, SourceStorage, TargetStorage, hollow
 from nbkit.rank.parallel.reshard.state_digest import digest, scratch_bytes
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import Drawn
@@ -56,7 +56,7 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import Integrity
 from nbkit.rank.train.control.collective_guard import Guard, held_back, let_go
 from nbkit.rank.train.estimate.free_memory import roomy, trim
-from nbkit.rank.train.switch.consensus import Consensus, Gathered, Memory, agreed, gather, planned
+from nbkit.rank.train.switch.consensus import Ballot, OptimizerMemory, RankKnowledge, agreed, gather, planned
 from nbkit.rank.train.switch.pending_switch import Comparison, PendingSwitch, free
 from nbkit.rank.train.training import Training
 from nbkit.rank.train.training_state import TrainingState
@@ -67,19 +67,19 @@ from nbkit.strategy import Strategy
 
 
 @dataclass
-class Move:
+class SwitchMove:
     """From the state in force to another one. taken: whether the training computes with the other one already."""
 
     left: TrainingState
     state: TrainingState
-    old: Emptying
-    new: Filling
+    old: SourceStorage
+    new: TargetStorage
     exchange: InPlace
     rank: int
     device: torch.device
     taken: bool = False
 
-    def digest(self, sharded_model: Emptying | Filling) -> str:
+    def digest(self, sharded_model: SourceStorage | TargetStorage) -> str:
         """Of the old state or the new one, over all ranks. Collective."""
         plan = self.exchange.plan
         return digest(
@@ -88,7 +88,7 @@ class Move:
 
 
 @contextmanager
-def without_gradients(sharded_model: ShardedModel, ranks: Consensus) -> Iterator[None]:
+def without_gradients(sharded_model: ShardedModel, ranks: Ballot) -> Iterator[None]:
     """The gradients of `sharded_model` have no memory inside. After a SwitchError they have it again.
 
     Raises MemoryError, on every rank, when one of them does not get it.
@@ -108,25 +108,30 @@ def without_gradients(sharded_model: ShardedModel, ranks: Consensus) -> Iterator
 
 
 def prepare_in_place(
-    left: TrainingState, new: Strategy, connections: Connections, memory: Memory, builder: Builder, ranks: Consensus
-) -> Move:
+    left: TrainingState,
+    new: Strategy,
+    connections: Connections,
+    memory: OptimizerMemory,
+    builder: Builder,
+    ranks: Ballot,
+) -> SwitchMove:
     """The new sharded model, hollow, and the exchange that fills it. Collective."""
     before = job_state.state(left.sharded_model, left.optimizer)
     with ranks.all_or_none("building the new sharded model"), hollow() as spaces:
         sharded_model, inner = builder.build(new, connections, like=left.optimizer)
         sharded_model.data.let_go()
         job_state.allocate(sharded_model, inner, memory.kinds, memory.numbers)
-        target = Filling(job_state.state(sharded_model, inner), spaces)
+        target = TargetStorage(job_state.state(sharded_model, inner), spaces)
     to = dict(target.state)
     with ranks.all_or_none("planning the exchange", numbers=3) as said:
         kinds = builder.plans.kinds(memory.kinds)
         own, said.numbers = planned(builder.plans, kinds, left.sharded_model.strategy, new, before, to)
     plan = agreed(own, said.largest, before, to, rank=builder.rank).plan
     with ranks.all_or_none("planning the way"):
-        exchange, old = InPlace(plan, builder.rank), Emptying(before, left.sharded_model.data.tensors())
+        exchange, old = InPlace(plan, builder.rank), SourceStorage(before, left.sharded_model.data.tensors())
         exchange.check(old, target)
     there = left.under(sharded_model, inner, builder.options)
-    return Move(
+    return SwitchMove(
         left,
         there,
         old,
@@ -137,7 +142,7 @@ def prepare_in_place(
     )
 
 
-def exchange_in_place(move: Move, before: str, ranks: Consensus, adopt: Callable[[TrainingState], None]) -> float:
+def exchange_in_place(move: SwitchMove, before: str, ranks: Ballot, adopt: Callable[[TrainingState], None]) -> float:
     """Move everything and adopt it; all back when that fails on any rank. Returns the seconds of the proof.
 
     before: the digest of the old state.
@@ -166,7 +171,7 @@ def exchange_in_place(move: Move, before: str, ranks: Consensus, adopt: Callable
     return proof_s
 
 
-def _go_back(move: Move, error: SwitchError, before: str, adopt: Callable[[TrainingState], None]) -> None:
+def _go_back(move: SwitchMove, error: SwitchError, before: str, adopt: Callable[[TrainingState], None]) -> None:
     """Everything has been moved, and cannot stay: the old state is in force again, filled as it was. Collective."""
     if move.taken:
         move.taken = False
@@ -184,7 +189,7 @@ def _go_back(move: Move, error: SwitchError, before: str, adopt: Callable[[Train
 
 
 @contextmanager
-def in_pieces(move: Move, integrity: Integrity) -> Iterator[None]:
+def in_pieces(move: SwitchMove, integrity: Integrity) -> Iterator[None]:
     """No rank has whole weights until this is left, or led back: whatever comes next must know."""
     try:
         with integrity.changing():
@@ -214,7 +219,12 @@ class Prepared:
 
 
 def prepare(
-    left: TrainingState, new: Strategy, connections: Connections, memory: Memory, builder: Builder, ranks: Consensus
+    left: TrainingState,
+    new: Strategy,
+    connections: Connections,
+    memory: OptimizerMemory,
+    builder: Builder,
+    ranks: Ballot,
 ) -> Prepared:
     """The new sharded model with empty weights and state, and the exchange that fills it. Collective."""
     before = job_state.state(left.sharded_model, left.optimizer)
@@ -308,7 +318,7 @@ class Switchable(Training):
         self._handle.check_alone(new)
         self.builder.check_moves(old, new)
         self.builder.learn([new])
-        began, ranks = time.perf_counter(), Consensus(old, self.world_size, self.device)
+        began, ranks = time.perf_counter(), Ballot(old, self.world_size, self.device)
         try:
             gathered = gather(self.sharded_model, self.optimizer.inner, self.builder, self.cost_model, new, ranks)
             if gathered.crowded and keep:
@@ -331,7 +341,7 @@ class Switchable(Training):
         return event
 
     def _switch_beside(
-        self, gathered: Gathered, ranks: Consensus, began: float, *, keep: bool, beside: bool
+        self, gathered: RankKnowledge, ranks: Ballot, began: float, *, keep: bool, beside: bool
     ) -> Switched:
         """With the new sharded model beside the old one."""
         old, new, beside_s = self.strategy, gathered.strategy, self.builder.beside(gathered.strategy)
@@ -387,7 +397,7 @@ class Switchable(Training):
             self.switches.append(event)
         return event
 
-    def _switch_in_place(self, gathered: Gathered, ranks: Consensus, began: float) -> Switched:
+    def _switch_in_place(self, gathered: RankKnowledge, ranks: Ballot, began: float) -> Switched:
         """Within the memory of the larger sharded model. Where it fails, gradients are gone too: no step needs them.
 
         Raises TrainingError when the way back failed, and MemoryError, on every rank too, when the old strategy has no
@@ -500,7 +510,7 @@ class Switchable(Training):
         """
         if pending.previous is not None:
             tensors = [weakref.ref(tensor) for tensor in self.sharded_model.data.tensors()]
-            ranks = Consensus(self.strategy, self.world_size, self.device)
+            ranks = Ballot(self.strategy, self.world_size, self.device)
             with ranks.all_or_none(f"going back to {pending.old}"), held_back():
                 self._take_up_previous()
             if any(tensor() is not None for tensor in tensors):

@@ -18,7 +18,7 @@ from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.pipeline import layer_chain
 from nbkit.rank.parallel.pipeline import layer_chain as chains
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain, measure_costs
-from nbkit.rank.parallel.pipeline.trace_dataflow import Entry
+from nbkit.rank.parallel.pipeline.trace_dataflow import StageInput
 
 IDS = next_tokens(2, torch.Generator().manual_seed(0))[0]
 
@@ -312,7 +312,7 @@ def test_costs_of_a_real_model() -> None:
 
 
 def test_an_entry_is_plain_data() -> None:
-    entry = Entry(("[0][0]",), {"[0][0]": "[0][1]"}, frozenset({"[0][0]"}))
+    entry = StageInput(("[0][0]",), {"[0][0]": "[0][1]"}, frozenset({"[0][0]"}))
     assert pickle.loads(pickle.dumps(entry)) == entry
 
 

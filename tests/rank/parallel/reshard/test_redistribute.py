@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from nbkit.errors import TrainingError
-from nbkit.planner.exchange import Plan
+from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES, Exchange, plan_collectively
 from nbkit.tensor_layout import Layout
@@ -139,7 +139,7 @@ def moves_all(world: Any) -> int:
             for key, layout in new[world.place.rank].items()
         }
         node_of = (0, 0, 1, 1) if number % 3 else ()  # then ranks hand on what their node lacks
-        plan = Plan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()}, node_of=node_of)
+        plan = ExchangePlan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()}, node_of=node_of)
         handed_on += sum(group.relayed for group in plan.groups)
         if number % 21 == 0:
             assert plan_collectively(source, new[world.place.rank]).groups == plan.groups
@@ -169,7 +169,7 @@ def test_every_pair_arrives_bit_by_bit_and_no_byte_more_is_sent() -> None:
 
 def refuses(world: Any) -> list[str]:
     old, new = sides("rows"), sides("columns")
-    plan = Plan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()})
+    plan = ExchangePlan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()})
     told = []
     stale, target = state_of(sides("replicated")[world.place.rank]), state_of(new[world.place.rank])
     double = {k: (t.double() if k == "weight/0.up" else t, layout) for k, (t, layout) in target.items()}

@@ -9,8 +9,8 @@ from ranks import run_ranks
 from rounds_in_place import peaks
 
 from nbkit.errors import TrainingError
-from nbkit.planner.exchange import Plan
-from nbkit.rank.parallel.reshard.redistribute import Emptying, Filling, InPlace, emptied, hollow
+from nbkit.planner.exchange import ExchangePlan
+from nbkit.rank.parallel.reshard.redistribute import InPlace, SourceStorage, TargetStorage, emptied, hollow
 from nbkit.tensor_layout import Layout
 from tests.rank.parallel.reshard.test_redistribute import MODEL, RANKS, Wire, pairs, part_of, same
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 Holding = dict[str, Layout]
 
 
-class Refusing(Filling):
+class Refusing(TargetStorage):
     """Has no memory for the `fails_at`-th tensor."""
 
     left: int | None = None
@@ -31,8 +31,8 @@ class Refusing(Filling):
         super().take(key)
 
 
-def filled(holding: Holding) -> Emptying:
-    return Emptying({key: (part_of(key, layout), layout) for key, layout in holding.items()}, ())
+def filled(holding: Holding) -> SourceStorage:
+    return SourceStorage({key: (part_of(key, layout), layout) for key, layout in holding.items()}, ())
 
 
 def empty(holding: Holding) -> Refusing:
@@ -43,18 +43,18 @@ def empty(holding: Holding) -> Refusing:
     return Refusing(state, spaces)
 
 
-def num_bytes(side: Emptying | Filling) -> int:
+def num_bytes(side: SourceStorage | TargetStorage) -> int:
     """Of the storages that there are."""
     storages = {id(tensor): tensor.untyped_storage() for tensor, _ in side.state.values()}
     return sum(storage.nbytes() for storage in storages.values() if storage.nbytes() > 8)
 
 
-def holds(side: Emptying | Filling) -> bool:
+def holds(side: SourceStorage | TargetStorage) -> bool:
     return all(same(tensor, part_of(key, layout)) for key, (tensor, layout) in side.state.items())
 
 
-def planned(old: list[Holding], new: list[Holding]) -> Plan:
-    return Plan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()})
+def planned(old: list[Holding], new: list[Holding]) -> ExchangePlan:
+    return ExchangePlan.of(old, new, {key: dtype.itemsize for key, (_, dtype) in MODEL.items()})
 
 
 def moves(world: Any) -> None:
@@ -110,9 +110,9 @@ def peak_memory(world: Any) -> tuple[int, int, int, int]:
     rank, shapes = world.place.rank, {f"weight/{n}": (64, 1024) for n in range(32)}
     before = [{k: Layout.whole(s).part(0, RANKS, r) for k, s in shapes.items()} for r in range(RANKS)]
     after = [{k: Layout.whole(s) for n, (k, s) in enumerate(shapes.items()) if n % 2 == r % 2} for r in range(RANKS)]
-    plan = Plan.of(before, after, dict.fromkeys(shapes, 4))
+    plan = ExchangePlan.of(before, after, dict.fromkeys(shapes, 4))
     exchange = InPlace(plan, rank, limit=1 << 20)
-    old = Emptying({key: (torch.ones(layout.local), layout) for key, layout in before[rank].items()}, ())
+    old = SourceStorage({key: (torch.ones(layout.local), layout) for key, layout in before[rank].items()}, ())
     with hollow() as spaces:
         new = Watched({key: (emptied(torch.empty(at.local)), at) for key, at in after[rank].items()}, spaces)
     new.other = old
@@ -121,11 +121,11 @@ def peak_memory(world: Any) -> tuple[int, int, int, int]:
     return new.most, began, num_bytes(new), peaks(plan, exchange.rounds)[rank]
 
 
-class Watched(Filling):
+class Watched(TargetStorage):
     """Sees how much both sides have after every tensor that gets memory."""
 
     most = 0
-    other: Emptying
+    other: SourceStorage
 
     def take(self, key: str) -> None:
         super().take(key)
@@ -142,7 +142,7 @@ def test_tensors_that_share_memory_come_and_go_together_and_who_looks_on_keeps_i
     flat = torch.arange(12.0)
     one, two = flat[:4].view(2, 2), flat[6:]
     layouts = {"one": Layout.whole((2, 2)), "two": Layout.whole((6,))}
-    side = Emptying({"one": (one, layouts["one"]), "two": (two, layouts["two"])}, [flat])
+    side = SourceStorage({"one": (one, layouts["one"]), "two": (two, layouts["two"])}, [flat])
     seen = torch.Tensor.view(one, 4)  # somebody's own view
 
     side.let_go("one")

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from nbkit.rank.data.batch import call
 from nbkit.rank.models import gpt
-from nbkit.rank.parallel.tensor import TensorPlan, plan_of
+from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.linear_types import is_linear
+from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from zoo.training import SUBJECTS
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.errors import NbkitError
-from nbkit.rank.parallel.tensor import tensor_parallel
+from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.parallel.tensor.plan.choose_plan import candidates
 
 IDS = torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(0))

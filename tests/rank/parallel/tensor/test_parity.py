@@ -15,7 +15,7 @@ from torch import nn
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.module.forward_wrapper import recompute
-from nbkit.rank.parallel.tensor import tensor_parallel
+from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 
 LIMIT = 1e-12

@@ -13,7 +13,7 @@ from torch import nn
 from nbkit.rank.comm.thread_group import ThreadGroup
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.options import Options
-from nbkit.rank.parallel.tensor import plan_of
+from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.whole_step.steps import Batch, steps_of_ranks
 from nbkit.strategy import Strategy

@@ -12,8 +12,7 @@ from torch import nn
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.copies import skeleton_of
-from nbkit.rank.parallel.tensor import plan_of
-from nbkit.rank.parallel.tensor.plan.choose_plan import candidates
+from nbkit.rank.parallel.tensor.plan.choose_plan import candidates, plan_of
 
 
 def rows(name: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.module.copies import skeleton_of
-from nbkit.rank.parallel.tensor import tensor_parallel
+from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.parallel.tensor.sharded_tensor import PositionShard, completed, sendable
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.tensor_layout import bounds

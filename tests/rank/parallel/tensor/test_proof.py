@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.errors import StrategyError
-from nbkit.rank.parallel.tensor import plan_of
+from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.train.checkpoint.job_state import weights
 from nbkit.rank.train.job import prepare

@@ -16,7 +16,8 @@ from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.stage_module import Staged
-from nbkit.rank.parallel.tensor import plan_of, tensor_parallel
+from nbkit.rank.parallel.tensor.apply import tensor_parallel
+from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 
 
 def staged(

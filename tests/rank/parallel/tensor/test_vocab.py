@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
 from nbkit.rank.comm import delegating_group
-from nbkit.rank.parallel.tensor import VocabShard, collectives
+from nbkit.rank.parallel.tensor import collectives
+from nbkit.rank.parallel.tensor.sharded_tensor import VocabShard
 from nbkit.tensor_layout import bounds
 
 V, B, T = 11, 3, 5

@@ -257,7 +257,7 @@ def numbers_of_numpy(world: Any, path: Path) -> list[Any]:
     first.fit(1)
     first.lr = np.float64(0.03)
     first.save(path)
-    settings = dcp_io.Reader(path).about["settings"]
+    settings = dcp_io.DcpReader(path).about["settings"]
     second = quiet(optimizer=optimizer)
     second.load(path)
     same = [r["loss"] for r in first.fit(2)] == [r["loss"] for r in second.fit(2)]

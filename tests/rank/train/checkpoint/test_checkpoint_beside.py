@@ -34,7 +34,7 @@ def plain(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def beside(world: Any, folder: Path) -> dict[str, Any]:
     from nbkit.rank.train.checkpoint import dcp_io
 
-    rank, write = world.place.rank, dcp_io.Writer.write
+    rank, write = world.place.rank, dcp_io.DcpWriter.write
     go, order, printed = threading.Event(), list[Any](), io.StringIO()
 
     def late(writer: Any, planner: Any) -> Any:
@@ -59,11 +59,11 @@ def beside(world: Any, folder: Path) -> dict[str, Any]:
         whole.job.ledger.listeners.append(
             lambda event: order.append(event.path[-6:]) if event.kind == "checkpoint" else None
         )
-        dcp_io.Writer.write = late  # type: ignore[method-assign]
+        dcp_io.DcpWriter.write = late  # type: ignore[method-assign]
         whole.fit(4)
-        dcp_io.Writer.write = full  # type: ignore[method-assign]
+        dcp_io.DcpWriter.write = full  # type: ignore[method-assign]
         whole.fit(2)  # the save at step 6 fails
-        dcp_io.Writer.write = write  # type: ignore[method-assign]
+        dcp_io.DcpWriter.write = write  # type: ignore[method-assign]
         whole.fit(4)
         told["order"] = order
         torch.distributed.barrier()  # rank 0 has deleted what does not stay
@@ -72,7 +72,7 @@ def beside(world: Any, folder: Path) -> dict[str, Any]:
         told["last"] = str(whole.saves.last.path), whole.saves.last.step
         if rank == 0:
             path = folder / "kept" / "step-10"
-            chunk = dcp_io.Reader(path).tensors["weight/0.weight"].chunks[0]
+            chunk = dcp_io.DcpReader(path).tensors["weight/0.weight"].chunks[0]
             with (path / chunk.file).open("r+b") as file:
                 file.seek(chunk.start)
                 file.write(b"x")

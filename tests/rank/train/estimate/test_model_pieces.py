@@ -26,7 +26,7 @@ from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.train.estimate import model_pieces
 from nbkit.rank.train.estimate import model_trace as trace_model
-from nbkit.rank.train.estimate.model_trace import Traced
+from nbkit.rank.train.estimate.model_trace import ModelTrace
 from nbkit.strategy import Strategy
 
 CONFIG = GPTConfig(vocab=256, block=64, layers=4, heads=4, width=128)
@@ -62,7 +62,7 @@ def test_a_model_is_measured_once_for_each_way_to_cut_it_and_recomputed_only_whe
     measured: list[tuple[int, bool]] = []
     trace = trace_model.trace
 
-    def counted(skeleton: nn.Module, options: Options, *args: Any, tp: int, **kwargs: Any) -> Traced:
+    def counted(skeleton: nn.Module, options: Options, *args: Any, tp: int, **kwargs: Any) -> ModelTrace:
         measured.append((tp, options.recompute))
         return trace(skeleton, options, *args, tp=tp, **kwargs)
 
@@ -89,7 +89,7 @@ def test_what_takes_long_says_on_one_line_what_it_does_and_takes_the_line_away(m
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(planning, "_AFTER", 0.0)
     monkeypatch.setattr(planning, "_EVERY", 0.001)
-    with planning.ProgressLine("plan", "counts") as line:
+    with planning.PlanningLine("plan", "counts") as line:
         while "counts (0 s)" not in screen.getvalue():
             time.sleep(0.001)
         line.say("adds")
@@ -98,7 +98,7 @@ def test_what_takes_long_says_on_one_line_what_it_does_and_takes_the_line_away(m
     first, *_, last, left = screen.getvalue().split("\r")[1:]
     assert (first, last.strip(), left) == ("plan: counts (0 s)", "", "") and len(last) == len("plan: adds (0 s)")
     monkeypatch.setattr(planning, "_AFTER", 60.0)
-    with planning.ProgressLine("plan", "ends at once"):
+    with planning.PlanningLine("plan", "ends at once"):
         pass
     assert "at once" not in screen.getvalue()
 

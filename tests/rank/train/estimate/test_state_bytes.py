@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from nbkit.planner.exchange import Plan
+from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.shard_layouts import RankLayouts, ShardLayouts
-from nbkit.rank.train.estimate.state_bytes import Census
+from nbkit.rank.train.estimate.state_bytes import StateBytes
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
@@ -50,7 +50,7 @@ def holdings(rank_layouts: RankLayouts) -> list[dict[str, Layout]]:
 @pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
 def test_every_pair_of_strategies_moves_what_its_plan_moves(shard_layouts: ShardLayouts, ranks: int) -> None:
     names = [name for name, _ in shard_layouts.skeleton.named_parameters()]
-    census = Census(shard_layouts, dict.fromkeys(names, KINDS), set(names))
+    census = StateBytes(shard_layouts, dict.fromkeys(names, KINDS), set(names))
     every = [one for one in Strategy.every(ranks, schedules=("1f1b", "zbv")) if one.tp in (1, 2, 4)]
     assert len(every) > 20
     checked = 0
@@ -58,7 +58,7 @@ def test_every_pair_of_strategies_moves_what_its_plan_moves(shard_layouts: Shard
         for new in every[1::4]:
             before, after = holdings(shard_layouts.of(old)), holdings(shard_layouts.of(new))
             sizes = {key: KINDS.get(key.partition("/")[0], 4) for one in (*before, *after) for key in one}
-            plan, flow = Plan.of(before, after, sizes), census.flow(old, new)
+            plan, flow = ExchangePlan.of(before, after, sizes), census.flow(old, new)
             assert flow.received == plan.bytes, (old, new)
             whole = tuple(sum(layout.numel * sizes[key] for key, layout in one.items()) for one in after)
             assert tuple(map(sum, zip(flow.received, flow.kept, strict=True))) == whole, (old, new)
@@ -72,7 +72,7 @@ def test_ranks_that_hold_alike_share_a_row(shard_layouts: ShardLayouts) -> None:
         {name: p.numel() for name, p in shard_layouts.skeleton.named_parameters() if name.startswith(f"blocks.{i}.")}
         for i in range(6)
     ]
-    census = Census(shard_layouts, dict.fromkeys(names, KINDS), set(names), blocks)
+    census = StateBytes(shard_layouts, dict.fromkeys(names, KINDS), set(names), blocks)
 
     rows, of_ranks = census.fractions(Strategy.parse("pp=2 dp=2", 4))
     assert rows == [[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]] and of_ranks == [0, 0, 1, 1]

@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 from torch.nn import functional as F
 
-from nbkit.planner.link_speed import Way
+from nbkit.planner.link_speed import OperationSpeed
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
 from nbkit.rank.train.estimate.strategy_table import look_at_all, measure_peaks, option, table
@@ -49,7 +49,7 @@ def tables(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
     found = []
     for speed in speeds:
         link = job.builder.link
-        ways = dict.fromkeys(OPERATIONS, Way(1e-4, speed))
+        ways = dict.fromkeys(OPERATIONS, OperationSpeed(1e-4, speed))
         job.builder.link = replace(link, ways=ways, crowded=False)
         job.forget_estimates()
         plain = seconds_before_a_step(job.cost_model(), job.builder, Strategy(dp=2), 8)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.train.out_of_memory import tensor_limit
-from nbkit.rank.train.out_of_memory.rescue import LEVELS, Seen
+from nbkit.rank.train.out_of_memory.rescue import LEVELS, DeviceMemory
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import OutOfMemory
 
@@ -22,27 +22,27 @@ GB = 10**9
 
 
 def test_a_step_that_is_too_large_is_nobody_elses_fault() -> None:
-    assert Seen(80 * GB, 79 * GB, 78 * GB, 77 * GB, levels=(2, 9, 9, 9, 9, 9)).findings() == []
-    assert Seen().findings() == []
+    assert DeviceMemory(80 * GB, 79 * GB, 78 * GB, 77 * GB, levels=(2, 9, 9, 9, 9, 9)).findings() == []
+    assert DeviceMemory().findings() == []
 
 
 def test_live_tensors_that_grow_at_every_step_are_a_leak() -> None:
     levels = [(10 + i) * GB for i in range(6)]
-    (found,) = Seen(80 * GB, 79 * GB, 78 * GB, 77 * GB, levels=levels).findings()
+    (found,) = DeviceMemory(80 * GB, 79 * GB, 78 * GB, 77 * GB, levels=levels).findings()
     assert "grew by 1,000 MB a step" in found
     # The optimizer's state comes once, and a few bytes more are no leak.
-    assert Seen(levels=levels[:5]).findings() == []
-    assert Seen(levels=[10 * GB + i for i in range(6)]).findings() == []
-    assert Seen(levels=[*levels[:5], levels[4]]).findings() == []
+    assert DeviceMemory(levels=levels[:5]).findings() == []
+    assert DeviceMemory(levels=[10 * GB + i for i in range(6)]).findings() == []
+    assert DeviceMemory(levels=[*levels[:5], levels[4]]).findings() == []
 
 
 def test_gaps_and_other_processes_are_told_apart() -> None:
-    (gaps,) = Seen(80 * GB, 79 * GB, 78 * GB, 60 * GB).findings()
+    (gaps,) = DeviceMemory(80 * GB, 79 * GB, 78 * GB, 60 * GB).findings()
     assert "1.8e+04 MB of 7.8e+04 MB" in gaps and "expandable_segments" in gaps
-    (others,) = Seen(80 * GB, 79 * GB, 50 * GB, 49 * GB).findings()
+    (others,) = DeviceMemory(80 * GB, 79 * GB, 50 * GB, 49 * GB).findings()
     assert "2.8e+04 MB of 8e+04 MB are held by others" in others
     # What CUDA and NCCL take beside torch's allocator is this process's own, and much of a small device.
-    assert Seen(8 * GB, 8 * GB, 65 * GB // 10, 64 * GB // 10).findings() == []
+    assert DeviceMemory(8 * GB, 8 * GB, 65 * GB // 10, 64 * GB // 10).findings() == []
 
 
 STEPS, ROWS = LEVELS + 4, 16

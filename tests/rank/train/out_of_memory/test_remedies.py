@@ -12,7 +12,7 @@ from jobs import quiet
 from ranks import run_ranks
 from torch.nn import functional as F
 
-from nbkit.planner.link_speed import Way
+from nbkit.planner.link_speed import OperationSpeed
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.estimate.strategy_table import measure_peaks, table
 from nbkit.rank.train.job import Job
@@ -52,7 +52,7 @@ def offered(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
     job.builder._know(costs=(0.1,) * 4)
     found = []
     for speed in speeds:
-        ways = dict.fromkeys(OPERATIONS, Way(1e-3, speed))
+        ways = dict.fromkeys(OPERATIONS, OperationSpeed(1e-3, speed))
         job.builder.link = replace(job.builder.link, ways=ways, crowded=False)
         job.forget_estimates()
         got = remedies(job, ROWS, None, ())

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbkit.bridge.requests import Control, Controls
+from nbkit.bridge.requests import Control, TrainingRequestHandler
 from nbkit.errors import TrainingError
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.control import step_boundary
@@ -138,7 +138,7 @@ def answered(number: int, strategy: str = "") -> dict[str, Any]:
 
 def asked(world: Any) -> list[dict[str, Any]]:
     """Held in a detached cell, until a row or a strategy is named; ended elsewhere, and gone on with by hand."""
-    controls, found = Controls(), []
+    controls, found = TrainingRequestHandler(), []
     here = world.place.rank == 0
     for number, strategy in ((2, ""), (0, "zero3")):
         trainer = made("ddp", on_oom="ask")

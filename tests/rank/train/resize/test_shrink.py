@@ -11,8 +11,8 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
-from nbkit.rank.train.replace.resume_fit import Span
-from nbkit.rank.train.resize.plan_resize import Resizing
+from nbkit.rank.train.replace.resume_fit import FitRange
+from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary
 from nbkit.rank.train.resize.shrink import shrink
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
@@ -25,16 +25,16 @@ def shrunk(world: Any) -> dict[str, Any]:
     sgd = lambda model: torch.optim.SGD(model.parameters(), lr=1e-3)  # noqa: E731
     trainer = quiet(model=lambda: nn.Linear(4, 1), loss=F.mse_loss, optimizer=sgd, data=rows, batch_size=6)
     said: list[str] = []
-    with pytest.raises(Resizing) as asked:
-        shrink(trainer, Span(0, 4, fewer=1), said.append)
+    with pytest.raises(ResizeAtBoundary) as asked:
+        shrink(trainer, FitRange(0, 4, fewer=1), said.append)
     world.place = replace(world.place, local_rank=0, local_world_size=1)  # as of three hosts
-    span = shrink(trainer, Span(0, 4, fewer=1), said.append)
+    span = shrink(trainer, FitRange(0, 4, fewer=1), said.append)
     trainer.fit(span.goal)
     return {"wanted": asked.value.wanted.ranks, "span": span, "said": said, "step": trainer.step}
 
 
 def test_on_several_hosts_all_ranks_go_on_and_the_reason_is_said() -> None:
     for found in run_ranks(shrunk, 3):
-        assert found["wanted"] == 2 and found["span"] == Span(0, 4, fewer=0) and found["step"] == 4
+        assert found["wanted"] == 2 and found["span"] == FitRange(0, 4, fewer=0) and found["step"] == 4
         (said,) = found["said"]
         assert said.startswith("on_failure='shrink': goes on with 3 ranks.") and "3 ranks on several" in said

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.step.lr_schedule import Rate
+from nbkit.rank.train.step.lr_schedule import LrSchedule
 
 
 def groups(*rates: float) -> torch.optim.Optimizer:
@@ -20,7 +20,7 @@ def rates(optimizer: torch.optim.Optimizer) -> list[float]:
 
 def test_groups_keep_their_ratio_where_the_schedule_stands_at_zero() -> None:
     optimizer = groups(1e-3, 1e-2)
-    rate = Rate(optimizer, lambda step: min(1.0, step / 10))
+    rate = LrSchedule(optimizer, lambda step: min(1.0, step / 10))
     rate.prepare(0)
     assert rates(optimizer) == [0, 0]
 
@@ -36,7 +36,7 @@ def test_groups_keep_their_ratio_where_the_schedule_stands_at_zero() -> None:
 def test_a_first_group_that_stands_still_has_no_ratio() -> None:
     optimizer = groups(0.0, 1e-3)
     with pytest.raises(TrainingError, match="have no ratio to it"):
-        Rate(optimizer, None).set(1e-3)
+        LrSchedule(optimizer, None).set(1e-3)
     assert rates(optimizer) == [0.0, 1e-3]
-    Rate(still := groups(0.0, 0.0), None).set(1e-3)
+    LrSchedule(still := groups(0.0, 0.0), None).set(1e-3)
     assert rates(still) == [1e-3, 1e-3]

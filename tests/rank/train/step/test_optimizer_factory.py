@@ -13,7 +13,7 @@ from ranks import known_optimizers, run_ranks
 from torch import nn
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train.step.optimizer_factory import Template
+from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.strategy import Strategy
 
 
@@ -32,9 +32,9 @@ class Broken(torch.optim.SGD):
         raise NameError("name 'rows' is not defined")
 
 
-def factory(kind: Callable[..., torch.optim.Optimizer]) -> Template:
+def factory(kind: Callable[..., torch.optim.Optimizer]) -> OptimizerSpec:
     model = nn.Linear(3, 2)
-    return Template(kind(model.parameters(), lr=0.1), module=model)
+    return OptimizerSpec(kind(model.parameters(), lr=0.1), module=model)
 
 
 def test_an_optimizer_that_mixes_elements_is_refused_where_parameters_are_split() -> None:
@@ -55,7 +55,7 @@ def test_every_strategy_switch_and_checkpoint_takes_the_optimizers_that_ranks_of
     assert made.keys() == set(known_optimizers)
     strategies = [Strategy.parse(text, 2) for text in ("ddp", "zero1", "zero3", "dp=1 tp=2", "pp")]
     for name, kind in made.items():
-        template = Template(kind, module=nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)))
+        template = OptimizerSpec(kind, module=nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)))
         assert template.name == name
         for strategy in strategies[1:]:
             template.check_moves(strategies[0], strategy)
@@ -80,9 +80,9 @@ def test_it_is_tried_whether_steps_grow_with_the_gradients() -> None:
 def test_it_is_tried_whether_the_rate_of_the_groups_counts() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     for name in ("chained", "lookahead", "prodigy", "adafactor"):
-        Template(OPTIMIZERS[name], module=model).check_rate()
+        OptimizerSpec(OPTIMIZERS[name], module=model).check_rate()
     with pytest.raises(TrainingError, match="Both does not take the learning rate of the groups that it shows"):
-        Template(OPTIMIZERS["two in one"], module=model).check_rate()
+        OptimizerSpec(OPTIMIZERS["two in one"], module=model).check_rate()
 
 
 def sends(world: Any) -> list[str]:
@@ -91,7 +91,7 @@ def sends(world: Any) -> list[str]:
     model = nn.Linear(3, 2)
     with pytest.raises(TrainingError) as refused:
         kind = torch.optim.AdamW
-        Template(lambda m: ZeroRedundancyOptimizer(m.parameters(), optimizer_class=kind, lr=0.01), module=model)
+        OptimizerSpec(lambda m: ZeroRedundancyOptimizer(m.parameters(), optimizer_class=kind, lr=0.01), module=model)
     return [refused.value.what, refused.value.hint or ""]
 
 
@@ -103,13 +103,13 @@ def test_an_optimizer_that_sends_messages_is_refused() -> None:
 
 def test_what_an_optimizer_counts_outside_of_itself_is_found() -> None:
     with pytest.raises(TrainingError, match="Counting remembers something outside of itself"):
-        Template(OPTIMIZERS["closure"], module=nn.Linear(3, 2))
+        OptimizerSpec(OPTIMIZERS["closure"], module=nn.Linear(3, 2))
 
 
 def test_a_trial_changes_neither_weights_nor_what_the_optimizer_holds() -> None:
     model = nn.Linear(3, 2)
     before, draws = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
-    template = Template(OPTIMIZERS["list"], module=model)
+    template = OptimizerSpec(OPTIMIZERS["list"], module=model)
     with pytest.raises(TrainingError):
         template.check(Strategy.parse("zero3", 2))
     optimizer = template.build(dict(model.named_parameters()))
@@ -123,10 +123,10 @@ def test_a_trial_changes_neither_weights_nor_what_the_optimizer_holds() -> None:
 def test_a_class_given_for_a_factory_is_told_how_to_be_one() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(TrainingError, match="Adam wants its parameters") as refused:
-        Template(torch.optim.Adam, module=model)  # type: ignore[arg-type]
+        OptimizerSpec(torch.optim.Adam, module=model)  # type: ignore[arg-type]
     assert refused.value.hint == "optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3)"
     with pytest.raises(TrainingError, match="Mixing wants its parameters") as refused:
-        Template(Mixing, module=model)  # type: ignore[arg-type]
+        OptimizerSpec(Mixing, module=model)  # type: ignore[arg-type]
     assert refused.value.hint == "optimizer=lambda model: Mixing(model.parameters(), lr=1e-3)"
 
 

@@ -16,7 +16,7 @@ from jobs import asked_for, mean_loss, points, quiet
 from ranks import next_generation, run_ranks
 from torch import Tensor, nn
 
-from nbkit.bridge.requests import Control, Controls
+from nbkit.bridge.requests import Control, TrainingRequestHandler
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.data.batch import shard_of
 from nbkit.rank.train import builder
@@ -130,7 +130,7 @@ def fails_while_it_trains(
     room: str, strategy: str, plan: Plan, model: Any = drawing, *, on: bool = True
 ) -> dict[str, Any]:
     """Asked for as by a click; on: then the same again, and one that is well."""
-    trainer, controls = trainer_of(model), Controls()
+    trainer, controls = trainer_of(model), TrainingRequestHandler()
     events = heard_by(trainer)
     trainer.fit(2)
     plans.append(plan)
@@ -235,7 +235,7 @@ def test_a_stage_that_fails_leads_its_pipeline_back() -> None:
 def four(world: Any) -> dict[str, Any]:
     found = []
     for room in ("both", "one"):
-        trainer, controls = trainer_of(in_stages, strategy="zero1 tp=2"), Controls()
+        trainer, controls = trainer_of(in_stages, strategy="zero1 tp=2"), TrainingRequestHandler()
         trainer.fit(2)
         plans.append(Plan("dp=2 tp=2 zero=3", "backward", (3,)))
         with pytest.MonkeyPatch.context() as patch:
@@ -361,7 +361,7 @@ def test_a_loop_of_ones_own_makes_the_same_batch_again_within_backward() -> None
 def asked_in_a_loop(world: Any) -> dict[str, Any]:
     plans.clear()
     random.seed(5)
-    job, controls = prepare(drawing, Adam, loss=mean_loss, log_dir=None, seed=7), Controls()
+    job, controls = prepare(drawing, Adam, loss=mean_loss, log_dir=None, seed=7), TrainingRequestHandler()
     step_boundary.preparers["control"] = lambda control: step_boundary.Preparation()
     plans.append(Plan(ZERO3, "backward", (1,)))
     loader = torch.utils.data.DataLoader(points(64), batch_size=8, shuffle=True)
@@ -504,7 +504,7 @@ def test_data_that_cannot_be_read_twice_loses_no_batch() -> None:
 def tried(world: Any) -> dict[str, Any]:
     never = trainer_of()
     never.fit(STEPS)
-    trainer, controls = trainer_of(), Controls()
+    trainer, controls = trainer_of(), TrainingRequestHandler()
     trainer.fit(2)
     plans.append(Plan(ZERO3, "backward", (1,)))
     with pytest.raises(SwitchError) as refused:
@@ -541,7 +541,7 @@ def kept(world: Any) -> list[int]:
     """How many tensors of the sharded model that failed are left when training goes on."""
     found = []
     for room in ("both", "sides", "one"):
-        trainer, controls = trainer_of(), Controls()
+        trainer, controls = trainer_of(), TrainingRequestHandler()
         trainer.fit(2)
         held: list[weakref.ref[Tensor]] = []
         failing = switching.FirstStep._go_back
@@ -571,7 +571,7 @@ def paused(world: Any) -> dict[str, Any]:
     """In a pause the verdict cannot wait for a step; what comes of that is told where the training runs."""
     never = trainer_of()
     never.fit(STEPS)
-    trainer, controls = trainer_of(), Controls()
+    trainer, controls = trainer_of(), TrainingRequestHandler()
     trainer.fit(2)
     plans.append(Plan(ZERO3, "forward", (1,)))
     pause, switch = Control("pause", "pause", {}), Control("switch", "switch", {"strategy": "zero3"})

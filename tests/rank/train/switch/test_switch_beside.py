@@ -14,8 +14,8 @@ import torch
 from jobs import asked_for, flat, one_process, points, quiet
 from ranks import run_ranks
 
-from nbkit.bridge.requests import Controls
-from nbkit.planner.exchange import Plan
+from nbkit.bridge.requests import TrainingRequestHandler
+from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.comm.agree import USUAL_BYTES, all_gather_objects
 from nbkit.rank.parallel import parallelize
 from nbkit.rank.train.switch import consensus as joining
@@ -32,7 +32,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 def planned_in(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """(what, name of the thread) of whatever is planned or cut from now on."""
     found: list[tuple[str, str]] = []
-    spread, cut = Plan.of.__func__, parallelize.cut
+    spread, cut = ExchangePlan.of.__func__, parallelize.cut
 
     def of(cls: Any, *args: Any, **kwargs: Any) -> Any:
         found.append(("plan", threading.current_thread().name))
@@ -44,7 +44,7 @@ def planned_in(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
     from nbkit.rank.train import builder
 
-    patch.setattr(Plan, "of", classmethod(of))
+    patch.setattr(ExchangePlan, "of", classmethod(of))
     patch.setattr(builder, "cut", cutting)
     patch.setattr(parallelize, "cut", cutting)
     return found
@@ -52,7 +52,7 @@ def planned_in(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 def while_it_trains(world: Any) -> dict[str, Any]:
     trainer = quiet(optimizer=adam, data=points(40))
-    controls = Controls()
+    controls = TrainingRequestHandler()
     trainer.fit(1)
     for strategy in ("zero3", "zero1"):  # the groups are there
         trainer.switch(strategy)
@@ -77,7 +77,7 @@ def test_asked_for_while_it_trains_only_what_moves_pauses() -> None:
 
 def late_or_broken(world: Any) -> list[Any]:
     trainer = quiet(optimizer=adam, data=points(40))
-    controls, go_on, made = Controls(), threading.Event(), prefetch.make_ready
+    controls, go_on, made = TrainingRequestHandler(), threading.Event(), prefetch.make_ready
     trainer.fit(1)
 
     def slowly(job: Any, text: str) -> None:
@@ -111,7 +111,7 @@ def test_a_rank_that_is_not_ready_is_waited_for_and_one_that_cannot_be_is_not() 
 
 
 def first_visits(world: Any) -> dict[str, Any]:
-    trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
+    trainer, controls = quiet(optimizer=adam, data=points(40)), TrainingRequestHandler()
     trainer.fit(1)
     found: dict[str, Any] = {"results": [], "made": []}
     made: set[tuple[str, str]] = set()
@@ -151,7 +151,7 @@ def test_groups_are_made_beside_the_training_and_where_that_fails_by_the_switch(
 
 
 def groups_of_ones_own(world: Any) -> list[float]:
-    trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
+    trainer, controls = quiet(optimizer=adam, data=points(40)), TrainingRequestHandler()
     trainer.fit(1)
     new_group, sums = torch.distributed.new_group, []
 

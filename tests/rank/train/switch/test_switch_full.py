@@ -15,7 +15,7 @@ from ranks import run_ranks
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.parallel.data_parallel.ddp import Replicas
 from nbkit.rank.parallel.reshard import redistribute as moving
-from nbkit.rank.parallel.reshard.redistribute import Filling, hollow
+from nbkit.rank.parallel.reshard.redistribute import TargetStorage, hollow
 from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
 from nbkit.rank.telemetry.health import storage_bytes
 from nbkit.rank.train import builder
@@ -24,7 +24,7 @@ from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.free_memory import side_bytes
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.switch import switch as switching
-from nbkit.rank.train.switch.consensus import Consensus, gather
+from nbkit.rank.train.switch.consensus import Ballot, gather
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 from tests.rank.train.switch.test_switch import losses, trainer
@@ -109,7 +109,7 @@ def built_hollow(world: Any) -> dict[str, tuple[int, int]]:
     job, found = trainer(), {}
     job.fit(1)
     now, inner = job.job, job.job.optimizer.inner
-    ranks = Consensus(now.strategy, 2, now.device)
+    ranks = Ballot(now.strategy, 2, now.device)
     memory = gather(now.sharded_model, inner, now.builder, now.cost_model, now.strategy, ranks).memory
     for text in THROUGH:
         strategy, sizes = Strategy.parse(text, 2), []
@@ -179,14 +179,14 @@ def once(patch: pytest.MonkeyPatch, owner: Any, name: str, *, calls: int = 0) ->
 
 
 def runs_out(patch: pytest.MonkeyPatch) -> None:
-    once(patch, Filling, "take", calls=70)
+    once(patch, TargetStorage, "take", calls=70)
 
 
 STAGES = {
     "asking": lambda patch: patch.setattr(free_memory, "left", planted),
     "building": lambda patch: patch.setattr(builder, "parallelize", planted),
     "planning": lambda patch: patch.setattr(switching, "InPlace", planted),
-    "the first tensor": lambda patch: once(patch, Filling, "take"),
+    "the first tensor": lambda patch: once(patch, TargetStorage, "take"),
     "the seventieth tensor": runs_out,
     "refresh": lambda patch: once(patch, ShardedParameters, "refresh"),
     "gradients": lambda patch: once(patch, ShardedParameters, "begin_again"),

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-from nbkit.bridge.requests import Control, Controls
+from nbkit.bridge.requests import Control, TrainingRequestHandler
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.ddp import Replicas
-from nbkit.rank.parallel.reshard.redistribute import Emptying
+from nbkit.rank.parallel.reshard.redistribute import SourceStorage
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.switch import switch as switching
 from nbkit.rank.train.trainer import Trainer
@@ -72,7 +72,7 @@ def test_an_interrupt_leaves_every_rank_with_the_same_strategy_to_undo_and_with_
 def asked_for_while_it_trains(world: Any) -> list[Any]:
     told: list[Any] = []
     for last in (no_way_back, no_gradients):
-        job, controls = trainer(strategy="ddp"), Controls()
+        job, controls = trainer(strategy="ddp"), TrainingRequestHandler()
 
         def ask(job: Trainer, record: dict[str, Any]) -> None:
             if record["step"] == 1:
@@ -95,7 +95,7 @@ def asked_for_while_it_trains(world: Any) -> list[Any]:
 
 
 def no_way_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Emptying, "take", planted)
+    patch.setattr(SourceStorage, "take", planted)
 
 
 def no_gradients(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch
 from jobs import asked_for, one_process, points, quiet
 from ranks import run_ranks
 
-from nbkit.bridge.requests import Control, Controls
+from nbkit.bridge.requests import Control, TrainingRequestHandler
 from nbkit.rank.device import Accelerator
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.telemetry import session
@@ -73,7 +73,7 @@ def losses_of(trainer: Trainer) -> list[float]:
 
 @with_room
 def beside(world: Any) -> dict[str, Any]:
-    trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
+    trainer, controls = quiet(optimizer=adam, data=points(40)), TrainingRequestHandler()
     trainer.fit(1)
     said, free = [], []
     with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +112,7 @@ def test_who_asks_while_it_trains_makes_nobody_wait_for_the_proof() -> None:
 
 @with_room
 def spoilt(world: Any) -> dict[str, Any]:
-    trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
+    trainer, controls = quiet(optimizer=adam, data=points(40)), TrainingRequestHandler()
     trainer.fit(2)
     for strategy in ("tp=2", "ddp"):
         trainer.switch(strategy)
@@ -160,7 +160,7 @@ def ends(world: Any) -> dict[str, Any]:
         acts.pop(finished, lambda: None)()
         return 1.0
 
-    trainer, controls = quiet(optimizer=adam, data=points(40), lr_schedule=rate), Controls()
+    trainer, controls = quiet(optimizer=adam, data=points(40), lr_schedule=rate), TrainingRequestHandler()
     trainer.fit(2)
     found: dict[str, Any] = {}
 
@@ -246,7 +246,7 @@ def changing(world: Any) -> list[Any]:
     found = []
     for clamping in (False, True):
         Counting.clamping = clamping
-        trainer, controls = quiet(model=Counting, optimizer=adam, data=points(40)), Controls()
+        trainer, controls = quiet(model=Counting, optimizer=adam, data=points(40)), TrainingRequestHandler()
         trainer.fit(1)
         with pytest.MonkeyPatch.context() as patch:
             threads = hashed_in(patch)
@@ -264,7 +264,7 @@ def test_what_a_forward_pass_changes_is_not_taken_for_a_mistake() -> None:
 
 
 def narrow(world: Any) -> list[str]:
-    trainer, controls = quiet(optimizer=adam, data=points(40)), Controls()
+    trainer, controls = quiet(optimizer=adam, data=points(40)), TrainingRequestHandler()
     trainer.fit(1)
     with pytest.MonkeyPatch.context() as patch:
         threads = hashed_in(patch)
@@ -324,7 +324,10 @@ def listened(world: Any, folder: str) -> tuple[bool, dict[int, bool]]:
         heard[finished] = clock.listening
         return 1.0
 
-    trainer, controls = quiet(optimizer=adam, data=points(40), log_dir=folder, lr_schedule=rate), Controls()
+    trainer, controls = (
+        quiet(optimizer=adam, data=points(40), log_dir=folder, lr_schedule=rate),
+        TrainingRequestHandler(),
+    )
     trainer.job.recorder._session._detail_every = session.LISTEN_EVERY = 1 << 30
     trainer.fit(4)
     heard.clear()

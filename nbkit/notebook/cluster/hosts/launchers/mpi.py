@@ -17,7 +17,7 @@ from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster.hosts.launchers.agents_command import AgentsCommand
 from nbkit.notebook.cluster.hosts.launchers.ssh import hostname_of
 from nbkit.notebook.cluster.hosts.network import address_towards
-from nbkit.notebook.cluster.hosts.progress import Seen
+from nbkit.notebook.cluster.hosts.progress import LauncherView
 from nbkit.notebook.cluster.hosts.start_request import MpiRequest, agent_command
 from nbkit.quoting import shell_words
 
@@ -83,13 +83,15 @@ class MpiHosts(AgentsCommand):
         words[0:0] = [self.program, *self.request.options]
         self.run(words, payload)
 
-    def look(self) -> Seen:
+    def look(self) -> LauncherView:
         """Whether mpirun runs; with what it has said when it ended at once."""
         if not self.has_ended():
-            return Seen("running", f"mpirun starts agents on {len(self.counts)} host{'s' * (len(self.counts) > 1)}")
+            return LauncherView(
+                "running", f"mpirun starts agents on {len(self.counts)} host{'s' * (len(self.counts) > 1)}"
+            )
         error = ClusterError(
             "mpirun has ended before the cluster was ready.",
             numbers=f"the last lines of what it said:\n    {self.log().replace(chr(10), chr(10) + '    ')}",
             hint=f"{self.program} hostname   (in a terminal);   what follows   --   goes to mpirun as it is",
         )
-        return Seen("over", "mpirun has ended", error=error)
+        return LauncherView("over", "mpirun has ended", error=error)

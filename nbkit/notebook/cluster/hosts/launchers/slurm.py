@@ -26,7 +26,7 @@ from nbkit.errors import ClusterError, UsageError
 from nbkit.mpi_variables import without_mpi
 from nbkit.notebook.cluster.hosts.launchers.agents_command import AgentsCommand
 from nbkit.notebook.cluster.hosts.network import address_towards
-from nbkit.notebook.cluster.hosts.progress import Seen
+from nbkit.notebook.cluster.hosts.progress import LauncherView
 from nbkit.notebook.cluster.hosts.start_request import AllocationRequest, SlurmRequest, agent_command, last_lines
 from nbkit.quoting import shell_words, slurm_file
 
@@ -71,30 +71,32 @@ class JobState:
             return float("inf")
         return self.ends - self.begins
 
-    def seen(self, save_before: float) -> Seen:
+    def seen(self, save_before: float) -> LauncherView:
         """As a launcher reports it. save_before: seconds from when a training is to be saved to the job's end; of a
         short job no more than a quarter."""
         name = f"job {self.job}"
         if self.state == "PENDING":
             expected = f", expected to start {moment(self.begins)}" if self.begins is not None else ""
-            return Seen("pending", f"{name} is pending ({self.reason}){expected}")
+            return LauncherView("pending", f"{name} is pending ({self.reason}){expected}")
         if self.state == "COMPLETING":  # how it will be called is not said before it is over
             return self._ended("ending", self._how_it_ends())
         if self.state not in _ENDS:  # RUNNING, or what it does meanwhile: CONFIGURING, SIGNALING, SUSPENDED
             words = f"{name} runs on {self.nodes}"
             if self.ends is None:
-                return Seen("running", words)
+                return LauncherView("running", words)
             if self.preempted_at:
                 why = f"{name} is preempted by another job and ends {moment(self.ends)}"
-                return Seen("running", words, 0.0, why, again=True)
+                return LauncherView("running", words, 0.0, why, again=True)
             save_at = self.ends - min(save_before, self.seconds / 4)
-            return Seen("running", words, save_at, f"{name} reaches its time limit {moment(self.ends)}", again=True)
+            return LauncherView(
+                "running", words, save_at, f"{name} reaches its time limit {moment(self.ends)}", again=True
+            )
         if self.preempted_at and self.state == "COMPLETED":  # it has made way before it was ended
             return self._ended("over", "PREEMPTED")
         return self._ended("over", self.state)
 
-    def _ended(self, state: Literal["ending", "over"], how: str) -> Seen:
-        return Seen(state, f"job {self.job} {_ENDS[how]}", again=how in _OF_SLURM)
+    def _ended(self, state: Literal["ending", "over"], how: str) -> LauncherView:
+        return LauncherView(state, f"job {self.job} {_ENDS[how]}", again=how in _OF_SLURM)
 
     def _how_it_ends(self) -> str:
         if self.preempted_at:
@@ -299,7 +301,7 @@ class SlurmJob:
         self.counts = (self.size.ranks,) * self.size.nodes
         self.spare_hosts = request.spare_hosts
         self.address = address_towards([node.address for node in nodes][: self.size.nodes])
-        self._last = Seen("pending", "the job is being submitted")
+        self._last = LauncherView("pending", "the job is being submitted")
         self._restarts: int | None = None  # of the job as it ran first
 
     def start(self, payload: str) -> None:
@@ -343,7 +345,7 @@ class SlurmJob:
             f"{'--no-kill ' * (self.request.spare_hosts > 0)}{shell_words(*agent_command(self.request))}\n"
         )
 
-    def look(self) -> Seen:
+    def look(self) -> LauncherView:
         """Where the job stands."""
         if self._last.state != "over" and (state := self._read()) is not None:
             self._last = state.seen(self.request.save_before)
@@ -352,7 +354,7 @@ class SlurmJob:
             elif self._restarts is not None and state.restarts > self._restarts:
                 # What would run again are ranks without the cells that this cluster has run.
                 self.end()
-                self._last = Seen("over", f"job {self.job} was put back in the queue", again=True)
+                self._last = LauncherView("over", f"job {self.job} was put back in the queue", again=True)
         return self._last
 
     def _read(self) -> JobState | None:
@@ -427,11 +429,11 @@ class AllocatedNodes(AgentsCommand):
         kept = ("--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL")
         self.run(["srun", *asked, *kept, *agent_command(self.request)], payload)
 
-    def look(self) -> Seen:
+    def look(self) -> LauncherView:
         """Whether the step runs."""
         if self.has_ended():
-            return Seen("over", f"the step in job {self.request.job} has ended")
-        running = Seen("running", f"in job {self.request.job}, which this notebook runs in")
+            return LauncherView("over", f"the step in job {self.request.job} has ended")
+        running = LauncherView("running", f"in job {self.request.job}, which this notebook runs in")
         with suppress(ClusterError):  # Slurm itself is away for a moment
             job = read_job(self.request.job).seen(SlurmRequest.save_before)
             return job if job.state == "ending" else replace(running, save_at=job.save_at, why=job.why)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster.hosts.network import address_towards
-from nbkit.notebook.cluster.hosts.progress import Seen
+from nbkit.notebook.cluster.hosts.progress import LauncherView
 from nbkit.notebook.cluster.hosts.start_request import SshRequest, agent_command, last_lines
 from nbkit.quoting import check_host, shell_words, ssh_command, user_path
 
@@ -85,13 +85,13 @@ class SshHosts:
             except BrokenPipeError:
                 continue  # it has ended, and `look` says why
 
-    def look(self) -> Seen:
+    def look(self) -> LauncherView:
         """Whether the agents run; with the error of the first that has ended."""
         ended = [index for index, started in enumerate(self._started) if started.poll() is not None]
         error = self._error(ended[0]) if ended else None
         if self._started and len(ended) == len(self._started):
-            return Seen("over", "the agents of all hosts have ended", error=error)
-        return Seen("running", f"{len(self.counts)} hosts are being started", error=error)
+            return LauncherView("over", "the agents of all hosts have ended", error=error)
+        return LauncherView("running", f"{len(self.counts)} hosts are being started", error=error)
 
     def _error(self, index: int) -> ClusterError:
         name, said = self.request.hosts[index][0], self._said(index)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.block_discovery import mixtures, within
 from nbkit.rank.parallel.tensor.attention import why_not_packed
-from nbkit.rank.parallel.tensor.plan.flow_plan import Flow, flow_heads, flow_pairs
+from nbkit.rank.parallel.tensor.plan.flow_plan import MapFlow, flow_heads, flow_pairs
 from nbkit.rank.parallel.tensor.plan.linear_types import core, is_linear, is_lora, is_packed_attention, sizes
 from nbkit.rank.parallel.tensor.plan.plan import (
     ROLES,
@@ -39,7 +39,7 @@ from nbkit.rank.parallel.tensor.plan.plan import (
     of_configs,
     roles_of_hf,
 )
-from nbkit.rank.parallel.tensor.proof.verdict import Proof, Verdict
+from nbkit.rank.parallel.tensor.proof.verdict import Proof, SplitVerdict
 from nbkit.rank.parallel.tensor.sequence_parallel import chains
 from nbkit.rank.parallel.tensor.ties import agreed, without
 
@@ -321,7 +321,7 @@ def plan_of(
     right.
     """
     proof = proof or Proof()
-    right = proof.of(size) or Verdict()
+    right = proof.of(size) or SplitVerdict()
     plan, said, verdict = candidates(model, size, user, proof.flow), _said_by_user(model, user or {}), proof.of(size)
     parts = "parts" if size == 1 else f"{size} parts"  # 1: of any number of ranks
     not_run = f"not run in {parts}: {proof.why or f'only in {list(proof.verdicts)}'}"
@@ -392,7 +392,7 @@ def _refused(paths: Sequence[str], why: str) -> StrategyError:
 
 
 def candidates(
-    model: nn.Module, size: int, user: Mapping[str, str] | None = None, flow: Flow | None = None
+    model: nn.Module, size: int, user: Mapping[str, str] | None = None, flow: MapFlow | None = None
 ) -> TensorPlan:
     """Where `model` may be split, and how; none of it is proven. What goes into what says it, or without a run names;
     so do a HF model's own plan, and the user.

@@ -29,7 +29,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Flow:
+class MapFlow:
     """sources: linear map -> maps whose outputs go into it through no other map, in the order of the first calls.
 
     readers: map -> maps that its output goes into so, "" for the output of the model. products: of two things that
@@ -43,14 +43,14 @@ class Flow:
     called: frozenset[str]
 
 
-def flow_heads(model: nn.Module, flow: Flow) -> set[str]:
+def flow_heads(model: nn.Module, flow: MapFlow) -> set[str]:
     """Linear maps from what the embeddings of tokens give to as many logits, which are the output of the model."""
     rows = {model.get_submodule(path).num_embeddings for path in flow.tables}
     shown = (path for path in flow.sources if flow.readers.get(path) == frozenset(("",)))
     return {path for path in shown if sizes(model.get_submodule(path))[1] in rows}
 
 
-def flow_pairs(model: nn.Module, flow: Flow, taken: Collection[str]) -> list[tuple[Pair, ...]]:
+def flow_pairs(model: nn.Module, flow: MapFlow, taken: Collection[str]) -> list[tuple[Pair, ...]]:
     """Of each pair the ways in which it may be packed. taken: maps that are split otherwise, or not at all."""
     used, found = set(taken), list[tuple[Pair, ...]]()
     for row, sources in flow.sources.items():
@@ -64,7 +64,7 @@ def flow_pairs(model: nn.Module, flow: Flow, taken: Collection[str]) -> list[tup
     return found
 
 
-def _ways(model: nn.Module, flow: Flow, columns: Sequence[str], row: str) -> tuple[Pair, ...]:
+def _ways(model: nn.Module, flow: MapFlow, columns: Sequence[str], row: str) -> tuple[Pair, ...]:
     inner, width = sizes(model.get_submodule(row))
     outs = {path: sizes(model.get_submodule(path))[1] for path in columns}
     owner = _owner(flow, (*columns, row))
@@ -136,7 +136,7 @@ def ways_of(model: nn.Module, packed: Sequence[Pair], size: int, reads: Mapping[
     return list(islice(rounds, _MOST_WAYS))
 
 
-def _owner(flow: Flow, paths: Sequence[str]) -> str:
+def _owner(flow: MapFlow, paths: Sequence[str]) -> str:
     """The innermost module that was called and is around all of `paths`."""
     names = [path.split(".")[:-1] for path in paths]
     shared = 0

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from nbkit.rank.parallel.proof.observe import Memory, memory_of, tensors_in, watched, written_by
-from nbkit.rank.parallel.tensor.plan.flow_plan import Flow, Product
+from nbkit.rank.parallel.tensor.plan.flow_plan import MapFlow, Product
 from nbkit.rank.parallel.tensor.plan.linear_types import adapters, core, is_linear, is_packed_attention
 from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan, by_itself
 from nbkit.rank.torch_private import pytree
@@ -64,7 +64,7 @@ def relative(pair: Pair, above: str) -> Pair:
 
 
 @dataclass(frozen=True)
-class Given:
+class BlockInput:
     """A tensor among the arguments of a call. hangs: it was computed from parameters; large ones are known by shape."""
 
     value: Tensor
@@ -72,7 +72,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallArguments:
     """Arguments of one call, tensors in them as `Given`; training: mode of the module that was called."""
 
     args: tuple[Any, ...]
@@ -81,7 +81,7 @@ class Call:
 
 
 @dataclass
-class Capture:
+class CapturedCalls:
     """What was seen of `model` under the candidates of `plan`.
 
     calls: module -> its calls; only of those asked for. reads: module -> names of its own attributes that its forward
@@ -92,7 +92,7 @@ class Capture:
 
     model: nn.Module
     plan: TensorPlan
-    calls: dict[str, list[Call]] = field(default_factory=dict)
+    calls: dict[str, list[CallArguments]] = field(default_factory=dict)
     reads: dict[str, set[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     outside: dict[str, dict[tuple[str, str], str]] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Capture:
 
 
 class _Watch(WatchingMode):
-    def __init__(self, seen: Capture, kept: Collection[str]) -> None:
+    def __init__(self, seen: CapturedCalls, kept: Collection[str]) -> None:
         super().__init__()
         self.seen, self.kept = seen, kept
         self.active: list[str] = []
@@ -152,9 +152,9 @@ class _Watch(WatchingMode):
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.active.append(path)
         if path in self.kept:
-            memo: dict[int, Given] = {}
+            memo: dict[int, BlockInput] = {}
             args, kwargs = pytree.tree_map_only(Tensor, lambda x: _given(x, memo), (args, kwargs))
-            self.seen.calls.setdefault(path, []).append(Call(args, kwargs, module.training))
+            self.seen.calls.setdefault(path, []).append(CallArguments(args, kwargs, module.training))
 
     def leave(self, path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.active.pop()
@@ -238,11 +238,11 @@ class _Watch(WatchingMode):
         self.seen.refused.setdefault(key, why)
 
 
-def _given(tensor: Tensor, memo: dict[int, Given]) -> Given:
+def _given(tensor: Tensor, memo: dict[int, BlockInput]) -> BlockInput:
     value = tensor.detach()
     if tensor.requires_grad and tensor.numel() > _LARGE:
         value = value.new_zeros(()).expand(tensor.shape)  # of all layers together they would not fit
-    return memo.setdefault(id(tensor), Given(value, tensor.requires_grad))
+    return memo.setdefault(id(tensor), BlockInput(value, tensor.requires_grad))
 
 
 _LARGE = 1 << 18
@@ -288,7 +288,7 @@ _PRODUCTS = {torch.ops.aten.bmm.default: 0, torch.ops.aten.baddbmm.default: 1}
 """Operation -> where its first factor stands among its arguments."""
 
 
-def data_flow(model: nn.Module, call: Callable[[], Any]) -> Flow:
+def data_flow(model: nn.Module, call: Callable[[], Any]) -> MapFlow:
     """What was seen while `call` ran the model once."""
     watch = _FlowWatch(model)
     with watched(model, watch.enter, watch.leave), torch.enable_grad(), watch, _Attends(watch):
@@ -316,11 +316,11 @@ class _FlowWatch(WatchingMode):
         self.within: list[str] = []
         self.attends = False
 
-    def flow(self) -> Flow:
+    def flow(self) -> MapFlow:
         """What was seen."""
         sources, readers = ({path: frozenset(others) for path, others in found.items()}
                             for found in (self.sources, self.readers))  # fmt: skip
-        return Flow(sources, readers, tuple(self.products), frozenset(self.tables), frozenset(self.called))
+        return MapFlow(sources, readers, tuple(self.products), frozenset(self.tables), frozenset(self.called))
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = tensors_in((args, kwargs))

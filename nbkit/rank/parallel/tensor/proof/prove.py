@@ -35,17 +35,17 @@ from nbkit.rank.parallel.tensor.plan.choose_plan import candidates
 from nbkit.rank.parallel.tensor.plan.flow_plan import ways_of
 from nbkit.rank.parallel.tensor.plan.plan import Pair, TensorPlan, of_configs
 from nbkit.rank.parallel.tensor.proof.capture import (
-    Call,
-    Capture,
-    Given,
+    BlockInput,
+    CallArguments,
+    CapturedCalls,
     data_flow,
     inside,
     relative,
     relative_path,
     under,
 )
-from nbkit.rank.parallel.tensor.proof.shard_run import Differs, Run, Unit
-from nbkit.rank.parallel.tensor.proof.verdict import Proof, Verdict
+from nbkit.rank.parallel.tensor.proof.shard_run import Differs, PairUnit, UnitRun
+from nbkit.rank.parallel.tensor.proof.verdict import Proof, SplitVerdict
 from nbkit.rank.parallel.tensor.sequence_parallel import chains
 from nbkit.rank.torch_private import pytree
 
@@ -61,7 +61,7 @@ class Gradients:
     """partial: parameters whose gradients are sums over the ranks while positions are whole -> row maps of the pairs
     that use them. taken: attentions whose arguments get sums of gradients from between their maps."""
 
-    whole: Run
+    whole: UnitRun
     partial: dict[str, set[str]] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
 
@@ -86,7 +86,7 @@ class Gradients:
             self.rest = {}
             self._check_features()
 
-    def add(self, part: Run) -> None:
+    def add(self, part: UnitRun) -> None:
         """The gradients of one part, compared where they are slices, and summed where they are sums."""
         leaves = _leaves(part)
         for number, expected in self.regions.items():
@@ -108,7 +108,7 @@ class Gradients:
                 raise Differs(keys, f"the gradient of {self._named(leaf)} is no sum over the parts: {why}")
 
     def _compare(
-        self, part: Run, number: int, found: dict[Leaf, Tensor | None], expected: dict[Leaf, Tensor | None],
+        self, part: UnitRun, number: int, found: dict[Leaf, Tensor | None], expected: dict[Leaf, Tensor | None],
         keys: Sequence[str],
     ) -> None:  # fmt: skip
         for leaf, gradient in found.items():
@@ -165,14 +165,14 @@ class Gradients:
             if gradient is not None and not (leaf[0] == "input" and leaf[1] != run.hidden_input):
                 raise Differs(keys, f"{self._named(leaf)} goes into an attention beside its hidden states")
 
-    def _exits(self, run: Run) -> list[Exit]:
+    def _exits(self, run: UnitRun) -> list[Exit]:
         """Of everything but the regions, as far as it does not go straight into a column map."""
         found = [(x, c) for p in run.points if p.what != "row" and not p.direct
                  for x, c in zip(p.given, p.cotangents, strict=True)]  # fmt: skip
         shown = [x for i, x in enumerate(run.outputs) if isinstance(x, Tensor) and i not in run.unit.hidden]
         return found + [(x, torch.ones_like(x)) for x in shown]
 
-    def _rest(self, run: Run) -> list[Exit]:
+    def _rest(self, run: UnitRun) -> list[Exit]:
         """Positions split: what leaves in parts, of the positions or of a sum."""
         found: list[Exit] = []
         for point, whole in zip(run.points, self.whole.points, strict=True):
@@ -189,7 +189,7 @@ class Gradients:
             found.append((run.outputs[run.main], self._of_positions(run, self.of_output)))
         return found
 
-    def _shared(self, run: Run) -> list[Exit]:
+    def _shared(self, run: UnitRun) -> list[Exit]:
         """Positions split: what every rank gives whole."""
         found: list[Exit] = []
         for point in run.points:
@@ -201,7 +201,7 @@ class Gradients:
         shown = [x for i, x in enumerate(run.outputs) if isinstance(x, Tensor) and i not in run.unit.hidden]
         return found + [(x, torch.ones_like(x)) for i, x in enumerate(shown) if i != run.main]
 
-    def _of_positions(self, run: Run, x: Tensor) -> Tensor:
+    def _of_positions(self, run: UnitRun, x: Tensor) -> Tensor:
         return x if run.index is None else run.of_positions(x)
 
     def _named(self, leaf: Leaf) -> str:
@@ -210,7 +210,7 @@ class Gradients:
             return f"parameter {where}"
         return "its input" if what == "input" else f"what goes through {self.whole.points[int(where)].path or 'it'}"
 
-    def _known(self, run: Run) -> None:
+    def _known(self, run: UnitRun) -> None:
         """Whatever is learned and goes into a region must be a parameter of the unit."""
         ours = {id(leaf) for leaf in self.leaves.values()}
         for point in run.points:
@@ -220,7 +220,7 @@ class Gradients:
                     raise Differs(point.pair.rows, f"it uses a parameter {tuple(learned.shape)} that is not its own")
 
 
-def _leaves(run: Run) -> dict[Leaf, Tensor]:
+def _leaves(run: UnitRun) -> dict[Leaf, Tensor]:
     found: dict[Leaf, Tensor] = {}
     for number, point in enumerate(run.points):
         found |= {(point.what, number, i): leaf for i, leaf in enumerate(point.leaves) if leaf.requires_grad}
@@ -241,7 +241,7 @@ def _learned(exits: Iterable[Tensor]) -> list[Tensor]:
     return [x for x in exits if x.requires_grad and x.grad_fn is None] + [x for x in behind if x is not None]
 
 
-def kind_of(module: nn.Module, reads: Mapping[str, Collection[str]], call: Call) -> Hashable:
+def kind_of(module: nn.Module, reads: Mapping[str, Collection[str]], call: CallArguments) -> Hashable:
     """Equal for two calls of which one tells all about the other. reads: path within -> attributes that are read."""
     parts = []
     for path, part in module.named_modules():
@@ -255,7 +255,7 @@ def kind_of(module: nn.Module, reads: Mapping[str, Collection[str]], call: Call)
     places: dict[int, int] = {}
     given = tuple(
         (tuple(leaf.value.shape), leaf.value.dtype, leaf.hangs, places.setdefault(id(leaf), number))
-        if isinstance(leaf, Given)
+        if isinstance(leaf, BlockInput)
         else key_of(leaf)
         for number, leaf in enumerate(leaves)
     )
@@ -311,7 +311,7 @@ class _Found:
 class _Prover:
     def __init__(self, model: nn.Module, call: Callable[[], Any], plan: TensorPlan) -> None:
         self.model, self.plan = model, plan
-        self.seen = Capture(model, plan)
+        self.seen = CapturedCalls(model, plan)
         blocks = {path for chain in chains(model, plan) for path, _ in chain.blocks}
         owners = {pair.owner for pair in plan.pairs if pair.kind != "module"}
         self.units = sorted(
@@ -324,7 +324,7 @@ class _Prover:
         self.placeholders = {id(p): placeholder(p.shape, p) for p in model.parameters()}
         self._known: dict[Hashable, _Found] = {}
 
-    def verdict(self, size: int) -> Verdict:
+    def verdict(self, size: int) -> SplitVerdict:
         """For `size` parts."""
         wrong, taken, right = dict(self.seen.refused), set[str](), dict[str, Pair]()
         partial: dict[str, set[str]] = {}
@@ -348,7 +348,7 @@ class _Prover:
         packed = [each[0] for key, each in ways.items() if each[0].kind == "module" and key not in wrong]
         kept = frozenset(name for name, keys in partial.items() if keys & right.keys())
         fit = [pair for pair in right.values() if _divides(pair, size)]
-        return Verdict(right, wrong, kept, frozenset(taken), self._positions([*fit, *packed], size))
+        return SplitVerdict(right, wrong, kept, frozenset(taken), self._positions([*fit, *packed], size))
 
     def _ways(self, pair: Pair, size: int) -> list[Pair]:
         """To split `pair`, without those that change what somebody else reads."""
@@ -421,7 +421,7 @@ class _Prover:
                 for key in (key for name in claimed for key in partial[name]):
                     wrong.setdefault(key, f"parameter {claimed[0]} is used between its maps, and elsewhere")
 
-    def _of(self, path: str, pairs: Sequence[Pair], call: Call, size: int, *, sequence: bool) -> _Found:
+    def _of(self, path: str, pairs: Sequence[Pair], call: CallArguments, size: int, *, sequence: bool) -> _Found:
         """What a run in parts shows of `pairs`, all within the module at `path`."""
         module = self.model.get_submodule(path)
         own = tuple(relative(pair, path) for pair in pairs)
@@ -433,11 +433,17 @@ class _Prover:
         return self._known[kind]
 
     def _found(
-        self, module: nn.Module, pairs: tuple[Pair, ...], call: Call, size: int, sequence: bool, hidden: frozenset[int]
+        self,
+        module: nn.Module,
+        pairs: tuple[Pair, ...],
+        call: CallArguments,
+        size: int,
+        sequence: bool,
+        hidden: frozenset[int],
     ) -> _Found:
         if not any(pair.kind != "module" for pair in pairs) and not (sequence and pairs):
             return _Found()
-        unit = Unit(module, pairs, call, size, sequence, {}, self.placeholders, hidden)
+        unit = PairUnit(module, pairs, call, size, sequence, {}, self.placeholders, hidden)
         try:
             gradients = _rehearsed(unit)
         except Differs as differs:
@@ -454,7 +460,7 @@ def _changed(pair: Pair) -> set[tuple[str, str]]:
     return changed | {(path, name) for path in pair.rows for name in ("in_features", "nx")}
 
 
-def _rehearsed(unit: Unit) -> Gradients | None:
+def _rehearsed(unit: PairUnit) -> Gradients | None:
     """The runs of a unit; None in evaluation, which has no backward. Raises Differs where a part does not fit."""
     device = next((p.device for p in unit.module.parameters()), torch.device("cpu"))
     error: Exception | None = None
@@ -485,10 +491,10 @@ def _numbers() -> Tensor:
     return torch.randn(65521, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def _whole(unit: Unit, draw: Tensor, dtype: torch.dtype, *, uneven: bool = False) -> Run:
+def _whole(unit: PairUnit, draw: Tensor, dtype: torch.dtype, *, uneven: bool = False) -> UnitRun:
     for noise in (True, False):
         with torch.set_grad_enabled(unit.call.training and not uneven):
-            run = Run(unit, draw, dtype=dtype, uneven=uneven, noise=noise)
+            run = UnitRun(unit, draw, dtype=dtype, uneven=uneven, noise=noise)
         rows = [point for point in run.points if point.what == "row"]
         if uneven or all(bool(point.given[0].isfinite().all()) for point in rows):
             break
@@ -502,13 +508,13 @@ def _whole(unit: Unit, draw: Tensor, dtype: torch.dtype, *, uneven: bool = False
     return run
 
 
-def _compared(unit: Unit, whole: Run, draw: Tensor, dtype: torch.dtype) -> Gradients | None:
+def _compared(unit: PairUnit, whole: UnitRun, draw: Tensor, dtype: torch.dtype) -> Gradients | None:
     gradients = None
     with torch.set_grad_enabled(unit.call.training):
         if unit.call.training:
             gradients = Gradients(whole)
         for index in range(unit.size):
-            part = Run(unit, draw, index=index, truth=whole, dtype=dtype)
+            part = UnitRun(unit, draw, index=index, truth=whole, dtype=dtype)
             if gradients is not None:
                 gradients.add(part)
     if gradients is None:
@@ -519,11 +525,11 @@ def _compared(unit: Unit, whole: Run, draw: Tensor, dtype: torch.dtype) -> Gradi
             # Thresholds that numbers of one size do not reach.
             other = _whole(unit, draw, dtype, uneven=True)
             for index in range(unit.size):
-                Run(unit, draw, index=index, truth=other, dtype=dtype, uneven=True)
+                UnitRun(unit, draw, index=index, truth=other, dtype=dtype, uneven=True)
     return gradients
 
 
-def _values(unit: Unit, draw: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+def _values(unit: PairUnit, draw: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Of the parameters beside the maps: around those of the model, none of them zero or alike."""
     beside, found, number = _beside(unit), {}, 0
     if sum(p.numel() for p in beside.values()) > _LARGE:
@@ -537,13 +543,13 @@ def _values(unit: Unit, draw: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     return found
 
 
-def _beside(unit: Unit) -> dict[str, Tensor]:
+def _beside(unit: PairUnit) -> dict[str, Tensor]:
     maps = tuple(f"{path}." for pair in unit.pairs for path in (*pair.columns, *pair.rows))
     maps += tuple(f"{pair.owner}." if pair.owner else "" for pair in unit.pairs if pair.kind == "module")
     return {name: p.detach() for name, p in unit.module.named_parameters() if not name.startswith(maps)}
 
 
-def _dtypes(unit: Unit) -> list[torch.dtype]:
+def _dtypes(unit: PairUnit) -> list[torch.dtype]:
     """To be tried one after the other: kernels may know some of them only."""
     own = next((p.dtype for p in unit.module.parameters() if p.is_floating_point()), torch.float32)
     if sum(p.numel() for p in _beside(unit).values()) > _LARGE:
@@ -554,7 +560,7 @@ def _dtypes(unit: Unit) -> list[torch.dtype]:
 
 
 def _is_given(leaf: Any) -> bool:
-    return isinstance(leaf, Given) and leaf.hangs
+    return isinstance(leaf, BlockInput) and leaf.hangs
 
 
 def _divides(pair: Pair, size: int) -> bool:

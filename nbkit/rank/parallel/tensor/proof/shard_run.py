@@ -29,7 +29,7 @@ from nbkit.rank.parallel.tensor.attention import _Weights, sizes_of_part
 from nbkit.rank.parallel.tensor.layers import Around, first_tensor, mapped, put_around
 from nbkit.rank.parallel.tensor.plan.linear_types import core, feature_dims, ranges_of, sizes
 from nbkit.rank.parallel.tensor.plan.plan import Pair, divide
-from nbkit.rank.parallel.tensor.proof.capture import Call, Given
+from nbkit.rank.parallel.tensor.proof.capture import BlockInput, CallArguments
 from nbkit.rank.rng.seeding import set_seed
 from nbkit.rank.torch_private import DropoutNd, pytree
 from nbkit.tensor_layout import bounds
@@ -40,7 +40,7 @@ Answers = Mapping[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
-class Unit:
+class PairUnit:
     """module: that holds the pairs, as it is in the model; pairs: by paths from it; call: of it, as it was seen.
 
     values: of its parameters but those of the maps, by name. placeholders: by ids, of all parameters of the model.
@@ -49,7 +49,7 @@ class Unit:
 
     module: nn.Module
     pairs: tuple[Pair, ...]
-    call: Call
+    call: CallArguments
     size: int
     sequence: bool
     values: Mapping[str, Tensor]
@@ -62,7 +62,7 @@ class Unit:
         return tuple(pair.rows[0] for pair in self.pairs)
 
 
-def twin_of(unit: Unit, answers: Answers, index: int | None, dtype: torch.dtype) -> nn.Module:
+def twin_of(unit: PairUnit, answers: Answers, index: int | None, dtype: torch.dtype) -> nn.Module:
     """A copy of the module of `unit` whose maps ask `answers`: with the sizes of part `index`, or of the whole.
 
     Its parameters beside the maps are those of `unit.values`; it drops nothing.
@@ -90,7 +90,7 @@ def twin_of(unit: Unit, answers: Answers, index: int | None, dtype: torch.dtype)
     return twin
 
 
-def _cut(twin: nn.Module, pair: Pair, unit: Unit, answers: Answers, index: int | None, dtype: torch.dtype) -> None:
+def _cut(twin: nn.Module, pair: Pair, unit: PairUnit, answers: Answers, index: int | None, dtype: torch.dtype) -> None:
     owner = twin.get_submodule(pair.owner)
     if pair.kind == "module":
         put_around(owner, _Answered, _answer=partial(answers["packed"], pair.owner))
@@ -169,7 +169,7 @@ class Point:
     cotangents: tuple[Tensor, ...] = field(default=())
 
 
-class Run:
+class UnitRun:
     """One forward of a unit: of the whole, or (index, truth: the run of the whole) of one part.
 
     draw: numbers drawn, as many as a prime. uneven: what is drawn is of another magnitude at each position, and
@@ -178,7 +178,7 @@ class Run:
     """
 
     def __init__(
-        self, unit: Unit, draw: Tensor, *, index: int | None = None, truth: Run | None = None,
+        self, unit: PairUnit, draw: Tensor, *, index: int | None = None, truth: UnitRun | None = None,
         dtype: torch.dtype, uneven: bool = False, noise: bool = True,
     ) -> None:  # fmt: skip
         self.unit, self.draw, self.index, self.truth = unit, draw, index, truth
@@ -215,12 +215,12 @@ class Run:
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of the call; what hangs on parameters is drawn around what it was."""
         call, memo = self.unit.call, dict[int, Tensor]()
-        shown = pytree.tree_map_only(Given, lambda given: given.value, (call.args, call.kwargs))
+        shown = pytree.tree_map_only(BlockInput, lambda given: given.value, (call.args, call.kwargs))
         first = first_tensor(*shown)
         self.inputs: list[Tensor] = []
         self.hidden_input: int | None = None
 
-        def passed(given: Given) -> Tensor:
+        def passed(given: BlockInput) -> Tensor:
             value = given.value
             if not value.is_floating_point():
                 return value
@@ -244,7 +244,7 @@ class Run:
                 leaf = leaf.clone()
             return memo.setdefault(id(given), leaf)
 
-        args, kwargs = pytree.tree_map_only(Given, passed, (call.args, call.kwargs))
+        args, kwargs = pytree.tree_map_only(BlockInput, passed, (call.args, call.kwargs))
         if self.unit.sequence and self.hidden_input is None:
             raise Differs(self.unit.keys, "its first argument is no tensor of hidden states")
         return args, kwargs
@@ -388,7 +388,7 @@ class Run:
         if why := unlike(x, expected, by_row=self.uneven):
             raise Differs(pair.rows, f"in a part of it, {what} is not what the whole has there: {why}")
 
-    def _compare_outputs(self, truth: Run) -> None:
+    def _compare_outputs(self, truth: UnitRun) -> None:
         keys = self.unit.keys
         if len(self.points) != len(truth.points) or len(self.outputs) != len(truth.outputs):
             raise Differs(keys, "a part of it makes other calls than the whole")

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nbkit.rank.parallel.tensor.plan.flow_plan import Flow
+from nbkit.rank.parallel.tensor.plan.flow_plan import MapFlow
 from nbkit.rank.parallel.tensor.plan.plan import Pair
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SplitVerdict:
     """On the splits into one number of parts.
 
     ways: row map of a pair that was run and fits -> how it is split. wrong: row map, or single module -> why it stays
@@ -35,11 +35,11 @@ class Verdict:
 class Proof:
     """verdicts: by the number of parts. why: there are none. flow: where the model may be split."""
 
-    verdicts: Mapping[int, Verdict] = field(default_factory=dict)
+    verdicts: Mapping[int, SplitVerdict] = field(default_factory=dict)
     why: str = "no example batch was there to run it with"
-    flow: Flow | None = None
+    flow: MapFlow | None = None
 
-    def of(self, size: int) -> Verdict | None:
+    def of(self, size: int) -> SplitVerdict | None:
         """For `size` parts; for 1, where no part is made, any will do."""
         if size == 1:
             return next(iter(self.verdicts.values()), None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from nbkit.errors import NbkitError, TrainingError
-from nbkit.rank.train.checkpoint.dcp_io import Reader, fill
+from nbkit.rank.train.checkpoint.dcp_io import DcpReader, fill
 from nbkit.rank.train.checkpoint.job_state import by_name
 from nbkit.tensor_layout import Layout
 
@@ -33,7 +33,7 @@ def convert(folder: str | Path, target: str | Path, layout: str) -> tuple[int, i
             raise ValueError(f"there is no layout {layout!r:.40}, only {', '.join(LAYOUTS)}")
         if Path(target).exists():
             raise ValueError(f"{target} is there already")
-        reader = Reader(Path(folder))
+        reader = DcpReader(Path(folder))
         state = (_plain if layout == "fsdp2" else _torchtitan)(reader)
         save(state, checkpoint_id=target, no_dist=True)
     except Exception as error:  # whatever somebody wrote into that directory
@@ -45,14 +45,14 @@ def convert(folder: str | Path, target: str | Path, layout: str) -> tuple[int, i
     return len(reader.tensors), reader.about["step"]
 
 
-def _plain(reader: Reader) -> dict[str, Any]:
+def _plain(reader: DcpReader) -> dict[str, Any]:
     about = reader.about
     settings = zip(about["settings"], about["groups"], strict=True)
     groups = [{**group, "params": list(names)} for group, names in settings]
     return {"model": _model(reader), "optim": {"state": _optimizer(reader), "param_groups": groups}}
 
 
-def _torchtitan(reader: Reader) -> dict[str, Any]:
+def _torchtitan(reader: DcpReader) -> dict[str, Any]:
     about = reader.about
     flat: dict[str, Any] = {}
     for name, kept in _optimizer(reader).items():
@@ -62,11 +62,11 @@ def _torchtitan(reader: Reader) -> dict[str, Any]:
     return {**_model(reader), "optimizer": flat, "train_state": {"step": torch.tensor(about["step"])}}
 
 
-def _model(reader: Reader) -> dict[str, Tensor]:
+def _model(reader: DcpReader) -> dict[str, Tensor]:
     return {name: _tensor(reader, key, tuple(shape)) for name, key, shape in reader.about["names"]}
 
 
-def _optimizer(reader: Reader) -> dict[str, dict[str, Any]]:
+def _optimizer(reader: DcpReader) -> dict[str, dict[str, Any]]:
     """Name of a parameter -> what the optimizer keeps of it."""
     found: dict[str, dict[str, Any]] = {name: dict(numbers) for name, numbers in reader.about["numbers"].items()}
     for name, kinds in by_name(reader.kinds).items():
@@ -76,7 +76,7 @@ def _optimizer(reader: Reader) -> dict[str, dict[str, Any]]:
     return {name: kept for name, kept in found.items() if kept}
 
 
-def _tensor(reader: Reader, key: str, shape: tuple[int, ...]) -> Tensor:
+def _tensor(reader: DcpReader, key: str, shape: tuple[int, ...]) -> Tensor:
     tensor = torch.zeros(shape, dtype=reader.kinds.get(key, torch.float32))  # what has no element is kept nowhere
     fill(reader, {key: (tensor, Layout.whole(shape))})
     return tensor

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from nbkit.errors import TrainingError
-from nbkit.planner.exchange import Plan
+from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.comm.agree import agree, all_gather_objects
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.reshard.redistribute import Exchange
@@ -35,8 +35,8 @@ from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.hand_over import hand_over, handed_by, packed_for_new
-from nbkit.rank.train.replace.resume_fit import Span
-from nbkit.rank.train.resize.plan_resize import Wanted
+from nbkit.rank.train.replace.resume_fit import FitRange
+from nbkit.rank.train.resize.plan_resize import WantedWorld
 from nbkit.rank.train.step.optimizer_state import settings_of, take_settings
 from nbkit.rank.train.switch.model_edits import changes_of
 from nbkit.rank.train.switch.pending_switch import free
@@ -48,7 +48,7 @@ from nbkit.tensor_layout import Layout
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalShards:
     """What this rank holds of the state, as whatever it is. numbers: see job_state.scalars. moved_bytes: so far."""
 
     state: JobState = field(default_factory=dict)
@@ -56,14 +56,14 @@ class Held:
     moved_bytes: int = 0
 
 
-def held_by(job: Job) -> Held:
+def held_by(job: Job) -> LocalShards:
     """What this rank computes with."""
     inner = job.optimizer.inner
-    return Held(job_state.state(job.sharded_model, inner), job_state.scalars(job.sharded_model, inner))
+    return LocalShards(job_state.state(job.sharded_model, inner), job_state.scalars(job.sharded_model, inner))
 
 
 @torch.no_grad()
-def onto_first(job: Job, strategy: Strategy) -> Held:
+def onto_first(job: Job, strategy: Strategy) -> LocalShards:
     """What the first ranks are to hold under `strategy`, which is of fewer ranks than there are: afterwards nobody
     needs the others. Collective, in the world of all; the training itself is left as it is."""
     own = held_by(job)
@@ -74,10 +74,10 @@ def onto_first(job: Job, strategy: Strategy) -> Held:
         for key, layout in plan.new[job.rank].items()
     }
     carry_out(plan, own.state, target, rank=job.rank, device=job.device)
-    return Held(target, every.numbers if target else {}, plan.total_bytes)
+    return LocalShards(target, every.numbers if target else {}, plan.total_bytes)
 
 
-def plan_of(every: Everyone, strategy: Strategy, builder: Builder, *, ranks: int, once: bool = True) -> Plan:
+def plan_of(every: Everyone, strategy: Strategy, builder: Builder, *, ranks: int, once: bool = True) -> ExchangePlan:
     """From what `ranks` ranks hold to what those of `strategy` have to; ranks beyond them hold nothing then.
 
     once: buffers that a forward pass changed differ between ranks: the first rank's count, as where one is replaced.
@@ -86,10 +86,10 @@ def plan_of(every: Everyone, strategy: Strategy, builder: Builder, *, ranks: int
     new: list[dict[str, Layout]] = builder.plans.layouts_by_rank(strategy, kinds)
     new += [{} for _ in range(ranks - len(new))]
     old = _counted_once(every.layouts) if once else every.layouts
-    return Plan.of(old, new, {key: kind.itemsize for key, kind in kinds.items()})
+    return ExchangePlan.of(old, new, {key: kind.itemsize for key, kind in kinds.items()})
 
 
-def carry_out(plan: Plan, state: JobState, target: JobState, *, rank: int, device: torch.device) -> None:
+def carry_out(plan: ExchangePlan, state: JobState, target: JobState, *, rank: int, device: torch.device) -> None:
     """Fill `target`, and compare it with what there was. Collective. Raises TrainingError where it is not the same."""
     source = {key: state[key] for key in plan.old[rank]}
     Exchange(plan, rank).run(source, target, device=device)
@@ -115,7 +115,7 @@ def _where(state: JobState, key: str, job: Job) -> torch.device:
     return state[key][0].device if key in state else job.device
 
 
-def check_handed(trainer: Trainer, wanted: Wanted) -> None:
+def check_handed(trainer: Trainer, wanted: WantedWorld) -> None:
     """Raises TrainingError, on every rank, where the training could not go on in another world. Collective."""
     job, strategy = trainer.job, wanted.strategy
 
@@ -126,7 +126,7 @@ def check_handed(trainer: Trainer, wanted: Wanted) -> None:
     agree(pack, what="The training cannot go on with another number of ranks.", hint="%strategy changes what they do")
 
 
-def resize(trainer: Trainer, wanted: Wanted, span: Span | None) -> dict[str, Any]:
+def resize(trainer: Trainer, wanted: WantedWorld, span: FitRange | None) -> dict[str, Any]:
     """Go on with `wanted.ranks` ranks: the fields of the event. Collective, between two steps; no `fit` is under way.
 
     span: of the `fit` that goes on afterwards, which new ranks enter; None: none does. Raises what forming the world
@@ -165,14 +165,14 @@ def resize(trainer: Trainer, wanted: Wanted, span: Span | None) -> dict[str, Any
 
 def joined(newcomers: Collection[int]) -> Trainer:
     """What a new rank does meanwhile; its Trainer."""
-    trainer, _ = rebuilt(None, Held(), None, newcomers)
+    trainer, _ = rebuilt(None, LocalShards(), None, newcomers)
     step_boundary.meet(trainer.job.device)
     trainer.job.ledger.begin_again()
     return trainer
 
 
 def rebuilt(
-    trainer: Trainer | None, held: Held, strategy: Strategy | None, newcomers: Collection[int]
+    trainer: Trainer | None, held: LocalShards, strategy: Strategy | None, newcomers: Collection[int]
 ) -> tuple[Trainer, int]:
     """The training of all ranks of a new world, at one step boundary; and the bytes that moved. Collective.
 
