@@ -189,7 +189,8 @@ def read(names: Iterable[str]) -> list[tuple[str, int, bytes]]:
 def use(root: str, digests: Mapping[str, str], shared: bool, changed: Sequence[str]) -> list[str]:
     """Import from the files from now on; the modules of `changed` that were imported before, and are the old ones.
 
-    root, digests: see Project. shared: whether this host sees the notebook's directory; else they were brought here.
+    root, digests: see BroughtProject. shared: whether this host sees the notebook's directory; else they were brought
+    here.
     """
     global brought, _used
     home = root if shared else str(_home())

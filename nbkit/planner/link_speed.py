@@ -15,7 +15,7 @@ from nbkit.strategy import Strategy
 
 
 def ranks_of_node(node_of: Sequence[int]) -> int | None:
-    """The most ranks that are neighbours on one node, counted from rank 0; None on one node. node_of: see Link.
+    """The most ranks that are neighbours on one node, counted from rank 0; None on one node. node_of: see WorldLinks.
 
     Where nodes have unequal numbers, what divides each of them.
     """

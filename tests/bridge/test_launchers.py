@@ -37,7 +37,8 @@ def test_notebook_launcher_runs_a_cells_function_on_the_ranks_and_may_be_called_
 
 def test_an_error_in_the_launched_function_fails_the_cell_with_its_line(two: Cluster) -> None:
     cell = LAUNCHES + "def bad():\n    raise ValueError('no such model')\nnotebook_launcher(bad, num_processes=2)"
-    with pytest.raises(CellError, match="Ranks 0-1 failed: ValueError: no such model"):
+    # Either rank may be released before it comes to the error, which it raises then or not.
+    with pytest.raises(CellError, match=r"(Ranks 0-1|Rank [01]) failed: ValueError: no such model"):
         two.run(cell)
     # Nothing of it is left in the way of the next one.
     assert two.run(LAUNCHES + "notebook_launcher(train, (1,), num_processes=2); len(sums)").values == {0: 1, 1: 1}

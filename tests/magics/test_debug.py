@@ -58,8 +58,12 @@ def test_steps_of_a_cell_go_from_one_statement_to_the_next_and_end_with_it(kerne
 
 
 def test_ranks_that_ask_together_are_answered_in_turn_or_all_at_once(kernel: Kernel) -> None:
-    source = "%%distributed\nx = rank * 10\nbreakpoint()\ny = torch.ones(1)\ndist.all_reduce(y)\ny.item()"
-    cell = kernel.run(source, typed=["p x", "rank 1", "p x", "rank 7", "all c"])
+    # Rank 0 comes to its prompt first; both are at one before the first line is typed.
+    source = (
+        "%%distributed\nimport time\nx = rank * 10\ntime.sleep(rank / 2)\nbreakpoint()\n"
+        "y = torch.ones(1)\ndist.all_reduce(y)\ny.item()"
+    )
+    cell = kernel.run(source, typed=[lambda: time.sleep(2) or "p x", "rank 1", "p x", "rank 7", "all c"])
     assert cell.status == "ok", cell.text
     assert cell.prompts[2].startswith("(Pdb rank 1")
     for shown in ("[0] 0", "[1] 10", "Rank 7 is at no prompt; asking: 0-1.", "Out[0-1]: 2.0"):

@@ -120,7 +120,8 @@ def run(version: Version) -> Result:
     print(f"torch {version.torch} on Python {version.python}", flush=True)
     began = time.monotonic()
     # Not the bytecode of another Python's environment, nor the cache of its last failures.
-    command = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", *SAMPLE]
+    command = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
+    command += ["--max-worker-restart", "0", *SAMPLE]  # else the run would wait for ever for the tests of one that died
     # A shell that starts this in the background has its children ignore interrupts, which some tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

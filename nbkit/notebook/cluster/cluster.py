@@ -455,7 +455,8 @@ class Cluster:
         return wait_for(self.connection, busy, timeout) if busy else None
 
     def switch(self, strategy: str) -> ControlResult:
-        """Train on under another strategy, also while a training runs: see Training.switch; `.training` has more."""
+        """Train on under another strategy, also while a training runs: see TrainingClient.switch; `.training` has
+        more."""
         return self.training.switch(strategy)
 
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> TraceFile:

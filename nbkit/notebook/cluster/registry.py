@@ -1,7 +1,7 @@
 """The registry of clusters: one folder each, private to the user, with everything that belongs to the cluster.
 
     ~/.local/share/nbkit/NAME/     (NBKIT_HOME changes the first part, and so does home in nbkit.toml)
-      cluster.json       the Entry: who and where its processes are
+      cluster.json       the ClusterEntry: who and where its processes are
       spec.json          what its ranks were started with
       profile/           ipyparallel's own: connection files (0600), pids
       logs/              controller, parent, one per rank

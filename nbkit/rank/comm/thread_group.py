@@ -148,7 +148,7 @@ _COMBINE: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
 
 
 class ThreadGroup(dist.ProcessGroup):
-    """One rank's end of a Meeting. Has the operations that strategies use."""
+    """One rank's end of a ThreadMeeting. Has the operations that strategies use."""
 
     def __init__(self, meeting: ThreadMeeting, rank: int) -> None:
         super().__init__(rank, len(meeting.members))  # type: ignore[call-arg,arg-type]

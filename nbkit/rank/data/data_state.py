@@ -1,8 +1,8 @@
 """Where reading stands by the data's own state_dict(): reading goes on there, and nothing before it is read again.
 
 As in torchdata's loaders, the data may have state_dict() and load_state_dict(), or the iterator that it gives, or both.
-A state need not be faithful: that of a shuffle buffer may leave out what lies in the buffer. So a Mark holds a checksum
-of samples that have followed it, and whoever goes on from it compares them.
+A state need not be faithful: that of a shuffle buffer may leave out what lies in the buffer. So a StreamPosition holds
+a checksum of samples that have followed it, and whoever goes on from it compares them.
 
 The feed of a job: the little that it has to know of where its batches come from; without a Trainer nothing.
 """

@@ -226,7 +226,9 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """(..., H, T, E), (..., H, S, E), (..., H, S, V) -> (..., H, T, V)."""
-    if dropout_p == 0:
+    # Without heads, as in a split that is only tried, the kernel of torch 2.11 ends the process: it divides by zero.
+    has_heads = all(tensor.shape[-3:-2].numel() for tensor in (query, key))
+    if dropout_p == 0 and has_heads:
         return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
     if (drawing := mask.in_kernel(query.device)) is not None:
         with drawing:

@@ -1,7 +1,7 @@
 """Every collective and message of this rank, noted as it is issued: what, along which axis, how many bytes, how long.
 
 The groups of delegating_group.py call `begin` before and `follow` after they hand an operation on. What is noted is a
-`Call` in a ring of fixed size: nothing here waits for a device, another rank or a disk. What could
+`CollectiveCall` in a ring of fixed size: nothing here waits for a device, another rank or a disk. What could
 not be timed has no `done`.
 
 NBKIT_TELEMETRY, or `set_mode`: "off"; "count" notes calls and bytes; "time" (the default) also when they ended and how

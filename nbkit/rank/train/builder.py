@@ -336,7 +336,7 @@ class Builder:
         yield from self.module.buffers()
 
     def check_moves(self, old: Strategy, new: Strategy) -> None:
-        """Raises StrategyError where a switch would lose what the model keeps; else as Template.check_moves."""
+        """Raises StrategyError where a switch would lose what the model keeps; else as OptimizerSpec.check_moves."""
         if (outside := self.options.outside) is not None and outside.keyed:
             raise StrategyError(
                 f"A switch to {new} would lose {outside.keyed[0]!r}, which the model sets in one pass and reads in the "

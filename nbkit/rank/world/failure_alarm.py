@@ -150,7 +150,7 @@ class Alarm:
             self._over.set()
 
     def check(self) -> None:
-        """Raises Heard when another rank has failed: on a GPU a collective that was broken off raises nothing."""
+        """Raises AlarmHeard when another rank has failed: on a GPU a collective that was broken off raises nothing."""
         if self.heard:
             raise AlarmHeard("another rank has failed")
 

@@ -41,7 +41,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from nbkit.errors import ClusterError, UsageError
+from nbkit.errors import ClusterError, TrainingError, UsageError
 from nbkit.rank.comm.background_creation import BreakableStore, forming
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live, registered, reset_counts
 from nbkit.rank.comm.group_creation import abort, install, reform_group, release
@@ -154,9 +154,12 @@ def clear_broken_steps() -> None:
 
 def _reset_fully_sharded(module: Any) -> None:
     state = module._get_fsdp_state()
-    # None: no forward has run yet. Only the root of a tree of sharded modules resets it. Before torch 2.13 there
-    # is no reset, and a broken backward needs the model to be sharded again.
-    if not state._is_root or not hasattr(module, "reset_iter_state"):
+    # None: no forward has run yet. Only the root of a tree of sharded modules resets it.
+    if not state._is_root:
+        return
+    if not hasattr(module, "reset_iter_state"):  # before torch 2.13
+        if state._state_ctx.iter_forward_root is not None or state._state_ctx.post_backward_final_callback_queued:
+            module.register_forward_pre_hook(_refuse)
         return
     for one in state._state_ctx.all_states:
         for group in one._fsdp_param_groups:
@@ -166,6 +169,15 @@ def _reset_fully_sharded(module: Any) -> None:
                 with contextlib.suppress(RuntimeError):  # what was in flight was broken off: that is why we are here
                     work.wait()
     module.reset_iter_state()
+
+
+def _refuse(module: Any, args: Any) -> None:
+    """Raise TrainingError: a further step would send what no other rank expects, and gloo would end the process."""
+    raise TrainingError(
+        "A step of this FSDP model was broken off, and this torch cannot put it back.",
+        numbers=f"torch {torch.__version__}; 2.13 and newer can",
+        hint="model = fully_shard(build())   (build the model and its optimizer again)",
+    )
 
 
 __all__ = ["RankPlace", "World", "current", "open_listener"]

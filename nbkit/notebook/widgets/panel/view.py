@@ -47,7 +47,7 @@ class State:
 
 @dataclass(frozen=True)
 class Looked:
-    """A rank has answered; see Training.look."""
+    """A rank has answered; see TrainingClient.look."""
 
     answer: Mapping[str, Any]
 

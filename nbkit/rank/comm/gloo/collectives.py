@@ -81,7 +81,10 @@ class GlooExchange(dist.Work):
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Any:
-        return next((error for work in self._works if (error := work.exception()) is not None), None)
+        try:
+            return next((error for work in self._works if (error := work.exception()) is not None), None)
+        except TypeError:  # torch 2.11 cannot hand an exception, nor None in its place, to Python
+            return None if self.is_success() else RuntimeError("a message of this operation has failed")
 
     def synchronize(self) -> None:
         self.wait()

@@ -113,7 +113,7 @@ def first_difference(
     whole: Sequence[Any], parts: Sequence[Sequence[Any]], parting: Parting = contiguous
 ) -> tuple[str, str] | None:
     """(call, path of its module) of the first call of which the parts do not give the whole, or that they do not
-    make; from logs of a Trace. None where all do. parting: what each part holds."""
+    make; from logs of a CallTrace. None where all do. parting: what each part holds."""
     for i, (name, path, tensors) in enumerate(whole):
         if any(len(part) <= i for part in parts):
             return _spelled(name), path

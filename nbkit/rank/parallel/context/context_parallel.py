@@ -266,7 +266,7 @@ class Spread:
     def _placed(
         self, carried: bool, name: str, value: Any, hidden: Tensor, total: int, given: dict[int, Tensor]
     ) -> Any:
-        """An argument as the block on a part of the positions takes it. given: see Part."""
+        """An argument as the block on a part of the positions takes it. given: see BlockPart."""
         if carried:
             return tree_map_only(Tensor, lambda x: self.peers.split(whole(x), 1), value) if self.first else value
         if name in self.way.in_parts:

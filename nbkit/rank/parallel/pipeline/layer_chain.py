@@ -1,8 +1,8 @@
 """The blocks of an unmodified model as a chain that can be cut: found by running it, proven by running it cut.
 
-The model runs on an example while `Flow` watches, once in evaluation and once as it trains. A cut at the entry of a
-block is right when everything that hangs on parameters and is used behind it goes in through the block's arguments, or
-is what modules before it gave: that is sent along.
+The model runs on an example while `DataflowTrace` watches, once in evaluation and once as it trains. A cut at the entry
+of a block is right when everything that hangs on parameters and is used behind it goes in through the block's
+arguments, or is what modules before it gave: that is sent along.
 Then the model runs once more, cut everywhere, and its output must be the same. Nothing is traced or rewritten: a stage
 runs the user's own forward.
 

@@ -38,7 +38,7 @@ class _Reached(BaseException):
 
 
 class StageBoundaries:
-    """Gates at every block of a chain and at every module that may be skipped.
+    """Boundaries at every block of a chain and at every module that may be skipped.
 
     blocks, entries: of the chain, one per block; the first has no gate of its own. skipped: names of modules.
     again: the model calls its blocks once more in the backward pass, with what it gave them in the forward pass.

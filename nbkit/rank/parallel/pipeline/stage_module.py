@@ -28,7 +28,7 @@ class Staged:
     parameters that several of them use. The one range (0, len(chain)) leaves the module as it is.
     holds: names of the parameters that are left, each by its first name in the whole model.
     team: the ranks along tp, where each sends the next stage its positions only (tensor.positions).
-    Gates are set here: what other strategies do to the module afterwards runs only where the module does.
+    StageBoundaries are set here: what other strategies do to the module afterwards runs only where the module does.
     """
 
     def __init__(

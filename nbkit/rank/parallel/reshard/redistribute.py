@@ -7,9 +7,9 @@ hold both, see redistribute_in_place.py.
 Sharded models whose memory comes and goes tensor by tensor, so that a switch in place never holds two of them.
 
 A new sharded model is built `hollow`: every tensor has its shape, its views and its place in module and optimizer, and
-a storage of no bytes. `Filling` gives the storages of such a model memory, `Emptying` takes it from those of the old
-one; both do it key by key, and a storage that several keys share (the flat parts of zero 3) with the first and the
-last of them.
+a storage of no bytes. `TargetStorage` gives the storages of such a model memory, `SourceStorage` takes it from those of
+the old one; both do it key by key, and a storage that several keys share (the flat parts of zero 3) with the first and
+the last of them.
 
 The data movement of a switch where memory does not hold old and new shards: tensor by tensor, the old freed.
 
@@ -195,7 +195,7 @@ _spaces: ContextVar[Spaces | None] = ContextVar("spaces", default=None)
 
 @contextmanager
 def hollow() -> Iterator[Spaces]:
-    """What is built inside takes no memory to stay; gives the bytes that `Filling` has to find later.
+    """What is built inside takes no memory to stay; gives the bytes that `TargetStorage` has to find later.
 
     Whoever takes memory for something of a sharded model passes it to `emptied` when its views are made. Until it is
     filled such a tensor must not be read: torch reads through an address that is not there.

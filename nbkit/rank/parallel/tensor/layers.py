@@ -6,7 +6,7 @@ Gathered   output features split and gathered at once: right anywhere, at the pr
 SplitRow   input features split at once, of an input that has all
 Vocabulary rows of an embedding split; ids of other ranks give zero, and the sum is the row: of this rank's positions
            as a PositionShard, where blocks take such
-Head       a Column whose output stays in parts as a VocabShard
+Head       a ColumnParallel whose output stays in parts as a VocabShard
 
 The state that column-parallel and row-parallel maps of one pair share while a forward pass runs through them.
 

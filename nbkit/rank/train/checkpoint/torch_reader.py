@@ -96,7 +96,7 @@ class LoadTarget:
 
 
 class TorchReader(DcpReader):
-    """See Reader. layout: what was recognised, in words. Raises OSError, or another Exception when it is none."""
+    """See DcpReader. layout: what was recognised, in words. Raises OSError, or another Exception when it is none."""
 
     def __init__(self, path: Path, wanted: LoadTarget) -> None:
         self.path = path
@@ -240,7 +240,7 @@ class TorchReader(DcpReader):
 
     @contextmanager
     def elements(self) -> Iterator[Callable[[SavedTensor, Chunk], Tensor]]:
-        """See Reader.elements."""
+        """See DcpReader.elements."""
         with ExitStack() as files:
             by_name: dict[str, io.BufferedReader] = {}
 

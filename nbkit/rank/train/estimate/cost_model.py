@@ -38,7 +38,7 @@ Kinds = Mapping[str, Mapping[str, int]]
 
 
 class CostModel:
-    """Of a job as it is now. blocks: of the model, name -> {parameter: elements}. fits: see Feed."""
+    """Of a job as it is now. blocks: of the model, name -> {parameter: elements}. fits: see DataHooks."""
 
     def __init__(
         self, builder: Builder, kinds: Kinds, fits: Callable[[Strategy], Any], *, before: CostModel | None = None

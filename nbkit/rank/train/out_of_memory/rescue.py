@@ -195,7 +195,7 @@ def level(device: torch.device) -> int:
 
 
 def look(device: torch.device, levels: Sequence[int]) -> DeviceMemory:
-    """Now, while what the step has taken is still there. levels: see Seen."""
+    """Now, while what the step has taken is still there. levels: see DeviceMemory."""
     if not accelerator().holds(device):
         return DeviceMemory(levels=tuple(levels))
     total, used, reserved = accelerator().occupied(device)

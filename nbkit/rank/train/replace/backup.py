@@ -182,7 +182,8 @@ _HEAD, _ABOUT, _STATE = 1, 2, 3  # tags of the three messages
 
 @dataclass
 class BackupGeneration:
-    """A share as it was after `step` steps. about: what the optimizer remembers beside elements, pickled (see Memory).
+    """A share as it was after `step` steps. about: what the optimizer remembers beside elements, pickled (see
+    OptimizerMemory).
 
     point: where its own rank stood; None of another's.
     """

@@ -131,15 +131,16 @@ class RankHost(Protocol):
         ...
 
     def resize(self, wanted: Any, trainer: Any, span: FitRange | None) -> tuple[int, ...]:
-        """Form the world of `wanted.ranks` ranks (see Wanted); its new ranks. Collective, on all ranks of the old one.
+        """Form the world of `wanted.ranks` ranks (see WantedWorld); its new ranks. Collective, on all ranks of the old
+        one.
 
         Raises ClusterError where it cannot be formed, and Left on a rank that it does not have.
         """
         ...
 
     def resized(self, trainer: Any, asked: Any, span: FitRange | None) -> None:
-        """See nbkit.rank.train.resize.resize, which makes Trainers, whose `fit` imports this file. asked: a Resizing,
-        which is told what came of it. Raises what leaves no training to go on with."""
+        """See nbkit.rank.train.resize.resize, which makes Trainers, whose `fit` imports this file. asked: a
+        ResizeAtBoundary, which is told what came of it. Raises what leaves no training to go on with."""
         ...
 
     def waits(self, seconds: float, *, due: bool = False) -> None:

@@ -35,7 +35,7 @@ _OF_TORCH = ("_step_count",)  # of an LR scheduler
 def states_of(optimizer: Optimizer, optimizers: Iterable[Optimizer] = ()) -> list[State]:
     """Return the state of `optimizer` and those of the optimizers within it, each once.
 
-    optimizers: within it; those that the Template noted are known.
+    optimizers: within it; those that the OptimizerSpec noted are known.
     """
     every = [optimizer, *(optimizers or vars(optimizer).get("_within", ()))]
     return list({id(each.state): each.state for each in every}.values())

@@ -70,7 +70,7 @@ class _Reads(TorchFunctionMode):
 
 
 class OptimizerTrial:
-    """Of one optimizer. build: (held, settings, like=...) -> a copy of it over `held`, see Template._small."""
+    """Of one optimizer. build: (held, settings, like=...) -> a copy of it over `held`, see OptimizerSpec._small."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class BlockInput:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """Arguments of one call, tensors in them as `Given`; training: mode of the module that was called."""
+    """Arguments of one call, tensors in them as `BlockInput`; training: mode of the module that was called."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
