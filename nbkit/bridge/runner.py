@@ -43,7 +43,7 @@ from nbkit.rank.comm import delegating_group
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.control import active_job
 from nbkit.rank.train.control.active_job import DETACHED
-from nbkit.rank.train.step.history import PEER_GONE
+from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import meeting, world
 from nbkit.wire import interrupts
 from nbkit.wire.cells import CellRecord, CellRequest, Failure, Status

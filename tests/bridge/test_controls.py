@@ -15,7 +15,7 @@ from nbkit.bridge.requests import RESULTS_KEPT, Control, TrainingRequestHandler
 from nbkit.errors import NotFinite, StrategyError, TrainingError
 from nbkit.rank.train.control import active_job, step_boundary
 from nbkit.rank.train.control.active_job import Integrity
-from nbkit.rank.train.estimate.time_model import StepPace
+from nbkit.rank.train.step.pace import StepPace
 
 
 class Refusing:

@@ -31,7 +31,7 @@ from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.replace.resume_fit import FitRange, NewWorld
 from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary, WantedWorld
 from nbkit.rank.train.resize.resize import resize
-from nbkit.rank.train.step.history import PEER_GONE
+from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import failure_alarm, world
 from nbkit.rank.world.meeting import PARTED
 from nbkit.wire.cells import CellRequest

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.comm.background_creation import BROKEN_OFF
 from nbkit.rank.device import accelerator
-from nbkit.rank.train.step.history import PEER_GONE
+from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world.failure_alarm import Alarm, AlarmHeard
 
 

@@ -10,7 +10,6 @@ Finds the rank on which a run failed, as far as this one can know.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,17 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nbkit.errors import NbkitError, NotFinite, Stopped, TrainingError
+from nbkit.errors import Stopped, TrainingError
 from nbkit.figures import unit_of
 from nbkit.rank.telemetry.phases import OUTSIDE, phase
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.estimate.time_model import Paces, pace_of
+from nbkit.rank.train.step.failure import failure_of
+from nbkit.rank.train.step.pace import Paces, pace_of
 from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.step_stats import StepNumbers
-from nbkit.rank.world import world
-from nbkit.records.events import Event, Failed, StepDone
-from nbkit.wire.text_encoding import encodable
+from nbkit.records.events import Event, StepDone
 
 
 class Clock:
@@ -59,31 +57,6 @@ class Clock:
                 yield
         finally:
             self._mark = time.perf_counter() - so_far
-
-
-PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited", "was aborted")
-"""How a peer's end shows in the error of a rank that waited for it. Such an error is never the root cause."""
-
-_NEWS_SECONDS = 0.3  # the peer's end may be felt a moment before it is told
-
-
-def failure_of(error: BaseException, *, step: int) -> Failed | None:
-    """What is told of the error that ended a run after `step` steps; None when the user has stopped it."""
-    if isinstance(error, NotFinite):
-        return Failed(step, rank=error.rank, error="NotFinite", what=error.what)
-    here = world.current()
-    lost = any(sign in str(error) for sign in PEER_GONE)
-    deadline = time.monotonic() + (_NEWS_SECONDS if lost else 0.0)
-    while here is not None and not here.dirty and time.monotonic() < deadline:
-        time.sleep(0.01)
-    why = here.dirty if here is not None else ""
-    if named := re.match(r"rank (\d+) ", why):
-        return Failed(step, rank=int(named[1]), what=why)
-    if why or isinstance(error, KeyboardInterrupt):
-        return None
-    what = encodable(error.what if isinstance(error, NbkitError) else str(error).partition("\n")[0])
-    own = here.place.rank if here is not None and not lost else None
-    return Failed(step, rank=own, error=type(error).__name__, what=what)
 
 
 KEPT = 10_000  # records of newest steps; and so many at most of the steps before

@@ -20,7 +20,7 @@ from nbkit.rank.telemetry.health import bytes_held, reset_peak
 from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.control.collective_guard import Guard
 from nbkit.rank.train.estimate.free_memory import trim
-from nbkit.rank.train.estimate.time_model import interval
+from nbkit.rank.train.step.pace import interval
 from nbkit.rank.train.switch.switch import Switchable
 from nbkit.rank.train.training_state import TrainingState
 from nbkit.records.events import Switched

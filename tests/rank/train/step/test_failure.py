@@ -13,7 +13,7 @@ from ranks import run_ranks
 from nbkit.errors import NotFinite, SwitchError
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.job import prepare
-from nbkit.rank.train.step.history import failure_of
+from nbkit.rank.train.step.failure import failure_of
 from nbkit.records.events import Event, Failed, RunStopped
 from nbkit.records.record_file import rank_files, read_since
 from nbkit.records.records import EventRecord
