@@ -54,7 +54,8 @@ _PARTS = ("compute", "exposed", "data", "optimizer", "other")
 
 def measured_pace(job: Job, strategy: Strategy) -> StepPace | None:
     """Of the newest steps under `strategy` in this training, however long ago they were; None where there are none."""
-    return job.ledger.paces.of(str(strategy))
+    pace: StepPace | None = job.ledger.paces.of(str(strategy))
+    return pace
 
 
 def predicted_pause(job: Job, census: StateBytes, strategy: Strategy, flow: ReshardTraffic) -> float | None:
@@ -139,7 +140,8 @@ def _moving(job: Job, flow: ReshardTraffic) -> float:
     """By the link alone. Who sends what is levelled, so that nobody sends much more than the mean."""
     link = job.builder.link
     assert link is not None
-    return link.moving([flow.total // job.world_size], flow.received, flow.kept)
+    seconds: float = link.moving([flow.total // job.world_size], flow.received, flow.kept)
+    return seconds
 
 
 def _parts(job: Job) -> Mapping[str, float] | None:
