@@ -33,6 +33,8 @@ __all__ = [*sorted(_HOME), "load_ipython_extension"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "schedules":
+        return importlib.import_module("nbkit.schedules")
     if name not in _HOME:
         raise AttributeError(f"module 'nbkit' has no attribute {name!r}; it offers {', '.join(sorted(_HOME))}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -23,16 +23,16 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
+from nbkit import schedules
 from nbkit.device_speeds import of_replicas, rows_by_speed, settled
 from nbkit.errors import StrategyError
 from nbkit.levers import KEYS as LEVERS
 from nbkit.levers import NONE, Levers
 from nbkit.mesh import AXES, Mesh, with_slowest
-from nbkit.schedules import NAMES
+from nbkit.schedules import names as every_schedule
 from nbkit.tensor_layout import bounds
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp")
-SCHEDULES = NAMES
 _DEGREES = ("dp", "tp", "pp", "cp")
 _KEYS = ("dp", "shard", "tp", "pp", "cp", "zero", "schedule", "microbatches", "order", "places", "speeds", *LEVERS)
 _ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
@@ -111,10 +111,7 @@ class Strategy:
             self.schedule or "1f1b",
             2 * self.pp if self.microbatches is None else self.microbatches,
         )
-        if schedule not in SCHEDULES:
-            raise StrategyError(
-                f"{schedule!r} is not a schedule.", numbers=f"schedules: {' '.join(SCHEDULES)}", hint="schedule=1f1b"
-            )
+        least = schedules.type_of(schedule).microbatches_per_rank * self.pp
         if microbatches < 1:
             raise StrategyError(
                 "There is at least one micro-batch.",
@@ -129,11 +126,11 @@ class Strategy:
             object.__setattr__(self, "schedule", None)
             object.__setattr__(self, "microbatches", None)
             return
-        if schedule == "dualpipev" and microbatches < 2 * self.pp:
+        if microbatches < least:
             raise StrategyError(
-                "dualpipev has two stages on each rank, and needs a micro-batch for each stage.",
-                numbers=f"2 x pp {self.pp} = {2 * self.pp} stages, {microbatches} micro-batches",
-                hint=f"microbatches={2 * self.pp}, or schedule=zbv",
+                f"{schedule} needs more micro-batches.",
+                numbers=f"at least {least // self.pp} x pp {self.pp} = {least}, {microbatches} given",
+                hint=f"microbatches={least}, or schedule=1f1b",
             )
         object.__setattr__(self, "schedule", schedule)
         object.__setattr__(self, "microbatches", microbatches)
@@ -208,18 +205,19 @@ class Strategy:
         return found
 
     @classmethod
-    def every(cls, world_size: int, *, schedules: Sequence[str] = SCHEDULES, cp: bool = True) -> list[Strategy]:
+    def every(cls, world_size: int, *, schedules: Sequence[str] | None = None, cp: bool = True) -> list[Strategy]:
         """Every strategy worth offering on `world_size` ranks, with default micro-batches, simple ones first.
 
         Each split of the world over the axes, each ZeRO stage, hsdp with each size of group (parameters sharded), each
-        of `schedules`. Context parallelism, for sequences too long otherwise, comes last, or not at all with cp=False.
+        of `schedules` (default: all). Context parallelism, for sequences too long otherwise, comes last, or not at all
+        with cp=False.
         """
-        found = []
+        found, names = [], schedules or every_schedule()
         for dp, tp, pp in product(divisors(world_size), repeat=3):
             if world_size % (dp * tp * pp) or (not cp and dp * tp * pp != world_size):
                 continue
             groups = [(0, dp)] if dp == 1 else [(0, dp), (1, dp), (2, dp), *((3, n) for n in divisors(dp)[:0:-1])]
-            for (zero, shard), schedule in product(groups, schedules if pp > 1 else (None,)):
+            for (zero, shard), schedule in product(groups, names if pp > 1 else (None,)):
                 found.append(cls(dp, tp, pp, world_size // (dp * tp * pp), zero, shard, schedule))
         return sorted(found, key=_simplicity)
 
@@ -316,7 +314,7 @@ def _meant(word: str, words: Sequence[str]) -> str:
     """What somebody who types `word`, among `words`, as a preset may have meant."""
     if word in PRESETS:
         return " ".join([word, *(other for other in words if "=" in other)])
-    if word in SCHEDULES:
+    if word in schedules.names():
         return f"pp schedule={word}"
     return f"{word}=2" if word in _KEYS else next(iter(difflib.get_close_matches(word, PRESETS, 1)), "ddp")
 
@@ -394,5 +392,5 @@ def divisors(n: int) -> list[int]:
 def _simplicity(s: Strategy) -> tuple[object, ...]:
     """Sorts: one axis before two, context parallelism last, data before tensor before pipeline, more replicas first."""
     split = [s.mesh.degree(axis) > 1 for axis in _DEGREES]
-    schedule = SCHEDULES.index(s.schedule) if s.schedule else -1
+    schedule = schedules.names().index(s.schedule) if s.schedule else -1
     return s.cp > 1, sum(split), [not axis for axis in split], [-s.dp, -s.tp], s.zero, -s.shard, schedule

@@ -17,7 +17,8 @@ from pathlib import Path
 from bench.settings import Settings
 from bench.stats import quantile
 from bench.table import Row, absolute
-from nbkit.schedules import NAMES, Schedule, simulate
+from nbkit.schedules import BUILT_IN as NAMES
+from nbkit.schedules import Schedule, simulate
 
 RANKS = (2, 4, 8)
 MICROBATCHES = (4, 8, 16)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from bench.rigs.jobs import config, trainer
 from nbkit.rank.train.estimate import strategy_table
-from nbkit.rank.train.estimate.time_model import measured_step
+from nbkit.rank.train.estimate.time_model import measured_pace
 from nbkit.strategy import Strategy
 
 
@@ -32,7 +32,8 @@ class Worker:
         predicted = self._row(strategy)["predicted_step_s"]
         self.job.switch(strategy)
         self.job.fit(steps)
-        return predicted, measured_step(self.job.job, self.job.job.strategy)
+        pace = measured_pace(self.job.job, self.job.job.strategy)
+        return predicted, None if pace is None else pace.seconds
 
     def _row(self, strategy: str) -> dict[str, Any]:
         """Of rank 0's table; the others let it have the machine."""

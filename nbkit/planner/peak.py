@@ -51,7 +51,7 @@ from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.stages import ranks_of_stages
 from nbkit.planner.traffic import Bytes, Rest
-from nbkit.schedules import Schedule
+from nbkit.schedules import Schedule, type_of
 from nbkit.strategy import Strategy
 
 
@@ -454,7 +454,7 @@ def _all(weights: Weights) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _schedule(name: str, ranks: int, micros: int) -> Schedule:
     # What is under way grows no more once the pipeline is full.
-    return Schedule.of(name, ranks, micros if name == "gpipe" else min(micros, 4 * ranks))
+    return Schedule.of(name, ranks, micros if type_of(name).holds_all else min(micros, 4 * ranks))
 
 
 _FP32 = 4

@@ -30,6 +30,7 @@ from functools import lru_cache
 from itertools import accumulate, combinations, pairwise, product
 from math import factorial, inf, lcm
 
+from nbkit import schedules
 from nbkit.device_speeds import of_stages, rows_by_speed
 from nbkit.errors import StrategyError
 from nbkit.schedules import Schedule, simulate
@@ -69,10 +70,7 @@ def ranks_of_stages(strategy: Strategy) -> tuple[int, ...]:
     gpipe and 1f1b have one stage a rank; interleaved and zb deal two rounds of stages out; zbv and dualpipev go down
     the ranks and back up, so that the first rank holds the first stage and the last.
     """
-    ranks = tuple(range(strategy.pp))
-    if strategy.schedule in ("interleaved", "zb"):
-        return ranks + ranks
-    return ranks + ranks[::-1] if strategy.schedule in ("zbv", "dualpipev") else ranks
+    return schedules.type_of(strategy.schedule or "1f1b").ranks_of_stages(strategy.pp)
 
 
 def place(costs: Sequence[float], strategy: Strategy) -> list[list[tuple[int, int]]]:
@@ -202,7 +200,7 @@ def best_speeds(strategy: Strategy, batch: int, costs: Sequence[float], speeds: 
     """
     fastest = max(speeds)
     own = tuple(max(round(_FINE * speed / fastest), 1) for speed in speeds)
-    if strategy.schedule not in ("gpipe", "1f1b") or strategy.pp * (strategy.microbatches or 1) > _MOST:
+    if _stages_per_rank(strategy.schedule) != 1 or strategy.pp * (strategy.microbatches or 1) > _MOST:
         return own
     ranges = stage_ranges(costs, replace(strategy, speeds=own))
     now = computing_seconds(replace(strategy, speeds=own), batch, costs, speeds)
@@ -214,6 +212,10 @@ def best_speeds(strategy: Strategy, batch: int, costs: Sequence[float], speeds: 
         if took >= least:
             return found
         found, least = better, took
+
+
+def _stages_per_rank(schedule: str | None) -> int:
+    return schedules.type_of(schedule).stages_per_rank if schedule else 0
 
 
 @lru_cache(maxsize=4096)
@@ -233,7 +235,7 @@ def makespan(
     """
     if schedule is None:
         return sum(stages)
-    ranks = ranks or len(stages) // (1 if schedule in ("gpipe", "1f1b") else 2)
+    ranks = ranks or len(stages) // _stages_per_rank(schedule)
     if _is_sum(schedule, micros, stages, transfer, ranks):
         return _full(schedule, micros, stages, transfer, ranks)
     each, back = tuple(forward * stage / micros for stage in stages), (1 - forward) / 2 / micros

@@ -1,10 +1,25 @@
 """Pipeline schedules: what each rank does with which micro-batch, in which order. Pure arithmetic, no torch.
 
 `Schedule.of("zbv", ranks=4, microbatches=8)` gives the lists of operations that the executor follows and that
-`simulate` turns into a planned timeline.
+`simulate` turns into a planned timeline. `register("mine", build)` adds a schedule of your own.
 """
 
-from nbkit.schedules.schedule import NAMES, Kind, Op, Schedule
+from nbkit.schedules.builtin import BUILT_IN
+from nbkit.schedules.schedule import Kind, Op, Schedule, ScheduleType, add, names, register, registered, type_of
 from nbkit.schedules.simulate import OpTime, ScheduleTimeline, simulate
 
-__all__ = ["NAMES", "Kind", "Op", "OpTime", "Schedule", "ScheduleTimeline", "simulate"]
+__all__ = [
+    "BUILT_IN",
+    "Kind",
+    "Op",
+    "OpTime",
+    "Schedule",
+    "ScheduleTimeline",
+    "ScheduleType",
+    "add",
+    "names",
+    "register",
+    "registered",
+    "simulate",
+    "type_of",
+]

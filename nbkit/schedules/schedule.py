@@ -1,29 +1,15 @@
-"""A pipeline schedule by name: the lists of operations of all ranks, and where each stage lives.
+"""Pipeline schedules by name: what each rank does with which micro-batch, in which order.
 
-One operation of a pipeline schedule, and which operation has to come before which.
-
-Schedules that follow a rule: GPipe, 1F1B, interleaved 1F1B, DualPipeV.
-
-A list from which every operation of some micro-batches is taken out is still a valid list: nothing else waits for
-them. So rules that want a multiple of the ranks, or at least twice as many micro-batches as ranks, are asked for
-more than there are, and the rest is dropped.
-
-Zero-bubble schedules: backward is split, and the gradients of weights fill the time in which a rank would wait.
-
-Qi et al. 2023 (arXiv 2401.10241, ZB) and 2024 (arXiv 2405.15362, ZB-V) write these lists by hand or find them with
-an integer program. Here they come out of a greedy scheduler on a grid of equal costs: whenever a rank is free it
-takes an input gradient that is ready, else a forward while it holds fewer than `limit` activations, else a weight
-gradient. Which of several stages goes first, and the limit, are tried in order until the last rank is never idle
-after its first forward can begin, which no list can better.
+`register` adds one. The schedules that nbkit brings are registered in the same way, in builtin.py.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain, product
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from nbkit.errors import StrategyError
@@ -56,201 +42,141 @@ def before(op: Op, num_stages: int, *, split: bool) -> tuple[Op, ...]:
     return (own,) if stage == num_stages - 1 else (own, Op("I" if split else "B", stage + 1, micro))
 
 
-def gpipe(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
-    forwards = [Op("F", rank, micro) for micro in range(microbatches)]
-    return forwards + [Op("B", rank, micro) for micro in range(microbatches)]
+Build = Callable[..., Sequence[Op]]
+"""build(ranks, microbatches, rank) -> the operations of one rank, in order."""
 
 
-def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """A backward as soon as there is one, so that rank r holds at most ranks - r activations.
+@dataclass(frozen=True)
+class ScheduleType:
+    """A schedule as it was registered; see `register`."""
 
-    PipeDream-Flush, Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1.
+    name: str
+    build: Build
+    stages_per_rank: int = 1
+    v_shaped: bool = False
+    microbatches_per_rank: int = 0
+
+    @property
+    def is_built_in(self) -> bool:
+        """Return True if nbkit brings it."""
+        return self.build.__module__ == "nbkit.schedules.builtin"
+
+    @property
+    def takes_stages(self) -> bool:
+        """Return True if any number of stages on a rank, from `stages_per_rank` on, is possible."""
+        return "stages_per_rank" in inspect.signature(self.build).parameters
+
+    @cached_property
+    def splits(self) -> bool:
+        """Return True if some backwards are split into I and W."""
+        return Schedule.of(self.name, 2, 4).splits
+
+    @cached_property
+    def holds_all(self) -> bool:
+        """Return True if more micro-batches mean more activations at once, as in GPipe."""
+        few, many = (Schedule.of(self.name, 2, microbatches) for microbatches in (8, 12))
+        return most_held(many) > most_held(few)
+
+    def ranks_of_stages(self, ranks: int) -> tuple[int, ...]:
+        """Return the rank of each stage, in the order of the model."""
+        return tuple(rank_of(stage, ranks, v_shaped=self.v_shaped) for stage in range(ranks * self.stages_per_rank))
+
+
+_types: dict[str, ScheduleType] = {}
+_CHECKED = [(ranks, microbatches) for ranks in (2, 3, 4) for microbatches in (1, 2, 3, ranks, 2 * ranks + 1)]
+
+
+def register(
+    name: str,
+    build: Build,
+    *,
+    stages_per_rank: int = 1,
+    v_shaped: bool = False,
+    microbatches_per_rank: int = 0,
+    check: bool = True,
+) -> None:
+    """Add a schedule: from then on `pp schedule=NAME` is a strategy. Do so on all ranks.
+
+    build: `build(ranks, microbatches, rank)` returns the operations of one rank, in order, for any number of
+        micro-batches from 1 on: the last batch of an epoch may be a short one. An operation is an `Op(kind, stage,
+        micro)` of kind "F" (forward), "B" (backward), or in place of "B" both "I" (gradient of the stage's input) and
+        later "W" (gradients of its weights). If `build` has a parameter `stages_per_rank`, it is told how many stages
+        a rank has.
+    stages_per_rank: stages on each rank. Stage s is on rank s mod ranks.
+    v_shaped: stages run down the ranks and up again, so that the first and the last are on rank 0; two on each rank.
+    microbatches_per_rank: a strategy with fewer micro-batches than this times pp is refused.
+    check: run it on small pipelines first. Raises StrategyError, and registers nothing, if an operation is missing or
+        twice in the lists, or if the ranks would wait for each other for ever.
+
+    A further call with the same name replaces the schedule; those that nbkit brings cannot be replaced.
     """
-    warm = min(microbatches, ranks - rank - 1)
-    forwards = [Op("F", rank, micro) for micro in range(microbatches)]
-    backwards = [Op("B", rank, micro) for micro in range(microbatches)]
-    return _one_by_one(forwards, backwards, warm)
-
-
-def interleaved(ranks: int, microbatches: int, rank: int, virtual: int) -> list[Op]:
-    """1F1B with `virtual` stages on each rank, stage s on rank s mod ranks; the bubble is `virtual` times smaller.
-
-    Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2: groups of `ranks` micro-batches pass one stage of this
-    rank after the other.
-    """
-    groups = -(-microbatches // ranks)
-    forwards, backwards = [], []
-    for group in range(groups):
-        micros = range(group * ranks, (group + 1) * ranks)
-        stages = range(rank, ranks * virtual, ranks)
-        forwards += [Op("F", stage, micro) for stage in stages for micro in micros]
-        backwards += [Op("B", stage, micro) for stage in reversed(stages) for micro in micros]
-    warm = min(len(forwards), (ranks - rank - 1) * 2 + (virtual - 1) * ranks)
-    return [op for op in _one_by_one(forwards, backwards, warm) if op.micro < microbatches]
-
-
-def dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Two stages on each rank, r and 2 ranks - 1 - r, whose forwards and backwards alternate.
-
-    DeepSeek's "cut-in-half" DualPipe (github.com/deepseek-ai/DualPipe, dualpipev.py), its eight steps. What they
-    run side by side, a forward and a backward, is run one after the other here.
-    """
-    return [op for op in _dualpipev(ranks, max(microbatches, 2 * ranks), rank) if op.micro < microbatches]
-
-
-def _dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    ops: list[Op] = []
-    stages = (rank, 2 * ranks - 1 - rank)
-    done = {(kind, half): 0 for kind in "FB" for half in (0, 1)}
-    waiting: deque[Op] = deque()
-
-    def do(kind: Kind, half: int) -> None:
-        counter = ("F" if kind == "F" else "B", half)
-        ops.append(Op(kind, stages[half], done[counter]))
-        done[counter] += 1
-        if kind == "I":
-            waiting.append(Op("W", *ops[-1][1:]))
-
-    after = ranks - rank - 1
-    for _ in range(2 * after):
-        do("F", 0)
-    for _ in range(rank + 1):
-        do("F", 0)
-        do("F", 1)
-    for _ in range(after):
-        do("I", 1)
-        ops.append(waiting.popleft())
-        do("F", 1)
-    for _ in range(microbatches - 2 * ranks + rank + 1):
-        for kind, half in (("F", 0), ("B", 1), ("F", 1), ("B", 0)):
-            do(kind, half)  # type: ignore[arg-type]
-    for _ in range(after):
-        do("B", 1)
-        do("F", 1)
-        do("B", 0)
-    # The second half of the backwards that end the pipeline leaves its weights for later.
-    endings = [half for _ in range(rank + 1) for half in (1, 0)]
-    for number, half in enumerate(endings):
-        do("I" if number > rank else "B", half)
-    for _ in range(after):
-        ops.append(waiting.popleft())
-        do("I", 0)
-    return ops + list(waiting)
-
-
-def _one_by_one(forwards: list[Op], backwards: list[Op], warm: int) -> list[Op]:
-    """`warm` forwards, then a forward and a backward in turn, then the backwards that are left."""
-    steady = chain.from_iterable(zip(forwards[warm:], backwards, strict=False))
-    return [*forwards[:warm], *steady, *backwards[len(forwards) - warm :]]
-
-
-def zero_bubble(ranks: int, microbatches: int, virtual: int, rank_of: Callable[[int], int]) -> list[list[Op]]:
-    """The lists of all ranks; `virtual` stages on each, placed by `rank_of`.
-
-    In flight on a rank: `virtual` x `ranks` activations (those of 1F1B's first rank), and at most `ranks` more where
-    that ends earlier. Raises StrategyError when nothing fits, which would be a mistake here.
-    """
-    ideal = 3 * virtual * microbatches + ranks - 1
-    least: tuple[int, list[list[Op]]] | None = None
-    for limit in range(virtual * ranks, (virtual + 1) * ranks + 1):
-        for late_forward, late_backward, alternate in product((True, False), (False, True), (False, True)):
-            grid = _Grid(ranks, microbatches, virtual, rank_of, limit, late_forward, late_backward, alternate)
-            end = grid.run(least[0] if least else 4 * ideal + 8 * virtual * ranks)
-            if end is not None:
-                least = (end, grid.ops)
-            if end == ideal:
-                return grid.ops
-    if least is None:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_]*", name):
         raise StrategyError(
-            "No zero-bubble schedule was found.", numbers=f"{ranks} ranks, {microbatches} micro-batches"
+            f"{name!r} cannot be the name of a schedule.",
+            numbers="lower-case letters, digits and _",
+            hint="nbkit.schedules.register('mine', build)",
         )
-    return least[1]
+    if check and name in _types and _types[name].is_built_in:
+        raise StrategyError(
+            f"The schedule {name!r} is one of nbkit's own.",
+            numbers=f"schedules: {' '.join(_types)}",
+            hint=f"nbkit.schedules.register('my_{name}', build)",
+        )
+    if stages_per_rank < 1 or (v_shaped and stages_per_rank != 2):
+        raise StrategyError(
+            "A rank of a pipeline has at least one stage, and two where the stages run down the ranks and up again.",
+            numbers=f"stages_per_rank={stages_per_rank}, v_shaped={v_shaped}",
+            hint="stages_per_rank=2, v_shaped=True",
+        )
+    before_it = _types.get(name)
+    add(ScheduleType(name, build, stages_per_rank, v_shaped, microbatches_per_rank))
+    if not check:
+        return
+    try:
+        for ranks, microbatches in _CHECKED:
+            check_lists(Schedule.of(name, ranks, microbatches))
+    except BaseException:
+        del _types[name]
+        _types.update({name: before_it} if before_it else {})
+        _made.cache_clear()
+        raise
 
 
-class _Grid:
-    """Ticks of equal length; in each, every rank does one operation or none."""
-
-    def __init__(
-        self,
-        ranks: int,
-        microbatches: int,
-        virtual: int,
-        rank_of: Callable[[int], int],
-        limit: int,
-        late_forward: bool,
-        late_backward: bool,
-        alternate: bool,
-    ) -> None:
-        self.microbatches, self.limit, self.alternate = microbatches, limit, alternate
-        num_stages = ranks * virtual
-        placed = [[stage for stage in range(num_stages) if rank_of(stage) == rank] for rank in range(ranks)]
-        self.forward_order = [sorted(stages, reverse=late_forward) for stages in placed]
-        self.backward_order = [sorted(stages, reverse=late_backward) for stages in placed]
-        # How many micro-batches have passed, per stage; arrivals of the present tick count from the next one on.
-        self.forwards, self.backwards = [0] * num_stages, [0] * num_stages
-        self.weights: list[deque[Op]] = [deque() for _ in range(ranks)]
-        self.held = [0] * ranks
-        self.ops: list[list[Op]] = [[] for _ in range(ranks)]
-
-    def run(self, below: int) -> int | None:
-        """The tick at which everything is done, None when that is not before `below`."""
-        left = 3 * self.microbatches * len(self.forwards)
-        for tick in range(below):
-            if not left:
-                return tick
-            chosen = [(rank, op) for rank in range(len(self.ops)) if (op := self._choose(rank)) is not None]
-            for rank, op in chosen:
-                self._do(rank, op)
-            left -= len(chosen)
-        return None
-
-    def _choose(self, rank: int) -> Op | None:
-        forward = self._next_forward(rank) if self.held[rank] < self.limit else None
-        backward = self._next_backward(rank)
-        if self.alternate and forward and self.ops[rank] and self.ops[rank][-1].kind == "I":
-            return forward
-        return backward or forward or (self.weights[rank][0] if self.weights[rank] else None)
-
-    def _next_forward(self, rank: int) -> Op | None:
-        for stage in self.forward_order[rank]:
-            micro = self.forwards[stage]
-            if micro < self.microbatches and (stage == 0 or self.forwards[stage - 1] > micro):
-                return Op("F", stage, micro)
-        return None
-
-    def _next_backward(self, rank: int) -> Op | None:
-        last = len(self.forwards) - 1
-        for stage in self.backward_order[rank]:
-            micro = self.backwards[stage]
-            if micro < self.forwards[stage] and (stage == last or self.backwards[stage + 1] > micro):
-                return Op("I", stage, micro)
-        return None
-
-    def _do(self, rank: int, op: Op) -> None:
-        self.ops[rank].append(op)
-        if op.kind == "F":
-            self.forwards[op.stage] += 1
-            self.held[rank] += 1
-        elif op.kind == "I":
-            self.backwards[op.stage] += 1
-            self.weights[rank].append(Op("W", op.stage, op.micro))
-        else:
-            self.weights[rank].popleft()
-            self.held[rank] -= 1
+def add(kind: ScheduleType) -> None:
+    """Add a schedule that was checked where it was registered."""
+    _types[kind.name] = kind
+    _made.cache_clear()
 
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev")
+def names() -> tuple[str, ...]:
+    """Return the names of all schedules, nbkit's own first."""
+    return tuple(_types)
 
-_STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 2, "zbv": 2, "dualpipev": 2}
-_V_SHAPED = ("zbv", "dualpipev")
+
+def type_of(name: str) -> ScheduleType:
+    """Return the schedule of that name. Raises StrategyError if there is none."""
+    if name not in _types:
+        raise StrategyError(
+            f"{name!r} is not a schedule.", numbers=f"schedules: {' '.join(_types)}", hint="schedule=1f1b"
+        )
+    return _types[name]
+
+
+def registered() -> list[ScheduleType]:
+    """Return the schedules that users have registered: a new rank needs them too."""
+    return [each for each in _types.values() if not each.is_built_in]
+
+
+def rank_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
+    """Return the rank that holds a stage."""
+    return min(stage, 2 * ranks - 1 - stage) if v_shaped else stage % ranks
 
 
 @dataclass(frozen=True)
 class Schedule:
     """What every rank of a pipeline does, in order.
 
-    name: one of NAMES. ranks: of the pipeline. virtual: stages on each rank. ops: for each rank its list.
+    name: one of `names()`. ranks: of the pipeline. virtual: stages on each rank. ops: for each rank its list.
     """
 
     name: str
@@ -261,27 +187,24 @@ class Schedule:
 
     @classmethod
     def of(cls, name: str, ranks: int, microbatches: int, virtual: int | None = None) -> Schedule:
-        """The schedule of that name. virtual: stages on each rank, for interleaved and zb (default 2).
+        """Return the schedule of that name. virtual: stages on each rank, where the schedule takes any number.
 
         Any number of micro-batches >= 1 is allowed. Raises StrategyError for another name, and for stages that
         the schedule cannot have.
         """
-        if name not in NAMES:
-            raise StrategyError(
-                f"{name!r} is not a schedule.", numbers=f"schedules: {' '.join(NAMES)}", hint="schedule=1f1b"
-            )
+        kind = type_of(name)
         if ranks < 1 or microbatches < 1:
             raise StrategyError(
                 "A pipeline has at least one rank and one micro-batch.",
                 numbers=f"{ranks} ranks, {microbatches} micro-batches",
                 hint="pp=2 microbatches=4",
             )
-        default = _STAGES_PER_RANK[name]
+        default = kind.stages_per_rank
         virtual = default if virtual is None else virtual
-        if virtual < default or (virtual != default and name not in ("interleaved", "zb")):
+        if virtual < default or (virtual != default and not kind.takes_stages):
             raise StrategyError(
                 f"The schedule {name!r} cannot have {virtual} stages on each rank.",
-                numbers=f"{name}: {default}{' or more' if name in ('interleaved', 'zb') else ''}",
+                numbers=f"{name}: {default}{' or more' if kind.takes_stages else ''}",
                 hint=f"Schedule.of({name!r}, {ranks}, {microbatches})",
             )
         return _made(name, ranks, microbatches, virtual)
@@ -298,7 +221,7 @@ class Schedule:
     @property
     def v_shaped(self) -> bool:
         """Whether stages run down the ranks and up again, so that the first and the last are on rank 0."""
-        return self.name in _V_SHAPED
+        return type_of(self.name).v_shaped
 
     @property
     def splits(self) -> bool:
@@ -307,29 +230,81 @@ class Schedule:
 
     def rank_of(self, stage: int) -> int:
         """The rank of the pipeline that holds `stage`."""
-        return _place(stage, self.ranks, v_shaped=self.v_shaped)
+        return rank_of(stage, self.ranks, v_shaped=self.v_shaped)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, in the order in which a micro-batch passes them."""
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
 
-def _place(stage: int, ranks: int, *, v_shaped: bool) -> int:
-    return min(stage, 2 * ranks - 1 - stage) if v_shaped else stage % ranks
+def most_held(schedule: Schedule) -> int:
+    """Return the most micro-batches whose activations a rank holds at once, counted for each of its stages."""
+    return max(peak_of(ops) for ops in schedule.ops)
+
+
+def peak_of(ops: Sequence[Op]) -> int:
+    """Return the most activations that a rank holds at once, from F to the end of B or W."""
+    held = peak = 0
+    for op in ops:
+        held += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
+        peak = max(peak, held)
+    return peak
+
+
+def check_lists(schedule: Schedule) -> None:
+    """Raise StrategyError if an operation is missing, twice, or on the wrong rank, or if the ranks would wait for each
+    other for ever."""
+    split = check_complete(schedule)
+    done: set[Op] = set()
+    at = [0] * schedule.ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, ops in enumerate(schedule.ops):
+            while at[rank] < len(ops) and done.issuperset(
+                before(op := ops[at[rank]], schedule.num_stages, split=(op.stage + 1, op.micro) in split)
+            ):
+                done.add(op)
+                at[rank] += 1
+                moved = True
+    check_done(schedule, at)
+
+
+def check_done(schedule: Schedule, done: Sequence[int]) -> None:
+    """Raise StrategyError if a rank could not do all its operations. done: how many each rank could do."""
+    counts = enumerate(zip(done, schedule.ops, strict=True))
+    stuck = [f"rank {rank} before {ops[n]}" for rank, (n, ops) in counts if n < len(ops)]
+    if stuck:
+        raise StrategyError(f"{schedule.name}: ranks wait for each other for ever.", numbers=", ".join(stuck))
+
+
+def check_complete(schedule: Schedule) -> set[tuple[int, int]]:
+    """Return the (stage, micro) whose backward is split.
+
+    Raises StrategyError if an operation is missing, twice, or on the wrong rank.
+    """
+    seen: set[Op] = set()
+    for rank, ops in enumerate(schedule.ops):
+        for op in ops:
+            if op in seen or schedule.rank_of(op.stage) != rank:
+                raise StrategyError(f"{schedule.name}: {op} is on rank {rank}'s list, twice or by mistake.")
+            seen.add(op)
+    split = {(op.stage, op.micro) for op in seen if op.kind == "I"}
+    for stage in range(schedule.num_stages):
+        for micro in range(schedule.microbatches):
+            kinds = "FIW" if (stage, micro) in split else "FB"
+            present = "".join(kind for kind in "FBIW" if Op(kind, stage, micro) in seen)  # type: ignore[arg-type]
+            if present != kinds:
+                raise StrategyError(
+                    f"{schedule.name}: stage {stage} does not do all of micro-batch {micro}.",
+                    numbers=f"it has {present or 'nothing'}, expected {kinds}",
+                )
+    return split
 
 
 @lru_cache(maxsize=256)
 def _made(name: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
-    every = range(ranks)
-    lists: list[list[Op]]
-    if name == "gpipe":
-        lists = [gpipe(ranks, microbatches, rank) for rank in every]
-    elif name == "1f1b":
-        lists = [one_f_one_b(ranks, microbatches, rank) for rank in every]
-    elif name == "interleaved":
-        lists = [interleaved(ranks, microbatches, rank, virtual) for rank in every]
-    elif name == "dualpipev":
-        lists = [dualpipev(ranks, microbatches, rank) for rank in every]
-    else:
-        lists = zero_bubble(ranks, microbatches, virtual, lambda s: _place(s, ranks, v_shaped=name == "zbv"))
+    kind = type_of(name)
+    more = {"stages_per_rank": virtual} if kind.takes_stages else {}
+    lists = [kind.build(ranks, microbatches, rank, **more) for rank in range(ranks)]
     return Schedule(name, ranks, microbatches, virtual, tuple(map(tuple, lists)))

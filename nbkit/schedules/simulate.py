@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from nbkit.errors import StrategyError
-from nbkit.schedules.schedule import Op, Schedule, before
+from nbkit.schedules.schedule import Op, Schedule, before, check_complete, check_done, peak_of
 
 Cost = float | Sequence[float]
 
@@ -63,7 +62,7 @@ def simulate(
     costs = {"F": _each(forward, num_stages), "I": _each(backward_input, num_stages)}
     costs["W"] = _each(backward_weight, num_stages)
     costs["B"] = [a + b for a, b in zip(costs["I"], costs["W"], strict=True)]
-    split = _check_complete(schedule)
+    split = check_complete(schedule)
     stops: dict[Op, float] = {}
     spans: list[list[OpTime]] = [[] for _ in schedule.ops]
     moved = True
@@ -82,49 +81,14 @@ def simulate(
                 stops[op] = start + costs[op.kind][op.stage]
                 done.append(OpTime(op, start, stops[op]))
                 moved = True
-    _check_done(schedule, spans)
+    check_done(schedule, [len(done) for done in spans])
     makespan = max(stops.values())
     idle = tuple(1 - sum(span.stop - span.start for span in done) / makespan for done in spans)
-    return ScheduleTimeline(tuple(map(tuple, spans)), makespan, idle, tuple(map(_peak, schedule.ops)))
+    return ScheduleTimeline(tuple(map(tuple, spans)), makespan, idle, tuple(map(peak_of, schedule.ops)))
 
 
 def _each(cost: Cost, num_stages: int) -> list[float]:
     return [float(cost)] * num_stages if isinstance(cost, (int, float)) else [float(one) for one in cost]
-
-
-def _check_complete(schedule: Schedule) -> set[tuple[int, int]]:
-    """Every operation once and on its rank. Returns the (stage, micro) whose backward is split."""
-    seen: set[Op] = set()
-    for rank, ops in enumerate(schedule.ops):
-        for op in ops:
-            if op in seen or schedule.rank_of(op.stage) != rank:
-                raise StrategyError(f"{schedule.name}: {op} is on rank {rank}'s list, twice or by mistake.")
-            seen.add(op)
-    split = {(op.stage, op.micro) for op in seen if op.kind == "I"}
-    for stage in range(schedule.num_stages):
-        for micro in range(schedule.microbatches):
-            kinds = "FIW" if (stage, micro) in split else "FB"
-            present = "".join(kind for kind in "FBIW" if Op(kind, stage, micro) in seen)  # type: ignore[arg-type]
-            if present != kinds:
-                raise StrategyError(
-                    f"{schedule.name}: stage {stage} does not do all of micro-batch {micro}.",
-                    numbers=f"it has {present or 'nothing'}, expected {kinds}",
-                )
-    return split
-
-
-def _check_done(schedule: Schedule, spans: list[list[OpTime]]) -> None:
-    stuck = [f"rank {r} before {ops[len(spans[r])]}" for r, ops in enumerate(schedule.ops) if len(spans[r]) < len(ops)]
-    if stuck:
-        raise StrategyError(f"{schedule.name}: ranks wait for each other for ever.", numbers=", ".join(stuck))
-
-
-def _peak(ops: Sequence[Op]) -> int:
-    held = peak = 0
-    for op in ops:
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
-        peak = max(peak, held)
-    return peak
 
 
 @lru_cache(maxsize=64)

@@ -212,7 +212,7 @@ def test_what_a_forked_child_prints_arrives_and_its_displays_count_for_nobody(tw
 
 def test_the_replay_log_is_cut_before_a_cell_and_never_loses_the_last_one(two: Cluster) -> None:
     two.run(
-        "from nbkit.bridge import calls\nfrom nbkit.bridge.output import capture\n"
+        "from nbkit.bridge import calls\nfrom nbkit.bridge import output as capture\n"
         "kept = capture.LOG_LIMIT; capture.LOG_LIMIT = 4000\n"
         "first = calls.runner.running[0].request.id; print('x' * 5000)"
     )

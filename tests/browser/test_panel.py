@@ -29,7 +29,7 @@ CELLS = {
     "detached": "%%distributed --detach\nrecords = trainer.fit(1_000_000)",
     # As with an ipykernel that answers no page that is opened while a cell runs.
     "second": (
-        "from nbkit.notebook.widgets import messages_during_cells as support\n"
+        "from nbkit.notebook.widgets import widget_output as support\n"
         "support.kernel_version = lambda: '7.3.0'\n%strategy"
     ),
     "end": "handle.stop()",

@@ -23,9 +23,9 @@ from nbkit.commands import main
 sys.exit(main(sys.argv[1:]))
 """
 PLANTED = """
-from nbkit.notebook.selftest import trial
+from nbkit.notebook import selftest
 
-trial.SETUP += '''
+selftest.SETUP += '''
 from torch.optim import AdamW
 class Twice(AdamW):
     def step(self, closure=None):

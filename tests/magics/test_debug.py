@@ -176,7 +176,7 @@ def test_a_training_that_is_stopped_at_a_breakpoint_goes_on_to_its_boundary(kern
 
 
 def test_who_types_nothing_is_no_hang_to_the_watch(kernel: Kernel) -> None:
-    kernel.run("from nbkit.notebook.cluster.why import stall\nstall.QUIET_SECONDS, stall._LOOK_SECONDS = 0.5, 0.2")
+    kernel.run("from nbkit.notebook.cluster import why as stall\nstall.QUIET_SECONDS, stall._LOOK_SECONDS = 0.5, 0.2")
 
     def after_a_while() -> str:
         time.sleep(4)

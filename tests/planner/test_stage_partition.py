@@ -10,8 +10,9 @@ import pytest
 
 from nbkit.errors import StrategyError
 from nbkit.planner.stages import partition, place, ranks_of_stages, spelled
+from nbkit.schedules import BUILT_IN as SCHEDULES
 from nbkit.schedules import Schedule
-from nbkit.strategy import SCHEDULES, Strategy
+from nbkit.strategy import Strategy
 
 
 def by_trying_all(costs: list[float], stages: int) -> list[tuple[int, int]]:

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from nbkit.errors import StrategyError
-from nbkit.schedules import NAMES, Op, Schedule, simulate
+from nbkit.schedules import BUILT_IN, Op, Schedule, simulate
 
 SPLIT = ("zb", "zbv", "dualpipev")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_every_list_is_complete_and_runs_to_its_end(name: str) -> None:
     for ranks in range(1, 9):
         for microbatches in range(1, 17):
@@ -41,7 +41,7 @@ def test_lists_are_those_of_the_literature() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("microbatches", [4, 8, 16])
 def test_idle_times_are_those_of_the_formulas(ranks: int, microbatches: int) -> None:
-    times = {name: simulate(Schedule.of(name, ranks, microbatches)) for name in NAMES}
+    times = {name: simulate(Schedule.of(name, ranks, microbatches)) for name in BUILT_IN}
     assert times["gpipe"].makespan == times["1f1b"].makespan == 3 * (microbatches + ranks - 1)
     assert max(times["gpipe"].peak) == microbatches
     assert times["1f1b"].peak == tuple(min(microbatches, ranks - rank) for rank in range(ranks))
@@ -98,4 +98,4 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         with pytest.raises(StrategyError, match=f"'{name}' cannot have {virtual} stages"):
             Schedule.of(name, 2, 4, virtual)
     assert simulate(Schedule.of("interleaved", 2, 4, 3)).makespan == 3 * 3 * 4 + 3
-    assert [name for name in NAMES if Schedule.of(name, 2, 4).splits] == list(SPLIT)
+    assert [name for name in BUILT_IN if Schedule.of(name, 2, 4).splits] == list(SPLIT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbkit.schedules import NAMES, Op, Schedule
+from nbkit.schedules import BUILT_IN, Op, Schedule
 from nbkit.schedules.simulate import token_rounds
 
 
@@ -30,7 +30,7 @@ def played(schedule: Schedule, sequences: int, rounds: int) -> int:
     return time
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_every_order_runs_to_its_end(name: str) -> None:
     for ranks in (1, 2, 3, 4):
         for sequences in (1, 2, 3, 5):

@@ -15,7 +15,7 @@ from ranks import listeners
 from nbkit.rank.comm import link_probe
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.trainer import Trainer
-from nbkit.rank.world.world import Place, World
+from nbkit.rank.world.world import RankPlace, World
 from parity.subjects import SUBJECTS, mean
 from parity.training import BATCH, LR, SEED
 
@@ -40,7 +40,7 @@ def place(rank: int, ranks: int) -> Any:
     if REAL:
         # NCCL refuses two ranks of one host on one GPU. To it these are on several hosts, and send over sockets.
         os.environ["NCCL_HOSTID"] = f"host-of-rank-{rank}"
-        return Place(rank, ranks, rank, ranks, accelerator().kind, REAL)
+        return RankPlace(rank, ranks, rank, ranks, accelerator().kind, REAL)
     found = pretend.place(rank, ranks)
     _check_trainings(accelerator())
     return found

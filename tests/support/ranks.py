@@ -231,7 +231,7 @@ def _be_rank(
 ) -> None:
     import torch
 
-    from nbkit.rank.world.world import Place, World
+    from nbkit.rank.world.world import RankPlace, World
 
     os.setpgid(0, 0)
     print_to(outputs)
@@ -249,7 +249,7 @@ def _be_rank(
             backend = os.environ.get("NBKIT_CHECK_REAL_GPU", "")  # see docs/on_a_gpu.md
             if backend:
                 os.environ["NCCL_HOSTID"] = f"host-of-rank-{rank}"  # NCCL refuses two ranks of one host on one GPU
-            place = Place(rank, n, rank, n, "cuda" if backend else "cpu", backend or "gloo")
+            place = RankPlace(rank, n, rank, n, "cuda" if backend else "cpu", backend or "gloo")
             who: Any = World.join(place, listen=bound[0], address=address, port=port)
         else:
             who = rank

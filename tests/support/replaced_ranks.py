@@ -57,9 +57,9 @@ def run_replaced(
 ) -> list[Any]:
     """`[fn(seat, *args) of rank 0, ...]` of those who sit there at the end.
 
-    deaths: how many times ranks die; together: so many at once. place: (rank, ranks) -> its Place, before it joins the
-    world; default a CPU rank over gloo. late_s: seconds in which the others have not heard of a death, and go on until
-    they wait for the dead.
+    deaths: how many times ranks die; together: so many at once. place: (rank, ranks) -> its RankPlace, before it joins
+    the world; default a CPU rank over gloo. late_s: seconds in which the others have not heard of a death, and go on
+    until they wait for the dead.
     """
     context = ranks._forking()
     with contextlib.ExitStack() as opened:
@@ -142,7 +142,7 @@ def _sit(
 ) -> None:
     import torch
 
-    from nbkit.rank.world.world import Place, World
+    from nbkit.rank.world.world import RankPlace, World
 
     os.setpgid(0, 0)
     ranks.print_to(outputs)
@@ -155,7 +155,7 @@ def _sit(
     threading.Thread(target=_hear, args=(listen, told, late_s), daemon=True).start()
     try:
         address, port = bound[generation - 1].getsockname()
-        place = place_of(rank, n) if place_of is not None else Place(rank, n, rank, n, "cpu", "gloo")
+        place = place_of(rank, n) if place_of is not None else RankPlace(rank, n, rank, n, "cpu", "gloo")
         joined = bound[generation - 1]
         world = World.join(place, listen=joined, address=address, port=port, generation=generation)
         answer = ("value", fn(Seat(world, generation > 1, replaced, told), *args))

@@ -18,6 +18,7 @@ from nbkit.planner.peak import ModelPiece, PeakLine, Weights
 from nbkit.planner.stages import partition, ranks_of_stages
 from nbkit.planner.step import StepUnit
 from nbkit.planner.traffic import Rest, TrafficTerm, summed
+from nbkit.schedules import type_of
 from nbkit.strategy import Strategy
 
 
@@ -229,7 +230,7 @@ def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic
         for op in ("all_gather", "reduce_scatter"):
             yield TrafficTerm("tp", op, tp, round(micros * calls), round(size * calls), "hidden states")
     if pp > 1:
-        stages = 2 if strategy.schedule == "interleaved" else 1
+        stages = type_of(strategy.schedule or "1f1b").stages_per_rank
         size = round(2 * stages * hidden / tp)
         yield TrafficTerm("pp", "send", 2, 2 * stages * micros, size, "hidden states and their gradients")
     if cp > 1:

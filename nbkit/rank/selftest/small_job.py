@@ -17,13 +17,13 @@ from nbkit.rank.models.gpt import GPT
 from nbkit.rank.rng.dropout_masks import dropped
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world.world import World
+from nbkit.schedules import type_of
 from nbkit.strategy import Strategy
 
 SEED, LR, VOCAB = 7, 1e-3, 64
 # What an AdamW in float32 makes of a gradient that is zero but for rounding must not count.
 EPS = 1e-6
 EPOCH = 4  # batches
-_ONE_STAGE = ("gpipe", "1f1b")
 """Schedules with one stage on a rank; the others have two."""
 
 
@@ -66,7 +66,7 @@ def under(strategy: str) -> Trainer:
 def _layers(strategy: str) -> int:
     world = World.join_from_env().place.world_size
     schedule = Strategy.parse(strategy, world).schedule
-    return max(world, 2) if schedule in (None, *_ONE_STAGE) else 2 * world
+    return max(world * (type_of(schedule).stages_per_rank if schedule else 1), 2)
 
 
 def apart(made: Trainer) -> dict[str, float]:

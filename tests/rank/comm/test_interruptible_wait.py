@@ -26,7 +26,7 @@ from nbkit.rank.comm.delegating_group import live
 from nbkit.rank.comm.gloo import interruptible_wait
 from nbkit.rank.telemetry import collectives
 from nbkit.rank.world import failure_alarm, sockets
-from nbkit.rank.world.world import Place, World
+from nbkit.rank.world.world import RankPlace, World
 
 N, DYING = 4, 1
 BYTES = 100_000_000
@@ -148,7 +148,7 @@ def released(world: World, wait: Callable[[int], None], mode: str) -> float:
     place, (address, port) = rank - (rank > DYING), listeners[1].getsockname()
     listen = listeners[1] if place == 0 else None
     world.resize(
-        Place(place, N - 1, place, N - 1, "cpu", "gloo"), 2, listen=listen, address=address, port=port, timeout_s=20
+        RankPlace(place, N - 1, place, N - 1, "cpu", "gloo"), 2, listen=listen, address=address, port=port, timeout_s=20
     )
     one = torch.ones(1)
     dist.all_reduce(one)

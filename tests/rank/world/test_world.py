@@ -25,7 +25,7 @@ from nbkit.rank.comm import delegating_group
 from nbkit.rank.comm.delegating_group import registered
 from nbkit.rank.world import failure_alarm, sockets
 from nbkit.rank.world.rank_place import keep_local
-from nbkit.rank.world.world import Place, World, current, open_listener
+from nbkit.rank.world.world import RankPlace, World, current, open_listener
 
 
 def total(group: Any = None) -> float:
@@ -283,7 +283,7 @@ def left_alone(rank: int) -> str:
         return ""
     address, port = listeners[0].getsockname()
     with pytest.raises(ClusterError) as raised:
-        World.join(Place(0, 2, 0, 2, "cpu", "gloo"), listen=listeners[0], address=address, port=port, timeout_s=1)
+        World.join(RankPlace(0, 2, 0, 2, "cpu", "gloo"), listen=listeners[0], address=address, port=port, timeout_s=1)
     assert current() is None
     return str(raised.value)
 
@@ -308,7 +308,7 @@ def test_leaving_is_orderly_and_a_new_world_can_be_joined() -> None:
 def replaced(rank: int) -> Any:
     """Rank 1 leaves and comes back with nothing, as a fresh process would; rank 0 kept its groups."""
     address, port = listeners[0].getsockname()
-    place = Place(rank, 2, rank, 2, "cpu", "gloo")
+    place = RankPlace(rank, 2, rank, 2, "cpu", "gloo")
     world = World.join(place, listen=listeners[0], address=address, port=port)
     pair = dist.new_group([0, 1])
     total(pair)  # rank 0 has its end of the connections too
@@ -391,12 +391,12 @@ def test_a_rank_joins_from_its_environment_beside_the_store_of_an_agent_or_alone
 )
 def test_a_place_that_cannot_be_is_refused(values: Any) -> None:
     with pytest.raises(UsageError):
-        Place(*values)
+        RankPlace(*values)
 
 
 def test_cpu_tensors_go_over_gloo_beside_nccl() -> None:
-    assert Place(0, 1, 0, 1, "cuda", "nccl").torch_backend == "cpu:gloo,cuda:nccl"
-    assert Place(0, 1, 0, 1, "cuda", "gloo").torch_backend == "gloo"
+    assert RankPlace(0, 1, 0, 1, "cuda", "nccl").torch_backend == "cpu:gloo,cuda:nccl"
+    assert RankPlace(0, 1, 0, 1, "cuda", "gloo").torch_backend == "gloo"
 
 
 @pytest.mark.parametrize(

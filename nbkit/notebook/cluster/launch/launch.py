@@ -191,9 +191,9 @@ def controller_launcher(folder: Path, name: str, address: str = "") -> LocalCont
     address: of this host, where other hosts reach it. What passes is signed, and encrypted on one host too: everybody
     there may subscribe to what the controller publishes, the output of cells.
     """
-    config = "from nbkit.notebook.cluster.launch import dead_schedulers, heartbeat, held_ports, hub_records\n\n"
-    config += "heartbeat.slow_down()\nhub_records.keep_none()\nheld_ports.hold_ports()\n"
-    config += "dead_schedulers.end_with_schedulers()\n"
+    config = "from nbkit.notebook.cluster.launch import controller\n\n"
+    config += "controller.slow_down()\ncontroller.keep_none()\ncontroller.hold_ports()\n"
+    config += "controller.end_with_schedulers()\n"
     # With encryption ipyparallel would not sign any more, and clients warn of that; so the key is given.
     key = secrets.token_hex(32).encode()
     config += f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n"

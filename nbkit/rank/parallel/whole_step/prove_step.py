@@ -33,6 +33,7 @@ from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept
 from nbkit.rank.parallel.whole_step.compare_steps import buffers_off, differences, updates_off
 from nbkit.rank.parallel.whole_step.drawn_model import Reference, drawn_model
 from nbkit.rank.parallel.whole_step.steps import Batch, Optimizer, Stepped, step_of_one, steps_of_ranks
+from nbkit.schedules import type_of
 from nbkit.strategy import Strategy, divisors
 
 _EXACT, _EXACT_NORMS, WIDE = 1 << 22, 1 << 26, 1 << 30
@@ -301,7 +302,7 @@ def _sum_of_output(output: Any, _: Any) -> tuple[Tensor, int]:
 
 def _rows(strategy: Strategy, each: int, microbatch_size: int | None) -> int:
     """For a step of `strategy`, `each` for a rank; of two ranks that have two, one has less: weights are seen then."""
-    if strategy.schedule == "dualpipev":
+    if strategy.schedule and type_of(strategy.schedule).microbatches_per_rank > 1:
         return (strategy.microbatches or 1) * strategy.dp
     if strategy.pp > 1 or microbatch_size is not None:
         return max(2, each) * strategy.dp

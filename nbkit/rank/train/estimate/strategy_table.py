@@ -24,6 +24,7 @@ from nbkit.rank.train.estimate.time_model import (
     unpredicted_pause,
 )
 from nbkit.rank.train.job import Job
+from nbkit.schedules import registered
 from nbkit.strategy import Strategy
 
 _PROVEN = "a whole step of it was compared with one process"
@@ -54,7 +55,8 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
     ends, left = seen.census.at_rest(now), free_memory.left(job.device, ranks=_on_this_node(job))
     holds = [rest.total for rest in ends]
     link = job.builder.link
-    schedules = ("1f1b", "interleaved", "zb", "zbv") if every else ("1f1b",)
+    own = [each.name for each in registered()]
+    schedules = ("1f1b", "interleaved", "zb", "zbv", *own) if every else ("1f1b", *own)
     options = []
     offered = list(Strategy.every(job.world_size, schedules=schedules))
     for strategy in offered if str(now) in map(str, offered) else [now, *offered]:

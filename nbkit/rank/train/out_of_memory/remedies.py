@@ -24,6 +24,7 @@ from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
 from nbkit.rank.train.estimate.time_model import predicted_step
 from nbkit.rank.train.job import Job
+from nbkit.schedules import type_of
 from nbkit.strategy import Strategy, divisors
 
 _LESS = 0.97
@@ -189,7 +190,7 @@ class _Search:
         if (
             options.compile
             or (chain is not None and chain.recomputes)
-            or strategy.schedule in ("zb", "zbv", "dualpipev")
+            or (strategy.schedule is not None and type_of(strategy.schedule).splits)
         ):
             return False
         return bool(chain.units if chain is not None else structural_blocks(self.job.builder.skeleton))

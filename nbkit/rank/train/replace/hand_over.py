@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbkit import schedules
 from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.parallel.reshard.plain_attributes import Attributes, put, set_since
@@ -22,6 +23,7 @@ from nbkit.rank.train.own_loop.own_loop import OwnLoop
 from nbkit.rank.train.replace.pickle_by_value import dumps, loads
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import Switched
+from nbkit.schedules import ScheduleType
 from nbkit.strategy import Strategy
 
 _HINT = "what a new process can import, or what a cell has defined; or on_failure='stop'"
@@ -31,7 +33,7 @@ _HINT = "what a new process can import, or what a cell has defined; or on_failur
 class TrainingHandover:
     """As the survivors have it; it is the same on all of them, but for what a forward sets in the parts that it runs.
 
-    attributes: of the model, that were set since its strategy began.
+    attributes: of the model, that were set since its strategy began. schedules: that the user has registered.
     """
 
     blueprint: Blueprint
@@ -43,9 +45,12 @@ class TrainingHandover:
     seed: int
     saved: LastCheckpoint
     attributes: Attributes
+    schedules: Sequence[ScheduleType]
 
     def job(self, like: Job | None = None) -> Job:
         """The new process' job, without a sharded model. like: one of this process, whose model its user holds."""
+        for each in self.schedules:
+            schedules.add(each)
         return Job.joining(self.blueprint, self.plan, seed=self.seed, switches=self.switches, like=like)
 
     def start(self, job: Job, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
@@ -105,7 +110,10 @@ def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> TrainingHandove
     switches, at = tuple(job.switches), trainer.run_dir
     attributes = set_since(job.sharded_model.module, job.sharded_model.built)
     attributes = {at: value for at, value in attributes.items() if at not in job.builder.options.caches}
-    return TrainingHandover(job.builder.blueprint, loop, job.plan, strategy, switches, at, job.seed, saved, attributes)
+    return TrainingHandover(
+        job.builder.blueprint, loop, job.plan, strategy, switches, at, job.seed, saved, attributes,
+        schedules.registered(),
+    )  # fmt: skip
 
 
 def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:

@@ -16,7 +16,7 @@ from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.pipeline.executor import Pipeline
 from nbkit.rank.parallel.pipeline.p2p import edge_groups, meet
 from nbkit.rank.world import sockets
-from nbkit.schedules import NAMES, Schedule, simulate
+from nbkit.schedules import BUILT_IN, Schedule, simulate
 
 WIDTH = 6
 
@@ -122,7 +122,7 @@ def every_schedule(world: Any, ranks: int) -> list[tuple[str, int, float, float]
     """(schedule, micro-batches, difference of gradients, of losses): steps of several shapes on one pipeline."""
     rows = []
     group = torch.distributed.group.WORLD if ranks > 1 else None
-    for name in NAMES:
+    for name in BUILT_IN:
         schedule = Schedule.of(name, ranks, 4)
         model = made(schedule.num_stages)
         pipeline = Pipeline(schedule, group, world.place.rank, torch.device("cpu"))
@@ -161,7 +161,7 @@ class Holding(torch.autograd.Function):
 
 
 def order_and_memory(world: Any) -> None:
-    for name in NAMES:
+    for name in BUILT_IN:
         observed(name, world.place.rank)
 
 

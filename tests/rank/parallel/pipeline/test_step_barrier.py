@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nbkit.rank.parallel.pipeline.executor import Barrier, Pipeline
 from nbkit.rank.parallel.pipeline.p2p import edge_groups
 from nbkit.rank.telemetry import collectives
-from nbkit.schedules import NAMES, Schedule
+from nbkit.schedules import BUILT_IN, Schedule
 
 
 def blocks() -> nn.Module:
@@ -89,7 +89,7 @@ def order(world: Any, edges: bool) -> dict[str, list[str]]:
     """What this rank does in a run of each schedule, "told" among its operations."""
     rank, own = world.place.rank, edge_groups([(0, 1)], world.place.rank, always=True) if edges else {}
     found = {}
-    for name in NAMES:
+    for name in BUILT_IN:
         done: list[str] = []
         pipeline = Pipeline(Schedule.of(name, 2, 4), dist.group.WORLD, rank, torch.device("cpu"), edges=own)
         weight, last = nn.Parameter(torch.ones(3)), pipeline.schedule.num_stages - 1
@@ -118,7 +118,7 @@ def order(world: Any, edges: bool) -> dict[str, list[str]]:
 
 def test_what_a_rank_tells_follows_its_last_forward_and_its_last_message() -> None:
     first, second = run_ranks(order, 2, False)
-    for name in NAMES:
+    for name in BUILT_IN:
         for done in (first[name], second[name]):
             assert done.count("told") == 1
             assert not any(op.startswith("F") for op in done[done.index("told") :])
@@ -137,7 +137,7 @@ def test_on_channels_of_their_own_ranks_tell_at_the_end() -> None:
 def numbered(world: Any) -> list[Any]:
     """Of one run per schedule: this rank's messages, in order, by (operation, other end): their bytes."""
     found = []
-    for name in NAMES:
+    for name in BUILT_IN:
         pipeline = Pipeline(Schedule.of(name, 2, 4), dist.group.WORLD, world.place.rank, torch.device("cpu"))
         weight, last = nn.Parameter(torch.ones(3)), pipeline.schedule.num_stages - 1
 

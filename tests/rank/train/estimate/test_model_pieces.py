@@ -171,9 +171,9 @@ def example():
 def loss(output, target):
     return sys.modules["torch"].nn.functional.cross_entropy(output, target)
 
-from nbkit.notebook.planning import ProgressLine
+from nbkit.notebook.planning import PlanningLine
 said = []
-ProgressLine.say = lambda line, what: said.append(what)
+PlanningLine.say = lambda line, what: said.append(what)
 made = nbkit.plan(build, example=example, loss=loss, batch=8, on="2 A100")
 assert "runs two rows of the model" in said and said[-1].startswith("measures it"), said
 assert made.model == "Sequential of 58 parameters" and made.rows and "torch" not in sys.modules

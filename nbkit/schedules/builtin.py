@@ -1,0 +1,229 @@
+"""The schedules that nbkit brings: GPipe, 1F1B, interleaved 1F1B, two zero-bubble schedules, and DualPipeV.
+
+A list from which every operation of some micro-batches is taken out is still a valid list: nothing else waits for
+them. So rules that want a multiple of the ranks, or at least twice as many micro-batches as ranks, are asked for
+more than there are, and the rest is dropped.
+
+Zero-bubble schedules split a backward pass: the gradients of weights fill the time in which a rank would wait.
+Qi et al. 2023 (arXiv 2401.10241, ZB) and 2024 (arXiv 2405.15362, ZB-V) write these lists by hand or find them with
+an integer program. Here they come out of a greedy scheduler on a grid of equal costs: whenever a rank is free it
+takes an input gradient that is ready, else a forward while it holds fewer than `limit` activations, else a weight
+gradient. Which of several stages goes first, and the limit, are tried in order until the last rank is never idle
+after its first forward can begin, which no list can better.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import lru_cache
+from itertools import chain, product
+
+from nbkit.errors import StrategyError
+from nbkit.schedules.schedule import Kind, Op, names, rank_of, register
+
+
+def gpipe(ranks: int, microbatches: int, rank: int) -> list[Op]:
+    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
+    forwards = [Op("F", rank, micro) for micro in range(microbatches)]
+    return forwards + [Op("B", rank, micro) for micro in range(microbatches)]
+
+
+def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
+    """A backward as soon as there is one, so that rank r holds at most ranks - r activations.
+
+    PipeDream-Flush, Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1.
+    """
+    warm = min(microbatches, ranks - rank - 1)
+    forwards = [Op("F", rank, micro) for micro in range(microbatches)]
+    backwards = [Op("B", rank, micro) for micro in range(microbatches)]
+    return _one_by_one(forwards, backwards, warm)
+
+
+def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) -> list[Op]:
+    """1F1B with several stages on each rank, stage s on rank s mod ranks: the bubble is as many times smaller.
+
+    Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2: groups of `ranks` micro-batches pass one stage of this
+    rank after the other.
+    """
+    groups = -(-microbatches // ranks)
+    forwards, backwards = [], []
+    for group in range(groups):
+        micros = range(group * ranks, (group + 1) * ranks)
+        stages = range(rank, ranks * stages_per_rank, ranks)
+        forwards += [Op("F", stage, micro) for stage in stages for micro in micros]
+        backwards += [Op("B", stage, micro) for stage in reversed(stages) for micro in micros]
+    warm = min(len(forwards), (ranks - rank - 1) * 2 + (stages_per_rank - 1) * ranks)
+    return [op for op in _one_by_one(forwards, backwards, warm) if op.micro < microbatches]
+
+
+def dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
+    """Two stages on each rank, r and 2 ranks - 1 - r, whose forwards and backwards alternate.
+
+    DeepSeek's "cut-in-half" DualPipe (github.com/deepseek-ai/DualPipe, dualpipev.py), its eight steps. What they
+    run side by side, a forward and a backward, is run one after the other here.
+    """
+    return [op for op in _dualpipev(ranks, max(microbatches, 2 * ranks), rank) if op.micro < microbatches]
+
+
+def _dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
+    ops: list[Op] = []
+    stages = (rank, 2 * ranks - 1 - rank)
+    done = {(kind, half): 0 for kind in "FB" for half in (0, 1)}
+    waiting: deque[Op] = deque()
+
+    def do(kind: Kind, half: int) -> None:
+        counter = ("F" if kind == "F" else "B", half)
+        ops.append(Op(kind, stages[half], done[counter]))
+        done[counter] += 1
+        if kind == "I":
+            waiting.append(Op("W", *ops[-1][1:]))
+
+    after = ranks - rank - 1
+    for _ in range(2 * after):
+        do("F", 0)
+    for _ in range(rank + 1):
+        do("F", 0)
+        do("F", 1)
+    for _ in range(after):
+        do("I", 1)
+        ops.append(waiting.popleft())
+        do("F", 1)
+    for _ in range(microbatches - 2 * ranks + rank + 1):
+        for kind, half in (("F", 0), ("B", 1), ("F", 1), ("B", 0)):
+            do(kind, half)  # type: ignore[arg-type]
+    for _ in range(after):
+        do("B", 1)
+        do("F", 1)
+        do("B", 0)
+    # The second half of the backwards that end the pipeline leaves its weights for later.
+    endings = [half for _ in range(rank + 1) for half in (1, 0)]
+    for number, half in enumerate(endings):
+        do("I" if number > rank else "B", half)
+    for _ in range(after):
+        ops.append(waiting.popleft())
+        do("I", 0)
+    return ops + list(waiting)
+
+
+def _one_by_one(forwards: list[Op], backwards: list[Op], warm: int) -> list[Op]:
+    """`warm` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    steady = chain.from_iterable(zip(forwards[warm:], backwards, strict=False))
+    return [*forwards[:warm], *steady, *backwards[len(forwards) - warm :]]
+
+
+def zb(ranks: int, microbatches: int, rank: int, stages_per_rank: int) -> list[Op]:
+    """Return the list of one rank, which holds stages r, r + ranks, ... (Qi et al. 2023, ZB)."""
+    return zero_bubble(ranks, microbatches, stages_per_rank, v_shaped=False)[rank]
+
+
+def zbv(ranks: int, microbatches: int, rank: int) -> list[Op]:
+    """Return the list of one rank, which holds stages r and 2 ranks - 1 - r (Qi et al. 2024, ZB-V)."""
+    return zero_bubble(ranks, microbatches, 2, v_shaped=True)[rank]
+
+
+@lru_cache(maxsize=64)
+def zero_bubble(ranks: int, microbatches: int, stages_per_rank: int, *, v_shaped: bool) -> list[list[Op]]:
+    """Return the lists of all ranks.
+
+    In flight on a rank: `stages_per_rank` x `ranks` activations (those of 1F1B's first rank), and at most `ranks` more
+    where that ends earlier. Raises StrategyError when nothing fits, which would be a mistake here.
+    """
+    ideal = 3 * stages_per_rank * microbatches + ranks - 1
+    least: tuple[int, list[list[Op]]] | None = None
+    for limit in range(stages_per_rank * ranks, (stages_per_rank + 1) * ranks + 1):
+        for late_forward, late_backward, alternate in product((True, False), (False, True), (False, True)):
+            grid = _Grid(ranks, microbatches, stages_per_rank, v_shaped, limit, late_forward, late_backward, alternate)
+            end = grid.run(least[0] if least else 4 * ideal + 8 * stages_per_rank * ranks)
+            if end is not None:
+                least = (end, grid.ops)
+            if end == ideal:
+                return grid.ops
+    if least is None:
+        raise StrategyError(
+            "No zero-bubble schedule was found.", numbers=f"{ranks} ranks, {microbatches} micro-batches"
+        )
+    return least[1]
+
+
+class _Grid:
+    """Ticks of equal length; in each, every rank does one operation or none."""
+
+    def __init__(
+        self,
+        ranks: int,
+        microbatches: int,
+        stages_per_rank: int,
+        v_shaped: bool,
+        limit: int,
+        late_forward: bool,
+        late_backward: bool,
+        alternate: bool,
+    ) -> None:
+        self.microbatches, self.limit, self.alternate = microbatches, limit, alternate
+        num_stages = ranks * stages_per_rank
+        placed: list[list[int]] = [[] for _ in range(ranks)]
+        for stage in range(num_stages):
+            placed[rank_of(stage, ranks, v_shaped=v_shaped)].append(stage)
+        self.forward_order = [sorted(stages, reverse=late_forward) for stages in placed]
+        self.backward_order = [sorted(stages, reverse=late_backward) for stages in placed]
+        # How many micro-batches have passed, per stage; arrivals of the present tick count from the next one on.
+        self.forwards, self.backwards = [0] * num_stages, [0] * num_stages
+        self.weights: list[deque[Op]] = [deque() for _ in range(ranks)]
+        self.held = [0] * ranks
+        self.ops: list[list[Op]] = [[] for _ in range(ranks)]
+
+    def run(self, below: int) -> int | None:
+        """The tick at which everything is done, None when that is not before `below`."""
+        left = 3 * self.microbatches * len(self.forwards)
+        for tick in range(below):
+            if not left:
+                return tick
+            chosen = [(rank, op) for rank in range(len(self.ops)) if (op := self._choose(rank)) is not None]
+            for rank, op in chosen:
+                self._do(rank, op)
+            left -= len(chosen)
+        return None
+
+    def _choose(self, rank: int) -> Op | None:
+        forward = self._next_forward(rank) if self.held[rank] < self.limit else None
+        backward = self._next_backward(rank)
+        if self.alternate and forward and self.ops[rank] and self.ops[rank][-1].kind == "I":
+            return forward
+        return backward or forward or (self.weights[rank][0] if self.weights[rank] else None)
+
+    def _next_forward(self, rank: int) -> Op | None:
+        for stage in self.forward_order[rank]:
+            micro = self.forwards[stage]
+            if micro < self.microbatches and (stage == 0 or self.forwards[stage - 1] > micro):
+                return Op("F", stage, micro)
+        return None
+
+    def _next_backward(self, rank: int) -> Op | None:
+        last = len(self.forwards) - 1
+        for stage in self.backward_order[rank]:
+            micro = self.backwards[stage]
+            if micro < self.forwards[stage] and (stage == last or self.backwards[stage + 1] > micro):
+                return Op("I", stage, micro)
+        return None
+
+    def _do(self, rank: int, op: Op) -> None:
+        self.ops[rank].append(op)
+        if op.kind == "F":
+            self.forwards[op.stage] += 1
+            self.held[rank] += 1
+        elif op.kind == "I":
+            self.backwards[op.stage] += 1
+            self.weights[rank].append(Op("W", op.stage, op.micro))
+        else:
+            self.weights[rank].popleft()
+            self.held[rank] -= 1
+
+
+# Not checked at each import: tests/schedules checks these.
+register("gpipe", gpipe, check=False)
+register("1f1b", one_f_one_b, check=False)
+register("interleaved", interleaved, stages_per_rank=2, check=False)
+register("zb", zb, stages_per_rank=2, check=False)
+register("zbv", zbv, stages_per_rank=2, v_shaped=True, check=False)
+register("dualpipev", dualpipev, stages_per_rank=2, v_shaped=True, microbatches_per_rank=2, check=False)
+BUILT_IN = names()

@@ -1,0 +1,89 @@
+"""A schedule that is registered from outside trains, is predicted and checked like one of nbkit's own."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import pytest
+from jobs import one_process, points, quiet
+from ranks import run_ranks
+
+from nbkit import schedules
+from nbkit.errors import StrategyError
+from nbkit.planner.stages import makespan
+from nbkit.schedules import Op, Schedule, simulate
+from nbkit.strategy import Strategy
+
+STRATEGY = "pp=2 schedule=waves microbatches=4"
+
+
+def trained(world: Any, module: str) -> tuple[list[float], list[str], int]:
+    importlib.import_module(module)
+    trainer = quiet(strategy=STRATEGY)
+    trainer.fit(3)
+    trainer.switch("ddp")
+    trainer.fit(2)
+    trainer.switch(STRATEGY)
+    trainer.fit(2)
+    offered = [str(one) for one in Strategy.every(2)]
+    return [record["loss"] for record in trainer.history], offered, len(schedules.registered())
+
+
+def test_it_trains_as_one_process_and_is_offered_on_all_ranks() -> None:
+    expected, *_ = one_process(points(), steps=7)
+    for losses, offered, registered in run_ranks(trained, 2, "tests.plugins.waves"):
+        assert losses == pytest.approx(expected, abs=1e-6)
+        assert STRATEGY in offered and registered == 1
+
+
+@pytest.fixture
+def registered() -> Any:
+    importlib.import_module("tests.plugins.waves")
+    yield
+    schedules.schedule._types.pop("waves")
+    del sys.modules["tests.plugins.waves"]
+
+
+def test_it_is_simulated_and_predicted(registered: Any) -> None:
+    schedule = Schedule.of("waves", 2, 4)
+    timeline = simulate(schedule)
+    assert max(timeline.peak) == 2 and timeline.makespan == 2 * 3 * (2 + 2 - 1)
+    assert makespan("waves", 4, (12.0, 12.0)) == pytest.approx(18.0)
+    assert not schedules.type_of("waves").holds_all and schedules.type_of("gpipe").holds_all
+
+
+def waits_for_ever(ranks: int, microbatches: int, rank: int) -> list[Op]:
+    """Each rank wants its backwards first."""
+    return [Op(kind, rank, micro) for micro in range(microbatches) for kind in ("B", "F")]  # type: ignore[arg-type]
+
+
+def forgets(ranks: int, microbatches: int, rank: int) -> list[Op]:
+    return [Op(kind, rank, 0) for kind in ("F", "B")]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("build", "more", "said"),
+    [
+        (waits_for_ever, {}, "wait for each other for ever"),
+        (forgets, {}, "does not do all of micro-batch 1"),
+        (waits_for_ever, {"stages_per_rank": 3, "v_shaped": True}, "two where the stages run down"),
+    ],
+)
+def test_one_that_cannot_run_is_refused_and_not_registered(build: Any, more: dict[str, Any], said: str) -> None:
+    with pytest.raises(StrategyError, match=said):
+        schedules.register("mine", build, **more)
+    assert "mine" not in schedules.names()
+
+
+@pytest.mark.parametrize(("name", "said"), [("1f1b", "one of nbkit's own"), ("my own", "cannot be the name")])
+def test_names_that_are_taken_or_cannot_be_typed_are_refused(name: str, said: str) -> None:
+    with pytest.raises(StrategyError, match=said):
+        schedules.register(name, forgets)
+
+
+def test_a_name_that_nobody_registered_is_refused_with_those_that_are() -> None:
+    with pytest.raises(StrategyError, match="'waves' is not a schedule") as raised:
+        Strategy.parse(STRATEGY, 2)
+    assert "dualpipev" in str(raised.value)
