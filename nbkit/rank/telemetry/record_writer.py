@@ -10,9 +10,11 @@ What goes wrong in writing is warned of once, at the next item, while the traini
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -194,17 +196,22 @@ class Background:
         text = f"nothing more is {self._what}: {type(self._failure).__name__}: {self._failure}"
         warnings.warn(text, stacklevel=3)
 
-    def end(self) -> None:
-        """Take what is there, and no more."""
+    def end(self, *, seconds: float = 0.0) -> None:
+        """Take what is there, and no more. seconds: wait so long for the thread to end."""
         self._items.put(None)
+        self._hurry.set()
+        if seconds and threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
 
-    def flush(self) -> None:
-        """Wait until all that was put is on disk; after `end` nothing more gets there."""
-        written = threading.Event()
+    def flush(self, seconds: float = math.inf) -> None:
+        """Wait, at most so long, until all that was put is on disk; after `end` nothing more gets there."""
+        written, until = threading.Event(), time.monotonic() + seconds
         self._items.put(written)
         self._hurry.set()
-        while self._thread.is_alive() and not written.wait(1.0):
-            pass
+        while self._thread.is_alive() and not written.wait(min(1.0, max(until - time.monotonic(), 0.0))):
+            if time.monotonic() >= until:
+                warnings.warn(f"not yet {self._what}: what it takes longer than {seconds:.0f} s for", stacklevel=3)
+                break
         self.tell()
 
     def _run(self) -> None:

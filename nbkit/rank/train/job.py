@@ -38,6 +38,7 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import SHARED
 from nbkit.rank.telemetry.phases import phase
+from nbkit.rank.telemetry.sinks import Sink, SinkListener, check_sinks
 from nbkit.rank.train import argument_checks, runs_dir
 from nbkit.rank.train.builder import Blueprint, Builder, Model, Optimizer
 from nbkit.rank.train.config import OWN_LOOP, TrainConfig
@@ -102,6 +103,7 @@ def prepare(
     dropout: str | None = None,
     log_dir: str | None = runs_dir.DEFAULT,
     name: str | None = None,
+    sinks: Sequence[Sink] = (),
     switches: SwitchSchedule = None,
     on_failure: str = "replace",
     backup_every: int | None = None,
@@ -113,17 +115,19 @@ def prepare(
     what the model takes of a dict batch, loss gets (output, batch). precision: None, "bf16" or "fp16". microbatch_size:
     rows per rank and forward, None for all at once. example: a small batch to run the model on: pipelines and context
     parallelism need it, and tensor parallelism for all but well-known classes. on_failure: "replace" a rank that dies
-    in a loop over `batches`, where that can be done (docs/clusters.md), or "stop". All else: see Trainer.
+    in a loop over `batches` by one that helps to save the job (docs/clusters.md), or "stop". All else: see Trainer.
     Raises TrainingError or StrategyError when it could not train as asked.
     """
     config = TrainConfig(
         loss, seed, inputs, precision, microbatch_size, example, stages, tp_plan, recompute, offload, compile, dropout
     )
     argument_checks.check_own_loop(on_failure, backup_every)
+    check_sinks(sinks)
     job = Job(model, optimizer, config, strategy=strategy, switches=switches)
     job.own_loop = replace(OWN_LOOP, on_failure=on_failure, backup_every=backup_every)
     job.check_plan()
     job.record(log_dir, name=name)
+    job.listen(sinks, name=name)
     return job
 
 
@@ -187,6 +191,18 @@ class Job(Switchable):
                 world_size=self.world_size,
                 device=self.device,
             )
+
+    def listen(self, sinks: Sequence[Sink], *, name: str | None) -> None:
+        """Hand all events to these sinks, on rank 0: on the others they are the same."""
+        run = {
+            "name": name,
+            "run_dir": None if self.run_dir is None else str(self.run_dir),
+            "strategy": str(self.strategy),
+            "world_size": self.world_size,
+            "parameters": sum(parameter.numel() for parameter in self.builder.skeleton.parameters()),
+        }
+        if self.rank == 0:
+            self.ledger.listeners += [SinkListener(sink, run) for sink in sinks]
 
     def record_on(self, run_dir: Path | None) -> None:
         """Record into the directory of a run under way, which this process joins. Collective: see `record_into`."""

@@ -38,6 +38,7 @@ from nbkit.rank.parallel.reshard.redistribute import Exchange, plan_collectively
 from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.phases import phase
+from nbkit.rank.telemetry.sinks import Sink, check_sinks
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.argument_checks import check_clip_norm, check_counts, check_places, fit_call, trainer_call
 from nbkit.rank.train.builder import Model, Optimizer
@@ -216,7 +217,8 @@ class Trainer:
     3, "2h" or (3, "2h") of them, instead of one. snapshot_every: steps from one to the next of what `rewind` goes back
     to. callbacks: f(trainer, record), after each step, which a GPU is waited for: the model is that of the record.
     log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's directory (None: no
-    records), which %dashboard and TensorBoard read; name: the run's. progress: print the moving line. stages: names of
+    records), which %dashboard and TensorBoard read; name: the run's. sinks: objects with a method write(event), which
+    get each step and event on rank 0. progress: print the moving line. stages: names of
     the modules that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how tensor parallelism
     splits it; both only where nbkit does not find out by itself. example: a small batch to run the model on, for
     iterable data. recompute: compute activations again in the backward pass. offload: "cpu" keeps the optimizer's state
@@ -266,6 +268,7 @@ class Trainer:
         log_every: int = 10,
         log_dir: str | None = runs_dir.DEFAULT,
         name: str | None = None,
+        sinks: Sequence[Sink] = (),
         progress: bool = True,
         stages: Sequence[str] | None = None,
         tp_plan: Mapping[str, str] | None = None,
@@ -292,6 +295,7 @@ class Trainer:
         warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path, keep, workers)
         warn_of_collate(data, collate)
         check_clip_norm(clip_norm)
+        check_sinks(sinks)
         check_places(log_dir, save_path, saves=bool(save_every), balances=balance)
         settings = example_of(data, collate, example), stages, tp_plan, recompute, offload, compile, dropout
         name = None if name is None else str(name)
@@ -331,6 +335,7 @@ class Trainer:
         check_packed(data, job.model)
         self._begin(job, loop)
         self.job.record(log_dir, name=name, batch=batch_size)
+        self.job.listen(sinks, name=name)
         self._listen()
         self.job.check_plan()
 

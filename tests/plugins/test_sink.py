@@ -1,0 +1,104 @@
+"""A sink from outside gets every event of a training, once, and can neither stop it nor hold it up."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import flat, mean_loss, net, points, quiet
+from ranks import run_ranks
+
+from nbkit import prepare
+from nbkit.errors import TrainingError
+from nbkit.rank.telemetry import sinks as sinks_module
+from tests.plugins.json_lines import JsonLines
+
+
+def trained(world: Any, folder: Path) -> list[dict[str, Any]]:
+    trainer = quiet(sinks=[JsonLines(folder / f"rank{world.place.rank}.jsonl")], name="mine")
+    trainer.fit(2)
+    trainer.switch("zero3")
+    trainer.fit(1)
+    history = trainer.history
+    del trainer
+    gc.collect()
+    return history
+
+
+def test_it_gets_each_step_and_event_on_rank_0_from_the_first_to_the_last(tmp_path: Path) -> None:
+    history, _ = run_ranks(trained, 2, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
+    assert not (tmp_path / "rank1.jsonl").exists()
+    first, *events, last = lines
+    assert (first["kind"], first["name"], first["strategy"], first["world_size"]) == ("open", "mine", "dp=2", 2)
+    assert first["parameters"] == flat(net()).numel() and last == {"kind": "close"}
+    kinds = ["run_started", "step", "step", "run_stopped", "switch", "run_started", "step", "run_stopped"]
+    assert [event["kind"] for event in events] == kinds
+    assert [event["loss"] for event in events if event["kind"] == "step"] == [record["loss"] for record in history]
+
+
+class Raises:
+    def write(self, event: dict[str, Any]) -> None:
+        raise ConnectionError("the tracker is away")
+
+
+class Sleeps:
+    def __init__(self) -> None:
+        self.written = 0
+
+    def write(self, event: dict[str, Any]) -> None:
+        time.sleep(0.5)
+        self.written += 1
+
+
+def beside_bad_sinks(world: Any) -> tuple[list[str], int, int, int]:
+    sinks_module._LAST_SECONDS = 0.2
+    slow = Sleeps()
+    trainer = quiet(sinks=[Raises(), slow])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(30)
+        made, written = trainer.step, slow.written
+        trainer.fit(2)
+    return [str(one.message) for one in caught], made, written, trainer.step
+
+
+def test_one_that_raises_is_named_once_and_a_slow_one_holds_no_step_up() -> None:
+    (said, made, written, step) = run_ranks(beside_bad_sinks, 1)[0]
+    assert said.count("nothing more is given to the sink Raises: ConnectionError: the tracker is away") == 1
+    assert any("not yet given to the sink Sleeps" in line for line in said)
+    assert made == 30 and step == 32 and written < 15
+
+
+def looped(world: Any, path: Path) -> int:
+    job = prepare(net, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_loss, log_dir=None,
+                  sinks=[JsonLines(path)])  # fmt: skip
+    loader = torch.utils.data.DataLoader(points(), batch_size=8)
+    for batch in job.batches(loader):
+        job.backward(batch)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return job.step
+
+
+def test_a_loop_of_ones_own_has_sinks_too(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    steps = run_ranks(looped, 1, path)[0]
+    kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
+    assert kinds.count("step") == steps > 1
+
+
+def refused(world: Any) -> str:
+    with pytest.raises(TrainingError, match=r"A sink is an object with a method write\(event\)") as raised:
+        quiet(sinks=[JsonLines])
+    return str(raised.value)
+
+
+def test_a_class_in_the_place_of_an_object_is_refused() -> None:
+    assert "sinks=[JsonLines()]" in run_ranks(refused, 1)[0]
