@@ -124,8 +124,8 @@ def cluster_parser() -> MagicParser:
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=MagicParser)
     start = verbs.add_parser(
         "start",
-        help="start a cluster on this machine, or on --hosts, or --slurm, or --mpi",
-        epilog="What follows -- goes to sbatch, or to mpirun, as it is.",
+        help="start a cluster on this machine, or on --hosts, or --slurm, or --mpi, or by a --launcher",
+        epilog="What follows -- goes to sbatch, to mpirun, or to a --launcher, as it is.",
     )
     start.add_argument(
         "-n", type=int, metavar="N", help="ranks; default: one per idle GPU, one where others use GPUs, else two"
@@ -154,7 +154,12 @@ def cluster_parser() -> MagicParser:
     )
     start.add_argument("--slurm", action="store_true", help="in a job of Slurm's: -n ranks; see docs/clusters.md")
     start.add_argument("--mpi", action="store_true", help="mpirun starts them: on --hosts, on a batch job's, or here")
-    start.add_argument("--nodes", type=int, metavar="N", help="for --slurm: how many; default: as few as hold them")
+    start.add_argument(
+        "--launcher", default="", metavar="NAME", help="one that another package brings; see docs/clusters.md"
+    )
+    start.add_argument(
+        "--nodes", type=int, metavar="N", help="for --slurm, --launcher: how many; default: as few as hold them"
+    )
     start.add_argument("--partition", default="", metavar="NAME", help="for --slurm; default: Slurm's own")
     start.add_argument("--time", default="", metavar="H:MM:SS", help="for --slurm: after so long the job is ended")
     start.add_argument(

@@ -144,7 +144,8 @@ def _compared(name: str, version: str) -> str:
 
 PAYLOAD = "NBKIT_AGENT"  # the variable that holds it, where it does not come over standard input
 _CONNECT_SECONDS = 20.0
-_INDICES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_NODEID")  # an mpirun in a job of Slurm's numbers by itself
+# The first that is there: an mpirun in a job of Slurm's numbers by itself.
+_INDICES = ("NBKIT_HOST_INDEX", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_NODEID")
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 
 

@@ -12,6 +12,7 @@ from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
 from nbkit.notebook.cluster.hosts.start_request import (
     AllocationRequest,
     MpiRequest,
+    PluginRequest,
     Request,
     SlurmRequest,
     SshRequest,
@@ -57,6 +58,8 @@ def _requested(options: Any) -> Request | None:
         "--detach": options.detach,
         "--requeue": options.requeue,
     }
+    if options.launcher:
+        return _by_plugin(options, of_slurm)
     if options.slurm and (options.hosts or options.mpi):
         other = "--hosts" if options.hosts else "--mpi"
         raise UsageError(
@@ -64,7 +67,7 @@ def _requested(options: Any) -> Request | None:
         )
     if options.rest and not options.slurm and not options.mpi:
         raise UsageError(
-            "What follows -- is for --slurm or --mpi.",
+            "What follows -- is for --slurm, --mpi or --launcher.",
             numbers=" ".join(options.rest),
             hint="%cluster start --slurm -n 4   before it",
         )
@@ -106,6 +109,25 @@ def _requested(options: Any) -> Request | None:
         requeue=options.requeue, spare_hosts=options.spare_hosts,
     )  # fmt: skip
     return asked if options.save_before is None else replace(asked, save_before=options.save_before)
+
+
+def _by_plugin(options: Any, of_slurm: dict[str, Any]) -> PluginRequest:
+    """By a launcher of another package."""
+    others = [name for name in ("slurm", "hosts", "mpi", "gpus") if getattr(options, name)]
+    others += [name.removeprefix("--") for name, value in of_slurm.items() if value and name != "--nodes"]
+    if others:
+        raise UsageError(
+            f"--{others[0]} is not for --launcher.",
+            numbers=f"--launcher {options.launcher} and --{others[0]}",
+            hint=f"%cluster start --launcher {options.launcher} -n 4 -- WORDS   hands the launcher words of its own",
+        )
+    if options.n is None:
+        raise UsageError(
+            f"How many ranks shall {options.launcher} start?",
+            numbers="no -n",
+            hint=f"%cluster start --launcher {options.launcher} -n 4",
+        )
+    return PluginRequest(options.launcher, options.n, options.nodes, options.cpu, tuple(options.rest), options.python)
 
 
 def _over_mpi(options: Any) -> MpiRequest:

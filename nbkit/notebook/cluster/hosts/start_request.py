@@ -104,12 +104,36 @@ class AllocationRequest:
         object.__setattr__(self, "counts", tuple(self.counts))
 
 
-Request = SlurmRequest | SshRequest | MpiRequest | AllocationRequest
+@dataclass(frozen=True)
+class PluginRequest:
+    """`n` ranks, started by the launcher `name` of another package. options: words for it. The rest: SlurmRequest."""
+
+    name: str
+    n: int
+    nodes: int | None = None
+    cpu: bool = False
+    options: tuple[str, ...] = ()
+    python: str = ""
+    container: str = ""
+    spares: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or (self.nodes is not None and not 1 <= self.nodes <= self.n):
+            raise UsageError(
+                "A cluster has at least one rank on each node.",
+                numbers=f"-n {self.n}, --nodes {self.nodes}",
+                hint="-n 4 --nodes 2",
+            )
+        object.__setattr__(self, "options", tuple(self.options))
+
+
+Request = SlurmRequest | SshRequest | MpiRequest | AllocationRequest | PluginRequest
 _KINDS: dict[str, Callable[..., Request]] = {
     "slurm": SlurmRequest,
     "ssh": SshRequest,
     "mpi": MpiRequest,
     "step": AllocationRequest,
+    "plugin": PluginRequest,
 }
 AGENT = "nbkit.notebook.cluster.hosts.agent"
 

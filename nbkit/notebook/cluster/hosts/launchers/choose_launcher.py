@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nbkit.notebook.cluster.hosts.launchers.mpi import MpiHosts
+from nbkit.notebook.cluster.hosts.launchers.plugin import PluginHosts
 from nbkit.notebook.cluster.hosts.launchers.slurm import AllocatedNodes, SlurmJob
 from nbkit.notebook.cluster.hosts.launchers.ssh import SshHosts
-from nbkit.notebook.cluster.hosts.start_request import MpiRequest, Request, SlurmRequest, SshRequest, Starter
+from nbkit.notebook.cluster.hosts.start_request import (
+    AllocationRequest,
+    MpiRequest,
+    PluginRequest,
+    Request,
+    SlurmRequest,
+    SshRequest,
+    Starter,
+)
+
+_STARTERS: dict[type, Callable[[Any, Path], Starter]] = {
+    SlurmRequest: SlurmJob,
+    AllocationRequest: AllocatedNodes,
+    SshRequest: SshHosts,
+    MpiRequest: MpiHosts,
+    PluginRequest: PluginHosts,
+}
 
 
 def starter_of(request: Request, folder: Path) -> Starter:
-    """The launcher for `request`. folder: of the cluster. Raises UsageError for what can never fit."""
-    if isinstance(request, SlurmRequest):
-        return SlurmJob(request, folder)
-    if isinstance(request, MpiRequest):
-        return MpiHosts(request, folder)
-    return SshHosts(request, folder) if isinstance(request, SshRequest) else AllocatedNodes(request, folder)
+    """Return the launcher for `request`. folder: of the cluster. Raises UsageError for what can never fit."""
+    return _STARTERS[type(request)](request, folder)

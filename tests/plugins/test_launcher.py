@@ -1,0 +1,86 @@
+"""A launcher of another package starts a cluster: found by its entry point, as pip would install it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from clusters import assert_gone, home_of_clusters
+
+from magics.cluster import options_of
+from nbkit import Cluster
+from nbkit.errors import ClusterError, UsageError
+from nbkit.notebook.cluster.hosts.start_options import requested
+from nbkit.notebook.cluster.hosts.start_request import PluginRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with home_of_clusters(tmp_path_factory.mktemp("clusters")) as home:
+        yield home
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The metadata of a package with the entry point, where this process and those that it starts find it."""
+    package = tmp_path / "site" / "local_launcher-1.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: local-launcher\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[nbkit.launchers]\nlocal = tests.plugins.local_launcher:LocalLauncher\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    paths = [str(package.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    yield
+
+
+def asked(words: str) -> PluginRequest:
+    found = requested(options_of(words))
+    assert isinstance(found, PluginRequest)
+    return found
+
+
+def test_it_starts_ranks_that_form_a_world_and_ends_them(installed: None, nbkit_home: Path) -> None:
+    cluster = Cluster.start(name="plugged", on=asked("start --launcher local -n 2 --cpu"), ttl=60)
+    try:
+        assert cluster.run("seen = torch.ones(1); dist.all_reduce(seen)\nseen.item()").values == {0: 2.0, 1: 2.0}
+    finally:
+        cluster.stop()
+    assert_gone(lambda: [each for each in psutil.process_iter(["cmdline"]) if "plugged" in str(each.info["cmdline"])])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("fail", r"The launcher 'local' has ended(.|\n)*code 3(.|\n)*the queue is closed"),
+        ("raise", r"The launcher 'local' raised an error(.|\n)*no machine is free \(local_launcher.py:\d+\)"),
+    ],
+)
+def test_what_goes_wrong_in_it_is_said_and_leaves_nothing(
+    installed: None, nbkit_home: Path, words: str, said: str
+) -> None:
+    with pytest.raises(ClusterError, match=said):
+        Cluster.start(name="plugged", on=asked(f"start --launcher local -n 2 --cpu -- {words}"), ttl=60)
+    assert not (nbkit_home / "plugged").exists() or not list((nbkit_home / "plugged").glob("rank*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("start --launcher local", "How many ranks shall local start"),
+        ("start --launcher local -n 2 --slurm", "--slurm is not for --launcher"),
+        ("start --launcher local -n 2 --nodes 3", "at least one rank on each node"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(words: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        asked(words)
+
+
+def test_a_name_that_is_not_installed_is_refused_with_those_that_are(installed: None, nbkit_home: Path) -> None:
+    with pytest.raises(UsageError, match=r"There is no launcher 'others'(.|\n)*local"):
+        Cluster.start(name="plugged", on=asked("start --launcher others -n 2"), ttl=60)
