@@ -27,7 +27,8 @@ import torch
 
 _MARSHAL = 2  # later versions write which objects are shared, and that differs between processes
 _CACHED = type(functools.lru_cache(lambda: None))
-_OF_THE_CLASS_ITSELF = ("__dict__", "__weakref__", "_abc_impl", "__slotnames__")
+# Python 3.13 notes which attributes methods set, in another order in each process.
+_OF_THE_CLASS_ITSELF = ("__dict__", "__weakref__", "_abc_impl", "__slotnames__", "__static_attributes__")
 
 
 class TooLarge(pickle.PicklingError):
