@@ -28,6 +28,7 @@ import torch
 _MARSHAL = 2  # later versions write which objects are shared, and that differs between processes
 _CACHED = type(functools.lru_cache(lambda: None))
 _OF_THE_CLASS_ITSELF = ("__dict__", "__weakref__", "_abc_impl", "__slotnames__")
+_OF_THE_CLASS_ITSELF += ("__static_attributes__", "__firstlineno__")  # Python 3.13: their order and presence vary
 
 
 class TooLarge(pickle.PicklingError):
