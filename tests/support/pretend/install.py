@@ -62,10 +62,10 @@ def pretend_gpu(rank: int = 0) -> PretendAccelerator:
     return gpu
 
 
-def place(rank: int, ranks: int) -> worlds.Place:
+def place(rank: int, ranks: int) -> worlds.RankPlace:
     """Of a rank with a pretended GPU, which is there from now on."""
     pretend_gpu(rank)
-    return worlds.Place(rank, ranks, rank, ranks, "cuda", "nccl")
+    return worlds.RankPlace(rank, ranks, rank, ranks, "cuda", "nccl")
 
 
 def join(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
