@@ -47,7 +47,7 @@ def shut(wanted: Collection[int]) -> int:
         with contextlib.suppress(OSError):  # closed by its owner meanwhile, or never connected
             duplicate = socket.socket(fileno=os.dup(fd))
             with duplicate:
-                if _is_connected_tcp(duplicate):
+                if _is_still(duplicate, inode) and _is_connected_tcp(duplicate):
                     duplicate.shutdown(socket.SHUT_RDWR)
                     count += 1
     return count
@@ -75,10 +75,16 @@ def moved_bytes(wanted: Collection[int]) -> int:
     for inode, fd in _by_inode().items():
         if inode in wanted:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
-                if _is_connected_tcp(duplicate):
+                if _is_still(duplicate, inode) and _is_connected_tcp(duplicate):
                     info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
                     total += sum(_TCP_INFO.unpack(info)) if len(info) == _TCP_INFO.size else 0
     return total
+
+
+def _is_still(one: socket.socket, inode: int) -> bool:
+    """Return True if a socket is the one of that inode: gloo's threads close sockets meanwhile, and a new connection
+    may have got the number of the descriptor."""
+    return os.fstat(one.fileno()).st_ino == inode
 
 
 def _is_connected_tcp(one: socket.socket) -> bool:

@@ -1,0 +1,46 @@
+"""Only the connections that are meant are shut, also while others open and close some."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from nbkit.rank.world import sockets
+
+
+def connection() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there, _ = listener.accept()
+    return here, there
+
+
+def test_those_of_these_inodes_are_shut_and_no_others() -> None:
+    (old, peer), (other, friend) = connection(), connection()
+    assert sockets.shut({os.fstat(old.fileno()).st_ino}) == 1
+    assert peer.recv(1) == b""
+    other.sendall(b"x")
+    assert friend.recv(1) == b"x"
+    for each in (old, peer, other, friend):
+        each.close()
+
+
+def test_a_new_connection_with_the_number_of_a_closed_one_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    (old, peer), (new, friend) = connection(), connection()
+    number, dup = old.fileno(), os.dup
+    inode = os.fstat(number).st_ino
+
+    def meanwhile(fd: int) -> int:
+        """As a thread of gloo's that closes a connection, and another one that opens one, before it is looked at."""
+        if fd == number:
+            os.dup2(new.fileno(), number)
+        return dup(fd)
+
+    monkeypatch.setattr(sockets.os, "dup", meanwhile)
+    assert sockets.shut({inode}) == 0
+    new.sendall(b"x")
+    assert friend.recv(1) == b"x"
+    for each in (old, peer, new, friend):
+        each.close()
