@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from bench.rigs.jobs import config, trainer
 from bench.rigs.loopback import measured
 from bench.switch.dcp_shards import stored
-from nbkit.bridge.requests import Control, TrainingRequestHandler
+from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.errors import Stopped
 from nbkit.rank.parallel import model_facts
 from nbkit.rank.telemetry.health import bytes_held, reset_peak

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nbkit.bridge.requests import RESULTS_KEPT, Control, TrainingRequestHandler
+from nbkit.bridge.training_requests import RESULTS_KEPT, Control, TrainingRequestHandler
 from nbkit.errors import NotFinite, StrategyError, TrainingError
 from nbkit.rank.train.control import active_job, step_boundary
 from nbkit.rank.train.control.active_job import Integrity

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbkit.bridge.requests import Control, TrainingRequestHandler
+from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.errors import Stopped
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.trainer import Trainer

@@ -13,7 +13,7 @@ from jobs import quiet
 from ranks import run_ranks
 from torch import nn
 
-from nbkit.bridge.requests import Control, TrainingRequestHandler
+from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.rank.train.control import step_boundary
 
 MODELS = (stateful.Lambdas, stateful.Patched, stateful.OfAnother, stateful.ByGlobal, stateful.CountingLambda)

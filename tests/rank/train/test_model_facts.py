@@ -11,7 +11,7 @@ from jobs import asked_for, one_process, points, quiet
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from nbkit.bridge.requests import TrainingRequestHandler
+from nbkit.bridge.training_requests import TrainingRequestHandler
 from nbkit.rank.parallel import model_facts
 from nbkit.rank.parallel.model_facts import find_facts
 from nbkit.rank.train import builder as building

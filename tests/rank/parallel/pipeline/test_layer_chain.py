@@ -220,7 +220,9 @@ def test_other_models_without_a_chain_say_why() -> None:
 
 def test_a_chain_that_the_watching_got_wrong_is_caught_by_running_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Skips("scale")
-    monkeypatch.setattr(chains.DataflowTrace, "around", property(lambda self: {}, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        chains.DataflowTrace, "around", property(lambda self: {}, lambda self, value: None), raising=False
+    )
     with pytest.raises(StrategyError, match="Run in stages, the model does not give what it gives whole"):
         find_chain(model, lambda: model(IDS))
     assert all(type(block) is Block for block in model.blocks)

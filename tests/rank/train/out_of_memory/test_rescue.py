@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbkit.bridge.requests import Control, TrainingRequestHandler
+from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.errors import TrainingError
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.control import step_boundary

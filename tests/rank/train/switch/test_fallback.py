@@ -16,7 +16,7 @@ from jobs import asked_for, mean_loss, points, quiet
 from ranks import next_generation, run_ranks
 from torch import Tensor, nn
 
-from nbkit.bridge.requests import Control, TrainingRequestHandler
+from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.data.batch import shard_of
 from nbkit.rank.train import builder

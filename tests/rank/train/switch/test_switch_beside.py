@@ -14,7 +14,7 @@ import torch
 from jobs import asked_for, flat, one_process, points, quiet
 from ranks import run_ranks
 
-from nbkit.bridge.requests import TrainingRequestHandler
+from nbkit.bridge.training_requests import TrainingRequestHandler
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.comm.agree import USUAL_BYTES, all_gather_objects
 from nbkit.rank.parallel import parallelize

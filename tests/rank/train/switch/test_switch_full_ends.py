@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-from nbkit.bridge.requests import Control, TrainingRequestHandler
+from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.ddp import Replicas
 from nbkit.rank.parallel.reshard.redistribute import SourceStorage

@@ -17,7 +17,7 @@ import torch
 from jobs import asked_for, one_process, points, quiet
 from ranks import run_ranks
 
-from nbkit.bridge.requests import Control, TrainingRequestHandler
+from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.rank.device import Accelerator
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.telemetry import session
