@@ -27,8 +27,10 @@ import torch
 
 _MARSHAL = 2  # later versions write which objects are shared, and that differs between processes
 _CACHED = type(functools.lru_cache(lambda: None))
-_OF_THE_CLASS_ITSELF = ("__dict__", "__weakref__", "_abc_impl", "__slotnames__")
-_OF_THE_CLASS_ITSELF += ("__static_attributes__", "__firstlineno__")  # Python 3.13: their order and presence vary
+# Of these, Python 3.13 has the last two, whose order and presence vary between processes.
+_OF_THE_CLASS_ITSELF = (
+    "__dict__", "__weakref__", "_abc_impl", "__slotnames__", "__static_attributes__", "__firstlineno__",
+)  # fmt: skip
 
 
 class TooLarge(pickle.PicklingError):
