@@ -220,7 +220,7 @@ def test_a_message_between_ranks_that_live_is_not_cut_in_two() -> None:
 
 ASKED_WHILE_THREADS_END = """
 import os, signal, sys, threading, time
-from nbkit.rank.world import watchdog
+from nbkit.rank.world import failure_alarm as watchdog
 watchdog.dump_on_signal(sys.argv[1])
 
 def ask():
