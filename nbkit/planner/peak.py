@@ -16,13 +16,13 @@ Bytes that computing takes beside parameters, gradients and optimizer state, pie
 
 A piece is what a pipeline can hold alone: a block, with what comes before the first one or behind the last one. What
 its forward and its backward hold at every moment is linear in the rows that they compute, so two runs tell it for any
-number of rows. See nbkit/rank/train/estimate/model_trace.py, which measures pieces, and gpt_pieces.py, which
-computes them.
+number of rows. See nbkit/rank/train/estimate/model_trace.py, which measures pieces. Those of a GPT are
+computed here.
 
 Bytes that a rank holds at the peak of a step, with activations: the sum that panel, plan and switch share.
 
 What is there all the time (nbkit/planner/traffic.py), and on top of it, at each moment of a step, what the pieces keep
-and take (activations.py) and what the data axis has under way:
+and take (`PeakLines`) and what the data axis has under way:
 
     zero 0      gradients arrive beside the buffers of their bucket, and move into those when it is complete
     two levels  of up to three buckets, the copy that is summed within the node and between (nbkit.node_levels); of the

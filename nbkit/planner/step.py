@@ -6,7 +6,7 @@ optimizer   the elements that a rank updates
 data        the rows that a rank reads
 other       as it is
 
-Before the first step the blocks' own seconds stand for the present one: those of one process. See step_time.py.
+Before the first step the blocks' own seconds stand for the present one: those of one process.
 
 How long a rank without a pipeline takes from its first forward to its last gradient, over a link that is shared.
 
@@ -26,11 +26,11 @@ The seconds of a step: the one sum of all who predict any, whatever they know a 
 
 compute     what the slowest rank computes, forward, backward and what is computed again
 exposed     what it waits for: what tp and cp send, messages of a pipeline, and of the data axis what nothing hides,
-            which is simulated (overlap.py)
-bubble      what a pipeline's schedule, simulated with its own stages (load_balance.py), leaves idle
+            which is simulated  (`simulated`)
+bubble      what a pipeline's schedule, simulated with its own stages (planner/stages.py), leaves idle
 optimizer, other    as they are given
 
-measured_step.py has a rank's work from what was measured, nbkit/planner/choose/seconds.py from data sheets.
+A rank's work comes from what was measured, or in nbkit/planner/choose/seconds.py from data sheets.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def break_out(reason: str, error: Exception | None = None) -> None:
 
 
 def wake(reason: str, error: Exception | None = None) -> None:
-    """As `break_out`, for who forms the groups again by itself (see alarm.py): the world is not marked dirty.
+    """As `break_out`, for who forms the groups again by itself (see `Alarm`): the world is not marked dirty.
 
     gloo: the connections of our groups are shut (nothing else wakes gloo; on Linux only), and who waits for the rest of
     a message, which even that does not wake, leaves a second later. nccl: the communicators are

@@ -3,7 +3,7 @@
     python -m nbkit.notebook.cluster.hosts.coordinator.coordinator FOLDER
 
 It has the launcher start an agent on each host, and each agent keeps a signed line to it. It lets the ranks be forked
-when all hosts fit together (gathering.py); it passes on what the parents of the ranks tell of cells that failed and
+when all hosts fit together (`Gathering`); it passes on what the parents of the ranks tell of cells that failed and
 ranks that died, so that all hosts release their ranks without the notebook, and the first host's parent can have any
 rank replaced; it has trainings saved before a launcher takes the hosts away, at a time limit or for another job; and it
 ends the cluster when it is stopped, when the controller is gone, or when nobody has used it for its time to live.

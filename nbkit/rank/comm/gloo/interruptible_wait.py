@@ -5,7 +5,7 @@ lists of those that it tells. So no thread of ours stands in a wait that cannot 
 
 A collective is made by a thread of gloo's, and waited for in slices: a time-out of that wait ends nothing but the wait.
 If the rest never comes, gloo's thread and the tensors stay until the process ends. A message is waited for in gloo
-itself, where a time-out shuts every connection of the group: see message_abort.py.
+itself, where a time-out shuts every connection of the group.
 
 Nobody here knows which operation is half done. After `interrupt` those that were issued before it have a moment to end
 by themselves, as they do with gloo's own error, and are left then.

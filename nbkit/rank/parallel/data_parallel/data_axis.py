@@ -12,7 +12,7 @@ step, for gradients (and parameters) of S bytes:
 With several micro-batches zero 1 and 2 reduce once, after the last, and hold whole gradients until then; zero 3 moves
 its bytes for each of them, or once where it keeps the parameters gathered. Frozen parameters are never reduced, and
 gathered under zero 3 alone. Under zero 3 the root unit (what no unit holds) is gathered once, not twice; under autocast
-what only matrix products read is gathered in its dtype, half the bytes (zero3/gather_dtypes.py). Gradients are reduced
+what only matrix products read is gathered in its dtype, half the bytes (zero3/unit.py). Gradients are reduced
 in the dtype of the parameters. Of zero 0, nbkit.levers has fewer bytes.
 """
 

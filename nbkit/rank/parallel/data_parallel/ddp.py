@@ -1,7 +1,7 @@
 """Data parallelism: every rank holds the whole model, gradients are summed over the ranks while backward runs.
 
 On the wire, per step: one all-reduce of each bucket, together the bytes of all gradients; over several nodes in two
-levels (two_levels.py). compressed.py sends fewer.
+levels (buckets.py). Compressed gradients are fewer bytes.
 
 Simpler than torch's DistributedDataParallel, and right where that is not: it *sums* (the loss carries the weights, so
 ragged batches and masks average as on one process), a rank without rows and parameters without gradient take part with

@@ -1,8 +1,8 @@
 """ZeRO 1 and 2: every rank holds whole parameters, and updates only its part of each.
 
 Gradients are reduce-scattered bucket by bucket; the optimizer gets slices of the whole parameters; after its step the
-updated slices are all-gathered into them, while the next forward computes (late_gather.py). Zero 1 keeps the buffers of
-whole gradients, zero 2 gives them back bucket by bucket. See data_axis.py for bytes and bucket_collectives.py for what
+updated slices are all-gathered into them, while the next forward computes. Zero 1 keeps the buffers of
+whole gradients, zero 2 gives them back bucket by bucket. See data_axis.py for bytes and buckets.py for what
 travels.
 
 Updated parameters on their way: gathered while the next forward computes, and waited for where it reads them.

@@ -9,7 +9,7 @@ operations, and received in that order, which the receiver knows since it has al
 receives are posted ahead, so no order of operations that `simulate` can run comes to a standstill. gloo's messages
 bear their number as a tag. NCCL knows no tags and runs what is issued on one communicator one after the other: a
 receive that was posted early would block the sends behind it, and at both ends that is a standstill. There each
-channel has a group of its own (p2p_groups.py), where the order is the same at both ends by what is said above.
+channel has a group of its own, where the order is the same at both ends by what is said above.
 
 A group for each direction between two ranks of a pipeline, where the backend needs one: p2p.py says why.
 

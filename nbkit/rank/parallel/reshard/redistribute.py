@@ -2,7 +2,7 @@
 
 On the wire: per round that sends anything one all-to-all of the world, all rounds together exactly the bytes of the
 plan. A plan that moves nothing sends no message. Old and new shards are there at the same time; where memory does not
-hold both, see redistribute_in_place.py.
+hold both, `InPlace` moves tensor by tensor.
 
 Sharded models whose memory comes and goes tensor by tensor, so that a switch in place never holds two of them.
 

@@ -4,7 +4,7 @@ On the wire, per forward and backward, tensor axis of n ranks, S = B x T x D ele
 4 L all-reduces of S (or, with sequence parallelism, as many pairs of all-gather and reduce-scatter, the same
 bytes), one for the embedding, one for the head, three numbers per position for the loss. With sequence parallelism
 positions stay split from the embedding to the head. Where one of the two is not split by the vocabulary, or something
-else between wants all positions, an all-gather of S takes its place (sequence_tensor.py).
+else between wants all positions, an all-gather of S takes its place (sharded_tensor.py).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ with anything else in it stays with plain tensor parallelism, and a note says wh
 
 On the wire, per block and pass, forward and backward: an all-gather and a reduce-scatter of B x T x D elements for each
 pair: the same bytes as plain tensor parallelism's all-reduces, with 1/n of the activations between them in memory.
-Between the blocks, before the first and behind the last: sequence_tensor.py.
+Between the blocks, before the first and behind the last: sharded_tensor.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a death would take away (see backup_shares.py), kept twice in host memory: by the rank itself and by its buddy.
+"""What a death would take away, kept twice in host memory: by the rank itself and by its buddy.
 
 After a step each rank copies its share beside the one before it, and sends it to its buddy, half the world away, which
 is mostly another host. The transfer goes beside the next step's forward and backward passes: a rank waits for it before

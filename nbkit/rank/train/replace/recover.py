@@ -10,7 +10,7 @@ What a survivor holds already: its new sharded model takes that memory over, and
 
 Where a rank was replaced most tensors of the others stay what they are: all under ddp, each rank's part of a layer
 under tp. A second sharded model beside the first would take its memory, and a copy of all of it. So it is built hollow
-(see resizable_storage.py), and its tensors are pointed at the old ones. A memory that several tensors share, such as
+(see redistribute.py), and its tensors are pointed at the old ones. A memory that several tensors share, such as
 the flat parts of zero 3, is filled by a copy.
 """
 

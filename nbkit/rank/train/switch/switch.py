@@ -2,14 +2,14 @@
 
 1. Request: `switch`, between two steps (`_between_steps`). What needs no message is made beside the training by then,
    where there is one: see prefetch.py.
-2. Gathered: the little that ranks cannot know of each other from the strategies (`gather`, in optimizer_reports.py).
-3. Prepared: groups, module, memory and the exchange that fills it (`prepare`, in beside.py), a value.
+2. Gathered: the little that ranks cannot know of each other from the strategies (`gather`, in consensus.py).
+3. Prepared: groups, module, memory and the exchange that fills it (`prepare`), a value.
 4. Exchanged: exactly the boxes that are missing, and every one is checked to be filled. Where memory does not hold both
-   sharded models, tensor by tensor: `_switch_in_place`, and in_place.py.
+   sharded models, tensor by tensor: `_switch_in_place`.
 5. Adopted: the training computes with the new one, and a `PendingSwitch` says what comes of it. An error on any rank
    before that lets go of the new one on all of them, and the old strategy trains on.
 6. Proven or taken back: in the first step under the new strategy (`first_step`). Beside its forward and backward
-   passes threads compare the two states (see verify.py); where they differ the old one, which was kept, is in force
+   passes threads compare the two states (see pending_switch.py); where they differ the old one, which was kept, is in force
    again, and the switch is made once more, compared at once: a model that changes its weights in its forward passes
    looks like a mistake here. Where the step fails on any rank, all go back to the old strategy: to the old state, which
    is kept until the step has been made where memory holds both; or, while the optimizer has not begun, by another

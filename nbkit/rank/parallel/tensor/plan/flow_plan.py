@@ -1,4 +1,4 @@
-"""From what goes into what (proof/data_flow.py) to the ways in which the maps of a model may be split.
+"""From what goes into what (proof/capture.py) to the ways in which the maps of a model may be split.
 
 Maps whose outputs go into one other map, and nowhere else, are split by columns, and that one by rows: up and down,
 query, key, value and output. Several ways may fit (how a packed matrix lies, which attributes count heads); the proof

@@ -1,6 +1,6 @@
 """The plan of a tensor axis: the modules that are split, and how, found in the module tree or said by somebody.
 
-Sources, the later one deciding: what the tree shows (infer_plan.py), a HF model's own plan, the user's `tp_plan`. A
+Sources, the later one deciding: what the tree shows (choose_plan.py), a HF model's own plan, the user's `tp_plan`. A
 plan is made of the whole model, before a pipeline drops parts of it, so that all stages agree.
 
 The number of heads of an attention, the attributes that say it, and their values for a part of the heads.
@@ -161,7 +161,7 @@ class Pair:
 
     kind: "attention" (heads), "mlp" (features), or "module" (an nn.MultiheadAttention, whose maps are its own).
     widths: column map -> features of each matrix that is packed in it. inner: features between the maps. counts:
-    attributes of the owner, and of what is in it, that a rank divides (heads.py). views: of an attention, whose code
+    attributes of the owner, and of what is in it, that a rank divides. views: of an attention, whose code
     asks for sizes of all heads, and has to get those of a part. taken: of an attention, whose arguments beside the
     hidden states get gradients from between its maps.
     """

@@ -1,7 +1,7 @@
 """The candidates of a plan, each run in parts beside the whole, in one process; what does not fit stays whole.
 
 The model runs once in each mode while `CapturedCalls` watches. Then every module that holds a pair is run by itself,
-whole and in parts, on the arguments that it was called with: one of each kind (call_kinds.py). Blocks whose positions
+whole and in parts, on the arguments that it was called with: one of each kind. Blocks whose positions
 may be split are run once more that way.
 
 Backward of a split, beside that of the whole: which gradients are slices, which are sums over the ranks.

@@ -5,7 +5,7 @@ arrives at a row map of a part must be the slice of what arrives there in the wh
 with the sizes and the numbers of heads that it will have, and needs neither weights nor communication.
 
 With `sequence`, positions are split around the maps: a part gets its slice of the positions too, and at the maps, and
-at an attention, those of all parts. What the backward must be: gradients.py.
+at an attention, those of all parts. What the backward must be: prove.py.
 
 A copy of a module in which the maps of its pairs are not computed: a run says what comes out of them.
 """

@@ -2,7 +2,7 @@
 every rank.
 
 What goes into what says where a model may be split; a split is made where it was run beside the whole. Without an
-example to run, names say it, and only classes whose source is known are split (known_classes.py).
+example to run, names say it, and only classes whose source is known are split (choose_plan.py).
 """
 
 from __future__ import annotations
