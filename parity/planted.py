@@ -22,8 +22,8 @@ from nbkit.rank.loss.row_weights import Weighed
 from nbkit.rank.parallel import grad_norm, micro_batch
 from nbkit.rank.parallel.context.attention import ContextAttentionMode
 from nbkit.rank.parallel.context.peers import Threads
-from nbkit.rank.parallel.data_parallel import bucket_collectives
-from nbkit.rank.parallel.data_parallel.bucket_collectives import Reduction
+from nbkit.rank.parallel.data_parallel import buckets
+from nbkit.rank.parallel.data_parallel.buckets import Reduction
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.pipeline.executor import Deferred, _Run
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -218,7 +218,7 @@ BUGS = (
     Bug("queries attend to another rank's key-value heads", _cell("tp", subject="llama"),
         _around(_Surgery, "_cut_columns", _another_ranks_keys)),
     Bug("a shard is updated from a gradient that was not summed", _cell("dp=2 zero=2"),
-        _around(bucket_collectives, "reduce_scatter", _own_gradient)),
+        _around(buckets, "reduce_scatter", _own_gradient)),
     Bug("the other parts of a weight stay as they were after an update", _cell("dp=2 zero=1"),
         _around(ShardedOptimizer, "after_step", lambda _: lambda self: None)),
     Bug("dropout draws from each rank's own stream", _cell("dp=2", "dropout"),

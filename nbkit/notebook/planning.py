@@ -24,8 +24,7 @@ from typing import Any, BinaryIO, Self, TypeVar
 from nbkit.durations import text_of
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.registry import notebook_shell
-from nbkit.planner.choose.hardware import Hardware
-from nbkit.planner.choose.load import Subject
+from nbkit.planner.choose.load import Hardware, Subject
 from nbkit.planner.choose.search import Plan, Words, search
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.peak import GPTPieces

@@ -30,7 +30,7 @@ exposed     what it waits for: what tp and cp send, messages of a pipeline, and 
 bubble      what a pipeline's schedule, simulated with its own stages (planner/stages.py), leaves idle
 optimizer, other    as they are given
 
-A rank's work comes from what was measured, or in nbkit/planner/choose/seconds.py from data sheets.
+A rank's work comes from what was measured, or in nbkit/planner/choose/load.py from data sheets.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import NbkitError
-from nbkit.rank.parallel.whole_step.prove_step import StepProof
+from nbkit.rank.parallel.whole_step import StepProof
 from nbkit.rank.train import builder
 from nbkit.rank.train import trainer as training
 from nbkit.rank.train.trainer import Trainer

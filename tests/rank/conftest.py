@@ -9,7 +9,7 @@ import torch
 
 from nbkit.rank.loss.counted_targets import Counted
 from nbkit.rank.loss.loss_check import Examined
-from nbkit.rank.parallel.whole_step.prove_step import StepProof
+from nbkit.rank.parallel.whole_step import StepProof
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from models_zoo import Specimen
 from torch import Tensor, nn
 
-from nbkit.rank.parallel.module.copies import homes, is_placeholder, replace, skeleton_of
+from nbkit.rank.parallel.module.copies import homes, is_placeholder, replace_submodule, skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import LayerChain
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.proof.observe import tensors_in
@@ -26,7 +26,9 @@ def staged(model: nn.Module, chain: LayerChain, ranges: Sequence[tuple[int, int]
     assert set(held) == part.holds == {name for name, _ in part.module.named_parameters()}
     assert all(is_placeholder(p) for p in part.module.parameters() if p.numel() > 1)
     for name, places in held.items():
-        replace(places, nn.Parameter(weights[name].detach().clone(), requires_grad=weights[name].requires_grad))
+        replace_submodule(
+            places, nn.Parameter(weights[name].detach().clone(), requires_grad=weights[name].requires_grad)
+        )
     return part
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nbkit.mesh import Mesh
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.copies import homes, replace, skeleton_of
+from nbkit.rank.parallel.module.copies import homes, replace_submodule, skeleton_of
 from nbkit.rank.parallel.tensor.apply import TensorSplit, tensor_parallel
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
@@ -35,7 +35,7 @@ def fill(part: nn.Module, whole: nn.Module, split: TensorSplit) -> None:
         new = torch.empty(layout.local, dtype=weights[name].dtype)
         for here, there in layout.pieces:
             new[here.slices] = weights[name].detach()[there.slices]
-        replace(places, nn.Parameter(new, requires_grad=old.requires_grad))
+        replace_submodule(places, nn.Parameter(new, requires_grad=old.requires_grad))
 
 
 def whole_gradients(part: nn.Module, split: TensorSplit, group: dist.ProcessGroup) -> dict[str, Tensor | None]:

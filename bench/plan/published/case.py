@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbkit.planner.choose.hardware import Hardware
-from nbkit.planner.choose.seconds import Load
+from nbkit.planner.choose.load import Hardware, Load
 from nbkit.strategy import Strategy
 
 NODE, HALF = 8, 2

@@ -9,9 +9,7 @@ import csv
 from pathlib import Path
 
 from bench.plan.published.case import HALF, NODE, Case
-from nbkit.planner.choose.hardware import DEVICES, Hardware
-from nbkit.planner.choose.load import Known
-from nbkit.planner.choose.seconds import Load
+from nbkit.planner.choose.load import DEVICES, Hardware, Known, Load
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.peak import GPTPieces
 from nbkit.planner.traffic import TrafficTerm

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.plan.published.case import HALF, NODE, Case
-from nbkit.planner.choose.hardware import DEVICES, Hardware
-from nbkit.planner.choose.seconds import Load
+from nbkit.planner.choose.load import DEVICES, Hardware, Load
 from nbkit.planner.step import StepUnit
 from nbkit.planner.traffic import TrafficTerm
 from nbkit.strategy import Strategy

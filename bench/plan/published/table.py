@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bench.plan.published import gpt, llama
 from bench.plan.published.case import Case
-from nbkit.planner.choose.seconds import calibrated, seconds
+from nbkit.planner.choose.load import calibrated, seconds
 
 
 @dataclass(frozen=True)

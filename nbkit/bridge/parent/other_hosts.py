@@ -65,7 +65,7 @@ _TO_FIRST = ("of_rank", "started", "placed", "lost")
 _FROM_FIRST = ("start_rank", "to_rank", "dismiss")
 
 
-class Parent(Protocol):
+class HostParent(Protocol):
     """nbkit.bridge.parent.parent's, which imports this file: what is used of it."""
 
     coordinator: CoordinatorLine | None
@@ -116,7 +116,7 @@ class OtherHosts:
     has had no ranks yet. taken: the ranks of a host whose place it takes, which have not died on its devices.
     """
 
-    def __init__(self, parent: Parent) -> None:
+    def __init__(self, parent: HostParent) -> None:
         self.parent, spec = parent, parent.spec
         self.ranks: dict[int, RankElsewhere] = {}
         self.undecided: set[int] = set()

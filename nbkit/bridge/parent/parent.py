@@ -11,6 +11,19 @@ what it hears from there; when to end, the coordinator says, and who is replaced
 (other_hosts.py).
 
     python -m nbkit.bridge.parent.parent FOLDER
+
+The controller of ipyparallel's, as the parent of the ranks sees it: a process that the notebook started.
+
+The end of the ranks of one host that their user has not asked for: a training is saved at its next step boundary.
+
+Batch systems ask so by SIGTERM before they kill: at a job's time limit, or for a job that goes before it. Some say it
+twice. On a cluster of several hosts the coordinator is told, which knows more about why, and tells the other hosts.
+
+Devices in reserve, as the parent of the ranks sees them: a rank whose own device may be bad goes on on one of them.
+
+It may be where the rank itself has said that its device does not compute any more, and where the rank has died twice on
+it in one cell. One death alone is not the device's: mostly it is a kill, memory that ran out, or the program. A device
+that was left is never taken again. Each host of a cluster has its own, and the parent there gives them out.
 """
 
 from __future__ import annotations
@@ -24,24 +37,187 @@ import signal
 import socket
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nbkit.bridge.parent import spec as specs
 from nbkit.bridge.parent.child_processes import Ends, has_ended, kill_group, log
-from nbkit.bridge.parent.controller import controller_of, end_schedulers, unregister
-from nbkit.bridge.parent.end_in_order import EndInOrder
 from nbkit.bridge.parent.other_hosts import CoordinatorLine, OtherHosts, RankElsewhere
 from nbkit.bridge.parent.replacement import Replacer, Resizer, Seat
-from nbkit.bridge.parent.spares import Spares
+from nbkit.bridge.parent.spec import EngineSpec, write_pins
 from nbkit.private_symbols import LACKING
 from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import interrupts
 from nbkit.wire.link import Link
 from nbkit.wire.own_modules import look_in
-from nbkit.wire.processes import STOP_SIGNAL, Process
+from nbkit.wire.processes import STOP_SIGNAL, Process, followers, node_name
+
+
+def controller_of(folder: Path) -> Process | None:
+    """The controller of the cluster in `folder`; None until the notebook has started it and said so."""
+    try:
+        return Process(**json.loads((folder / "controller.json").read_text()))
+    except (OSError, json.JSONDecodeError):
+        return None
+
+
+def end_schedulers(folder: Path, controller: Process | None) -> None:
+    """End what a controller that was killed has left. One that lives ends its schedulers itself."""
+    if controller and not controller.is_alive():
+        for scheduler in followers(controller.pid, folder):
+            scheduler.end(signal.SIGKILL)
+
+
+def unregister(engine_file: Path, rank: int) -> None:
+    """Have the hub forget engine `rank`, so that its clients learn of it and the id is free again.
+
+    As its own nanny process would (ipyparallel/engine/nanny.py). For a process of its own: the parent is without zmq.
+    """
+    import zmq
+    from jupyter_client.session import Session
+
+    info = json.loads(engine_file.read_text())
+    session = Session(key=info["key"].encode(), signature_scheme=info["signature_scheme"])
+    context = zmq.Context()  # type: ignore[attr-defined]
+    socket = context.socket(zmq.DEALER)  # type: ignore[attr-defined]
+    socket.LINGER = 3000
+    if server := info.get("curve_serverkey"):
+        socket.curve_serverkey = server.encode()
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.connect(f"{info['interface']}:{info['registration']}")
+    session.send(socket, "unregistration_request", content={"id": rank})
+    socket.close()
+    context.term()
+
+
+END_SECONDS = 600.0  # for a training to reach a boundary and to be saved; whoever sends SIGTERM gives less
+
+
+class EndingParent(Protocol):
+    """nbkit.bridge.parent.parent's, which imports this file: what is used of it. children: by rank."""
+
+    coordinator: CoordinatorLine | None
+    ending: bool
+
+    @property
+    def children(self) -> Mapping[int, Any]: ...
+
+    def end_all(self, why: str) -> None: ...
+
+
+class EndInOrder:
+    """One per parent. asked: by a signal, which does nothing else, so that it can come at any time."""
+
+    def __init__(self, parent: EndingParent) -> None:
+        self.parent = parent
+        self.asked, self.why, self.deadline = False, "", float("inf")
+
+    def go_on(self) -> None:
+        """Do what the signal has asked for, and do not wait forever for what was begun."""
+        if self.asked:
+            self.asked = False  # what comes again finds that the end was begun
+            if self.parent.coordinator:
+                self.parent.coordinator.link.send(event="told_to_end")
+            if not self.parent.ending:
+                self.begin("the cluster was told to end (SIGTERM)")
+        if time.monotonic() > self.deadline:
+            self.deadline = float("inf")
+            self.parent.end_all("the training did not end in time")
+
+    def begin(self, why: str, *, now: bool = True) -> None:
+        """End every rank: one that trains after its next step boundary, where it is saved; if none does, at once.
+
+        now: what runs besides trainings is not waited for.
+        """
+        parent = self.parent
+        if parent.ending and not self.why:  # at once, and that was begun
+            return
+        if not parent.ending and not any(child.cells for child in parent.children.values()):
+            parent.end_all(why)
+            return
+        parent.ending = True
+        if now:
+            self.deadline = min(self.deadline, time.monotonic() + END_SECONDS)
+        self.tell(why, now=now)
+
+    def tell(self, why: str, *, now: bool) -> None:
+        """Tell the ranks to end, once for each reason. now: one that does not train ends at once."""
+        if why != self.why:
+            self.why = why
+            log(f"a training is to end in order: {why}")
+            for child in self.parent.children.values():
+                child.link.send(do="end", why=why, now=now)
+
+
+DEATHS = 2  # of one rank on one device in one cell, which may be the device's
+
+
+class PlacingParent(Protocol):
+    """nbkit.bridge.parent.parent's, which imports this file: what is used of it."""
+
+    spec: EngineSpec
+    folder: Path
+    coordinator: CoordinatorLine | None
+
+
+class Spares:
+    """One per parent, for the ranks of its host."""
+
+    def __init__(self, parent: PlacingParent) -> None:
+        self.parent = parent
+        self._pids: defaultdict[tuple[str, int, str], set[int]] = defaultdict(set)  # (cell, rank, device) -> who died
+
+    def place(self, cell: str, death: dict[str, Any]) -> str:
+        """Another process is to take the place of a rank that died: choose its device. What is told of it, or "".
+
+        death: as for Replacer.takes; also once more, for a further process in its place. On several hosts it is told
+        to the coordinator too, for the first host's parent and for the notebook.
+        """
+        said = self._placed(cell, death)
+        line, spec = self.parent.coordinator, self.parent.spec
+        if said:
+            log(said)
+        if said and line:
+            pin, left = spec.pin(death["rank"]), [spare.label for spare in spec.spares]
+            line.link.send(event="placed", rank=death["rank"], said=said, label=pin.label, reason=pin.why, spares=left)
+        return said
+
+    def _placed(self, cell: str, death: dict[str, Any]) -> str:
+        spec, rank = self.parent.spec, death["rank"]
+        if not spec.spares and not spec.retired:
+            return ""
+        old = spec.pin(rank)
+        died = self._pids[cell, rank, old.label]
+        died.add(death["pid"])
+        if not death["failed"] and len(died) < DEATHS:
+            return ""
+        why = f"{old.label} failed" if death["failed"] else f"it died {_times(len(died))} on {old.label}"
+        if not spec.spares:
+            return f"rank {rank} stays on {old.label}, though {why}: no spare is left{self._where()}"
+        new, *left = spec.spares
+        said = f"rank {rank} is on the spare {new.label} now, since {why}; {_counted(len(left))} left{self._where()}"
+        new = replace(new, why=f"{new.why}; since {time.strftime('%H:%M:%S')}, for {why}")
+        pins = list(spec.pins)
+        pins[rank - spec.base] = new
+        self.parent.spec = replace(spec, pins=tuple(pins), spares=tuple(left), retired=(*spec.retired, old))
+        write_pins(self.parent.spec, self.parent.folder / "spec.json")
+        return said
+
+    def _where(self) -> str:
+        return f" on {node_name()}" if self.parent.coordinator else ""
+
+
+def _times(count: int) -> str:
+    return "twice" if count == 2 else f"{count} times"
+
+
+def _counted(count: int) -> str:
+    return "no spare is" if not count else "1 spare is" if count == 1 else f"{count} spares are"
+
 
 START_SECONDS = 180.0  # for the controller to write where it is; as long as the notebook waits
 GRACE_SECONDS = 0.25  # the other ranks of a failed cell may end by themselves in this time

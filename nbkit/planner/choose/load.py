@@ -2,24 +2,255 @@
 
 Of a model as it is cut along tp and cp the pieces are asked for once (`Known`). What is sent follows from sums over its
 weights, for thousands of candidates; nbkit.planner.traffic says the same of each weight, and a test compares.
+
+Hardware described in a line: "128 x 8 H100" is 128 nodes of 8 devices each; "8 A100" is one node.
+
+Figures are those of the makers' public data sheets: dense bf16 (fp16 of the V100), one direction of a link. The network
+is what such nodes commonly have for each device; `net=` in the line says otherwise: "2 x 8 H100 net=12.5GB/s".
+
+Seconds of a step from the figures of data sheets, and how sure they are: the sum is nbkit/planner/step.py.
+
+compute   multiplications at the share of the data sheet's rate that large ones reach, and the bytes that everything
+          else reads and writes at that of the memory
+links     bytes at the share of their rate, within a node and between nodes
+optimizer reading and writing parameters, gradients and state
+
+`Rates` are the three shares; one measured step calibrates the first (`calibrated`). The interval's ends are a data axis
+that is hidden wholly or not at all, and shares that are some percent better or worse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from nbkit.planner.choose.seconds import Load
+from nbkit.errors import UsageError
+from nbkit.node_levels import BETWEEN
 from nbkit.planner.job_facts import Facts
+from nbkit.planner.link_speed import OperationSpeed
 from nbkit.planner.peak import ModelPiece, PeakLine, Weights
 from nbkit.planner.stages import partition, ranks_of_stages
-from nbkit.planner.step import StepUnit
+from nbkit.planner.step import DATA, Lines, OperationPath, Parts, StepUnit, Work, step_parts
 from nbkit.planner.traffic import Rest, TrafficTerm, summed
 from nbkit.schedules import type_of
 from nbkit.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Device:
+    """flops: per second. memory: bytes. bandwidth: of its memory; near, far: bytes per second that it sends within a
+    node, and to others."""
+
+    name: str
+    flops: float
+    memory: float
+    bandwidth: float
+    near: float
+    far: float
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("V100", 125e12, 32e9, 0.9e12, 150e9, 12.5e9),
+        Device("A100", 312e12, 80e9, 2.039e12, 300e9, 25e9),
+        Device("A100-40GB", 312e12, 40e9, 1.555e12, 300e9, 25e9),
+        Device("H100", 989e12, 80e9, 3.35e12, 450e9, 50e9),
+        Device("H200", 989e12, 141e9, 4.8e12, 450e9, 50e9),
+        Device("B200", 2250e12, 180e9, 8e12, 900e9, 50e9),
+        Device("L40S", 362e12, 48e9, 0.864e12, 32e9, 12.5e9),
+        Device("RTX4090", 165e12, 24e9, 1.008e12, 32e9, 12.5e9),
+        Device("MI300X", 1307e12, 192e9, 5.3e12, 448e9, 50e9),
+    )
+}
+"""By name."""
+
+_LINE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*x?\s*([a-z][\w-]*)((?:\s+\w+=\S+)*)", re.IGNORECASE)
+_SPEED = re.compile(r"net=([\d.]+)\s*(GB/s|Gbit/s)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """nodes of `node` devices each."""
+
+    nodes: int
+    node: int
+    device: Device
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.nodes * self.node
+
+    @classmethod
+    def parse(cls, text: str) -> Hardware:
+        """Raises UsageError for a line that says no hardware, or a device that is not in the table."""
+        found = _LINE.fullmatch(text.strip())
+        names = {name.lower(): name for name in DEVICES}
+        if found is None or found[3].lower() not in names or not int(found[2]) or found[1] == "0":
+            raise UsageError(
+                f"{text!r} says no hardware that is known.",
+                numbers=f"devices: {', '.join(DEVICES)}",
+                hint='on="128 x 8 H100", 128 nodes of 8; on="8 A100", one node',
+            )
+        device = DEVICES[names[found[3].lower()]]
+        if found[4].strip():
+            speed = _SPEED.fullmatch(found[4].strip())
+            if speed is None or not float(speed[1]):
+                raise UsageError(
+                    f"{found[4].strip()!r} says no speed of a network.",
+                    numbers="net=50GB/s or net=400Gbit/s, of each device",
+                    hint=f'on="{text.removesuffix(found[4])} net=50GB/s"',
+                )
+            far = float(speed[1]) * (1e9 if speed[2].lower() == "gb/s" else 1e9 / 8)
+            device = Device(device.name, device.flops, device.memory, device.bandwidth, device.near, far)
+        return cls(int(found[1] or 1), int(found[2]), device)
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.node} {self.device.name}" if self.nodes > 1 else f"{self.node} {self.device.name}"
+
+
+_DELAY = 20e-6
+"""Seconds until a collective is under way."""
+_CALIBRATED = 0.13
+"""How far off a calibrated prediction may be: of the published steps in docs/plan.md, all but one are within it."""
+_BACK = 2.0
+"""A backward pass multiplies twice as much as its forward."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Shares of the data sheet's figures that are reached: of flops, of the memory's and of the links' bytes.
+
+    spread: how far off they may be, each way.
+    """
+
+    flops: float = 0.65
+    bandwidth: float = 0.8
+    links: float = 0.75
+    spread: float = 0.15
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step gives the ranks to do.
+
+    flops: of the forward passes of all blocks, of what one replica has of each. touched: bytes that the rest of them
+    reads and writes. again: forwards that are computed once more in backward, as a share. stages: of the blocks, the
+    share of each stage. terms: what the busiest rank sends. units, passes: see step_time.Work. updated: bytes that the
+    optimizer reads and writes.
+    """
+
+    flops: float
+    touched: float
+    again: float
+    stages: Sequence[float]
+    terms: Sequence[TrafficTerm]
+    updated: float
+    units: Sequence[StepUnit] = ()
+    passes: int = 1
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that leave the busiest rank, by axis, and its level where it has two."""
+        found: dict[str, float] = {}
+        for term in self.terms:
+            name = f"{term.axis} {term.level}".strip()
+            found[name] = found.get(name, 0.0) + term.wire
+        return found
+
+
+def spans(strategy: Strategy, axis: str, node: int) -> bool:
+    """Whether neighbours along `axis` sit on different nodes. axis: with its level behind it, where it has two."""
+    mesh = strategy.mesh
+    axis, _, level = axis.partition(" ")
+    if level:
+        return level == BETWEEN
+    if axis in ("shard", "replicate"):
+        inner, outer = mesh.stride("dp"), mesh.stride("dp") * strategy.shard
+        return (outer if axis == "shard" else inner * strategy.dp) > node
+    return mesh.stride(axis) * mesh.degree(axis) > node
+
+
+def seconds(
+    load: Load,
+    strategy: Strategy,
+    on: Hardware,
+    rates: Rates,
+    *,
+    hidden: bool | None = None,
+    lines: Lines | None = None,
+) -> Parts:
+    """Of a step. hidden: whether all of the data axis is, or nothing; None: as it is simulated.
+
+    lines: `lines_of` the others, where they are there already.
+    """
+    device = on.device
+    forward = load.flops / (device.flops * rates.flops) + load.touched / (device.bandwidth * rates.bandwidth)
+    passes = 1 + _BACK + load.again
+    work = Work(
+        [[forward * passes * share for share in load.stages]],
+        load.terms,
+        () if hidden is False else load.units,
+        load.passes,
+        1 / passes,
+        load.updated / (device.bandwidth * rates.bandwidth),
+        waiting=0.0 if hidden else 1.0,
+    )
+    return step_parts(work, strategy, lines or lines_of(strategy, on, rates))
+
+
+def lines_of(strategy: Strategy, on: Hardware, rates: Rates) -> Lines:
+    """The way of each term, the same for all schedules and micro-batches of a mesh."""
+    found: dict[tuple[str, str, str], OperationPath] = {}
+
+    def line(term: TrafficTerm) -> OperationPath:
+        key = term.axis, term.op, term.level
+        if key not in found:
+            far = spans(strategy, f"{term.axis} {term.level}".strip(), on.node)
+            speed = min(on.device.near, on.device.far * _rails(strategy, term, on.node)) if far else on.device.near
+            found[key] = OperationPath(OperationSpeed(_DELAY, speed * rates.links), int(far))
+        return found[key]
+
+    return line
+
+
+def _rails(strategy: Strategy, term: TrafficTerm, node: int) -> int:
+    """Links to other nodes that a group has: one for each of its ranks on a node. A ring goes through the ranks of a
+    node one after the other, so that what a collective sends to other nodes leaves by all of them; a message by one."""
+    if term.op == "send" or term.level:
+        return 1
+    inner = strategy.mesh.stride("dp" if term.axis in DATA else term.axis)
+    stride = inner * strategy.shard if term.axis == "replicate" else inner
+    return max(node // stride, 1)
+
+
+def interval(load: Load, strategy: Strategy, on: Hardware, rates: Rates) -> tuple[float, float]:
+    """The least and the most that a step may take."""
+    best, worst = (
+        replace(rates, **{name: getattr(rates, name) * factor for name in ("flops", "bandwidth", "links")})
+        for factor in (1 + rates.spread, 1 - rates.spread)
+    )
+    lines = lines_of(strategy, on, best)
+    # Whatever hides the data axis, its bytes have to leave.
+    leaving = sum(lines(term).seconds(term) for term in load.terms if term.axis in DATA)
+    least = max(seconds(load, strategy, on, best, hidden=True).total, leaving)
+    return least, seconds(load, strategy, on, worst, hidden=False).total
+
+
+def calibrated(load: Load, strategy: Strategy, on: Hardware, measured: float, *, rates: Rates | None = None) -> Rates:
+    """`rates` with the share of flops at which the step of this load takes `measured` seconds."""
+    rates = rates or Rates()
+    low, high = 0.01, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        took = seconds(load, strategy, on, replace(rates, flops=middle)).total
+        low, high = (middle, high) if took > measured else (low, middle)
+    return replace(rates, flops=high, spread=_CALIBRATED)
 
 
 class PerElement(Protocol):

@@ -23,9 +23,21 @@ from typing import Any, Literal, TypeVar
 
 from nbkit.errors import StrategyError, UsageError
 from nbkit.levers import Levers
-from nbkit.planner.choose.hardware import Hardware
-from nbkit.planner.choose.load import Candidate, Known, Subject, data_terms, load_of, rest_of
-from nbkit.planner.choose.seconds import Load, Rates, interval, lines_of, seconds, spans
+from nbkit.planner.choose.load import (
+    Candidate,
+    Hardware,
+    Known,
+    Load,
+    Rates,
+    Subject,
+    data_terms,
+    interval,
+    lines_of,
+    load_of,
+    rest_of,
+    seconds,
+    spans,
+)
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.peak import Peak, peak
 from nbkit.planner.step import Parts

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.planner.exchange import halves
 from nbkit.quoting import user_path
-from nbkit.rank.parallel.module.copies import homes, marked, parameter_like, replace, window
+from nbkit.rank.parallel.module.copies import homes, marked, parameter_like, replace_submodule, window
 from nbkit.rank.parallel.proof.observe import MemoryUses, memory_of
 from nbkit.rank.parallel.reshard.load_local_shards import copy_part
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -64,7 +64,7 @@ class Pretrained:
             for places in homes(module).values():
                 old = getattr(*places[0])
                 drawn = window(old.shape, old.dtype, device)
-                replace(places, parameter_like(drawn, old))
+                replace_submodule(places, parameter_like(drawn, old))
             for part in module.modules():
                 for name, buffer in part._buffers.items():
                     part._buffers[name] = None if buffer is None else marked(buffer.to(device), buffer)

@@ -60,8 +60,7 @@ from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.tensor.proof.verdict import Proof
-from nbkit.rank.parallel.whole_step.drawn_model import Reference
-from nbkit.rank.parallel.whole_step.prove_step import prove_step
+from nbkit.rank.parallel.whole_step import Reference, prove_step
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.rng.keyed_dropout import repeating
 from nbkit.rank.torch_private import DropoutNd

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from nbkit.planner.choose.hardware import DEVICES
+from nbkit.planner.choose.load import DEVICES
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.rank.comm.link_probe import link_of
 from nbkit.rank.device import accelerator

@@ -45,8 +45,7 @@ from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
 from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
-from nbkit.rank.parallel.whole_step.drawn_model import Reference
-from nbkit.rank.parallel.whole_step.prove_step import WIDE, StepProof, prove_step
+from nbkit.rank.parallel.whole_step import WIDE, Reference, StepProof, prove_step
 from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control.rank_agreement import compare_ranks, constants_of

@@ -23,7 +23,7 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalProcessLa
 from ipyparallel.controller.app import IPController
 
 from nbkit import Board, Cluster
-from nbkit.bridge.parent.controller import controller_of
+from nbkit.bridge.parent.parent import controller_of
 from nbkit.errors import ClusterError, ClusterExists, ClusterNotFound, UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.launch.launch import START_SECONDS, controller_launcher, make_folder

@@ -11,10 +11,8 @@ import pytest
 
 from nbkit.errors import UsageError
 from nbkit.notebook.planning import explain, plan, planned
-from nbkit.planner.choose.hardware import Hardware
-from nbkit.planner.choose.load import Known, load_of
+from nbkit.planner.choose.load import Hardware, Known, Rates, calibrated, lines_of, load_of, seconds
 from nbkit.planner.choose.search import _candidates
-from nbkit.planner.choose.seconds import Rates, calibrated, lines_of, seconds
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.job_facts import Weight
 from nbkit.planner.peak import GPTPieces

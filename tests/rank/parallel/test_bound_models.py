@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.module.copies import built_again, homes, replace, skeleton_of
+from nbkit.rank.parallel.module.copies import built_again, homes, replace_submodule, skeleton_of
 from nbkit.rank.train.trainer import Trainer
 
 NOT_COPIED = {"local class", "global"}
@@ -33,7 +33,7 @@ def test_a_copy_computes_with_its_own_parts_or_is_refused_by_name(name: str) -> 
     model, values = built(name), batch()[0]
     made = skeleton_of(skeleton_of(model))
     for path, places in homes(made).items():
-        replace(places, nn.Parameter(torch.full_like(model.get_parameter(path), 0.1)))
+        replace_submodule(places, nn.Parameter(torch.full_like(model.get_parameter(path), 0.1)))
     output = made(values)
     output.sum().backward()
 

@@ -14,7 +14,7 @@ import nbkit
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.proof.short_example import first_runs
-from nbkit.rank.parallel.whole_step.prove_step import StepProof, prove_step
+from nbkit.rank.parallel.whole_step import StepProof, prove_step
 from nbkit.strategy import Strategy
 
 

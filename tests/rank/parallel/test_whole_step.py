@@ -18,15 +18,14 @@ from nbkit.errors import NbkitError, StrategyError
 from nbkit.rank.comm.thread_group import ThreadMeeting, ThreadRanks
 from nbkit.rank.data.batch import call
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.parallel import grad_norm, process_groups, sharded_model
+from nbkit.rank.parallel import grad_norm, process_groups, sharded_model, whole_step
+from nbkit.rank.parallel import whole_step as proof_of_step
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.options import Coupled, Options
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.tensor.proof.prove import prove
-from nbkit.rank.parallel.whole_step import prove_step as proof_of_step
-from nbkit.rank.parallel.whole_step import steps
-from nbkit.rank.parallel.whole_step.prove_step import StepProof, prove_step, tiny
+from nbkit.rank.parallel.whole_step import StepProof, prove_step, tiny
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.train.job import prepare
@@ -132,7 +131,7 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {
     "a norm that is no number": (
         sharded_model, "grad_norm", not_a_number, "dp=2 zero=2", "norm of the gradients nan"),
     "gradients that are clipped by the norm of a rank's own": (
-        steps, "clip", clipped_alone, "dp=2 zero=2", "gradient of"),
+        whole_step, "clip", clipped_alone, "dp=2 zero=2", "gradient of"),
     "updated parts that nobody gathers": (
         ShardedOptimizer, "after_step", lambda _: None, "dp=2 zero=2", "update of"),
     "stages that are tied to nobody": (

@@ -123,7 +123,7 @@ def in_a_panel(world: Any) -> list[dict[str, tuple[bool, bool]]]:
 
 def refused() -> Any:
     from nbkit.errors import StrategyError
-    from nbkit.rank.parallel.whole_step.prove_step import StepProof
+    from nbkit.rank.parallel.whole_step import StepProof
 
     return StepProof(StrategyError("planted"))
 

@@ -407,13 +407,13 @@ def _weights(block: nn.Module, drawn: bool, dtype: torch.dtype | None) -> Iterat
     try:
         for places, param in params:
             own = nn.Parameter(_drawn(param.detach(), draw, drawn, dtype), requires_grad=_floats(param))
-            copies.replace(places, copies.marked(own, param))
+            copies.replace_submodule(places, copies.marked(own, param))
         for holder, key, tensor in others:
             holder[key] = tensor.detach().to(dtype)
         yield
     finally:
         for places, param in params:
-            copies.replace(places, param)
+            copies.replace_submodule(places, param)
         for holder, key, tensor in others:
             holder[key] = tensor
 

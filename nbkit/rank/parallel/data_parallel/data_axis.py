@@ -25,11 +25,11 @@ from torch import nn
 
 from nbkit.levers import NONE, Levers
 from nbkit.rank.parallel.data_parallel.base import DataAxis
-from nbkit.rank.parallel.data_parallel.bucket_collectives import Links
+from nbkit.rank.parallel.data_parallel.buckets import Links
 from nbkit.rank.parallel.data_parallel.ddp import CompressedReplicas, LocalSteps, Replicas, momentum
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.copies import homes, is_placeholder, parameter_like, replace
+from nbkit.rank.parallel.module.copies import homes, is_placeholder, parameter_like, replace_submodule
 from nbkit.rank.parallel.reshard.redistribute import emptied
 from nbkit.rank.parallel.zero3.unit import Casts
 from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
@@ -80,7 +80,7 @@ def _replicated(
         param = getattr(*places[0])
         if is_placeholder(param):  # else the module is the user's own, and trains as it is
             memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
-            replace(places, parameter_like(memory, param))
+            replace_submodule(places, parameter_like(memory, param))
     ranks, group, levels = axes.size("dp"), axes.group("dp"), axes.levels("dp")
     if levers.sync_every > 1:
         slow = momentum(ranks) if adaptive else 0.0

@@ -44,9 +44,7 @@ from torch.nn import functional
 
 from nbkit.errors import TrainingError
 from nbkit.levers import BLOCK, BUCKET, Levers
-from nbkit.rank.parallel.data_parallel.bucket_collectives import Links, all_gather
-from nbkit.rank.parallel.data_parallel.gradient_buckets import Bucket, BucketedAxis
-from nbkit.rank.parallel.data_parallel.two_levels import TwoLevelSum, all_reduce
+from nbkit.rank.parallel.data_parallel.buckets import Bucket, BucketedAxis, Links, TwoLevelSum, all_gather, all_reduce
 from nbkit.rank.parallel.device_mesh import LevelGroups
 from nbkit.rank.parallel.module.copies import homes
 from nbkit.rank.parallel.reshard.redistribute import emptied

@@ -30,10 +30,18 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.levers import BUCKET
-from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction, all_gather
-from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, aligned, flat_with_views
-from nbkit.rank.parallel.data_parallel.gradient_buckets import Bucket, BucketedAxis
-from nbkit.rank.parallel.module.copies import aliased, homes, parameter_like, replace
+from nbkit.rank.parallel.data_parallel.buckets import (
+    Bucket,
+    BucketedAxis,
+    InFlight,
+    Links,
+    Packing,
+    Reduction,
+    aligned,
+    all_gather,
+    flat_with_views,
+)
+from nbkit.rank.parallel.module.copies import aliased, homes, parameter_like, replace_submodule
 from nbkit.rank.parallel.reshard.redistribute import emptied
 from nbkit.rank.torch_private import foreach_copy_
 from nbkit.tensor_layout import Layout, bounds
@@ -264,7 +272,7 @@ class ShardedOptimizer(BucketedAxis[_Bucket]):
         for name, places in found.items():
             old = getattr(*places[0])
             wholes[name] = parameter_like(torch.empty(layouts[name].local, dtype=old.dtype, device=old.device), old)
-            replace(places, wholes[name])
+            replace_submodule(places, wholes[name])
         super().__init__(wholes, bucket=bucket)
         self.links, self.zero, self._module = links, zero, module
         self._late, self._first = LateGather(links.group), -1

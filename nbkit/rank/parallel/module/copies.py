@@ -490,7 +490,7 @@ def homes(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return found
 
 
-def replace(places: Sequence[tuple[nn.Module, str]], param: nn.Parameter | None) -> None:
+def replace_submodule(places: Sequence[tuple[nn.Module, str]], param: nn.Parameter | None) -> None:
     """Put `param` wherever another one was held, in lists too; None leaves an absent parameter there."""
     for part, attribute in places:
         part._parameters[attribute] = param
@@ -528,7 +528,7 @@ def runnable(skeleton: nn.Module) -> nn.Module:
         param = parameter_like(window(old.shape, old.dtype, old.device, draw), old)
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(_let_go)
-        replace(places, param)
+        replace_submodule(places, param)
     return module
 
 
@@ -553,7 +553,7 @@ def built_again(build: Build, like: nn.Module, *, first: nn.Module | None = None
     note_aliases(made)
     params = dict(like.named_parameters())
     for name, places in homes(made).items():
-        replace(places, placeholder(params[name].shape, params[name]))
+        replace_submodule(places, placeholder(params[name].shape, params[name]))
     take_buffers(made, like)
     for (_, own), (_, theirs) in zip(tensors_beside(made), tensors_beside(like), strict=True):
         if own.shape == theirs.shape and not isinstance(own, nn.Parameter):

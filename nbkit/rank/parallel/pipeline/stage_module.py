@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.module.absent_parameter import Absent, list_absent
-from nbkit.rank.parallel.module.copies import homes, put_aliases, replace
+from nbkit.rank.parallel.module.copies import homes, put_aliases, replace_submodule
 from nbkit.rank.parallel.pipeline.layer_chain import LayerChain
 from nbkit.rank.parallel.pipeline.partial_forward import StageBoundaries
 
@@ -93,7 +93,7 @@ def _drop(module: nn.Module, holds: set[str], idle: Callable[[], bool]) -> None:
         if name in holds:
             continue
         param = places[0][0]._parameters[places[0][1]]
-        replace(places, None)
+        replace_submodule(places, None)
         if param is not None:
             absent = Absent(param, name, idle)
             for part, attribute in places:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
 from nbkit.rank.loss.output_tensors import leaves
-from nbkit.rank.parallel.module.copies import homes, marked, parts_of, reaches, replace
+from nbkit.rank.parallel.module.copies import homes, marked, parts_of, reaches, replace_submodule
 from nbkit.rank.parallel.proof.observe import gap
 from nbkit.rank.parallel.proof.unchanged import unchanged
 from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
@@ -74,14 +74,14 @@ def _astray(
     for name, places in homes(copied).items():
         empty.append((places, getattr(*places[0])))
         own = nn.Parameter(weights[name].detach(), requires_grad=weights[name].requires_grad)
-        replace(places, marked(own, empty[-1][1]))
+        replace_submodule(places, marked(own, empty[-1][1]))
     try:
         found = _output(module, copied, run, reads)
     except Exception as error:
         return f"a copy does not run: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     finally:
         for places, param in empty:
-            replace(places, param)
+            replace_submodule(places, param)
     if reads.found:
         who, what = next(iter(reads.found.items()))
         return f"{_holder(module, who)} reads {what!r} of the model that was copied"

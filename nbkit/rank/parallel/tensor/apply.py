@@ -19,7 +19,7 @@ from torch import nn
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.copies import homes, is_placeholder, parameter_like, placeholder, replace
+from nbkit.rank.parallel.module.copies import homes, is_placeholder, parameter_like, placeholder, replace_submodule
 from nbkit.rank.parallel.tensor.attention import SplitAttention, sizes_of_part
 from nbkit.rank.parallel.tensor.layers import (
     ColumnParallel,
@@ -138,7 +138,7 @@ class _Surgery:
         for name, layout in self.layouts.items():
             old = self.params[name]
             if old is not None and not layout.is_whole:
-                replace(self.places[name], _part(old, layout))
+                replace_submodule(self.places[name], _part(old, layout))
 
     def _is_here(self, pair: Pair) -> bool:
         if pair.kind == "module":

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nbkit.errors import TrainingError
-from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links
+from nbkit.rank.parallel.data_parallel.buckets import InFlight, Links
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.copies import homes
 from nbkit.rank.parallel.module.forward_wrapper import in_backward

@@ -36,9 +36,16 @@ from torch import Tensor, nn, ops
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.base import Place
-from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction, all_gather
-from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, aligned, flat_with_views
-from nbkit.rank.parallel.module.copies import homes, marked, parameter_like, replace
+from nbkit.rank.parallel.data_parallel.buckets import (
+    InFlight,
+    Links,
+    Packing,
+    Reduction,
+    aligned,
+    all_gather,
+    flat_with_views,
+)
+from nbkit.rank.parallel.module.copies import homes, marked, parameter_like, replace_submodule
 from nbkit.rank.parallel.proof.observe import SHAPE_ONLY, Memory, MemoryUses, memory_of, tensors_in
 from nbkit.rank.parallel.proof.unchanged import set_evaluation, unchanged
 from nbkit.rank.parallel.reshard.redistribute import emptied
@@ -220,7 +227,7 @@ def _bits(module: nn.Module, run: Callable[[], Tensor], casts: Casts, *, cast: b
             for name, (places, p) in before.items():
                 if cast and name in casts.names:
                     p = parameter_like(p.detach().to(casts.dtype), p)
-                    replace(places, p)
+                    replace_submodule(places, p)
                 if p.requires_grad:
                     hooks.append(p.register_post_accumulate_grad_hook(drop))
                     if name in casts.names:
@@ -233,7 +240,7 @@ def _bits(module: nn.Module, run: Callable[[], Tensor], casts: Casts, *, cast: b
             for hook in hooks:
                 hook.remove()
             for places, p in before.values():
-                replace(places, p)
+                replace_submodule(places, p)
 
 
 def _checksum(tensor: Tensor) -> int:
@@ -514,7 +521,7 @@ class Unit:
         """Put the whole parameters into the module."""
         for part in self._parts:
             for slot in part.slots:
-                replace(slot.places, slot.used[-1] if part.is_cast else slot.whole)
+                replace_submodule(slot.places, slot.used[-1] if part.is_cast else slot.whole)
 
     def widen(self, name: str) -> None:
         """A gradient of the parameter `name` is made: from here on it has the dtype in which it is summed."""
@@ -523,7 +530,7 @@ class Unit:
     def show(self) -> None:
         """Put the shards back into the module; what raises when it is used, while `guarded`."""
         for slot in self.slots:
-            replace(slot.places, cast(nn.Parameter, slot.absent) if self.guarded else slot.shard)
+            replace_submodule(slot.places, cast(nn.Parameter, slot.absent) if self.guarded else slot.shard)
 
     def guard(self, guarded: bool) -> None:
         """Whether something runs that must not take a shard for the whole."""

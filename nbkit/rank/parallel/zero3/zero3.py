@@ -30,8 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel.base import DataAxis
-from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links
-from nbkit.rank.parallel.data_parallel.gradient_buckets import came_twice, refuse_sparse
+from nbkit.rank.parallel.data_parallel.buckets import InFlight, Links, came_twice, refuse_sparse
 from nbkit.rank.parallel.module.copies import homes
 from nbkit.rank.parallel.module.forward_wrapper import awaited, in_backward, is_nested, marked
 from nbkit.rank.parallel.zero3.unit import Casts, Unit, refuse_use, units_of, weight_uses

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nbkit.errors import NbkitError, StrategyError, TrainingError
 from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.parallel.module.batch_norm import kept_buffers
-from nbkit.rank.parallel.module.copies import homes, replace, skeleton_of
+from nbkit.rank.parallel.module.copies import homes, replace_submodule, skeleton_of
 from nbkit.rank.parallel.proof.observe import MemoryUses, memory_of
 from nbkit.rank.parallel.reshard.plain_attributes import put, set_since, take_objects_along
 from nbkit.rank.parallel.sharded_model import ShardedModel
@@ -128,7 +128,9 @@ def whole_state_dict(whole: Mapping[str, Tensor], sharded_model: ShardedModel, b
     for attributes in reversed(everyone):
         put(attributes, copy)
     for name, places in homes(copy).items():
-        replace(places, nn.Parameter(whole[f"weight/{name}"], requires_grad=getattr(*places[0]).requires_grad))
+        replace_submodule(
+            places, nn.Parameter(whole[f"weight/{name}"], requires_grad=getattr(*places[0]).requires_grad)
+        )
     buffers = {id(buffer): f"buffer/{name}" for name, buffer in copy.named_buffers()}
     for part in copy.modules():
         for name, buffer in part._buffers.items():

@@ -31,7 +31,7 @@ from nbkit.planner.peak import ModelPiece, PeakLine, Updating, upper
 from nbkit.rank.data.batch import call, pair, pick, rows_of
 from nbkit.rank.loss.row_weights import weigh
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.module.copies import homes, parameter_like, replace
+from nbkit.rank.parallel.module.copies import homes, parameter_like, replace_submodule
 from nbkit.rank.parallel.module.forward_wrapper import in_backward, marked
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.parallelize import ShardedSkeleton, cut
@@ -332,7 +332,7 @@ def _filled(made: ShardedSkeleton, *, real: bool) -> nn.Module:
         memory = torch.empty(made.layouts[name].local, dtype=old.dtype)
         if real:
             nn.init.normal_(memory, std=0.02)
-        replace(places, parameter_like(memory, old))
+        replace_submodule(places, parameter_like(memory, old))
     return made.module.train()
 
 

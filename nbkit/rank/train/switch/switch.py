@@ -9,11 +9,12 @@
 5. Adopted: the training computes with the new one, and a `PendingSwitch` says what comes of it. An error on any rank
    before that lets go of the new one on all of them, and the old strategy trains on.
 6. Proven or taken back: in the first step under the new strategy (`first_step`). Beside its forward and backward
-   passes threads compare the two states (see pending_switch.py); where they differ the old one, which was kept, is in force
-   again, and the switch is made once more, compared at once: a model that changes its weights in its forward passes
-   looks like a mistake here. Where the step fails on any rank, all go back to the old strategy: to the old state, which
-   is kept until the step has been made where memory holds both; or, while the optimizer has not begun, by another
-   switch. The step is made again from the same batch and random numbers: the losses are those of a run never switched.
+   passes threads compare the two states (see pending_switch.py); where they differ the old one, which was kept, is in
+   force again, and the switch is made once more, compared at once: a model that changes its weights in its forward
+   passes looks like a mistake here. Where the step fails on any rank, all go back to the old strategy: to the old
+   state, which is kept until the step has been made where memory holds both; or, while the optimizer has not begun, by
+   another switch. The step is made again from the same batch and random numbers: the losses are those of a run never
+   switched.
 
 The exchange where memory does not hold both sharded models: tensor by tensor, and it can be led back.
 

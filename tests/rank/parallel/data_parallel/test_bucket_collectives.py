@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from nbkit.rank.parallel.data_parallel.bucket_collectives import Links, Reduction
-from nbkit.rank.parallel.data_parallel.bucket_packing import Packing
+from nbkit.rank.parallel.data_parallel.buckets import Links, Packing, Reduction
 
 
 def summed_after_a_break(world: Any) -> list[float]:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from nbkit.rank.parallel.data_parallel import bucket_collectives, zero1_2
-from nbkit.rank.parallel.data_parallel.bucket_collectives import InFlight, Links, Reduction
-from nbkit.rank.parallel.data_parallel.bucket_packing import Packing, flat_with_views
+from nbkit.rank.parallel.data_parallel import buckets, zero1_2
+from nbkit.rank.parallel.data_parallel.buckets import InFlight, Links, Packing, Reduction, flat_with_views
 
 BLOCK = [(320,), (960, 320), (960,), (320, 320), (320,), (320,), (1280, 320), (1280,), (320, 1280), (320,)]
 ODD = [(8, 3), (7,), (), (12, 5), (4,), (0, 3), (12, 64, 70), (5, 2)]
@@ -40,7 +39,7 @@ def test_rows_and_large_tensors_begin_at_128_bytes_and_padding_is_below_a_hundre
     ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[torch.Tensor] = []
-    monkeypatch.setattr(bucket_collectives, "reduce_scatter", lambda row, matrix, **_: sent.append(matrix))
+    monkeypatch.setattr(buckets, "reduce_scatter", lambda row, matrix, **_: sent.append(matrix))
     like = torch.empty(0, dtype=dtype)
     for shapes in (BLOCK, ODD):
         packing = Packing.of(shapes, ranks, like)
@@ -63,7 +62,7 @@ def test_a_gradient_of_one_backward_pass_goes_to_the_message_without_a_stop_in_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[torch.Tensor] = []
-    monkeypatch.setattr(bucket_collectives, "reduce_scatter", lambda row, matrix, **_: sent.append(matrix))
+    monkeypatch.setattr(buckets, "reduce_scatter", lambda row, matrix, **_: sent.append(matrix))
     links = Links(group=None, ranks=2, index=0, across=None, replica=0)
     wholes = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(6))]
     bucket = zero1_2._Bucket(wholes, [nn.Parameter(p[: len(p) // 2]) for p in wholes], links, InFlight(), buffer=True)

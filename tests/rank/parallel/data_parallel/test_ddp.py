@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nbkit.errors import TrainingError
 from nbkit.rank.comm import delegating_group
-from nbkit.rank.parallel.data_parallel import gradient_buckets
+from nbkit.rank.parallel.data_parallel import buckets
 from nbkit.rank.parallel.data_parallel.ddp import Replicas, broadcast_from_first
 
 
@@ -157,9 +157,9 @@ def test_a_gradient_that_comes_twice_is_refused_rather_than_half_sent() -> None:
 
 
 def test_buckets_hold_every_parameter_once_and_split_by_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_buckets, "FIRST_BUCKET", 64)
+    monkeypatch.setattr(buckets, "FIRST_BUCKET", 64)
     params = [nn.Parameter(torch.zeros(16, dtype=torch.bfloat16 if i == 5 else torch.float32)) for i in range(8)]
 
-    chunks = list(gradient_buckets.chunks([(str(i), p) for i, p in enumerate(params)], 128))
+    chunks = list(buckets.chunks([(str(i), p) for i, p in enumerate(params)], 128))
 
     assert chunks == [["0"], ["1", "2"], ["3", "4"], ["5"], ["6", "7"]]

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel import zero1_2
-from nbkit.rank.parallel.data_parallel.bucket_collectives import all_gather
+from nbkit.rank.parallel.data_parallel.buckets import all_gather
 from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.train.checkpoint.retention import place
 from nbkit.rank.train.job import prepare

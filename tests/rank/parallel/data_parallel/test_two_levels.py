@@ -14,7 +14,7 @@ from ranks import run_ranks
 from nbkit.mesh import Mesh
 from nbkit.node_levels import Levels, levels_of
 from nbkit.rank.comm import delegating_group
-from nbkit.rank.parallel.data_parallel.two_levels import TwoLevelSum, all_reduce
+from nbkit.rank.parallel.data_parallel.buckets import TwoLevelSum, all_reduce
 from nbkit.rank.parallel.device_mesh import Axes
 
 NODES = (0, 0, 1, 1)

@@ -15,7 +15,7 @@ from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.proof.prove import prove
-from nbkit.rank.parallel.whole_step.steps import Batch, steps_of_ranks
+from nbkit.rank.parallel.whole_step import Batch, steps_of_ranks
 from nbkit.strategy import Strategy
 from tests.rank.parallel.tensor.test_data_flow import split_share
 from zoo import image_models, plain_models

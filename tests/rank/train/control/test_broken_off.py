@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nbkit.errors import TrainingError
 from nbkit.rank.comm import delegating_group
-from nbkit.rank.parallel.data_parallel import ddp, two_levels
+from nbkit.rank.parallel.data_parallel import buckets, ddp
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.world import sockets
 from nbkit.records.events import Event, RunStarted
@@ -60,7 +60,7 @@ def poisoned(world: Any, on: tuple[int, ...], read_late: bool) -> dict[str, Any]
     trainer = quiet(loss=interrupt_at(4), data=points(40))
     trainer.fit(2)
     if world.place.rank in on:
-        two_levels.dist = Unreduced()  # type: ignore[assignment]
+        buckets.dist = Unreduced()  # type: ignore[assignment]
     ledger = trainer.job.ledger
     if read_late:
         # As on a GPU, where the host is a step ahead of what it has read.
@@ -74,7 +74,7 @@ def poisoned(world: Any, on: tuple[int, ...], read_late: bool) -> dict[str, Any]
         found["error"] = str(error)
         found["step"] = trainer.step
         return found
-    two_levels.dist = dist
+    buckets.dist = dist
     ledger.__dict__.pop("check", None)
     try:
         trainer.fit(3)

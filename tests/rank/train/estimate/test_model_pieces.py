@@ -18,8 +18,7 @@ import nbkit
 from nbkit.errors import UsageError
 from nbkit.notebook import planning
 from nbkit.notebook.planning import explain, planned
-from nbkit.planner.choose.hardware import Hardware
-from nbkit.planner.choose.load import Known
+from nbkit.planner.choose.load import Hardware, Known
 from nbkit.planner.choose.search import search
 from nbkit.planner.peak import GPTPieces
 from nbkit.rank.models.gpt import GPT, GPTConfig

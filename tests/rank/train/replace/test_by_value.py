@@ -13,7 +13,7 @@ import torch
 from bound_models import MODELS, batch, built
 from torch import nn
 
-from nbkit.rank.parallel.module.copies import homes, replace, skeleton_of
+from nbkit.rank.parallel.module.copies import homes, replace_submodule, skeleton_of
 from nbkit.rank.train.replace.pickle_by_value import TooLarge, dumps, loads
 
 NOT_CARRIED = {"local class", "global"}
@@ -24,7 +24,7 @@ def test_what_functions_hold_of_a_model_is_part_of_what_is_carried(name: str) ->
     model, values = built(name), batch()[0]
     carried = loads(dumps(skeleton_of(model)))
     for path, places in homes(carried).items():
-        replace(places, nn.Parameter(model.get_parameter(path).detach().clone()))
+        replace_submodule(places, nn.Parameter(model.get_parameter(path).detach().clone()))
     assert torch.equal(carried(values), model(values))
 
 

@@ -1,0 +1,566 @@
+"""Gradients summed over ranks so that each keeps its part: reduce-scatter, and for hsdp an all-reduce behind it.
+
+Of gradients of S bytes over n ranks, (n - 1) / n S leave every rank; across r replicas, all-reduced, another
+2 (r - 1) / r S / n, where these are on several nodes in two levels. Beside the gradients travel one
+element per parameter and the canary.
+
+Gradients sent bucket by bucket while backward runs: neighbouring parameters share a message.
+
+Buckets follow the order in which backward finishes gradients, so that the first are on their way while the rest is
+computed. They are sent in one order on all ranks, whatever a rank's autograd does first.
+
+Tensors cut along dim 0 over ranks, in a matrix with one row per rank: what a reduce-scatter or all-gather moves.
+
+Row r holds what rank r keeps of each tensor, one behind the other. Every tensor starts in the same column of every row,
+so a tensor whose dim 0 the ranks do not divide wastes one of its rows on those that hold one less. Those that they
+divide come first, so that a device moves all of them with one kernel.
+
+NCCL, and kernels that read several elements at once, are slow where memory is not aligned. A large part of a tensor
+begins at a multiple of 128 bytes, as rows do; a small one, of which so much padding would be more than a hundredth, at
+a multiple of 16.
+
+An all-reduce in two levels, where a group has several ranks on each of several nodes: see nbkit.node_levels.
+
+Of S bytes over k nodes with L ranks of the group on each, a rank sends (L - 1) / L S within its node twice, and
+2 (k - 1) / k S / L to other nodes. Beside them travels the canary: see `TwoLevelSum`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nbkit.errors import TrainingError
+from nbkit.levers import BUCKET, FIRST_BUCKET
+from nbkit.rank.parallel.data_parallel.base import DataAxis
+from nbkit.rank.parallel.device_mesh import Axes, LevelGroups
+from nbkit.rank.torch_private import foreach_copy_
+from nbkit.tensor_layout import bounds
+
+
+class Bucket:
+    """Parameters whose gradients travel together. missing: gradients that backward has not made yet.
+
+    views: where in its buffer the gradient of each is to be; empty where it has none.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
+        self.params, self.views = params, views
+        self.missing = len(params)
+
+    def adopt(self) -> None:
+        """Move every gradient that autograd put elsewhere into its view."""
+        fresh = [
+            (p, view, p.grad)
+            for p, view in zip(self.params, self.views, strict=False)
+            if p.grad is not None and p.grad is not view
+        ]
+        if fresh:
+            foreach_copy_([view for _, view, _ in fresh], [grad for _, _, grad in fresh])
+        for p, view, _ in fresh:
+            p.grad = view
+
+    def send(self) -> None:
+        """Start the reduction; a parameter without gradient takes part with zeros."""
+        raise NotImplementedError
+
+
+B = TypeVar("B", bound=Bucket)
+
+
+class BucketedAxis(DataAxis, Generic[B]):
+    """Sends the gradients of `params` (name -> parameter) in buckets of about `bucket` bytes that a subclass makes."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter], *, bucket: int = BUCKET) -> None:
+        super().__init__()
+        self._params, self._bytes = dict(params), bucket
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        # The hooks live as long as the parameters, and those may be the user's: they must not hold the buckets.
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+        self._armed, self._next = False, 0
+
+    def _bucket(self, names: Sequence[str]) -> B:
+        """Of these parameters, which have one dtype and device."""
+        raise NotImplementedError
+
+    def begin_again(self) -> None:
+        self._build(self._backward_order())
+        self.reset()
+
+    def let_go(self) -> None:
+        self.close()
+        self._buckets.clear()
+        self._home.clear()
+        for p in self._params.values():
+            p.grad = None
+
+    def reset(self, *, passes: int = 1) -> None:
+        self._armed, self._next = False, 0
+        self.follow()
+        # A live cell may freeze and unfreeze.
+        if self._trains != [p.requires_grad for p in self._params.values()]:
+            self._build(self._backward_order())
+
+    def hold(self) -> None:
+        for name in self._home:
+            refuse_sparse(name, self._params[name])
+        for bucket in self._buckets:
+            bucket.adopt()
+
+    def start(self) -> None:
+        self._next, self._armed = 0, True
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.params)
+
+    def close(self) -> None:
+        _remove(self._hooks)
+
+    def _send_rest(self) -> None:
+        """Backward is over."""
+        self._armed = False
+        while self._next < len(self._buckets):
+            self._send_next()
+
+    def _backward_order(self) -> list[str]:
+        """Backward finishes what forward used last."""
+        return list(reversed(self._params))
+
+    def _build(self, order: Sequence[str]) -> None:
+        self.close()
+        self._buckets: list[B] = []
+        self._home: dict[str, B] = {}
+        self._trains = [p.requires_grad for p in self._params.values()]
+        trained = [(name, p) for name in order if (p := self._params[name]).requires_grad]
+        for names in chunks(trained, self._bytes):
+            bucket = self._bucket(names)
+            self._buckets.append(bucket)
+            for name in names:
+                self._home[name] = bucket
+                self._hooks.append(self._params[name].register_post_accumulate_grad_hook(self._hook(name)))
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        itself = weakref.ref(self)
+
+        def arrived(param: Tensor) -> None:
+            if (axis := itself()) is not None and axis._armed:
+                refuse_sparse(name, param)
+                axis._arrive(name)
+
+        return arrived
+
+    def _arrive(self, name: str) -> None:
+        bucket = self._home[name]
+        if bucket.missing == 0:
+            raise came_twice(name)
+        bucket.missing -= 1
+        # In order, so that every rank issues the same collectives whatever its autograd does first.
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        bucket.missing = 0
+        bucket.send()
+
+
+def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
+
+
+def refuse_sparse(name: str, param: Tensor) -> None:
+    """Raises TrainingError when the gradient of `param` is sparse."""
+    if param.grad is not None and param.grad.is_sparse:
+        raise TrainingError(
+            f"The gradient of {name!r} is sparse; ranks sum dense ones.",
+            numbers=f"shape {tuple(param.shape)}",
+            hint="nn.Embedding(..., sparse=False)",
+        )
+
+
+def came_twice(name: str) -> TrainingError:
+    """What to raise when a gradient arrives that has been sent."""
+    return TrainingError(
+        f"The gradient of {name!r} came twice in one backward pass.",
+        numbers="it had been sent to the other ranks already",
+        hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+    )
+
+
+def chunks(params: Sequence[tuple[str, nn.Parameter]], bucket: int = BUCKET) -> Iterator[list[str]]:
+    """Names of parameters, cut where dtype or device changes and where a bucket is full; the first one is small."""
+    chunk: list[str] = []
+    size, limit, last = 0, min(FIRST_BUCKET, bucket), None
+    for name, p in params:
+        kind = (p.dtype, p.device)
+        if chunk and (size >= limit or kind != last):
+            yield chunk
+            chunk, size, limit = [], 0, bucket
+        chunk.append(name)
+        size += p.numel() * p.element_size()
+        last = kind
+    if chunk:
+        yield chunk
+
+
+_BYTES, _BYTES_SMALL, _LARGE = 128, 16, 128 * 100
+
+
+def aligned(num: int, like: Tensor, num_bytes: int = _BYTES) -> int:
+    """`num` elements as `like` has them, and as many more as reach up to a multiple of `num_bytes`."""
+    step = max(num_bytes // like.element_size(), 1)
+    return -(-num // step) * step
+
+
+def flat_with_views(shapes: Sequence[Sequence[int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """(memory for tensors of `shapes`, zeros; each of them in it, flat and aligned)."""
+    sizes = [prod(shape) for shape in shapes]
+    pieces = like.new_zeros(sum(aligned(size, like) for size in sizes))
+    views = pieces.split([aligned(size, like) for size in sizes])
+    return pieces, [view[:size] for view, size in zip(views, sizes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Of tensors of `shapes` over `ranks`; 0-dimensional ones are held by every rank.
+
+    starts, widths: first column of each, and how many it has. width: columns of all, and of what is free between them.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    ranks: int
+    starts: tuple[int, ...]
+    widths: tuple[int, ...]
+    width: int
+
+    @classmethod
+    def of(cls, shapes: Sequence[Sequence[int]], ranks: int, like: Tensor) -> Packing:
+        """Those that the ranks divide, then the others. like: what says how large an element is."""
+        tidy = tuple(tuple(shape) for shape in shapes)
+        widths = tuple(-(-shape[0] // ranks) * prod(shape[1:]) if shape else 1 for shape in tidy)
+        starts, width = [0] * len(tidy), 0
+        for i in sorted(range(len(tidy)), key=lambda i: not _divides(ranks, tidy[i])):
+            large = widths[i] * like.element_size() >= _LARGE
+            starts[i] = aligned(width, like, _BYTES if large else _BYTES_SMALL)
+            width = starts[i] + widths[i]
+        return cls(tidy, ranks, tuple(starts), widths, width)
+
+    def rows(self, i: int, rank: int) -> slice:
+        """Along dim 0 of tensor `i`: what `rank` holds. Of a 0-dimensional one there is no such thing."""
+        return slice(*bounds(self.shapes[i][0], self.ranks, rank))
+
+    def shard(self, row: Tensor, i: int, rank: int) -> Tensor:
+        """What `rank` holds of tensor `i`, seen in its row."""
+        shape = self._shape(i, rank)
+        return row[self.starts[i] : self.starts[i] + prod(shape)].view(shape)
+
+    def shards(self, row: Tensor, rank: int) -> list[Tensor]:
+        """What `rank` holds of each tensor, seen in its row."""
+        sizes, shapes = self._cuts.get(rank) or self._cuts.setdefault(rank, self._cut(rank))
+        pieces = row.split_with_sizes([*sizes, row.numel() - sum(sizes)])
+        return [pieces[at].view(shape) for at, shape in shapes]
+
+    def _shape(self, i: int, rank: int) -> tuple[int, ...]:
+        shape = self.shapes[i]
+        if not shape:
+            return shape
+        start, stop = bounds(shape[0], self.ranks, rank)
+        return (stop - start, *shape[1:])
+
+    @cached_property
+    def _cuts(self) -> dict[int, tuple[list[int], list[tuple[int, tuple[int, ...]]]]]:
+        """By rank: sizes of the pieces of its row, what is free between them too, and (piece, shape) of each tensor."""
+        return {}
+
+    def _cut(self, rank: int) -> tuple[list[int], list[tuple[int, tuple[int, ...]]]]:
+        sizes: list[int] = []
+        shapes: dict[int, tuple[int, tuple[int, ...]]] = {}
+        end = 0
+        for i in sorted(range(len(self.shapes)), key=lambda i: (self.starts[i], self.widths[i])):
+            shape = self._shape(i, rank)
+            shapes[i] = len(sizes) + 1, shape
+            sizes += [self.starts[i] - end, prod(shape)]
+            end = self.starts[i] + prod(shape)
+        return sizes, [shapes[i] for i in range(len(self.shapes))]
+
+    @torch.no_grad()
+    def pack(self, matrix: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        """Put the tensors into the matrix; what is None becomes zeros. The padding of uneven ones stays as it is."""
+        even, end = self._even
+        if even:
+            pieces = []
+            for i, n in even:
+                tensor = None if i is None else tensors[i]
+                if tensor is not None:
+                    pieces.append(tensor.reshape(self.ranks, n))
+                else:  # nobody reads what is free between two tensors
+                    pieces.append(matrix.new_empty(self.ranks, n) if i is None else matrix.new_zeros(self.ranks, n))
+            torch.cat(pieces, dim=1, out=matrix[:, :end])
+        pairs = []
+        for i in self._uneven:
+            tensor, columns = tensors[i], matrix[:, self.starts[i] : self.starts[i] + self.widths[i]]
+            if tensor is None:
+                columns.zero_()
+            elif not self.shapes[i]:
+                columns.fill_(tensor)
+            else:
+                pairs += self._pairs(matrix, i, tensor.reshape(-1))
+        if pairs:
+            foreach_copy_([there for there, _ in pairs], [here for _, here in pairs])
+
+    @torch.no_grad()
+    def unpack(self, matrix: Tensor, flats: Sequence[Tensor]) -> None:
+        """Fill the tensors, each given flat, from the matrix."""
+        even, end = self._even
+        if even:
+            out = [matrix.new_empty(self.ranks, n) if i is None else flats[i].view(self.ranks, n) for i, n in even]
+            torch.split_with_sizes_copy(matrix[:, :end], [n for _, n in even], dim=1, out=out)
+        pairs = []
+        for i in self._uneven:
+            if self.shapes[i]:
+                pairs += self._pairs(matrix, i, flats[i])
+            else:
+                pairs.append((matrix[0, self.starts[i] : self.starts[i] + 1], flats[i]))
+        if pairs:
+            foreach_copy_([here for _, here in pairs], [there for there, _ in pairs])
+
+    @cached_property
+    def _even(self) -> tuple[list[tuple[int | None, int]], int]:
+        """(the tensors that the ranks divide, and None for what is free, each with its columns; where they end)."""
+        pieces: list[tuple[int | None, int]] = []
+        end = 0
+        for i, shape in enumerate(self.shapes):
+            if _divides(self.ranks, shape) and self.widths[i]:
+                if self.starts[i] > end:
+                    pieces.append((None, self.starts[i] - end))
+                pieces.append((i, self.widths[i]))
+                end = self.starts[i] + self.widths[i]
+        return pieces, end
+
+    @cached_property
+    def _uneven(self) -> list[int]:
+        return [i for i, shape in enumerate(self.shapes) if not _divides(self.ranks, shape)]
+
+    def _pairs(self, matrix: Tensor, i: int, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The same elements in the matrix and in the tensor: of ranks that hold one more, of the others."""
+        each, extra = divmod(self.shapes[i][0], self.ranks)
+        size = prod(self.shapes[i][1:])
+        start, pairs, at = self.starts[i], [], 0
+        for first, last, length in ((0, extra, (each + 1) * size), (extra, self.ranks, each * size)):
+            if total := (last - first) * length:
+                block = flat[at : at + total].view(last - first, length)
+                pairs.append((matrix[first:last, start : start + length], block))
+                at += total
+        return pairs
+
+
+def _divides(ranks: int, shape: Sequence[int]) -> bool:
+    """Whether each of so many ranks holds as many rows of it."""
+    return bool(shape) and shape[0] % ranks == 0
+
+
+# torch 2.13 has new names for both, and warns of the old ones.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_in_two_levels = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_reduce(
+    flat: Tensor, canary: int | None, group: dist.ProcessGroup | None, levels: LevelGroups | None
+) -> dist.Work | TwoLevelSum:
+    """Start to sum `flat` over `group`, in two levels where it has them. canary: see TwoLevelSum."""
+    if levels is not None:
+        return TwoLevelSum(flat, canary, levels)
+    work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
+    return work
+
+
+class TwoLevelSum:
+    """An all-reduce of `flat`, one-dimensional, that is under way: a reduce-scatter, an all-reduce, an all-gather.
+
+    Each needs what the one before has brought: `advance` waits for it, and starts the next. On all ranks alike: the
+    order in which sums are begun and advanced is the order of what each group does.
+
+    Each part of a node's ranks has a canary, which is 2 where all three were made, and less where one was broken off:
+    on a GPU nothing else tells. The element `canary` of `flat`, summed as the others are, becomes the least; None where
+    nobody asks.
+    """
+
+    def __init__(self, flat: Tensor, canary: int | None, levels: LevelGroups) -> None:
+        self.flat, self.canary, self.levels = flat, canary, levels
+        index, ranks = levels.within.rank(), levels.within.size()
+        self.packing = Packing.of([flat.shape], ranks, flat)
+        self._end = self.packing.width
+        matrix = flat.new_zeros(ranks, aligned(self._end + 1, flat))
+        self.packing.pack(matrix[:, : self._end], [flat])
+        matrix[:, self._end] = 1 if index < 2 else 0
+        self._row, self._within, self._matrix = matrix[index], torch.empty(0), matrix
+        self._work = reduce_scatter(self._row, matrix.view(-1), group=levels.within, async_op=True)
+        self._next = [self._between, self._gather, self._unpack]
+
+    def advance(self) -> None:
+        """Wait for what is under way, and start what follows it; nothing more when all is done."""
+        if self._next:
+            self._work.wait()
+            self._next.pop(0)()
+
+    def wait(self) -> None:
+        """Order what follows behind the sum."""
+        while self._next:
+            self.advance()
+
+    def _between(self) -> None:
+        self._within = self._row[self._end].clone()
+        self._row[self._end].mul_(0.5 if self.levels.between.rank() < 2 else 0)
+        self._work = dist.all_reduce(self._row, group=self.levels.between, async_op=True)
+
+    def _gather(self) -> None:
+        row = self._row.clone()  # a part of the matrix that is filled
+        row[self._end] = torch.minimum(row[self._end], self._within)
+        self._matrix[:, self._end] = 0
+        self._work = all_gather_in_two_levels(self._matrix.view(-1), row, group=self.levels.within, async_op=True)
+
+    @torch.no_grad()
+    def _unpack(self) -> None:
+        self.packing.unpack(self._matrix[:, : self._end], [self.flat])
+        if self.canary is not None:
+            self.flat[self.canary] = torch.minimum(self.flat[self.canary], self._matrix[:, self._end].min())
+        del self._matrix, self._row
+
+
+@dataclass(frozen=True)
+class Links:
+    """Where this rank stands: `index` of `ranks` that share one copy, `replica` of those who hold the same part."""
+
+    group: dist.ProcessGroup | None
+    ranks: int
+    index: int
+    across: dist.ProcessGroup | None
+    replica: int
+    levels: LevelGroups | None = None
+    """Of the all-reduce across."""
+
+    @classmethod
+    def of(cls, axes: Axes) -> Links:
+        """Along the data axis."""
+        return cls(
+            axes.group("shard"),
+            axes.size("shard"),
+            axes.index("shard"),
+            axes.group("replicate"),
+            axes.index("replicate"),
+            axes.levels("replicate"),
+        )
+
+
+def all_gather(row: Tensor, links: Links, matrix: Tensor | None = None) -> tuple[Tensor, dist.Work]:
+    """(matrix with the rows of all ranks, the work that fills it). matrix: one of which `row` is this rank's row."""
+    if matrix is None:
+        matrix = row.new_empty(links.ranks, row.numel())
+    return matrix, all_gather_in_two_levels(matrix.view(-1), row, group=links.group, async_op=True)
+
+
+class Reduction:
+    """One bucket of gradients on its way.
+
+    Behind the gradients of each row, element i counts the ranks on which parameter i has one. Then comes the canary:
+    the ranks 0 and 1 of a group give 1, the others 0, so that it is 2 when the sum was made and less when it was not.
+    """
+
+    def __init__(self, packing: Packing, links: Links, like: Tensor) -> None:
+        self.packing, self.links, self._like = packing, links, like.new_empty(0)
+        self.unused: set[int] = set()
+        self._end = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Whatever is under way is nobody's business any more."""
+        self._work: dist.Work | TwoLevelSum | None = None
+        self._row: Tensor | None = None
+        self._within: Tensor | None = None
+
+    def send(self, grads: list[Tensor | None]) -> None:
+        """Start it. The gradients, in the order of the packing, are copied; one that is None counts as zeros.
+
+        The list is empty afterwards: where it is all that holds them, they go before what is received takes memory.
+        """
+        # One that was broken off while it was waited for would count as sent across already.
+        self.forget()
+        links, width = self.links, self.packing.width
+        self._end = width + len(grads)
+        matrix = self._like.new_empty(links.ranks, aligned(self._end + 1, self._like))
+        self.packing.pack(matrix[:, :width], grads)
+        self.unused = {i for i, grad in enumerate(grads) if grad is None}
+        grads.clear()
+        matrix[:, width:].fill_(1)
+        for i in self.unused:
+            matrix[:, width + i] = 0
+        if links.index > 1:
+            matrix[:, self._end] = 0
+        self._row = matrix[links.index]
+        self._work = reduce_scatter(self._row, matrix.view(-1), group=links.group, async_op=True)
+
+    def cross(self) -> None:
+        """Within the group it is summed: start the sum across, where there is one, or the next level of that."""
+        if isinstance(self._work, TwoLevelSum):
+            self._work.advance()
+        if self.links.across is None or self._within is not None:
+            return
+        assert self._work is not None and self._row is not None
+        self._work.wait()
+        self._within = self._row[self._end].clone()
+        self._row[self._end].mul_(0.5 if self.links.replica < 2 else 0)
+        self._work = all_reduce(self._row, self._end, self.links.across, self.links.levels)
+
+    def receive(self) -> tuple[Tensor, Tensor]:
+        """Views: (the sums that it keeps and the counts behind them, the canary), ordered behind the reduction."""
+        self.cross()
+        assert self._work is not None and self._row is not None
+        self._work.wait()
+        row, within, canary = self._row, self._within, self._row[self._end]
+        self.forget()
+        return row[: self._end], canary if within is None else torch.minimum(canary, within)
+
+
+class InFlight:
+    """At most two reductions under way: the memory of the third from the end is given back."""
+
+    def __init__(self) -> None:
+        self._queue: list[tuple[Reduction, Callable[[Tensor], None]]] = []
+        self.canary: Tensor | None = None
+
+    def send(self, reduction: Reduction, grads: list[Tensor | None], landed: Callable[[Tensor], None]) -> None:
+        """Start `reduction`, with `grads` as it takes them; `landed` will get what it brings."""
+        for earlier, _ in self._queue:
+            earlier.cross()
+        while len(self._queue) > 1:
+            self._land()
+        reduction.send(grads)
+        self._queue.append((reduction, landed))
+
+    def land(self) -> None:
+        """Everything that is under way."""
+        while self._queue:
+            self._land()
+
+    def forget(self) -> None:
+        """A step was broken off."""
+        for reduction, _ in self._queue:
+            reduction.forget()
+        self._queue.clear()
+        self.canary = None
+
+    def _land(self) -> None:
+        reduction, landed = self._queue.pop(0)
+        row, canary = reduction.receive()
+        if not self._queue:
+            self.canary = canary.clone()  # a view would keep the whole matrix
+        landed(row)

@@ -1,0 +1,677 @@
+"""Proves a composition: a step of a few rows by its ranks, in threads of one process, equals that of one process.
+
+The proofs of blocks, splits and positions look at parts of a model. What is around them shows in a whole step alone:
+weights that several places share, the head, the loss, modules called more than once, sums over dp, the norm. On drawn
+weights, in float64 where the model computes in it. The ranks run the code that trains; they send nothing, and may do so
+in any thread.
+
+One step of a model by one process, as torch makes it, and by ranks that are threads of this process.
+
+What differs between a step of one process and that of a rank, in words.
+
+A model with drawn weights, made of its shapes: none is zero, which would hide what is behind it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nbkit.errors import NbkitError, StrategyError
+from nbkit.levers import NONE
+from nbkit.planner.validate import Finding
+from nbkit.rank.comm.delegating_group import stand_in
+from nbkit.rank.comm.thread_group import Alone, ThreadMeeting, ThreadRanks
+from nbkit.rank.data.batch import call, pair, pick, rows_of, shapes_of, shard_of
+from nbkit.rank.host_memory import free_on_host
+from nbkit.rank.loss.mean_over_rows import coarsest
+from nbkit.rank.loss.output_tensors import leaves, with_leaves
+from nbkit.rank.loss.reads_model import ReadsParameters
+from nbkit.rank.loss.row_weights import Loss, weigh
+from nbkit.rank.parallel.grad_norm import clip
+from nbkit.rank.parallel.micro_batch import ForwardPass, micro_batches, most_passes, whole_of
+from nbkit.rank.parallel.module.batch_norm import batch_norms, check_buffers, watched
+from nbkit.rank.parallel.module.copies import (
+    homes,
+    marked,
+    parameter_like,
+    placeholder,
+    replace_submodule,
+    skeleton_of,
+    take_buffers,
+)
+from nbkit.rank.parallel.options import Options, parts_rows
+from nbkit.rank.parallel.parallelize import cut
+from nbkit.rank.parallel.process_groups import connect_threads
+from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept
+from nbkit.rank.parallel.proof.unchanged import attributes_kept
+from nbkit.rank.parallel.reshard.load_local_shards import fill_weights
+from nbkit.rank.parallel.reshard.plain_attributes import plain_attributes, put
+from nbkit.rank.parallel.shard_layouts import ShardLayouts
+from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from nbkit.schedules import type_of
+from nbkit.strategy import Strategy, divisors
+from nbkit.tensor_layout import Layout
+
+_CPU = torch.device("cpu")
+
+Optimizer = Callable[[Mapping[str, nn.Parameter], bool], Any]
+"""(parameters by name, whether to update them the plainest way it has) -> an optimizer of them, on the CPU."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step is made on, and with. rows: of data. microbatch_size: as of the Trainer.
+
+    outside: what user code changes beside the models: each rank finds it as it was, and as itself has left it.
+    """
+
+    data: Any
+    rows: int
+    loss: Loss
+    inputs: Sequence[str] | None
+    optimizer: Optimizer
+    microbatch_size: int | None = None
+    outside: OutsideState | None = None
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a step computed. norm: of the gradients, which are clipped to half of it.
+
+    gradients: by name, what a rank holds of each; None where it has none. weights: by name, what it computes with
+    after the update. buffers: those that a checkpoint holds, as the forward passes left them. unmade: why there was no
+    update.
+    """
+
+    loss: float
+    norm: float
+    gradients: Mapping[str, tuple[Tensor | None, Layout]]
+    weights: Mapping[str, tuple[Tensor, Layout]]
+    buffers: Mapping[str, Tensor]
+    unmade: str = ""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank's: total and weight of the loss of its rows, 0 where another rank's count; and as Stepped."""
+
+    total: float
+    weight: float
+    norm: float
+    gradients: dict[str, tuple[Tensor | None, Layout]]
+    weights: dict[str, tuple[Tensor, Layout]]
+    buffers: dict[str, Tensor]
+
+
+def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
+    """By one process. Leaves the gradients and the new weights in `model`."""
+    with stand_in(Alone()):
+        return _step_of_one(model, batch, options)
+
+
+def _step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
+    draws = KeyedDropout(model, 0, options.draws)
+    if batch.outside is not None:
+        batch.outside.put_back()
+    try:
+        value, target = pair(batch.data, batch.inputs)
+        with draws.step(0, range(batch.rows)), torch.enable_grad():
+            weighed = weigh(batch.loss(call(model, value), target), batch.rows)
+        mean = weighed.value / weighed.weight if weighed.summed else weighed.value
+        mean.backward()
+    finally:
+        draws.release()
+    params = dict(model.named_parameters())
+    grads = [p.grad for p in params.values() if p.grad is not None]
+    sizes = [(grad.abs() if grad.is_complex() else grad).double().norm() for grad in grads]
+    norm, unmade = float(torch.stack(sizes).norm()), ""
+    for grad in grads:
+        grad.mul_(norm / 2 / (norm + 1e-6))  # as torch clips
+    try:
+        batch.optimizer(params, True).step()
+    except Exception as error:  # such as one that has kernels for GPUs alone
+        unmade = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    whole = {name: Layout.whole(p.shape) for name, p in params.items()}
+    gradients = {name: (p.grad, whole[name]) for name, p in params.items()}
+    weights = {} if unmade else {name: (p.detach(), whole[name]) for name, p in params.items()}
+    return Stepped(float(mean.detach()), norm, gradients, weights, _buffers(model), unmade)
+
+
+def _buffers(module: nn.Module, kept: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Those that a checkpoint takes. kept: names of those that it takes from this rank, which holds others too."""
+    held = dict(module.named_buffers())
+    return {name: held[name].detach() for name in watched(module) if kept is None or name in kept}
+
+
+def steps_of_ranks(
+    model: nn.Module,
+    strategy: Strategy,
+    batch: Batch,
+    options: Options,
+    max_norm: float | None,
+    *,
+    updated: bool = True,
+) -> list[Stepped]:
+    """By the ranks of `strategy`, as each sees it. model: whole, whose weights they take.
+
+    max_norm: what the gradients are clipped to; None takes half of their norm. updated: the optimizer makes its step.
+    Raises what a rank raises, and StrategyError for what cannot be split.
+    """
+    skeleton = skeleton_of(model)
+    rank_layouts = ShardLayouts(skeleton, options).of(strategy)
+    ranks: ThreadRanks[_Rank] = ThreadRanks(strategy.mesh.size)
+    if (outside := batch.outside) is not None:
+        ranks = ThreadRanks(strategy.mesh.size, leave=outside.held, enter=outside.put)
+    meetings: dict[tuple[str, tuple[int, ...]], ThreadMeeting] = {}
+
+    def meeting(axis: str, members: tuple[int, ...]) -> ThreadMeeting:
+        return meetings.setdefault((axis, members), ThreadMeeting(ranks, members))
+
+    def of_rank(rank: int) -> _Rank:
+        if outside is not None:
+            outside.put_back()
+        # What the model or the loss sends itself goes between these ranks too.
+        with stand_in(meeting("user", tuple(range(strategy.mesh.size))).group_of(rank)):
+            return step_of_rank(rank)
+
+    def step_of_rank(rank: int) -> _Rank:
+        connections = connect_threads(strategy, rank_layouts, rank, meeting)
+        sharded_model = cut(skeleton, strategy, connections, options=options, device=_CPU).build(_CPU)
+        fill_weights(sharded_model, model)
+        axes, held = sharded_model.axes, sharded_model.held
+        shard = shard_of(batch.data, ranks=axes.size("dp"), rank=axes.index("dp"))
+        micros = micro_batches(shard, sharded_model, batch.microbatch_size, _CPU)
+        counted = options.counted if parts_rows(options, strategy) else None
+        whole = whole_of(shard, counted, sharded_model, _CPU)
+        expected = batch.rows * (counted.per_row if counted is not None else 1)
+        forward_pass = ForwardPass(sharded_model, batch.loss, batch.inputs)
+        draws, sums, summed = KeyedDropout(sharded_model.module, 0, options.draws), [0.0, 0.0], False
+
+        def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            nonlocal summed
+            micro = micros[number]
+            with draws.step(0, micro.numbers):
+                output, part, _ = forward_pass.run(micro, stage, received, counted, whole)
+            if part is None:
+                return output  # type: ignore[no-any-return]
+            summed = part.summed
+            sums[0] += float(part.total.detach())
+            sums[1] += float(part.weight)
+            return (part.value if part.summed else part.value * (part.weight / expected),)
+
+        module = sharded_model.module
+        kept = watched(module)
+        sharded_model.data.reset(passes=most_passes(shard, sharded_model, batch.microbatch_size))
+        sharded_model.backward(len(micros), forward, key=lambda i: shapes_of(micros[i].data), launch=lambda: None)
+        check_buffers(module, kept, axes=axes, device=_CPU)
+        numbers = torch.tensor([*sums, float(summed)] if sharded_model.counts else [0.0] * 3, dtype=torch.float64)
+        if connections.world is not None:
+            torch.distributed.all_reduce(numbers, group=connections.world)
+        total, weight, is_sum = numbers.tolist()
+        factor = 1 / weight if is_sum else expected / weight if counted is not None else 1.0
+        for p in held.values():
+            if p.grad is not None and factor != 1:
+                p.grad.mul_(factor)
+        norm, data = sharded_model.grad_norm(_CPU), sharded_model.data
+        clip(held, float(norm) / 2 if max_norm is None else max_norm, norm)
+        gradients = {name: (p.grad, data.layouts[name]) for name, p in held.items()}
+        if updated:
+            batch.optimizer(held, False).step()
+            data.after_step()
+        weights = dict(data.weights) if updated else {}
+        return _Rank(total, weight, float(norm), gradients, weights, _buffers(module, rank_layouts.buffers[rank]))
+
+    return [Stepped(r.total / r.weight, r.norm, r.gradients, r.weights, r.buffers) for r in ranks.run(of_rank)]
+
+
+_LEAST = 1e-3  # of the norm of all gradients: what is smaller than this is measured by it
+
+
+def differences(whole: Stepped, rank: Stepped, tolerance: float) -> Iterator[str]:
+    """In loss, norm and gradients.
+
+    tolerance: of a number, beside what it is of; sums of many are allowed more.
+    """
+    # What is not finite is not within any bound.
+    if not abs(whole.loss - rank.loss) <= tolerance * max(abs(whole.loss), 1e-3):
+        yield f"loss {rank.loss:.6g} instead of {whole.loss:.6g}"
+    if not abs(whole.norm - rank.norm) <= 8 * tolerance * whole.norm:
+        yield f"norm of the gradients {rank.norm:.6g} instead of {whole.norm:.6g}"
+    for name, (grad, layout) in rank.gradients.items():
+        expected = whole.gradients[name][0]
+        off = _off(grad, expected, layout)
+        clipped = whole.norm / 2
+        if off > 64 * tolerance * _LEAST * clipped and off > 64 * tolerance * _scale(expected, clipped):
+            yield f"gradient of {name!r} {off:.3g} off, of {_scale(expected, 0):.3g}"
+
+
+def updates_off(
+    whole: Stepped, ranks: Sequence[Stepped], before: Mapping[str, Tensor], tolerance: float
+) -> Iterator[str]:
+    """In the weights after the optimizer's step. before: the weights, by name."""
+    sizes = {name: (_largest(true - before[name]), _largest(before[name])) for name, (true, _) in whole.weights.items()}
+    for name, (held, layout) in ((name, part) for rank in ranks for name, part in rank.weights.items()):
+        (true, _), (grad, _), (moved, size) = whole.weights[name], whole.gradients[name], sizes[name]
+        # Weights are rounded, and of a gradient that is next to nothing an optimizer may take the sign.
+        bound = 64 * tolerance * moved + 8 * torch.finfo(true.dtype).eps * size if moved else 0.0
+        if _off(held, true, layout) > bound:
+            sure = None if grad is None else _dense(grad).abs() > 64 * tolerance * _scale(grad, whole.norm / 2)
+            if (off := _off(held, true, layout, sure)) > bound:
+                yield f"update of {name!r} {off:.3g} off, of {moved:.3g}"
+
+
+def buffers_off(whole: Stepped, ranks: Sequence[Stepped], tolerance: float) -> Iterator[str]:
+    """In the buffers that the forward passes changed: a statistic of a micro-batch, say, is not that of the batch.
+
+    What a rank holds in another shape is a part of it, and shows in the gradients alone.
+    """
+    for name, held in ((name, buffer) for rank in ranks for name, buffer in rank.buffers.items()):
+        true = whole.buffers.get(name)
+        if true is None or true.shape != held.shape:
+            continue
+        # Masks hold what is not finite.
+        held, true = (x if x.is_floating_point() else x.to(torch.float64) for x in (held, true))
+        away = (held - true).masked_fill((held == true) | (held.isnan() & true.isnan()), 0)
+        if (off := _largest(away)) > 64 * tolerance * _largest(true.nan_to_num(0, 0, 0)):
+            yield f"buffer {name!r} {off:.3g} off, of {_largest(true):.3g}"
+
+
+def _scale(expected: Tensor | None, norm: float) -> float:
+    return max(_largest(_dense(expected)) if expected is not None else 0.0, _LEAST * norm)
+
+
+def _largest(x: Tensor) -> float:
+    """inf where one is no number."""
+    if not x.numel():
+        return 0.0
+    low, high = torch.aminmax(x.abs() if x.is_complex() else x)
+    found = max(abs(float(low)), abs(float(high)))
+    return found if isfinite(found) and isfinite(float(low)) else inf
+
+
+def _off(own: Tensor | None, true: Tensor | None, layout: Layout, sure: Tensor | None = None) -> float:
+    """The largest difference of what a rank holds from the same part of the whole; none counts as zeros.
+
+    sure: the elements of the whole that count.
+    """
+    if own is None and true is None:
+        return 0.0
+    largest, nothing = 0.0, torch.zeros(())
+    for here, there in layout.pieces:
+        away = (_dense(own)[here.slices] if own is not None else nothing) - (
+            _dense(true)[there.slices] if true is not None else nothing
+        )
+        largest = max(largest, _largest(away if sure is None else away.where(sure[there.slices], nothing.to(away))))
+    return largest
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+_PERIOD = 65521  # a prime, so that no two rows of a matrix get the same numbers
+
+
+def drawn_model(skeleton: nn.Module, dtype: torch.dtype, *, positive: bool = False) -> nn.Module:
+    """A copy of `skeleton` on the CPU, with memory; floating parameters and buffers in `dtype`.
+
+    positive: all weights are above zero. Draws from a generator of its own: another thread may be training.
+    """
+    return _draw(skeleton_of(skeleton), dtype, positive)
+
+
+class Reference:
+    """The model as its callable built it a second time, which a proof runs as one process does.
+
+    No code that a strategy's copies are made by has touched it. It has memory only while it runs.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self._one = module, threading.Lock()
+
+    @contextmanager
+    def drawn(self, like: nn.Module, dtype: torch.dtype, *, positive: bool = False) -> Iterator[nn.Module]:
+        """The model, with the weights of `drawn_model(like)` and what has been changed in the skeleton `like`."""
+        with self._one, attributes_kept(self.module):
+            put(plain_attributes(like), self.module)
+            take_buffers(self.module, like)
+            empty = {name: getattr(*places[0]) for name, places in homes(like).items()}
+            for name, places in homes(self.module).items():
+                replace_submodule(places, placeholder(empty[name].shape, empty[name]))
+            try:
+                yield _draw(self.module, dtype, positive)
+            finally:
+                for name, places in homes(self.module).items():
+                    replace_submodule(places, placeholder(empty[name].shape, empty[name]))
+
+
+def _draw(model: nn.Module, dtype: torch.dtype, positive: bool) -> nn.Module:
+    numbers = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0), dtype=torch.float64).repeat(2)
+    numbers = (numbers.abs() + 0.01 if positive else numbers).to(dtype)
+    start = 0
+    for name, places in homes(model).items():
+        old: nn.Parameter = getattr(*places[0])
+        kind = dtype if old.is_floating_point() else old.dtype
+        replace_submodule(places, parameter_like(_drawn(old, name, numbers[start:]).to(kind), old))
+        start = (start + old.numel()) % _PERIOD
+    for part in model.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                # A forward may change them, in the model of which this is one copy of several.
+                kind = dtype if buffer.is_floating_point() else buffer.dtype
+                part._buffers[name] = marked(buffer.detach().to("cpu", kind, copy=True), buffer)
+    return model
+
+
+def _drawn(old: nn.Parameter, name: str, numbers: Tensor) -> Tensor:
+    size = old.numel()
+    enough = numbers if size <= _PERIOD else numbers[:_PERIOD].repeat(size // _PERIOD + 1)
+    noise = enough[:size].view(old.shape)
+    if old.ndim > 1:
+        # Sums of as many products stay as large as what goes in.
+        return noise / math.sqrt(max(size // max(old.shape[0], 1), 1))
+    return 0.2 * noise + (0 if name.endswith("bias") else 1)
+
+
+_EXACT, _EXACT_NORMS, WIDE = 1 << 22, 1 << 26, 1 << 30
+"""Models of more parameters than _EXACT are run in float32 on fewer rows, of more than WIDE not at all: it takes
+minutes. With BatchNorm, of up to _EXACT_NORMS in float64 as a last trial."""
+
+_OF_HOST = 0.5
+"""The part of the host's free memory that the step may take: other ranks make their models at the same time."""
+
+_MANY = 8
+"""Rows of a rank where few say nothing."""
+
+_RANKS = 32
+
+
+@dataclass(frozen=True)
+class StepProof:
+    """What a whole step of a strategy showed beside one process; nothing where it makes the step of one process.
+
+    refusal: why the strategy does not train; unproven: what could not be compared and why, where it trains all the
+    same.
+    """
+
+    refusal: NbkitError | None = None
+    unproven: str = ""
+
+    def finding(self, strategy: Strategy) -> Finding | None:
+        """What is to be said of it beforehand."""
+        if self.refusal is not None:
+            return Finding(True, self.refusal.what, self.refusal.numbers or "", self.refusal.hint or "")
+        if self.unproven:
+            return Finding(False, f"Not all of {strategy} was compared with one process.", self.unproven)
+        return None
+
+
+def tiny(strategy: Strategy) -> Strategy:
+    """The smallest strategy that is composed as `strategy` is: further ranks of dp do what two of them do.
+
+    Levers are left out: how gradients are sent is none of it. Where it still has more ranks than are run, fewer stages
+    and fewer parts of the positions.
+    """
+    groups = 2 if strategy.shard < strategy.dp else 1
+    shard = min(strategy.shard, 2)
+    dp = min(strategy.dp, groups * shard if strategy.zero else 2)
+    small = replace(strategy, dp=dp, shard=shard if strategy.zero else 0, speeds=(), levers=NONE)
+    for axis in ("pp", "cp"):
+        for degree in reversed(divisors(getattr(strategy, axis))):
+            if small.mesh.size > _RANKS and 1 < degree < getattr(small, axis):
+                fewer: dict[str, Any] = {axis: degree}
+                small = replace(small, **fewer)
+    return small
+
+
+def prove_step(
+    skeleton: nn.Module,
+    strategy: Strategy,
+    options: Options,
+    example: Any,
+    *,
+    loss: Loss | None,
+    inputs: Sequence[str] | None,
+    optimizer: Optimizer | None = None,
+    microbatch_size: int | None = None,
+    short: Any = None,
+    many: Any = None,
+    reference: Reference | None = None,
+) -> StepProof:
+    """Whether `strategy` trains the model as one process does. Sends nothing.
+
+    skeleton: the shapes of the model, whose weights are drawn; example: some rows of the data. loss: None takes a sum
+    over the first tensor that the model gives; optimizer: None takes SGD. A cut of the model (tp, pp, cp, zero 3) is
+    refused where one process makes no step that could be compared; what only parts the rows trains, and the reason is
+    given. reference: the same model, built again, to make the step of one process; None takes a copy. short: few
+    positions of those rows, which prove as much (see short_example.py): where positions are split, blocks were compared
+    on all of them. What the few do not prove, all may. many: more rows than example has, where they are known, for a
+    model whose BatchNorm takes its statistics of them: of two rows with one position it divides by the difference of
+    two numbers, and layer by layer a rounding grows to a misfit. In float64, as a last trial.
+    """
+    if options.astray:
+        return StepProof(unproven=options.astray)
+    how: dict[str, Any] = {"loss": loss, "inputs": inputs, "optimizer": optimizer, "microbatch_size": microbatch_size}
+    how["reference"] = reference
+    proof = None
+    if short is not None:
+        proof = _proof(skeleton, strategy, options, short, **how)
+    if proof != StepProof():
+        proof = _proof(skeleton, strategy, options, example, **how)
+    if proof != StepProof() and batch_norms(skeleton):
+        proof = _proof(
+            skeleton, strategy, options, example if many is None else many, each=_MANY, exact=_EXACT_NORMS, **how
+        )
+    return proof
+
+
+def _proof(
+    skeleton: nn.Module,
+    strategy: Strategy,
+    options: Options,
+    example: Any,
+    *,
+    loss: Loss | None,
+    inputs: Sequence[str] | None,
+    optimizer: Optimizer | None,
+    microbatch_size: int | None,
+    reference: Reference | None,
+    each: int = 2,
+    exact: int = _EXACT,
+) -> StepProof:
+    """On `each` rows of a rank; of more than `exact` parameters on one, in float32."""
+    small = tiny(strategy)
+    if small.mesh.size == 1 and microbatch_size is None:
+        return StepProof()
+    size = sum(getattr(*places[0]).numel() for places in homes(skeleton).values())
+    if beforehand := _unmakeable(small, options, example, size):
+        return StepProof(unproven=f"no whole step: {beforehand}")
+    options = replace(options, compile=False)
+    # The mean of an auxiliary term over parts of a batch is not that of the whole: one process takes the same parts.
+    in_parts = options.coupled is not None and parts_rows(options, strategy)
+    rows = _rows(small, 1 if size > exact or in_parts else each, microbatch_size)
+    if options.collectives:
+        rows = max(each, 2) * small.dp * (small.microbatches or 1)  # every rank calls them as often, on as many rows
+    # The models of one process and of the ranks share what is outside of them.
+    outside = OutsideState(skeleton, loss) if options.outside is not None or options.changes else None
+    why = ""
+    for dtype, positive in _DRAWS[size > exact :]:
+        try:
+            data = _data(example, rows, dtype)
+            how = (loss or _sum_of_output, inputs, optimizer or _Descent, microbatch_size and 1)
+            batch = Batch(data, rows, *how, outside)
+            with coarsest() as seen:
+                whole = _alone(skeleton, reference, dtype, positive, batch, options, in_parts)
+        except ReadsParameters as error:
+            return StepProof(error)
+        except Exception as error:
+            why = why or f"a step of {rows} rows in one process fails: {_told(error)}"
+            continue
+        if not isfinite(whole.loss + whole.norm):
+            why = why or f"on drawn weights the loss is {whole.loss:.3g}, the norm of its gradients {whole.norm:.3g}"
+            continue
+        model = drawn_model(skeleton, dtype, positive=positive)
+        refusal = _compared(model, whole, strategy, small, batch, options, seen.eps)
+        if refusal is None:
+            return StepProof(unproven=whole.unmade and f"the optimizer makes no step on the CPU: {whole.unmade}")
+        # One process may differ from itself: then its step says nothing about the ranks.
+        again = _alone(skeleton, reference, dtype, positive, batch, options, in_parts)
+        if not any(differences(whole, again, max(1e-9, 64 * seen.eps))):
+            return StepProof(refusal)
+        why = f"one process does not repeat its own step: loss {whole.loss:.6g}, then {again.loss:.6g}"
+        break
+    unknown = _cuts(strategy) or options.collectives
+    return StepProof(_unprovable(strategy, why) if unknown else None, f"no whole step: {why}")
+
+
+_DRAWS = ((torch.float64, False), (torch.float32, False), (torch.float32, True))
+"""(dtype, weights above zero alone), tried in this order. Who takes logarithms of weights needs the last."""
+
+
+def _cuts(strategy: Strategy) -> bool:
+    """Whether a rank computes with a part of the model, or of a row."""
+    return strategy.dp < strategy.mesh.size or strategy.zero == 3
+
+
+def _unmakeable(small: Strategy, options: Options, example: Any, size: int) -> str:
+    """Why no step is made of `small`, of a model of `size` parameters; "" where one is."""
+    if example is None:
+        return (
+            "no example batch to run: example=batch, for prepare() and the Trainer; nbkit.check(model, strategy, batch)"
+        )
+    if options.draws is not None and options.draws.unkeyed:
+        return f"the model draws numbers that are not keyed: {options.draws.unkeyed[0]}"
+    if small.mesh.size > _RANKS:
+        return f"{small.mesh.size} ranks in one process, of which at most {_RANKS} are run"
+    if size > WIDE:
+        return f"{size / 1e6:,.0f} M parameters, more than {WIDE / 1e6:,.0f} M; blocks were run by themselves"
+    if size > _EXACT:
+        needed, free = size * _bytes_of_parameter(small), free_on_host()
+        if free is not None and needed > _OF_HOST * free:
+            return (
+                f"{size / 1e6:,.0f} M parameters take about {needed / 1e9:.1f} GB, more than half of the "
+                f"{free / 1e9:.1f} GB that are free on the host; blocks were run by themselves"
+            )
+    return ""
+
+
+def _bytes_of_parameter(small: Strategy) -> int:
+    """Of float32, with AdamW: the weights that are drawn and those of one process; of each rank what it holds."""
+    return 12 + 16 * small.mesh.size // (small.tp * small.pp)
+
+
+def _unprovable(strategy: Strategy, why: str) -> StrategyError:
+    return StrategyError(
+        f"{strategy} cannot be compared with one process before it trains this model.",
+        numbers=why,
+        hint=_hint(strategy),
+    )
+
+
+def _alone(
+    skeleton: nn.Module,
+    reference: Reference | None,
+    dtype: torch.dtype,
+    positive: bool,
+    batch: Batch,
+    options: Options,
+    in_parts: bool,
+) -> Stepped:
+    """By one process; in_parts: a forward for each row, as the ranks make them."""
+    if reference is not None and not in_parts:
+        with reference.drawn(skeleton, dtype, positive=positive) as model:
+            # It is run again for the next proof.
+            with outside_kept(model) if options.outside is not None else nullcontext():
+                return step_of_one(model, batch, options)
+    model = drawn_model(skeleton, dtype, positive=positive)
+    if not in_parts:
+        return step_of_one(model, batch, options)
+    (stepped,) = steps_of_ranks(model, Strategy(), replace(batch, microbatch_size=1), replace(options, cut=True), None)
+    return stepped
+
+
+def _compared(
+    model: nn.Module, whole: Stepped, strategy: Strategy, small: Strategy, batch: Batch, options: Options, eps: float
+) -> NbkitError | None:
+    try:
+        ranks = steps_of_ranks(model, small, batch, options, whole.norm / 2, updated=not whole.unmade)
+    except NbkitError as error:
+        return error
+    except Exception as error:
+        return StrategyError(
+            f"{strategy} does not run this model: a step of {batch.rows} rows fails.",
+            numbers=_told(error) + _called(options),
+            hint=_hint(strategy, options),
+        )
+    tolerance, before = max(1e-9, 64 * eps), {name: p.detach() for name, p in model.named_parameters()}
+    found = [text for rank in ranks for text in differences(whole, rank, tolerance)]
+    # A wrong gradient is told as such, not as what becomes of it.
+    found = found or [*updates_off(whole, ranks, before, tolerance), *buffers_off(whole, ranks, tolerance)]
+    if not found:
+        return None
+    return StrategyError(
+        f"{strategy} does not train this model as one process does.",
+        numbers=f"a step of {batch.rows} rows: {'; '.join(list(dict.fromkeys(found))[:3])}{_called(options)}",
+        hint=_hint(strategy, options),
+    )
+
+
+def _called(options: Options) -> str:
+    return f"; the model or the loss makes an {options.collectives} itself" if options.collectives else ""
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _hint(strategy: Strategy, options: Options | None = None) -> str:
+    sends = options is not None and options.collectives  # on the same ranks under ddp
+    if strategy.dp < strategy.mesh.size or (strategy.zero and not sends):
+        return "another strategy, such as 'ddp'"
+    return "%cluster start -n 1   trains it on one rank"
+
+
+def _sum_of_output(output: Any, _: Any) -> tuple[Tensor, int]:
+    first = next(x for x in leaves(output).values() if x.is_floating_point() and x.ndim)
+    weights = torch.randn(first.shape[-1], generator=torch.Generator().manual_seed(1)).to(first.dtype)
+    return (first * weights).sum(), first.shape[0]
+
+
+def _rows(strategy: Strategy, each: int, microbatch_size: int | None) -> int:
+    """For a step of `strategy`, `each` for a rank; of two ranks that have two, one has less: weights are seen then."""
+    if strategy.schedule and type_of(strategy.schedule).microbatches_per_rank > 1:
+        return (strategy.microbatches or 1) * strategy.dp
+    if strategy.pp > 1 or microbatch_size is not None:
+        return max(2, each) * strategy.dp
+    return each * strategy.dp - (strategy.dp > 1 and each > 1)
+
+
+class _Descent:
+    """SGD by hand: the first step of an optimizer of torch's imports its compiler, which takes seconds."""
+
+    def __init__(self, held: Mapping[str, nn.Parameter], plainly: bool) -> None:
+        self._held = held
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self._held.values():
+            if p.grad is not None:
+                p.sub_(0.1 * p.grad)
+
+
+def _data(example: Any, rows: int, dtype: torch.dtype) -> Any:
+    held = rows_of(example)
+
+    def of(_: str, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu()
+
+    return with_leaves(pick(example, [row % held for row in range(rows)], rows=held), of)

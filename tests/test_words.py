@@ -1,0 +1,57 @@
+"""The words of the code: a class name exists once, docstrings begin with a verb, and files that are named are there."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "nbkit").rglob("*.py"))
+OPENINGS = frozenset(
+    "What Whether Of One As How From Where Who Which Whose When That Those In By For To At".split()
+)  # of a phrase without a verb, mostly
+FRAGMENTS = 1070
+"""So many docstrings may still begin with one of OPENINGS. The number only goes down."""
+OF_OTHERS = {"nanny.py", "notebook.py", "version.py", "dualpipev.py", "queue.py", "random.py"}
+"""Files of other projects, or of users, that comments name."""
+
+
+def documented() -> Iterator[tuple[Path, str]]:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+                text := ast.get_docstring(node)
+            ):
+                yield path, text
+
+
+def test_a_public_class_name_exists_once() -> None:
+    homes = defaultdict(set)
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].add(str(path.relative_to(ROOT)))
+    assert {name: sorted(where) for name, where in homes.items() if len(where) > 1} == {}
+
+
+def test_no_more_docstrings_begin_without_a_verb() -> None:
+    found = [text for _, text in documented() if text.split()[0].strip(".,:`") in OPENINGS]
+    assert len(found) <= FRAGMENTS, "write 'Return ...', 'Raise ...', or another verb"
+
+
+def test_files_that_docstrings_and_comments_name_are_there() -> None:
+    folders = ("nbkit", "tests", "bench", "parity", "zoo", "magics", "docs")
+    names = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")} | OF_OTHERS
+    stale = []
+    for path in SOURCES:
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            is_doc = token.type == tokenize.STRING and token.string.lstrip("rbuRBU").startswith('"""')
+            if token.type == tokenize.COMMENT or is_doc:
+                named = re.findall(r"\b([a-z_][a-z_0-9]*\.py)\b", token.string)
+                stale += [f"{path.relative_to(ROOT)}: {name}" for name in named if name not in names]
+    assert stale == []
