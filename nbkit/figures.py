@@ -15,6 +15,6 @@ def figure(value: float) -> str:
 
 
 def unit_of(numbers: Mapping[str, Any]) -> str:
-    """What is counted as the "tokens" of a step by these of its numbers: "rows" where each of its samples has one, as
-    images and rows of a table have, so that nothing in them is a sequence; else "tokens"."""
+    """Return what is counted as the "tokens" of a step by these of its numbers: "rows" where each of its samples has
+    one, as images and rows of a table have, so that nothing in them is a sequence; else "tokens"."""
     return "rows" if "samples" in numbers and numbers["samples"] == numbers.get("tokens") else "tokens"

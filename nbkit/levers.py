@@ -92,7 +92,7 @@ class Levers:
 
     @property
     def deviation(self) -> tuple[str, str] | None:
-        """How a training differs from that of one process, and by how much; None where it does not."""
+        """Return how a training differs from that of one process, and by how much; None where it does not."""
         if self.compress == "int8":
             return (
                 "compress=int8: the gradients that ranks sum are rounded, so that losses are not those of one process.",

@@ -73,7 +73,7 @@ class Mesh:
         return value
 
     def stride(self, axis: str) -> int:
-        """How far apart in rank two neighbours along `axis` are."""
+        """Return how far apart in rank two neighbours along `axis` are."""
         faster = self.order[self.order.index(axis) + 1 :]
         stride = 1
         for other in faster:

@@ -311,7 +311,7 @@ def _read(text: str) -> tuple[str | None, dict[str, str]]:
 
 
 def _meant(word: str, words: Sequence[str]) -> str:
-    """What somebody who types `word`, among `words`, as a preset may have meant."""
+    """Return what somebody who types `word`, among `words`, as a preset may have meant."""
     if word in PRESETS:
         return " ".join([word, *(other for other in words if "=" in other)])
     if word in schedules.names():

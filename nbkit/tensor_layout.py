@@ -26,7 +26,7 @@ Parting = Callable[[int, int, int], Runs]
 
 
 def count(runs: Runs) -> int:
-    """How many things they are."""
+    """Return how many things they are."""
     return sum(stop - start for start, stop in runs)
 
 
@@ -66,7 +66,7 @@ class Box:
         return tuple(slice(at, at + length) for at, length in zip(self.start, self.shape, strict=True))
 
     def meet(self, other: Box) -> Box | None:
-        """What both cover, None when that is nothing."""
+        """Return what both cover, None when that is nothing."""
         start = tuple(map(max, self.start, other.start))
         stop = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True))
         shape = tuple(end - at for at, end in zip(start, stop, strict=True))
@@ -113,7 +113,7 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rank holds the tensor as it is."""
+        """Return True if the rank holds the tensor as it is."""
         return self == Layout.whole(self.shape)
 
     def cut(self, dim: int, start: int, stop: int) -> Layout:

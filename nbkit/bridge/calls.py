@@ -62,7 +62,7 @@ def open_store() -> tuple[str, int]:
 
 
 def take_listener() -> socket.socket | None:
-    """What `open_store` has opened, for who serves the store in it."""
+    """Return what `open_store` has opened, for who serves the store in it."""
     global _listener
     listener, _listener = _listener, None
     return listener
@@ -147,7 +147,7 @@ _used = Path()  # where this rank imports it from
 
 
 def look(path: str, digests: Mapping[str, str]) -> dict[str, Any]:
-    """What this host has of the files `digests` names (relative to the notebook's directory `path`).
+    """Return what this host has of the files `digests` names (relative to the notebook's directory `path`).
 
     {"shared": whether it sees the same files under the same path, "lacks": those that were not brought here yet}.
     """

@@ -140,7 +140,7 @@ class RankPdb(OldPdb):  # type: ignore[misc]
             super().user_call(frame, argument_list)
 
     def _is_of_cell(self, frame: FrameType) -> bool:
-        """Whether it is the cell's code, or called by it. Between two statements IPython's own runs."""
+        """Return True if it is the cell's code, or called by it. Between two statements IPython's own runs."""
         if not self.in_cell:
             return True
         for each in _outwards(frame):

@@ -100,7 +100,7 @@ class OutputWidgets:
         self._entered = [other for other in self._entered if other != comm]
 
     def on_update(self, comm: str, state: dict[str, Any]) -> dict[str, Any]:
-        """What a page is to know of an update that a widget sends."""
+        """Return what a page is to know of an update that a widget sends."""
         area = self._areas.get(comm)
         if area is None:
             return state
@@ -115,7 +115,7 @@ class OutputWidgets:
         return {name: value for name, value in state.items() if name != "msg_id"}
 
     def take(self, kind: str, content: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-        """What is output now, if it goes into a widget: (its comm, the update for its pages)."""
+        """Return what is output now, if it goes into a widget: (its comm, the update for its pages)."""
         if kind == "update_display_data":
             # It may be of a widget that was left, or of the cell itself.
             known = [comm for comm, area in self._areas.items() if _display_id(content) in area.places]
@@ -130,7 +130,7 @@ class OutputWidgets:
         return comm, {} if kind == "clear_output" and content.get("wait") else {"outputs": list(area.outputs)}
 
     def is_echo(self, comm: str, data: dict[str, Any]) -> bool:
-        """Whether a widget only repeats what `tell_objects` has told it."""
+        """Return True if a widget only repeats what `tell_objects` has told it."""
         return comm == self._telling and data.get("method") == "echo_update"
 
     def tell_objects(self) -> None:
@@ -207,7 +207,7 @@ class RankComms:
         widgets.tell_objects()
 
     def take(self, kind: str, content: dict[str, Any]) -> bool:
-        """Whether what is output now goes into a widget, and not into the cell."""
+        """Return True if what is output now goes into a widget, and not into the cell."""
         with self._lock:
             taken = self._output_widgets.take(kind, content)
             if taken is not None:
@@ -257,7 +257,7 @@ def _marked(options: dict[str, Any], mark: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_update(kind: str, data: dict[str, Any], buffers: Any) -> bool:
-    """Whether it is the new state of a widget, of which a later one makes it needless."""
+    """Return True if it is the new state of a widget, of which a later one makes it needless."""
     return kind == "comm_msg" and data.get("method") == "update" and "state" in data and not buffers
 
 

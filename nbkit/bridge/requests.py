@@ -169,7 +169,7 @@ class Requests:
         return {"number": failed.number, "error": failed.error, "moment": failed.moment} if failed else None
 
     def answer(self, number: int, line: str) -> dict[str, Any]:
-        """What a person has typed at a prompt of this rank. number: of the prompt."""
+        """Return what a person has typed at a prompt of this rank. number: of the prompt."""
         self.runner.prompts.answer(number, line)
         return {}
 
@@ -206,13 +206,13 @@ class Requests:
         return {"queued": queued}
 
     def follow(self, cell: str, cursor: int) -> dict[str, Any]:
-        """What a notebook missed of a cell: outputs from `cursor` on, and the record if all of them are told."""
+        """Return what a notebook missed of a cell: outputs from `cursor` on, and the record if all of them are told."""
         record = self.runner.records.get(cell)  # read before the outputs: what it counts is then among them
         outputs, after = self.runner.capture.missed(cell, cursor, REPLY_BYTES)
         return {"outputs": outputs, "cursor": after, "record": record_text(record) if record else None}
 
     def complete(self, text: str) -> dict[str, Any]:
-        """What `text` (a name, or a name with a dot) may become, from the names on this rank."""
+        """Return what `text` (a name, or a name with a dot) may become, from the names on this rank."""
         if self._completing is not None and self._completing.is_alive():
             return {"matches": []}  # it asks an object of the user's, whose code does not end
         matches = set[str]()
@@ -234,7 +234,7 @@ class Requests:
         return {}
 
     def why(self, stacks: bool = False) -> dict[str, Any]:
-        """What this rank does right now: see nbkit.wire.activity."""
+        """Return what this rank does right now: see nbkit.wire.activity."""
         running = list(self.runner.running)
         known: dict[str, Any] = {}
         if running:
@@ -247,11 +247,11 @@ class Requests:
         return {"activity": base64.b64encode(pickle.dumps(found)).decode()}
 
     def moved(self) -> dict[str, Any]:
-        """What is another value when this rank has issued an operation, or made a step."""
+        """Return what is another value when this rank has issued an operation, or made a step."""
         return {"moved": [delegating_group.num_issued(), step_boundary.progress().get("step", 0)]}
 
     def outside(self, processes: dict[str, list[Any]]) -> dict[str, Any]:
-        """How processes of other ranks look from outside, those that are of this host. processes: by rank."""
+        """Return how processes of other ranks look from outside, those that are of this host. processes: by rank."""
         logs = self.runner.capture.folder.parent / "logs"
         looks = {}
         for rank, process in processes.items():
@@ -278,7 +278,8 @@ class Requests:
             self.runner.capture.publish("nbkit_record", {"record": record_text(record)}, self.kernel.iopub_socket)
 
     def _is_withdrawn(self, cell: str) -> bool:
-        """Whether its stop has reached any rank. All must answer alike: a cell on some ranks meets no partners."""
+        """Return True if its stop has reached any rank. All must answer alike: a cell on some ranks meets no
+        partners."""
         here = world.current()
         assert here is not None
         return any_rank(cell in self.stopping.withdrawn, device=here.place.device)

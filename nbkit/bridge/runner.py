@@ -58,7 +58,8 @@ _STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Whether something installed, of Python's own too, is being found, loaded or run for its import at `frame`."""
+    """Return True if something installed, of Python's own too, is being found, loaded or run for its import at
+    `frame`."""
     body = ""
     for each, _ in walk_stack(frame):
         code = each.f_code
@@ -290,7 +291,8 @@ class Runner:
             self.shell.ast_transformers.remove(enters)
 
     def _attempt(self, request: CellRequest) -> tuple[Any, BaseException | None]:
-        """What the shell says of the cell, or what escaped it: SystemExit, or an interrupt between its handlers."""
+        """Return what the shell says of the cell, or what escaped it: SystemExit, or an interrupt between its
+        handlers."""
         shell = self.shell
         outer = shell.execution_count, shell.displayhook.exec_result  # of the cell around a live one
         try:
@@ -414,7 +416,8 @@ class Runner:
             seconds = AGAIN_SECONDS
 
     def _within_cell(self) -> bool:
-        """Whether code of the innermost cell still runs: `%run` shows the error of a script, and the cell goes on."""
+        """Return True if code of the innermost cell still runs: `%run` shows the error of a script, and the cell goes
+        on."""
         for frame, _ in walk_stack(sys._getframe()):
             if frame.f_code is Runner._execute.__code__:
                 return False

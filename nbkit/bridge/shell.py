@@ -54,12 +54,12 @@ class Exit(ZMQExitAutocall):  # type: ignore[misc]
 
 
 def ends_well(error: BaseException) -> bool:
-    """Whether a process that it ends would say that all is well: sys.exit(), sys.exit(0), exit()."""
+    """Return True if a process that it ends would say that all is well: sys.exit(), sys.exit(0), exit()."""
     return isinstance(error, SystemExit) and (error.code is None or (isinstance(error.code, int) and error.code == 0))
 
 
 def end_words(error: BaseException) -> str:
-    """What is said of a cell that `error` has ended well."""
+    """Return what is said of a cell that `error` has ended well."""
     how = "exit()" if isinstance(error, CellExit) else "sys.exit(0)"
     return f"{how} has ended the cell; the rank lives on. → %cluster stop ends the ranks"
 
@@ -199,7 +199,8 @@ class Shell:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def shown_by(self) -> str:
-        """What has called the caller, to show a traceback: "cell", "magic", or "code" of the user's that goes on."""
+        """Return what has called the caller, to show a traceback: "cell", "magic", or "code" of the user's that goes
+        on."""
         for frame, _ in walk_stack(sys._getframe(2)):
             if frame.f_code is Shell.run_cell.__code__:
                 return "magic" if frame.f_locals["direct"] else "code"
@@ -210,13 +211,14 @@ class Shell:
         return "code"
 
     def is_cell(self, frame: FrameType) -> bool:
-        """Whether its code is a cell's own."""
+        """Return True if its code is a cell's own."""
         return frame.f_code.co_filename in self.cells
 
     def warned(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
-        """What a warning looks like: of a cell with its own lines, as in a traceback, and on every rank alike."""
+        """Return what a warning looks like: of a cell with its own lines, as in a traceback, and on every rank
+        alike."""
         what = f"{category.__name__}: {message}\n"
         if (number := self.cells.get(filename)) is not None:
             return f"Cell In[{number}], line {lineno}: {what}"
@@ -231,7 +233,8 @@ class Shell:
 
 
 def _skipped(error: BaseException) -> dict[int, BaseException]:
-    """Where the chain of an error is long: the last that is shown of its newest -> the first that is shown after it.
+    """Return where the chain of an error is long: the last that is shown of its newest -> the first that is shown after
+    it.
 
     How many are left out is counted in a note.
     """

@@ -85,7 +85,7 @@ class Stopping:
             self._insist(running)
 
     def _ends_in(self, running: Running, patience: float) -> bool:
-        """Whether the training in the cell reaches a boundary in time, and the cell ends there.
+        """Return True if the training in the cell reaches a boundary in time, and the cell ends there.
 
         An interrupt within a step can cost the training: ranks that hold different parts of a model may then stand at
         different steps.

@@ -120,7 +120,8 @@ class TrainingRequestHandler:
         self._tell(control, newest(), error=why, served=False)
 
     def result(self, id: str) -> dict[str, Any]:
-        """What came of a control, None while nothing has. known: it waits here for its boundary, or is served."""
+        """Return what came of a control, None while nothing has. known: it waits here for its boundary, or is
+        served."""
         result = self.results.get(id)
         waits = any(getattr(payload, "id", "") == id for _, payload in step_boundary.inbox.waiting().values())
         return {"result": result, "known": result is not None or waits or id in self._served}
@@ -235,8 +236,8 @@ def _idle(thread: threading.Thread | None) -> bool:
 
 
 def _torn(owner: Any) -> bool:
-    """Whether the ranks may stand apart: a switch in place found no way back, or a step of a trial broke off, which
-    it may have done on this rank alone while the others wait in it."""
+    """Return True if the ranks may stand apart: a switch in place found no way back, or a step of a trial broke off,
+    which it may have done on this rank alone while the others wait in it."""
     integrity = getattr(getattr(owner, "job", owner), "integrity", None)
     if integrity is None:
         return False

@@ -72,7 +72,7 @@ class DoctorReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing required is missing."""
+        """Return True if nothing required is missing."""
         return not self.missing
 
     @property

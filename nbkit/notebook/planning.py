@@ -36,7 +36,8 @@ Say = Callable[[str], None]
 
 
 def in_a_fork(function: Callable[[Say], T], *, heard: Say) -> T:
-    """What `function` returns, which is picklable. It may use all that this process holds, and changes none of it.
+    """Return what `function` returns, which is picklable. It may use all that this process holds, and changes none of
+    it.
 
     What it says of its progress, by the callable that it is given, is `heard` here. Raises what it raises, with the
     traceback as a note; ChildProcessError where it ends without an answer. Ctrl-C here ends it. For a process that has
@@ -180,7 +181,8 @@ def plan(
 
 
 def explain(model: Any, first: str, second: str, *, batch: int, on: str, **settings: Any) -> Words:
-    """What two rows of a plan differ in, and what would be chosen with more devices, a faster network, more rows.
+    """Return what two rows of a plan differ in, and what would be chosen with more devices, a faster network, more
+    rows.
 
     settings: the others of `plan`.
     """
@@ -198,7 +200,8 @@ def planned(
     why: list[str] | None,
     **others: str | None,
 ) -> Plan | Words:
-    """What `%nbkit plan` shows. variables: of the notebook; model and others (example, loss, optimizer) name some.
+    """Return what `%nbkit plan` shows. variables: of the notebook; model and others (example, loss, optimizer) name
+    some.
 
     Without a model: the training that runs, see `training_plan`.
     """
@@ -286,7 +289,7 @@ class _Asked:
             )
 
     def answered(self, make: Callable[[Subject], T]) -> T:
-        """What `make` makes of the model; in a fork where torch would be imported for it alone."""
+        """Return what `make` makes of the model; in a fork where torch would be imported for it alone."""
         if isinstance(self.model, GPTConfig):
             return make(GPTPieces(self.model, element=PRECISIONS[self.precision]))
         with PlanningLine("nbkit.plan", "imports torch") as line:

@@ -67,7 +67,7 @@ class SelftestCluster:
 
     @property
     def pipelines(self) -> bool:
-        """Whether stages can send to each other: gloo sends no messages of a GPU."""
+        """Return True if stages can send to each other: gloo sends no messages of a GPU."""
         return self.kind == "cpu" or self.cluster.entry.backend == "nccl"
 
     def cell(self, source: str) -> Results:
@@ -77,7 +77,7 @@ class SelftestCluster:
         return results
 
     def as_one_process(self) -> str:
-        """How far apart `trainer` and one process are. Raises Failed when it is too far."""
+        """Return how far apart `trainer` and one process are. Raises Failed when it is too far."""
         every = self.cell(_APART).values.values()
         losses, weights = (max(one[what] for one in every) for what in ("losses", "weights"))
         said = f"losses {losses:.1e}, weights {weights:.1e} from one process"
@@ -316,7 +316,7 @@ class SelftestReport:
 
     @property
     def verdict(self) -> str:
-        """How many of what, in one line."""
+        """Return how many of what, in one line."""
         counts = {state: sum(one.state == state for one in self.outcomes) for state in ("ok", "FAILED", "left out")}
         words = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
         return f"{words or 'nothing tried'}, in {self.seconds:.0f} s on {self.on}"
@@ -413,7 +413,7 @@ class Trial:
             self._folder.cleanup()
 
     def devices(self) -> str:
-        """What each rank computes on."""
+        """Return what each rank computes on."""
         with _kept():
             values = self._place.cell(_DEVICES).values
         return "\n".join(f"rank {rank}  {said}" for rank, said in values.items())

@@ -96,7 +96,7 @@ class KeptRecords:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank has recorded the last step, or has ended its training."""
+        """Return True if every rank has recorded the last step, or has ended its training."""
         # A rank records the end first, then the steps that were in flight.
         over = self._ended & self._quiet
         return bool(self._cursors) and all(

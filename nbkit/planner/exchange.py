@@ -42,7 +42,7 @@ def held(layout: Layout | None) -> tuple[Box, ...]:
 
 
 def within(inner: Box, outer: Box) -> bool:
-    """Whether all of `inner` lies in `outer`."""
+    """Return True if all of `inner` lies in `outer`."""
     for at, length, start, room in zip(inner.start, inner.shape, outer.start, outer.shape, strict=True):
         if at < start or at + length > start + room:
             return False
@@ -50,7 +50,7 @@ def within(inner: Box, outer: Box) -> bool:
 
 
 def uncovered(boxes: Iterable[Box], covers: Sequence[Box]) -> list[Box]:
-    """What `covers` leave of `boxes`: rectangles that do not overlap each other if those of `boxes` do not."""
+    """Return what `covers` leave of `boxes`: rectangles that do not overlap each other if those of `boxes` do not."""
     left = list(boxes)
     for cover in covers:
         if not left:
@@ -226,7 +226,7 @@ class ExchangePlan:
         return found
 
     def moves(self, src: int, dst: int) -> list[tuple[str, Box]]:
-        """What `src` sends to `dst`: (key, box of the global tensor)."""
+        """Return what `src` sends to `dst`: (key, box of the global tensor)."""
         found = []
         for group in self.groups:
             boxes = [move.box for move in group.moves if (move.src, move.dst) == (src, dst)]
@@ -319,7 +319,7 @@ def _shared(cells: Sequence[_Cell], node_of: Sequence[int]) -> tuple[list[_Cell]
 def _relayed(
     shared: Sequence[_Cell], node_of: Sequence[int], load: list[int], size: int
 ) -> tuple[list[Move], list[Move]]:
-    """What crosses to each node, every element once, and what is handed on there by who has got it.
+    """Return what crosses to each node, every element once, and what is handed on there by who has got it.
 
     size: bytes of an element, of all tensors that move so. load: what each rank sends, which this adds to.
     """

@@ -101,7 +101,7 @@ class _Filling:
         self.sent, self.received, self.fresh = [0] * ranks, [0] * ranks, [0] * ranks
 
     def room(self, item: _Item, limit: int, in_place: int | None) -> int:
-        """How many tensors of `item` fit."""
+        """Return how many tensors of `item` fit."""
         count = len(item.part.keys)
         bounds = [(self.sent, item.sent, limit), (self.received, item.received, limit)]
         bounds += [(self.fresh, item.fresh, in_place)] if in_place is not None else []
@@ -289,7 +289,7 @@ def steps(plan: ExchangePlan, made: Sequence[Round], rank: int) -> list[RankRoun
 
 
 def _places(layout: Layout, box: Box) -> tuple[BoxPair, ...]:
-    """Where `box` of the global tensor is in the local one."""
+    """Return where `box` of the global tensor is in the local one."""
     found = []
     for here, there in layout.pieces:
         if (part := there.meet(box)) is not None:

@@ -327,7 +327,7 @@ class _Step:
 
     @property
     def _in_levels(self) -> bool:
-        """Whether all gradients are all-reduced, in two levels."""
+        """Return True if all gradients are all-reduced, in two levels."""
         return self.levels > 1 and not self.strategy.zero and not self.strategy.levers.compress
 
     def _summed(self, newest: float, others: Sequence[float]) -> float:

@@ -93,7 +93,7 @@ def stage_ranges(costs: Sequence[float], strategy: Strategy) -> list[tuple[int, 
 
 
 def too_few(strategy: Strategy, blocks: int) -> tuple[str, str, str]:
-    """What is said where a pipeline has more stages than the model has blocks: what, numbers, hint."""
+    """Return what is said where a pipeline has more stages than the model has blocks: what, numbers, hint."""
     pp, schedule, stages = strategy.pp, strategy.schedule, len(ranks_of_stages(strategy))
     each = stages // pp
     hint = f"pp={blocks // each} or fewer" if blocks >= 2 * each else ""
@@ -107,7 +107,7 @@ def too_few(strategy: Strategy, blocks: int) -> tuple[str, str, str]:
 
 
 def spelled(ranges: Sequence[tuple[int, int]]) -> str:
-    """How many blocks each stage holds, for people: "3+3+2+2"."""
+    """Return how many blocks each stage holds, for people: "3+3+2+2"."""
     return "+".join(str(stop - start) for start, stop in ranges)
 
 
@@ -194,7 +194,8 @@ def computing_seconds(strategy: Strategy, batch: int, costs: Sequence[float], sp
 
 
 def best_speeds(strategy: Strategy, batch: int, costs: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
-    """What `speeds=` has to be for the shortest step on ranks of such speeds; arguments as of `computing_seconds`.
+    """Return what `speeds=` has to be for the shortest step on ranks of such speeds; arguments as of
+    `computing_seconds`.
 
     The measured speeds themselves, unless another division is shorter by more than what a simulation leaves out.
     """
@@ -245,7 +246,7 @@ def makespan(
 
 
 def _is_sum(schedule: str, micros: int, stages: Sequence[float], transfer: float, ranks: int) -> bool:
-    """Whether no simulation is needed, or worth its time."""
+    """Return True if no simulation is needed, or worth its time."""
     if schedule not in ("gpipe", "1f1b", "interleaved"):
         return False
     operations = micros * len(stages)
@@ -346,7 +347,7 @@ def best_places(strategy: Strategy, batch: int, costs: tuple[float, ...]) -> Str
 
 
 def rank_seconds(strategy: Strategy, batch: int, costs: Sequence[float]) -> list[float]:
-    """What each rank computes in a step, in whole rows / speed, with stages and rows as `speeds=` has them."""
+    """Return what each rank computes in a step, in whole rows / speed, with stages and rows as `speeds=` has them."""
     mesh, rows = strategy.mesh, strategy.rows(batch)
     cost = [0.0] * strategy.pp
     for home, (start, stop) in zip(ranks_of_stages(strategy), stage_ranges(costs, strategy), strict=True):
@@ -444,7 +445,8 @@ def _of_a_line(
 
 
 def _within(limit: Fraction, at: Sequence[Fraction], speeds: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Which kind of device each stage has, so that none takes longer than `limit`; [] where there is no such order.
+    """Return which kind of device each stage has, so that none takes longer than `limit`; [] where there is no such
+    order.
 
     at: sum of costs before each block. counts: devices of each of `speeds`.
     """

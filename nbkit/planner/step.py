@@ -126,7 +126,7 @@ class _Wire:
         self.free = 0.0
 
     def send(self, begun: float, message: MessageTime) -> float:
-        """When it has arrived."""
+        """Return when it has arrived."""
         self.free = max(self.free, begun) + message.holds
         return self.free + message.late
 
@@ -169,7 +169,8 @@ class _Run:
         return max([now, *arrived])
 
     def _forward(self, wire: _Wire, updated: Sequence[tuple[int, int]]) -> float:
-        """When forward is through. updated: (bytes, the first unit that reads it) of what is gathered meanwhile."""
+        """Return when forward is through. updated: (bytes, the first unit that reads it) of what is gathered
+        meanwhile."""
         now, coming = 0.0, [wire.send(0.0, self.took("all_gather", size)) for size, _ in updated[:2]]
         come = 0
         for i, unit in enumerate(self.units):
@@ -366,7 +367,7 @@ def _data(
 
 
 def _within(work: Work, inner: Sequence[TrafficTerm], within: float, lines: Lines, *, shared: bool) -> Within:
-    """What tp and cp send, level over the units and both directions."""
+    """Return what tp and cp send, level over the units and both directions."""
     if not within:
         return Within()
     places = 2 * work.passes * len(work.units)
@@ -475,7 +476,7 @@ def _speeds(old: Strategy, strategy: Strategy) -> list[float]:
 
 
 def link_seconds(strategy: Strategy, terms: Sequence[TrafficTerm], link: WorldLinks) -> float:
-    """What all that a rank sends in a step takes on the links, one after the other."""
+    """Return what all that a rank sends in a step takes on the links, one after the other."""
     lines = _lines(strategy, link)
     return sum(lines(term).seconds(term) for term in terms)
 

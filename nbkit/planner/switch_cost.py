@@ -21,7 +21,7 @@ class During(NamedTuple):
 
 
 def during(old: Sequence[int], new: Sequence[int], *, buffers: int, left: Sequence[int | None]) -> During:
-    """What each rank holds at the peak of a switch.
+    """Return what each rank holds at the peak of a switch.
 
     old, new: bytes of a rank's model (weights, optimizer state, and the gradients that it keeps between steps).
     buffers: of the exchange, see Exchange.buffer_bytes. left: bytes that a rank can still take while it holds the old
@@ -35,5 +35,6 @@ def during(old: Sequence[int], new: Sequence[int], *, buffers: int, left: Sequen
 
 
 def fits(new: int, *, buffers: int, left: int | None) -> bool:
-    """Whether a rank that can still take `left` bytes has room for a second model of `new` bytes beside its own."""
+    """Return True if a rank that can still take `left` bytes has room for a second model of `new` bytes beside its
+    own."""
     return left is None or new + buffers <= left

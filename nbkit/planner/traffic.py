@@ -124,7 +124,7 @@ def per_step(
     sequence_parallel: bool = True,
     node_of: Sequence[int] = (),
 ) -> tuple[TrafficTerm, ...]:
-    """What `rank` sends in a step of `facts.batch` samples; nothing on axes of degree 1.
+    """Return what `rank` sends in a step of `facts.batch` samples; nothing on axes of degree 1.
 
     cuts: which blocks the ranks of a pipeline hold; None: as many each. each, hidden: bytes of an element of weights
     and gradients, of the hidden states. accumulation: forward passes of a step where there is no pipeline. node_of: of
@@ -312,7 +312,7 @@ class _Step:
 
     @property
     def _blocks(self) -> int:
-        """How many this rank runs."""
+        """Return how many this rank runs."""
         if self.cuts is None:
             return _known(self.facts.blocks, "blocks")
         return sum(stop - start for start, stop in self.cuts[self._at["pp"]])

@@ -54,7 +54,7 @@ class Accelerator:
 
     @property
     def kind(self) -> str:
-        """What torch calls the devices of this machine that ranks can compute on, "cpu" without one."""
+        """Return what torch calls the devices of this machine that ranks can compute on, "cpu" without one."""
         found = torch.accelerator.current_accelerator(check_available=True)
         return found.type if found is not None and found.type in BACKENDS else "cpu"
 
@@ -75,7 +75,8 @@ class Accelerator:
         return _CPU if kind == "cpu" else torch.device(kind, self.chosen())
 
     def holds(self, what: Tensor | torch.device | None) -> bool:
-        """Whether a tensor lies on a device, and the host is only told of what becomes of it; or: whether it is one."""
+        """Return True if a tensor lies on a device, and the host is only told of what becomes of it; or: whether it is
+        one."""
         return what is not None and getattr(what, "device", what).type in BACKENDS
 
     def stamp(self) -> Event:
@@ -85,7 +86,7 @@ class Accelerator:
         return event
 
     def event(self, device: torch.device) -> Event:
-        """What is in the current stream of `device` so far."""
+        """Return what is in the current stream of `device` so far."""
         return torch.accelerator.current_stream(device).record_event()
 
     @contextmanager
@@ -160,7 +161,8 @@ class Accelerator:
         torch.accelerator.empty_cache()
 
     def context_lost(self, error: BaseException) -> str:
-        """What the device says when nothing can be computed on it any more by this process; "" of other errors."""
+        """Return what the device says when nothing can be computed on it any more by this process; "" of other
+        errors."""
         said = _first_line(error)
         return said if any(sign in said for sign in _CONTEXT_LOST) else self.failed(error)
 
@@ -171,7 +173,7 @@ class Accelerator:
         return said if ours and any(sign in said for sign in _DEVICE_FAILED) else ""
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """Whether `error` says that memory could not be allocated, of a device or of the host."""
+        """Return True if `error` says that memory could not be allocated, of a device or of the host."""
         return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
             isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
         )
@@ -218,11 +220,11 @@ class Accelerator:
         return f"GPU-{str(found).removeprefix('GPU-')}" if found else ""
 
     def runs_triton(self, tensor: Tensor) -> bool:
-        """Whether a kernel of Triton can be launched on `tensor`, where there is Triton."""
+        """Return True if a kernel of Triton can be launched on `tensor`, where there is Triton."""
         return self.holds(tensor) and type(tensor) is Tensor
 
     def emulates_bf16(self, device: torch.device) -> bool:
-        """Whether `device` computes bf16 by way of float32."""
+        """Return True if `device` computes bf16 by way of float32."""
         # Without the argument torch says yes to GPUs before Ampere too.
         return not torch.get_device_module(device).is_bf16_supported(including_emulation=False)
 

@@ -73,7 +73,7 @@ class _Track:
         self._free: dict[int, int] = {}  # thread -> when its last event ends
 
     def named(self) -> list[Event]:
-        """What the viewer shows as names, in this order."""
+        """Return what the viewer shows as names, in this order."""
         host = f" on {self._header.host}" if self._header.host else ""
         named = [self._name("process_name", name=f"rank {self.rank}{host}")]
         named.append(self._name("process_sort_index", sort_index=self.rank))
@@ -151,7 +151,7 @@ def _moments(detail: Detail) -> Iterator[int]:
 def _first_issued(
     details: Mapping[int, Sequence[Detail]], headers: Mapping[int, Header]
 ) -> dict[tuple[str, str, int], int]:
-    """When the first rank issued each collective: how much later the others did shows who is late."""
+    """Return when the first rank issued each collective: how much later the others did shows who is late."""
     first: dict[tuple[str, str, int], int] = {}
     for rank, those in details.items():
         for call in (call for one in those for call in one.calls if call.peer is None):

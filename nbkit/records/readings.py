@@ -73,7 +73,7 @@ class Late:
 
     @property
     def alone(self) -> bool:
-        """Whether its twins are not as late, so that its share of the work is not what makes it so."""
+        """Return True if its twins are not as late, so that its share of the work is not what makes it so."""
         return bool(self.twins) and self.took - self.twins_took >= self.seconds / 2
 
     @property

@@ -151,7 +151,7 @@ def _plain(late: Late, step: float) -> str:
 
 
 def _why(late: Late, step: float) -> str:
-    """What makes its compute long is told by the ranks that have the same share of the work."""
+    """Return what makes its compute long is told by the ranks that have the same share of the work."""
     if late.cause != "compute" or not late.twins:
         return _plain(late, step)
     several = len(late.twins) > 1
@@ -221,7 +221,7 @@ _CAUSES = {
 
 
 def differences(fingerprints: Sequence[Mapping[str, int]]) -> list[str]:
-    """What does not match between the ranks' fingerprints (index == rank); empty when all is matched.
+    """Return what does not match between the ranks' fingerprints (index == rank); empty when all is matched.
 
     A line per group whose members issued different numbers of collectives, and per pair of ranks with a send
     that nobody received, or the other way round.

@@ -32,7 +32,7 @@ class Op(NamedTuple):
 
 
 def before(op: Op, num_stages: int, *, split: bool) -> tuple[Op, ...]:
-    """What must be done before `op`. split: whether the stage after this one has I and W instead of B."""
+    """Return what must be done before `op`. split: whether the stage after this one has I and W instead of B."""
     kind, stage, micro = op
     if kind == "F":
         return (Op("F", stage - 1, micro),) if stage else ()
@@ -220,12 +220,12 @@ class Schedule:
 
     @property
     def v_shaped(self) -> bool:
-        """Whether stages run down the ranks and up again, so that the first and the last are on rank 0."""
+        """Return True if stages run down the ranks and up again, so that the first and the last are on rank 0."""
         return type_of(self.name).v_shaped
 
     @property
     def splits(self) -> bool:
-        """Whether some backwards are split into I and W."""
+        """Return True if some backwards are split into I and W."""
         return any(op.kind == "I" for ops in self.ops for op in ops)
 
     def rank_of(self, stage: int) -> int:

@@ -44,7 +44,7 @@ class ProcessState:
 
 
 def look(process: Process, log: Path, seconds: float = 1.0) -> ProcessState | None:
-    """What a process of this host does that dumps its stack into `log` on SIGUSR1; it is given so many seconds.
+    """Return what a process of this host does that dumps its stack into `log` on SIGUSR1; it is given so many seconds.
 
     None when it has ended, or is not of this host. One that is stopped is not asked for its stack.
     """

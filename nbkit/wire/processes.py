@@ -38,7 +38,7 @@ class Process:
         return cls(pid, started, boot_id())
 
     def is_alive(self) -> bool:
-        """Whether it still runs; a zombie does not."""
+        """Return True if it still runs; a zombie does not."""
         try:
             started, zombie = _look(self.pid)
         except ProcessLookupError:
@@ -60,7 +60,7 @@ class Process:
 
 
 def followers(leader: int, folder: str | os.PathLike[str]) -> list[Process]:
-    """What still runs of the session that process `leader` leads or led, itself left out.
+    """Return what still runs of the session that process `leader` leads or led, itself left out.
 
     folder: only what was started with this folder, or one below it, in its environment. When all of a session have
     ended, its number may come to mean somebody else's.
@@ -97,13 +97,14 @@ def _was_given(pid: int, folder: str) -> bool:
 
 
 def node_name() -> str:
-    """What this machine is called: in a job of Slurm's as Slurm calls it, since one machine may be several nodes."""
+    """Return what this machine is called: in a job of Slurm's as Slurm calls it, since one machine may be several
+    nodes."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 @cache
 def boot_id() -> str:
-    """What the kernel calls this boot, "" where it does not."""
+    """Return what the kernel calls this boot, "" where it does not."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

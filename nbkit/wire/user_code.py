@@ -13,7 +13,7 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 @functools.lru_cache(4096)
 def is_users(file: str) -> bool:
-    """Whether `file`, as a frame names it, is the user's own code."""
+    """Return True if `file`, as a frame names it, is the user's own code."""
     path = Path(file)
     return not (
         file.startswith(("<frozen", "<string>"))

@@ -15,7 +15,8 @@ import psutil
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a child has ended, without reaping it: until it is reaped, nobody else gets its pid or its group's."""
+    """Return True if a child has ended, without reaping it: until it is reaped, nobody else gets its pid or its
+    group's."""
     if hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)

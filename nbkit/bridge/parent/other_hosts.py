@@ -43,7 +43,7 @@ class CoordinatorLine:
         self._told = 0.0
 
     def receive(self) -> list[dict[str, Any]]:
-        """What it has sent; blocks for the first message."""
+        """Return what it has sent; blocks for the first message."""
         messages = self.link.receive()
         self.gone = messages is None
         return messages or []
@@ -154,7 +154,7 @@ class OtherHosts:
 
     @property
     def awaited(self) -> bool:
-        """Whether this parent has to stay although none of its ranks may be left."""
+        """Return True if this parent has to stay although none of its ranks may be left."""
         waits = bool(self.undecided) or self.in_reserve
         return waits and not self.parent.ending and self._line is not None and not self._line.gone
 
@@ -189,7 +189,7 @@ class OtherHosts:
             self.parent.replacer.lost(rank, how)
 
     def hear(self, event: str, message: dict[str, Any]) -> bool:
-        """Whether a message of the coordinator is of this, and done."""
+        """Return True if a message of the coordinator is of this, and done."""
         if event == "take_place":
             self._take_place(message["base"], message["count"])
             return True

@@ -158,7 +158,8 @@ class Replacer:
             self.under_way.left = self.under_way.left or f"rank {rank} is lost: {how}"
 
     def takes(self, child: Member, death: dict[str, Any]) -> bool:
-        """Whether the death of `child` is seen to here: its rank is replaced, or a replacement has failed by it."""
+        """Return True if the death of `child` is seen to here: its rank is replaced, or a replacement has failed by
+        it."""
         parent, replacement = self.parent, self.under_way
         self._stand.pop((child.rank, child.pid), None)
         death["how"] = self._hung.pop((child.rank, child.pid), death["how"])
@@ -284,7 +285,7 @@ class Resizer:
         self._leaving: dict[int, float] = {}  # rank -> until when its cell may go on
 
     def takes(self, child: Child, message: dict[str, Any]) -> bool:
-        """Whether what a rank says is of this: it waits, or all go on."""
+        """Return True if what a rank says is of this: it waits, or all go on."""
         if "size" in message and self.under_way is None:
             self._begin(message)
         if (resizing := self.under_way) is None:

@@ -15,14 +15,14 @@ Handed = TypeVar("Handed")
 
 
 def gathered(told: Told) -> list[Told]:
-    """What each rank tells, in their order. Collective."""
+    """Return what each rank tells, in their order. Collective."""
     assert calls.place is not None
     device = accelerator().device(calls.place.device)
     return all_gather_objects(told, world_size=calls.place.world_size, device=device)
 
 
 def broadcast(handed: Handed | None, giver: int) -> Handed:
-    """What the giver hands to all. Collective."""
+    """Return what the giver hands to all. Collective."""
     assert calls.place is not None
     told: list[Any] = [handed]
     dist.broadcast_object_list(told, src=giver, device=accelerator().device(calls.place.device))

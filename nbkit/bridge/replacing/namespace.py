@@ -31,7 +31,7 @@ class RankNames:
 
 
 def parts_of(trainer: Any) -> dict[str, Any]:
-    """What a new rank has of its own, by the Trainer's attribute; "" for the Trainer, or the OwnLoop."""
+    """Return what a new rank has of its own, by the Trainer's attribute; "" for the Trainer, or the OwnLoop."""
     return {} if trainer is None else {name: getattr(trainer, name) if name else trainer for name in _OF_THE_TRAINER}
 
 

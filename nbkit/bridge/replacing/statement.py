@@ -17,7 +17,8 @@ _MANY = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, 
 
 
 def statement_of(source: str, frame: FrameType, is_trainer: Callable[[str], bool]) -> int | None:
-    """Which top-level statement of the cell `source` calls NAME.fit(...) in `frame`; None if it cannot be entered.
+    """Return which top-level statement of the cell `source` calls NAME.fit(...) in `frame`; None if it cannot be
+    entered.
 
     It can be where nothing but `fit` would have to be called before: then a new rank has nothing to catch up with.
     """

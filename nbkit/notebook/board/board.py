@@ -74,7 +74,7 @@ def runtime_dir() -> Path:
 
 
 def in_colab(environment: Mapping[str, str]) -> bool:
-    """Whether this kernel runs in Google Colab, where only its own page knows the address of a port."""
+    """Return True if this kernel runs in Google Colab, where only its own page knows the address of a port."""
     return "COLAB_RELEASE_TAG" in environment
 
 
@@ -96,7 +96,7 @@ def colab_html(port: int, height: int, page: str = "") -> str:
 
 
 def other_way(port: int, environment: Mapping[str, str]) -> str:
-    """What to do where the address of `browser_url` does not open. environment: as there."""
+    """Return what to do where the address of `browser_url` does not open. environment: as there."""
     if "JUPYTERHUB_SERVICE_PREFIX" in environment:
         return "if the Hub does not find it: pip install jupyter-server-proxy   where the server is, then start it anew"
     return f"from another machine: {_ssh_line(port)}   then open http://127.0.0.1:{port}/"
@@ -186,7 +186,7 @@ class Board:
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """Return True if the process runs."""
         return self._process.poll() is None
 
     def stop(self) -> None:

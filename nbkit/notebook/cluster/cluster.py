@@ -162,7 +162,7 @@ def current() -> Cluster:
 
 
 def is_current(name: str) -> bool:
-    """Whether this notebook's cluster is called `name`."""
+    """Return True if this notebook's cluster is called `name`."""
     return _current is not None and not _current.ended and _current.entry.name == name
 
 
@@ -194,7 +194,7 @@ class Cluster:
 
     @property
     def ended(self) -> bool:
-        """Whether it was stopped, or attached anew."""
+        """Return True if it was stopped, or attached anew."""
         return bool(self.connection.ended)
 
     # Life ---------------------------------------------------------------------------------------------------------
@@ -505,7 +505,7 @@ class Cluster:
         return Status(entry, rows, self.connection.generation.number, self.notes)
 
     def why(self, *, stacks: bool = False) -> Why:
-        """Who is stuck where: what every rank does, and one sentence; within 5 s, whatever they do.
+        """Return who is stuck where: what every rank does, and one sentence; within 5 s, whatever they do.
 
         stacks: with the stack of every thread.
         """

@@ -79,11 +79,11 @@ class ClusterEntry:
 
     @property
     def is_spread(self) -> bool:
-        """Whether its ranks may be on other hosts than its controller; `parent` is their coordinator then."""
+        """Return True if its ranks may be on other hosts than its controller; `parent` is their coordinator then."""
         return "on" in self.options
 
     def is_alive(self) -> bool:
-        """Whether ranks and controller run; a cluster of another host is taken at its word."""
+        """Return True if ranks and controller run; a cluster of another host is taken at its word."""
         return not self.is_here or (self.parent.is_alive() and self.controller.is_alive())
 
     def left(self) -> list[Process]:
@@ -93,7 +93,7 @@ class ClusterEntry:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it was started with --detach, and no notebook has taken it up since."""
+        """Return True if it was started with --detach, and no notebook has taken it up since."""
         return bool(self.options.get(DETACHED)) and not self.ranks
 
     def is_attached(self) -> bool:
@@ -184,7 +184,7 @@ def entries() -> list[ClusterEntry]:
 
 
 def unreadable() -> list[str]:
-    """What is to be said of each cluster that `entries` leaves out."""
+    """Return what is to be said of each cluster that `entries` leaves out."""
     said = []
     for name in _names():
         try:

@@ -14,7 +14,7 @@ from nbkit.wire.processes import Process
 
 
 def read(folder: Path, *, since: float) -> dict[str, Any] | None:
-    """What was written after `since` (time.time()); None where nothing was."""
+    """Return what was written after `since` (time.time()); None where nothing was."""
     with suppress(OSError, ValueError):
         found: dict[str, Any] = json.loads((folder / "resized.json").read_text())
         return found if found["when"] > since else None

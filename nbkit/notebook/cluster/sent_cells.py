@@ -57,7 +57,7 @@ def literal_text(value: Any) -> str:
 
 
 def type_text(value: Any) -> str:
-    """What a value is, for people: `numpy.ndarray`, `a list of 5000`."""
+    """Return what a value is, for people: `numpy.ndarray`, `a list of 5000`."""
     kind = type(value)
     if kind in (list, tuple, dict, set, str, bytes):
         return f"a {kind.__name__} of {len(value):,}"

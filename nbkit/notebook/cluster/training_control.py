@@ -255,7 +255,7 @@ class TrainingClient:
         return bool(self._ask_one("status").get("training"))
 
     def look(self) -> dict[str, Any]:
-        """What a rank answers about its training, whatever it is doing: see bridge/requests.py. {}: no answer.
+        """Return what a rank answers about its training, whatever it is doing: see bridge/requests.py. {}: no answer.
 
         "table" is the estimate for every strategy, {} while it is being computed.
         """

@@ -57,25 +57,25 @@ class RankState:
 
     @property
     def waits(self) -> Operation | None:
-        """What it waits in."""
+        """Return what it waits in."""
         return self.activity.waits if self.activity else None
 
     def log(self, group: str) -> GroupLog | None:
-        """What it has issued in a group; None where that is not known."""
+        """Return what it has issued in a group; None where that is not known."""
         return self.activity.groups.get(group) if self.activity else None
 
     @property
     def idle(self) -> bool:
-        """Whether it runs no cell."""
+        """Return True if it runs no cell."""
         return self.activity is not None and self.activity.cell is None
 
     @property
     def prompt(self) -> str:
-        """What for it asks for a line that a person types; "" for none."""
+        """Return what for it asks for a line that a person types; "" for none."""
         return self.activity.prompt if self.activity else ""
 
     def is_doing(self) -> str:
-        """What it does, for a sentence that begins with the rank: "is in time.sleep, cell 9 line 4"."""
+        """Return what it does, for a sentence that begins with the rank: "is in time.sleep, cell 9 line 4"."""
         if self.kind != "answers" or self.activity is None:
             return f"{self.how}, {self.line}" if self.line else self.how
         if self.prompt:
@@ -254,8 +254,8 @@ def _sides(issued: Mapping[int, Operation]) -> tuple[tuple[Operation, tuple[int,
 
 
 def skipped(states: Mapping[int, RankState], group: str) -> Mismatch | None:
-    """What some ranks have left out: they have issued fewer, and what they lack is one stretch of what the others have
-    issued, in the same lines, and not at its end."""
+    """Return what some ranks have left out: they have issued fewer, and what they lack is one stretch of what the
+    others have issued, in the same lines, and not at its end."""
     logs = {rank: log for rank, state in states.items() if (log := state.log(group)) is not None and log.operations}
     most = max((log.issued for log in logs.values()), default=0)
     full = next((log for log in logs.values() if log.issued == most), None)
@@ -275,7 +275,8 @@ def skipped(states: Mapping[int, RankState], group: str) -> Mismatch | None:
 
 
 def _stretch_left_out(full: Sequence[Operation], short: Sequence[Operation], lacking: int) -> int | None:
-    """Where in `full` the `lacking` operations begin without which it is `short`; None: nowhere but at its end."""
+    """Return where in `full` the `lacking` operations begin without which it is `short`; None: nowhere but at its
+    end."""
     start = max(full[0].number, short[0].number)
     long = [operation for operation in full if operation.number >= start]
     less = [operation for operation in short if operation.number >= start]
@@ -316,12 +317,12 @@ class HangVerdict:
 
     @property
     def stuck(self) -> bool:
-        """Whether a rank waits for another, or is held, and no person is at it."""
+        """Return True if a rank waits for another, or is held, and no person is at it."""
         return self.kind not in ("free", "prompt")
 
 
 def verdict(states: Mapping[int, RankState]) -> HangVerdict:
-    """What it comes to. states: of all ranks."""
+    """Return what it comes to. states: of all ranks."""
     found = _found(states)
     return replace(found, sentence=found.sentence + _of_split_model(states)) if found.stuck else found
 
@@ -386,7 +387,7 @@ def _issued(state: RankState, group: str) -> int:
 
 
 def _other_end(state: RankState | None, rank: int, operation: Operation) -> int:
-    """How many messages the other rank has issued at the other end of such an operation of `rank`."""
+    """Return how many messages the other rank has issued at the other end of such an operation of `rank`."""
     log = state.log(operation.group) if state is not None else None
     if log is None:
         return 0
@@ -479,7 +480,7 @@ def _doings(ranks: Iterable[int], states: Mapping[int, RankState], waiting: Mapp
 
 
 def _owed(rank: int, waiting: Mapping[int, Operation]) -> str:
-    """What others wait for from a rank: its part of a collective, or the other end of a message."""
+    """Return what others wait for from a rank: its part of a collective, or the other end of a message."""
     for operation in waiting.values():
         if operation.peer == rank:
             return "receiving it" if operation.op == "send" else "sending it"
@@ -502,7 +503,7 @@ def _of_split_model(states: Mapping[int, RankState]) -> str:
 
 
 def _of_mismatch(mismatch: Mismatch, waiting: Mapping[int, Operation]) -> str:
-    """What differs, and who waits in something else than that."""
+    """Return what differs, and who waits in something else than that."""
     ends = {(operation.op, operation.group, operation.number) for operation, _ in mismatch.sides}
     others = {r: each for r, each in waiting.items() if (each.op, each.group, each.number) not in ends}
     here = [each.seconds for rank, each in waiting.items() if rank not in others]
@@ -559,7 +560,7 @@ class Why:
 
     @property
     def sentence(self) -> str:
-        """What it comes to."""
+        """Return what it comes to."""
         return self.verdict.sentence
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -657,5 +658,5 @@ class QuietWatch:
             self.client.soon(self.execution.say, text)
 
     def _more(self) -> str:
-        """Where there is more; the kernel is busy with a cell that it waits for."""
+        """Return where there is more; the kernel is busy with a cell that it waits for."""
         return "→ %nbkit why" if self.execution.request.detached else f"→ nbkit why {self.entry.name}   in a terminal"

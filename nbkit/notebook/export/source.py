@@ -108,7 +108,7 @@ def without_shown(plain: Plain) -> Plain:
 
 
 def is_of_notebook(node: ast.stmt) -> bool:
-    """Whether it shows something in a notebook and does nothing else, or imports from Jupyter."""
+    """Return True if it shows something in a notebook and does nothing else, or imports from Jupyter."""
     match node:
         case ast.Expr(ast.Call(ast.Name(name))):
             return name in _SHOWN
@@ -318,7 +318,7 @@ def plain_code(number: int, plain: Plain) -> LeftOut:
 
 
 def imports_of(plain: Plain) -> dict[str, str]:
-    """What a cell of the notebook itself imports: name -> statement."""
+    """Return what a cell of the notebook itself imports: name -> statement."""
     statements = [node for node in plain.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     return {
         (alias.asname or alias.name).split(".")[0]: ast.unparse(node)
@@ -514,7 +514,7 @@ class _Reading:
             self.left_out.append(plain_code(self.number, plain))
 
     def _take_magic(self, line: str, cell: dict[str, Any]) -> bool:
-        """Whether the line stands in the script, as something else."""
+        """Return True if the line stands in the script, as something else."""
         for name, value in self.known.items():
             line = line.replace("{" + name + "}", str(value))
         magic, _, rest = line.partition(" ")

@@ -127,7 +127,7 @@ class RunReader:
 
 
 def _ends(event: dict[str, Any]) -> bool:
-    """Whether a training ends with it; it goes on after a switch that failed."""
+    """Return True if a training ends with it; it goes on after a switch that failed."""
     return event["kind"] == "failure" and event.get("error") != "SwitchError"
 
 

@@ -33,7 +33,8 @@ def kernel_version() -> str:
 
 
 def in_vscode(environment: Mapping[str, str], variables: Mapping[str, Any]) -> bool:
-    """Whether VS Code shows the notebook: by what it sets for its kernels, and the variable that it puts into them.
+    """Return True if VS Code shows the notebook: by what it sets for its kernels, and the variable that it puts into
+    them.
 
     VSCODE_PID alone is not enough: on WSL and remote machines it is missing (holoviz/panel issue 5200).
     """

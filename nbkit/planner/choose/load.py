@@ -165,7 +165,8 @@ class Load:
 
 
 def spans(strategy: Strategy, axis: str, node: int) -> bool:
-    """Whether neighbours along `axis` sit on different nodes. axis: with its level behind it, where it has two."""
+    """Return True if neighbours along `axis` sit on different nodes. axis: with its level behind it, where it has
+    two."""
     mesh = strategy.mesh
     axis, _, level = axis.partition(" ")
     if level:
@@ -298,7 +299,8 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """What one row stands for: of schedules and micro-batches, with or without recompute, the best has it."""
+        """Return what one row stands for: of schedules and micro-batches, with or without recompute, the best has
+        it."""
         of = self.strategy
         return of.dp, of.tp, of.pp, of.cp, of.zero, of.shard
 
@@ -350,7 +352,7 @@ class Known:
         return _cut(self.costs, len(ranks_of_stages(strategy)))
 
     def kept(self, strategy: Strategy) -> PeakLine:
-        """What a forward of the first place keeps, less what it hands on."""
+        """Return what a forward of the first place keeps, less what it hands on."""
         key = strategy.tp, strategy.pp, strategy.cp, len(ranks_of_stages(strategy))
         if key not in self._kept:
             pieces = self.pieces(strategy.tp, strategy.cp)

@@ -142,7 +142,7 @@ def levers_that_help(strategy: Strategy, plain: float, predict: Callable[[Strate
 
 
 def is_exact(lever: str) -> bool:
-    """Whether a training with it has the losses of one process."""
+    """Return True if a training with it has the losses of one process."""
     return Levers.parse(dict(word.split("=", 1) for word in lever.lower().split())).deviation is None
 
 
@@ -219,7 +219,7 @@ class Plan:
     considered: int
 
     def why(self, first: str, second: str) -> Words:
-        """What two rows differ in, part by part. Raises UsageError for a strategy that has no row."""
+        """Return what two rows differ in, part by part. Raises UsageError for a strategy that has no row."""
 
         return Words(why(self, first, second))
 
@@ -386,7 +386,7 @@ def _row(
 def _relieved(
     known: Known, parts: Parts, load: Load, candidate: Candidate, on: Hardware, rates: Rates
 ) -> dict[str, float]:
-    """What a step would take with levers of the data axis."""
+    """Return what a step would take with levers of the data axis."""
 
     def predict(strategy: Strategy) -> float:
         terms = tuple(data_terms(known, strategy, candidate.micros, on.node))
@@ -464,7 +464,8 @@ def page(plan: Plan) -> str:
 
 
 def why(plan: Plan, first: str, second: str) -> str:
-    """What two rows differ in. Raises UsageError for a strategy that has no row, with the reason if it was refused."""
+    """Return what two rows differ in. Raises UsageError for a strategy that has no row, with the reason if it was
+    refused."""
     one, other = _find(plan, first), _find(plan, second)
     fast, slow = (one, other) if one.seconds <= other.seconds else (other, one)
     lines = [f"{fast.settings} takes {span(fast.seconds)} a step, {slow.settings} {span(slow.seconds)}:"]
@@ -503,7 +504,7 @@ def _title(plan: Plan) -> str:
 
 
 def _levers(plan: Plan) -> list[str]:
-    """What would relieve the link of the best row that has such a key."""
+    """Return what would relieve the link of the best row that has such a key."""
     row = next((row for row in plan.rows if row.levers), None)
     if row is None:
         return []
@@ -511,7 +512,7 @@ def _levers(plan: Plan) -> list[str]:
 
 
 def in_words(levers: Mapping[str, float]) -> str:
-    """What they would leave of a step: those after which losses are as before, then the others."""
+    """Return what they would leave of a step: those after which losses are as before, then the others."""
     words = []
     for exact, what in ((True, "With the same sums"), (False, "Not equal to one process")):
         some = [f"{lever} {span(took)}" for lever, took in levers.items() if is_exact(lever) is exact]

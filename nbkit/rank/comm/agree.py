@@ -30,7 +30,7 @@ def largest(numbers: Sequence[int], *, device: torch.device | str) -> list[int]:
 
 
 def any_rank(flag: bool, *, device: torch.device | str) -> bool:
-    """Whether it is so on any rank. Collective: see `largest`."""
+    """Return True if it is so on any rank. Collective: see `largest`."""
     return bool(largest([int(flag)], device=device)[0])
 
 

@@ -60,7 +60,7 @@ class Forming:
             return sockets.inodes() - self.before if self.before is not None else frozenset()
 
     def too_late(self) -> bool:
-        """Whether the deadline of this thread has passed."""
+        """Return True if the deadline of this thread has passed."""
         deadline = getattr(self._own, "deadline", self.deadline)
         return deadline is not None and time.monotonic() > deadline
 

@@ -448,7 +448,7 @@ def reset_counts() -> None:
 
 
 def fingerprint() -> dict[str, int]:
-    """How many operations this rank has issued, per group; for send and recv, per pair of ranks of the group.
+    """Return how many operations this rank has issued, per group; for send and recv, per pair of ranks of the group.
 
     Equal groups bear equal keys on all ranks: `divergence.differences` compares.
     """
@@ -465,7 +465,7 @@ def fingerprint() -> dict[str, int]:
 
 
 def num_issued() -> int:
-    """How many operations this rank has issued in the groups that it has. Any thread."""
+    """Return how many operations this rank has issued in the groups that it has. Any thread."""
     groups = registered()
     return sum(group.count + sum([*group.sent.values(), *group.received.values()]) for group in groups)
 

@@ -189,7 +189,8 @@ def _computes_on(device: torch.device) -> tuple[object, ...] | None:
 
 
 def _crowded(hosts: list[str], units: list[tuple[object, ...] | None], *, each: int) -> bool:
-    """Whether the ranks of some node have fewer than `each` GPUs, or cores, together for one; also where nobody knows.
+    """Return True if the ranks of some node have fewer than `each` GPUs, or cores, together for one; also where nobody
+    knows.
 
     A CPU rank wants two cores: what sends takes as much of one as it gets, and how much that is no clock has measured.
     """

@@ -81,7 +81,7 @@ def parts_by_speed(total: int, speeds: tuple[Fraction, ...]) -> Parts:
 
 
 def numbers_of(parts: Parts, total: int, ranks: int, rank: int) -> Sequence[int]:
-    """Which rows of a global batch of `total` rows `rank` has. parts: see Shard."""
+    """Return which rows of a global batch of `total` rows `rank` has. parts: see Shard."""
     return range(*bounds(total, ranks, rank)) if parts is None else parts[rank]
 
 
@@ -239,7 +239,7 @@ def _rows(part: Any, of: Callable[[Any], Any], rows: int) -> Any:
 
 
 def _each_has(parts: Sequence[Any], rows: int) -> bool:
-    """Whether these are tensors of `rows` rows (or tuples of such): inputs of a model, not an entry per row."""
+    """Return True if these are tensors of `rows` rows (or tuples of such): inputs of a model, not an entry per row."""
     return all(
         part.shape[:1] == (rows,)
         if isinstance(part, Tensor)

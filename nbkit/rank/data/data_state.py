@@ -44,7 +44,7 @@ class StreamPosition:
 
 
 def has_state(thing: Any) -> bool:
-    """Whether it says where it stands, and can be told."""
+    """Return True if it says where it stands, and can be told."""
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -82,7 +82,7 @@ def draws_now() -> tuple[Any, Any, Any]:
 
 
 def same_draws(some: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> bool:
-    """Whether nothing was drawn between them."""
+    """Return True if nothing was drawn between them."""
     numpy = [[part.tolist() if hasattr(part, "tolist") else part for part in one[2] or ()] for one in (some, other)]
     return torch.equal(some[0], other[0]) and some[1] == other[1] and (numpy[0] == numpy[1] or some[2] is None)
 
@@ -109,7 +109,7 @@ def written(mark: StreamPosition) -> dict[str, Any]:
 
 
 def read(values: Any) -> StreamPosition | None:
-    """What was `written`; None for what was not."""
+    """Return what was `written`; None for what was not."""
     try:
         mark = StreamPosition(**{**values, "checks": tuple(values["checks"])})
     except (TypeError, KeyError):

@@ -57,7 +57,7 @@ class FirstBatches:
         self._parted, self.begun = True, None
 
     def look(self, sharded_model: ShardedModel, shard: Shard, step: int) -> Examined | None:
-        """What is found out about the batch of `step`, the same on every rank; None where it is not looked at.
+        """Return what is found out about the batch of `step`, the same on every rank; None where it is not looked at.
 
         Collective in the first steps.
         """
@@ -78,7 +78,7 @@ class FirstBatches:
         return found
 
     def _of_first(self, told: list[Any]) -> Any:
-        """What rank 0 tells."""
+        """Return what rank 0 tells."""
         if self._world_size > 1:
             dist.broadcast_object_list(told, src=0, device=self._device)
         return told[0]
@@ -109,7 +109,7 @@ class FirstBatches:
         return replace(found, draws=draws)
 
     def _draws(self, sharded_model: ShardedModel, run: Callable[[Any], Any], sample: Sample) -> DrawPlan | None:
-        """What the model draws itself, as it trains: which of it has rows along dim 0."""
+        """Return what the model draws itself, as it trains: which of it has rows along dim 0."""
 
         def of_rows(rows: int) -> None:
             part = sample.part([i % sample.rows for i in range(rows)], self._device)

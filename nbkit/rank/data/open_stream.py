@@ -59,7 +59,7 @@ def shards(data: Any, *, batch_size: int, rank: int, ranks: int, collate: Collat
 
 
 def _reads(data: Any) -> Callable[[int], list[Any]]:
-    """What gives the next so many samples of iterable data, in its own order."""
+    """Return what gives the next so many samples of iterable data, in its own order."""
     split = data_shards(data)
     if split is not None and split.first_samples(1).takes_part:  # a splitter of nodes would ask for a rank's part
         return ShardReader(Course(split, readers=1, epoch=0, seed=0), 0).read

@@ -42,7 +42,8 @@ class Sample:
 
     @cached_property
     def is_padded(self) -> bool:
-        """Whether fewer rows are collated to other shapes, as where all are padded to the longest, and draw nothing."""
+        """Return True if fewer rows are collated to other shapes, as where all are padded to the longest, and draw
+        nothing."""
         if self.collate is None:
             return False
         one, again = self.collate([self.samples[0]]), self.collate([self.samples[0]])

@@ -39,7 +39,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 def is_map_style(data: Any) -> bool:
-    """Whether `data` has a length and items by index, as torch's map-style datasets have."""
+    """Return True if `data` has a length and items by index, as torch's map-style datasets have."""
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
@@ -97,7 +97,8 @@ class Stream(ABC):
         """Go on with sample number `offset` of `epoch`. Raises TrainingError when the data does not go there."""
 
     def where(self) -> Any:
-        """What a checkpoint holds beside the position: where reading stands by the data's own state; None: nowhere.
+        """Return what a checkpoint holds beside the position: where reading stands by the data's own state; None:
+        nowhere.
 
         Collective.
         """
@@ -237,7 +238,7 @@ class MapStream(Stream):
         return each()
 
     def _pauses(self) -> bool:
-        """Whether the batches that follow depend on steps that are not made yet."""
+        """Return True if the batches that follow depend on steps that are not made yet."""
         return False
 
     def _ordered(self, epoch: int) -> Order:
@@ -250,7 +251,7 @@ class MapStream(Stream):
         return min(self.batch_size, left)
 
     def _parts(self, indices: Sequence[int]) -> Parts:
-        """Which rows of the batch each rank has; None: as many as every other."""
+        """Return which rows of the batch each rank has; None: as many as every other."""
         return parts_by_speed(len(indices), self.speeds)
 
 

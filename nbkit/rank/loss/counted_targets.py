@@ -40,7 +40,7 @@ class Labels:
     ignored: int
 
     def count(self, batch: Any) -> float:
-        """How many targets of `batch` count."""
+        """Return how many targets of `batch` count."""
         return float(self.kept(leaves(batch)[self.name]).numel())
 
     def kept(self, labels: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Share:
 
 
 def labels_of(targets: Iterable[tuple[Tensor, int] | None], batch: Any) -> tuple[Labels, ...] | None:
-    """Where in `batch` each cross entropy has its targets from; None where that is not known of one.
+    """Return where in `batch` each cross entropy has its targets from; None where that is not known of one.
 
     targets: (targets, class that is ignored) of each; None where classes are weighed or targets are probabilities.
     """
@@ -146,8 +146,8 @@ class CountedTargets(TorchFunctionMode):
 
     @property
     def weight(self) -> Tensor | float | None:
-        """What the loss weighs: the number of targets that count, or the sum of their classes' weights; None where no
-        mean cross entropy was computed.
+        """Return what the loss weighs: the number of targets that count, or the sum of their classes' weights; None
+        where no mean cross entropy was computed.
 
         Raises TrainingError where several were, over unequal numbers.
         """
@@ -211,7 +211,7 @@ class CountedTargets(TorchFunctionMode):
         return (losses.float().sum() / divisor).to(losses.dtype) if narrow else losses / divisor
 
     def _whole(self, total: Tensor | float | None) -> float:
-        """What a cross entropy of so many targets is divided by, in a part of a batch."""
+        """Return what a cross entropy of so many targets is divided by, in a part of a batch."""
         share, number = self._share, len(self.weights)
         assert share is not None
         if number >= len(share.own) or total is None or float(total) != share.own[number]:

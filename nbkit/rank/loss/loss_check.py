@@ -174,7 +174,7 @@ class RowPair:
         return "; ".join(found)
 
     def _tolerance(self, largest: float) -> float:
-        """What noise, as the model's outputs show it, may change a summed loss of this size."""
+        """Return what noise, as the model's outputs show it, may change a summed loss of this size."""
         noise, felt = 4 * self.eps, 0.0
         for name, joined in self._joined.items():
             tensor = self.whole.tensors[name]
@@ -194,7 +194,7 @@ def _of_all(part: Measured, whole: Measured) -> Auxiliary:
 
 
 def far(one: Tensor, other: Tensor, eps: float) -> bool:
-    """Whether what should be the same is not: of other shapes, or more apart than arithmetic makes it."""
+    """Return True if what should be the same is not: of other shapes, or more apart than arithmetic makes it."""
     if one.is_floating_point():
         one, other = one.double(), other.double()
     return gap(one, other) > max(1e-3, 16 * eps)
@@ -262,7 +262,7 @@ def examine(
     draws: DrawPlan | None = None,
     look: FirstRuns | None = None,
 ) -> Examined:
-    """What couples the rows of a batch, and what the loss weighs.
+    """Return what couples the rows of a batch, and what the loss weighs.
 
     run: model input -> output of `module`. loss: None looks at the model alone. whole: this rank has the whole model,
     and runs it by itself as it trains, forward and backward; else it is run in evaluation, forward. draws: of `module`;
@@ -334,7 +334,7 @@ def _verdict(trial: RowTrial, sample: Sample, short: Sample | None, model_alone:
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """What is compiled runs as it is: it would be compiled anew for each number of rows."""
+    """Return what is compiled runs as it is: it would be compiled anew for each number of rows."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -382,8 +382,9 @@ class _Look:
         return self._judged(first, pairs, True) if last else _Verdict(known=False)
 
     def _clears(self, short: Sample, pair: tuple[int, int]) -> bool:
-        """Whether nothing couples rows: not in the model, nor in model and loss on a few positions of two rows, nor in
-        the loss on what the model gives for all positions of a pair that differs. What does not clear convicts nobody.
+        """Return True if nothing couples rows: not in the model, nor in model and loss on a few positions of two rows,
+        nor in the loss on what the model gives for all positions of a pair that differs. What does not clear convicts
+        nobody.
         """
         before = self._statistics()
         with suppress(Exception):
@@ -570,7 +571,7 @@ class _Look:
 
 
 def _outside(alone: LossAlone | None, lengths: Mapping[str, int], whole: Measured) -> bool:
-    """Whether the loss is one of rows alone; one from inside the model, say, is told by running that."""
+    """Return True if the loss is one of rows alone; one from inside the model, say, is told by running that."""
     return alone is not None and alone.used <= lengths.keys() | whole.auxiliary.keys()
 
 

@@ -78,7 +78,7 @@ def loss_alone(
     inputs: Sequence[str] | None,
     counting: Callable[[Any, int, tuple[Any, int] | None], CountedTargets | None],
 ) -> LossAlone | None:
-    """What of `loss` depends on which rows come together; None where that cannot be told.
+    """Return what of `loss` depends on which rows come together; None where that cannot be told.
 
     counting: (part of a batch, its rows, the batch and its rows) -> what notes the targets that count; None where rows
     weigh.

@@ -163,7 +163,7 @@ def _grads(of: Tensor, params: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
 def counting(
     how: Counting, counted: Counted | None, part: Any, rows: int, of: tuple[Any, int] | None
 ) -> CountedTargets | None:
-    """What notes the targets of `part`; see RowTrial. of: what it is a part of, with its rows."""
+    """Return what notes the targets of `part`; see RowTrial. of: what it is a part of, with its rows."""
     if how == "no" or how == "one" or counted is None:
         return None if how == "no" else CountedTargets()
     batch, total = of or (part, rows)
@@ -172,7 +172,8 @@ def counting(
 
 
 def each_of(targets: CountedTargets, where: Literal["loss", "model"], batch: Any) -> Counted:
-    """Where the cross entropies that were noted for `batch` have their targets from. Raises ValueError if unknown."""
+    """Return where the cross entropies that were noted for `batch` have their targets from. Raises ValueError if
+    unknown."""
     labels = labels_of(targets.targets, batch)
     if labels is None:
         raise ValueError("the targets of a cross entropy are not in the batch")
@@ -263,7 +264,7 @@ def differing_pairs(batch: Any, rows: int) -> list[tuple[int, int]]:
 
 
 def varying(batch: Any, rows: int) -> frozenset[int]:
-    """Which of the numbers that may weigh a row are not the same for all rows."""
+    """Return which of the numbers that may weigh a row are not the same for all rows."""
     return frozenset(i for i, (_, column) in enumerate(_columns(batch, rows)) if column.max() > column.min())
 
 

@@ -25,7 +25,7 @@ class Weighed:
 
     @property
     def total(self) -> Tensor:
-        """What parts of a batch add up to the whole's."""
+        """Return what parts of a batch add up to the whole's."""
         return self.value if self.summed else self.value * self.weight
 
     def detached(self) -> Weighed:
@@ -34,7 +34,7 @@ class Weighed:
 
 
 def weigh(result: Any, rows: int, targets: CountedTargets | None = None) -> Weighed:
-    """What a loss function returned for `rows` rows, which a mean weighs.
+    """Return what a loss function returned for `rows` rows, which a mean weighs.
 
     targets: that were noted meanwhile; where some were, a mean weighs those that count instead.
     Raises TrainingError when the value is no scalar.

@@ -210,7 +210,8 @@ def _why_no_cache(model: ShardedModel, row: Tensor, inputs: Sequence[str] | None
 
 
 def _tried(model: ShardedModel, row: Tensor, inputs: Sequence[str] | None, device: torch.device) -> str:
-    """How far the logits of the tokens behind `row` are off where the model keeps keys and values; "" where not."""
+    """Return how far the logits of the tokens behind `row` are off where the model keeps keys and values; "" where
+    not."""
     row = row[: _longest(model.module) - _TRIED]
     if not len(row):
         return "it knows too few positions to try it"
@@ -384,7 +385,7 @@ class _Generation:
             self.known += 1
 
     def _shape(self, number: int) -> tuple[Any, ...]:
-        """What the shapes between stages depend on."""
+        """Return what the shapes between stages depend on."""
         texts = self.texts[number % len(self.texts)]
         total = texts.ids.shape[1] + number // len(self.texts)  # asked before the first forward of a run
         if texts.cache is not None and self.lengths[texts.numbers[0]] < total <= self.longest:

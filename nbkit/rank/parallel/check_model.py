@@ -132,7 +132,7 @@ def warn_of(model: nn.Module, strategy: Strategy, options: Options) -> None:
 
 
 def warn_of_draws(options: Options, strategy: Strategy) -> list[Finding]:
-    """What is to be said of random numbers that each rank and each forward draws by itself."""
+    """Return what is to be said of random numbers that each rank and each forward draws by itself."""
     unkeyed = options.draws.unkeyed if options.draws is not None else ()
     if not unkeyed or (strategy.mesh.size == 1 and not options.cut):
         return []
@@ -142,7 +142,7 @@ def warn_of_draws(options: Options, strategy: Strategy) -> list[Finding]:
 
 
 def warn_of_coupled(options: Options, strategy: Strategy) -> list[Finding]:
-    """What is to be said of an auxiliary term of which `strategy` computes parts."""
+    """Return what is to be said of an auxiliary term of which `strategy` computes parts."""
     found = options.coupled
     if found is None or not found.trains or not parts_rows(options, strategy):
         return []
@@ -205,7 +205,7 @@ def check(
     tp_plan: Mapping[str, str] | None = None,
     loss: Loss | None = None,
 ) -> Check:
-    """How `strategy` would split `model`, module by module, and why not; local, and the model is left as it is.
+    """Return how `strategy` would split `model`, module by module, and why not; local, and the model is left as it is.
 
     batch: rows of a global batch, or such a batch, of which two rows are run once to find where the model can be cut;
     without one the blocks are guessed by structure; stages are those of blocks that cost the same, until a job has

@@ -52,7 +52,7 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
 
 
 def all_made(keys: Collection[GroupKey]) -> bool:
-    """Whether these groups are there: `group_of` then sends nothing for them."""
+    """Return True if these groups are there: `group_of` then sends nothing for them."""
     return all(key in _made for key in keys)
 
 

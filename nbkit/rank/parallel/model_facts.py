@@ -62,7 +62,7 @@ def facts_for(strategy: Strategy) -> frozenset[str]:
 
 
 def lacking(options: Options, strategies: Iterable[Strategy]) -> frozenset[str]:
-    """What was not looked for, of what `strategies` need; nothing where there is no example to run."""
+    """Return what was not looked for, of what `strategies` need; nothing where there is no example to run."""
     if options.looked is None:
         return frozenset()
     wanted: frozenset[str] = frozenset().union(*map(facts_for, strategies))
@@ -171,5 +171,5 @@ def need_facts(options: Options, strategy: Strategy) -> None:
 
 
 def told(options: Options) -> Mapping[str, Any]:
-    """What one rank tells the others."""
+    """Return what one rank tells the others."""
     return {name: getattr(options, name) for name in FOUND}

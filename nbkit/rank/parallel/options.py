@@ -83,7 +83,7 @@ class Options:
     looked: frozenset[str] | None = None
 
     def plan(self, model: nn.Module, size: int) -> TensorPlan:
-        """How `model` is split over `size` ranks of a tensor axis; see `plan_of`."""
+        """Return how `model` is split over `size` ranks of a tensor axis; see `plan_of`."""
         return plan_of(model, size, self.tp_plan, self.proof)
 
 
@@ -120,7 +120,7 @@ def need_copies(options: Options, strategy: Strategy) -> None:
 
 
 def parts_rows(options: Options, strategy: Strategy) -> bool:
-    """Whether the rows of a batch go through several forwards, on one rank or many."""
+    """Return True if the rows of a batch go through several forwards, on one rank or many."""
     return strategy.dp > 1 or (strategy.microbatches or 1) > 1 or options.cut
 
 
@@ -202,7 +202,8 @@ def need_gathers(options: Options, strategy: Strategy) -> None:
 
 
 def casts_of(options: Options, strategy: Strategy) -> Casts | None:
-    """What `strategy` gathers in the dtype of autocast. Layers that tp splits are others than those that were seen."""
+    """Return what `strategy` gathers in the dtype of autocast. Layers that tp splits are others than those that were
+    seen."""
     if strategy.zero < 3 or strategy.shard == 1 or strategy.tp > 1 or options.gathers is None:
         return None
     return options.gathers.casts

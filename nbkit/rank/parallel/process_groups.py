@@ -100,7 +100,7 @@ def connect_threads(
 
 
 def served(strategy: Strategy, rank_layouts: RankLayouts, node_of: Sequence[int] = ()) -> bool:
-    """Whether the groups of strategies before serve this one, so that `connect` sends nothing."""
+    """Return True if the groups of strategies before serve this one, so that `connect` sends nothing."""
     return all_made(group_keys(strategy, rank_layouts, node_of))
 
 

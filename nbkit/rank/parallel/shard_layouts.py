@@ -124,7 +124,8 @@ class ShardLayouts:
         return found
 
     def split(self, size: int, index: int) -> dict[str, Layout]:
-        """What rank `index` of `size` along tp holds of every parameter. Raises StrategyError where it does not go."""
+        """Return what rank `index` of `size` along tp holds of every parameter. Raises StrategyError where it does not
+        go."""
         need_facts(self.options, Strategy(tp=size))
         if (size, index) not in self._parts:
             self._parts[size, index] = (

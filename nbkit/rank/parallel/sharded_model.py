@@ -58,21 +58,21 @@ class ShardedModel:
 
     @property
     def held(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates, by original name."""
+        """Return what the optimizer updates, by original name."""
         return self.data.held
 
     @property
     def gives_output(self) -> bool:
-        """Whether this rank computes the model's output: it holds the last stage."""
+        """Return True if this rank computes the model's output: it holds the last stage."""
         return self.pipeline is None or self.axes.index("pp") == self.pipeline.schedule.rank_of(self.last_stage)
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's loss counts: of the ranks that compute the same output, one does."""
+        """Return True if this rank's loss counts: of the ranks that compute the same output, one does."""
         return self.gives_output and self.axes.index("tp") == 0 and self.axes.index("cp") == 0
 
     def runs(self, name: str) -> bool:
-        """Whether the module that the parameter or buffer `name` belongs to computes on this rank."""
+        """Return True if the module that the parameter or buffer `name` belongs to computes on this rank."""
         return self.staged is None or self.staged.runs(name)
 
     @property
@@ -82,7 +82,7 @@ class ShardedModel:
 
     @property
     def sums_numbers(self) -> bool:
-        """Whether the messages by which all ranks meet at the end of a step with rows can sum a few numbers."""
+        """Return True if the messages by which all ranks meet at the end of a step with rows can sum a few numbers."""
         return self.pipeline is not None and self.pipeline.sums_over(self.strategy.mesh.size)
 
     def stage(self, stage: int, value: Any, received: tuple[Tensor, ...]) -> Any:
@@ -92,7 +92,7 @@ class ShardedModel:
         return self.staged.forward(self._range_of(stage), value, received)
 
     def idle(self) -> bool:
-        """Whether a module that is called now is another rank's, and only the shape of its output is wanted."""
+        """Return True if a module that is called now is another rank's, and only the shape of its output is wanted."""
         return self.staged is not None and self.staged.idle()
 
     def _range_of(self, stage: int) -> int:
@@ -143,7 +143,7 @@ class ShardedModel:
         return canary
 
     def outputs(self, micros: int, forward: Forward, *, key: Callable[[int], Hashable]) -> list[Any]:
-        """What `forward` gives for each micro-batch on the last stage, without gradients; [] on other ranks."""
+        """Return what `forward` gives for each micro-batch on the last stage, without gradients; [] on other ranks."""
         if self.pipeline is None:
             return [forward(0, micro, ())[0] for micro in range(micros)]
         return [output[0] for output in self.pipeline.run(micros, forward, key, training=False)]
@@ -208,7 +208,8 @@ class ShardedModel:
 
     @property
     def holds_all_gradients(self) -> bool:
-        """Whether this rank has, after `backward`, every gradient of the whole model, as every other rank does."""
+        """Return True if this rank has, after `backward`, every gradient of the whole model, as every other rank
+        does."""
         alone = self.strategy.mesh.size == 1
         return alone or (
             self.strategy.mesh.size == self.strategy.dp and not self.strategy.zero and self.data.apart == 1

@@ -407,7 +407,7 @@ class StepProof:
     unproven: str = ""
 
     def finding(self, strategy: Strategy) -> Finding | None:
-        """What is to be said of it beforehand."""
+        """Return what is to be said of it beforehand."""
         if self.refusal is not None:
             return Finding(True, self.refusal.what, self.refusal.numbers or "", self.refusal.hint or "")
         if self.unproven:
@@ -538,7 +538,7 @@ _DRAWS = ((torch.float64, False), (torch.float32, False), (torch.float32, True))
 
 
 def _cuts(strategy: Strategy) -> bool:
-    """Whether a rank computes with a part of the model, or of a row."""
+    """Return True if a rank computes with a part of the model, or of a row."""
     return strategy.dp < strategy.mesh.size or strategy.zero == 3
 
 

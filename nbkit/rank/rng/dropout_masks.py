@@ -43,7 +43,7 @@ def key_of(*parts: int) -> int:
 
 
 def coordinates(shape: Sequence[int], rows: Tensor, *, sequence_first: bool = False) -> list[Tensor]:
-    """Where each element of a tensor of `shape` lies in the whole one: a vector of int32 per dim.
+    """Return where each element of a tensor of `shape` lies in the whole one: a vector of int32 per dim.
 
     rows: int64 sample ids, which lie along dim 0 (along dim 1 of three with `sequence_first`). A dim 0 that is a
     multiple of the samples is taken for (samples, heads) where three dims are, for (samples, positions) where two
@@ -93,7 +93,7 @@ def _along(kind: str, num: int, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def dropped(key: int, places: Sequence[Tensor], p: float) -> Tensor:
-    """Which elements are dropped, each with probability p: bool, of the shape that the vectors `places` span.
+    """Return which elements are dropped, each with probability p: bool, of the shape that the vectors `places` span.
 
     The bits of an element depend on `key` (64 bits) and on its coordinates alone. Memory beside the mask is a few MB.
     """

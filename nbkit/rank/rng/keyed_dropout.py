@@ -124,7 +124,7 @@ class _Pass:
         return replace(self, calls=dict(self.calls), stack=[replace(call) for call in self.stack])
 
     def mask(self, shape: Sequence[int], p: float) -> Tensor:
-        """Which elements of the next draw are dropped; bool, of `shape`."""
+        """Return which elements of the next draw are dropped; bool, of `shape`."""
         places = coordinates(shape, self.rows, sequence_first=self.stack[-1].sequence_first)
         return dropped(key_of(self.key, *self._next()), places, p).view(tuple(shape))
 
@@ -178,7 +178,8 @@ class KeyedDropout:
         return nullcontext() if self.idle() else self._keyed(step, rows)
 
     def idle(self) -> bool:
-        """Whether the model, as it is set now, draws nothing. Asked once a step where it has many micro-batches."""
+        """Return True if the model, as it is set now, draws nothing. Asked once a step where it has many
+        micro-batches."""
         if not self._tried or self._found or any(_positive(of, name) for of, name in self._settings):
             return False
         if _followed(self._module):
@@ -250,7 +251,8 @@ class KeyedDropout:
 
 
 def find_draws(module: nn.Module, run: Callable[[int], Any]) -> DrawPlan | None:
-    """What `module` draws itself as it trains; None where nothing. run: runs it on so many rows; it may be on 2 alone.
+    """Return what `module` draws itself as it trains; None where nothing. run: runs it on so many rows; it may be on 2
+    alone.
 
     The module, and the generators of random numbers, are afterwards not as before.
     """
@@ -300,7 +302,7 @@ def redrawing(part: nn.Module, batch: Sequence[Any]) -> AbstractContextManager[N
 
 
 def keyed() -> bool:
-    """Whether a pass is under way whose draws are keyed."""
+    """Return True if a pass is under way whose draws are keyed."""
     return _passing.get() is not None
 
 

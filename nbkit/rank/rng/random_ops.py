@@ -151,7 +151,7 @@ class AttentionMask(Mask, Protocol):
     """A mask that attention may leave to its kernel."""
 
     def in_kernel(self, device: torch.device) -> AbstractContextManager[None] | None:
-        """What to run attention in, whose kernel may draw the mask itself on `device`; None where it may not."""
+        """Return what to run attention in, whose kernel may draw the mask itself on `device`; None where it may not."""
         ...
 
 

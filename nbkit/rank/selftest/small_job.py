@@ -70,7 +70,7 @@ def _layers(strategy: str) -> int:
 
 
 def apart(made: Trainer) -> dict[str, float]:
-    """How far a training of `trainer` is from that of one process so far. Collective.
+    """Return how far a training of `trainer` is from that of one process so far. Collective.
 
     losses: the largest relative difference of a step; weights: the largest difference of an element.
     """

@@ -62,7 +62,7 @@ class CudaCall:
                 self.seconds = work._get_duration() / 1e3
 
     def is_open(self) -> bool:
-        """Whether a stream is known to stand still for it now. From any thread."""
+        """Return True if a stream is known to stand still for it now. From any thread."""
         stalls = list(self._stalls)
         return bool(stalls) and not stalls[-1][1].query()
 
@@ -122,7 +122,7 @@ class Timed(Interruptible):
 
 
 def wait_on_host(work: Any, call: Any, state: str, *timeout: Any) -> Any:
-    """What `work`.wait() gives. It is noted of `call` that this thread, in `state` meanwhile, stood still."""
+    """Return what `work`.wait() gives. It is noted of `call` that this thread, in `state` meanwhile, stood still."""
     outer, began = clock.switch(state), now()
     try:
         return (wait if call.peer is None else wait_for_message)(work, call.issued, *timeout)
@@ -196,7 +196,7 @@ class CollectiveCall:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is known to be under way: a collective on the host that tells when it ends, and has not."""
+        """Return True if it is known to be under way: a collective on the host that tells when it ends, and has not."""
         return self.peer is None and self.cuda is None and self.heard and self.done is None and _mode == "time"
 
     @property
@@ -208,7 +208,7 @@ class CollectiveCall:
 
     @property
     def blocked_seconds(self) -> float | None:
-        """What this rank stood still for it: its host, or on CUDA its compute stream; None: not known (yet)."""
+        """Return what this rank stood still for it: its host, or on CUDA its compute stream; None: not known (yet)."""
         return self.blocked / 1e9 if self.cuda is None else self.cuda.stalled
 
     def __repr__(self) -> str:
@@ -262,7 +262,7 @@ _own = 0
 
 
 def mode() -> str:
-    """What is noted now: "off", "count" or "time"."""
+    """Return what is noted now: "off", "count" or "time"."""
     return _mode
 
 

@@ -119,7 +119,7 @@ class Health:
                 wait = self._every_s
 
     def look(self) -> HealthRecord:
-        """How it is now."""
+        """Return how it is now."""
         used, at = time.process_time(), time.monotonic()
         cpu = (used - self._used) / max(at - self._at, 1e-9)
         self._used, self._at = used, at
@@ -165,7 +165,7 @@ def memory_of(
     held: Iterable[Tensor] = (),
     device: torch.device | None = None,
 ) -> MemoryRecord:
-    """What `module`, its gradients and its optimizer's state take on this rank. Waits for no device.
+    """Return what `module`, its gradients and its optimizer's state take on this rank. Waits for no device.
 
     held: further parameters that the optimizer sees, such as shards. Gradients are there after a backward pass.
     Every tensor is visited, a microsecond each: not for every step.

@@ -36,7 +36,7 @@ class StepPhases:
         self.number, self.base, self.laps, self.stop, self.ops, self.complete = number, base, laps, stop, ops, complete
 
     def over(self) -> bool:
-        """Whether the device has come to the end of it."""
+        """Return True if the device has come to the end of it."""
         return isinstance(self.stop, int) or bool(self.stop.query())
 
     def intervals(self) -> list[tuple[str, int, int]]:
@@ -86,8 +86,8 @@ class StepClock:
 
     @property
     def listens(self) -> bool:
-        """Whether collectives are to tell when they end: not in every step, since a thread of the backend's has to take
-        the interpreter from the training for it."""
+        """Return True if collectives are to tell when they end: not in every step, since a thread of the backend's has
+        to take the interpreter from the training for it."""
         return self.listening or self.outside
 
     def end(self) -> None:

@@ -78,8 +78,8 @@ def seconds_of(step: StepPhases) -> tuple[float, dict[str, float], list[tuple[st
 
 
 def traffic_of(calls: Iterable[CollectiveCall]) -> tuple[Traffic, ...]:
-    """What these calls come to, by operation, group and peer. Where some were not listened to, none counts as timed:
-    the rest, those that were waited for at once, are not like them."""
+    """Return what these calls come to, by operation, group and peer. Where some were not listened to, none counts as
+    timed: the rest, those that were waited for at once, are not like them."""
     sums: dict[tuple[str, str, int | None], list[float]] = {}
     axes: dict[str, str] = {}
     unheard = set()
@@ -286,7 +286,7 @@ _PACE_S = 0.25  # what comes meanwhile is written at once: to be woken for each 
 
 
 def record_path(run_dir: Path, rank: int) -> Path:
-    """Where rank `rank` of a run writes its records."""
+    """Return where rank `rank` of a run writes its records."""
     return run_dir / "telemetry" / f"rank{rank}.jsonl"
 
 

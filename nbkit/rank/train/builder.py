@@ -167,7 +167,7 @@ class Builder:
 
     @property
     def blueprint(self) -> Blueprint:
-        """What a process that joins later takes over."""
+        """Return what a process that joins later takes over."""
         seen = replace(self.config, sample=None), self.skeleton, self.template, self.options  # the data was looked at
         known = frozenset(self._agreed), frozenset(self._told)
         return Blueprint(*seen, *known, self._first_batches.begun, self.link)
@@ -369,7 +369,7 @@ class Builder:
             self.create_groups(new)
 
     def connected(self, strategy: Strategy) -> bool:
-        """Whether its groups are there, and known to be."""
+        """Return True if its groups are there, and known to be."""
         return strategy in self._connected
 
     def create_groups(self, new: Strategy) -> None:
@@ -521,7 +521,7 @@ class Builder:
         return options
 
     def _runs(self, module: nn.Module) -> ModelRuns:
-        """How `module`, the whole model, is run on the example."""
+        """Return how `module`, the whole model, is run on the example."""
         runs = self.config.runs(module, self._short, self.device)
         if self.options.outside is None:
             return runs
@@ -543,7 +543,7 @@ class Builder:
         self._told.update(new)
 
     def learned(self, strategy: Strategy) -> bool:
-        """Whether all ranks know what `strategy` needs to know of the model; equal on all of them."""
+        """Return True if all ranks know what `strategy` needs to know of the model; equal on all of them."""
         return self.options.looked is None or not facts_for(strategy) or strategy.composed in self._told
 
     def look_for(self, strategies: Sequence[Strategy], *, beside: bool = False) -> Mapping[str, Any]:
@@ -570,7 +570,7 @@ class Builder:
             self.options = self.shard_layouts.options = replace(self.options, **facts) if facts else self.options
 
     def _rows(self, config: TrainConfig, run: Callable[[Any], Any], look: FirstRuns) -> dict[str, Any]:
-        """What couples the rows of a batch, and what weighs them: attributes of Options."""
+        """Return what couples the rows of a batch, and what weighs them: attributes of Options."""
         with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
             sample = config.sample() if config.sample is not None else Sample(config.example)
             if sample is not None:

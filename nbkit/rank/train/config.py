@@ -63,11 +63,11 @@ class TrainConfig:
     batch: int | None = None
 
     def fuses_dropout(self, device: torch.device) -> bool:
-        """Whether a kernel of attention draws its own masks there."""
+        """Return True if a kernel of attention draws its own masks there."""
         return self.dropout == "fused" or (self.dropout is None and accelerator().holds(device))
 
     def runs(self, module: nn.Module, short: Any, device: torch.device) -> ModelRuns:
-        """How `module`, the whole model, is run on the example. short: few positions of it that show as much."""
+        """Return how `module`, the whole model, is run on the example. short: few positions of it that show as much."""
         few = self.example if short is None else short
 
         def loss(output: Any, rows: Any) -> Tensor:

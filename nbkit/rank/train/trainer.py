@@ -387,7 +387,7 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """What this rank holds."""
+        """Return what this rank holds."""
         return self.job.model
 
     @property

@@ -164,7 +164,7 @@ class Training:
 
     @property
     def state(self) -> TrainingState:
-        """What is in force now, between two steps."""
+        """Return what is in force now, between two steps."""
         sharded_model, inner = self.sharded_model, self.optimizer.inner
         position, precision = self.feed.position(), self.precision.state_dict()
         return TrainingState(sharded_model, inner, shown_by(sharded_model.module), self.step, position, precision)
@@ -384,7 +384,7 @@ class Training:
         return bytes_per_element(self.sharded_model, self.optimizer.inner, self.builder.skeleton)
 
     def cost_model(self) -> CostModel:
-        """What the formulas say of any strategy. From any thread."""
+        """Return what the formulas say of any strategy. From any thread."""
         seen, kinds = self._cost_model, self.bytes_per_element()
         if seen is None or not seen.holds(kinds, self.builder.options):
             seen = self._cost_model = CostModel(self.builder, kinds, self.feed.fits, before=seen)

@@ -68,7 +68,8 @@ _NEW_GROUP = "_new_group_with_tag"
 
 
 def activity(rank: int, cells: Mapping[str, int], *, stacks: bool = False, **known: Any) -> Activity:
-    """What this rank does. cells: file -> cell number, of the code in cells. known: further fields of an Activity."""
+    """Return what this rank does. cells: file -> cell number, of the code in cells. known: further fields of an
+    Activity."""
     frames = sys._current_frames()
     main = list(_outwards(frames.get(threading.main_thread().ident or 0)))
     line, logs = _innermost(main, cells), _logs(cells)
@@ -122,7 +123,7 @@ def _line(code: CodeType, at: int, cells: Mapping[str, int]) -> CodeLine:
 
 
 def _called(file: str, positions: tuple[int | None, ...]) -> str:
-    """What a call at these positions calls: "time.sleep"; "" for what is no call, or has no source."""
+    """Return what a call at these positions calls: "time.sleep"; "" for what is no call, or has no source."""
     first, last, start, stop = positions
     if first is None or last is None or start is None or stop is None:
         return ""
@@ -150,7 +151,7 @@ def _reads_data(frames: list[FrameType]) -> bool:
 
 
 def _awaited(frames: list[FrameType], line: CodeLine | None, cells: Mapping[str, int]) -> Operation | None:
-    """What the innermost frames wait in, up to the user's own code that has called them."""
+    """Return what the innermost frames wait in, up to the user's own code that has called them."""
     for frame in frames:
         code = frame.f_code
         if is_users(code.co_filename):

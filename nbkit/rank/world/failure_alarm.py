@@ -134,7 +134,7 @@ class Alarm:
 
     @staticmethod
     def possible() -> bool:
-        """Whether the groups of this process can be formed again: its world is ours."""
+        """Return True if the groups of this process can be formed again: its world is ours."""
         here = world.current()
         return here is not None and not here.dirty and isinstance(dist.group.WORLD, DelegatingGroup)
 
@@ -159,11 +159,11 @@ class Alarm:
         self._store().set(_RUNG, str(self.world.place.rank))
 
     def rung(self) -> bool:
-        """Whether any rank has told so."""
+        """Return True if any rank has told so."""
         return self.world.place.world_size > 1 and bool(self._store().check([_RUNG]))
 
     def meet(self, said: str) -> list[str]:
-        """What each rank says, by rank, when all have come. Collective, without a group.
+        """Return what each rank says, by rank, when all have come. Collective, without a group.
 
         Raises ClusterError when the world is broken from outside meanwhile (a rank died, the user's Stop), and when a
         rank does not come.

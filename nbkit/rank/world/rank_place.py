@@ -52,7 +52,7 @@ class RankPlace:
         return cls(rank, size, local_rank, local_size, device, backend)
 
     def roles(self) -> dict[str, str]:
-        """What torchrun sets beside RANK and the like, as for hosts of equal size and a first try."""
+        """Return what torchrun sets beside RANK and the like, as for hosts of equal size and a first try."""
         size, local = self.world_size, self.local_world_size
         return {
             "GROUP_RANK": str((self.rank - self.local_rank) // local),
@@ -86,12 +86,13 @@ class RankPlace:
 
     @property
     def message_device(self) -> torch.device:
-        """Where tensors lie that one rank sends to another: gloo would read the memory of a GPU as the host's."""
+        """Return where tensors lie that one rank sends to another: gloo would read the memory of a GPU as the
+        host's."""
         return accelerator().device("cpu" if self.backend == "gloo" else self.device)
 
     @property
     def torch_backend(self) -> str:
-        """What torch is asked for: with nccl, CPU tensors go over gloo."""
+        """Return what torch is asked for: with nccl, CPU tensors go over gloo."""
         return self.backend if self.backend == "gloo" else f"cpu:gloo,{self.device}:{self.backend}"
 
 

@@ -159,7 +159,7 @@ def _tail(path: Path) -> list[StepRecord]:
 
 
 def _trains(path: Path) -> bool:
-    """Whether a rank has noted something of a training, and not last that it ended."""
+    """Return True if a rank has noted something of a training, and not last that it ended."""
     for line in reversed(_last_lines(path)):
         record = from_line(line)
         if isinstance(record, EventRecord | StepRecord):

@@ -132,7 +132,8 @@ class Client:
         return list(self.ipp.ids)
 
     def wait_for(self, n: int, timeout: float) -> bool:
-        """Whether `n` ranks have registered within `timeout` seconds. If not, the hub is asked which ones it has.
+        """Return True if `n` ranks have registered within `timeout` seconds. If not, the hub is asked which ones it
+        has.
 
         The hub tells a new client which ranks it has, and what comes later it publishes: a rank that registers between
         the two, before the client's subscription has reached the hub, is in neither. The next `wait_for` knows it.

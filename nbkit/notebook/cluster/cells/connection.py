@@ -50,7 +50,7 @@ class EndNews:
                 execution.say(f"{end.why}: a training ends at its next step boundary, and is saved.")
 
     def still_ends(self) -> bool:
-        """Whether ranks of a cluster that is gone live, and have still to end a training."""
+        """Return True if ranks of a cluster that is gone live, and have still to end a training."""
         self._looks += 1
         if self._entry.is_spread and self._entry.controller.is_alive() and not registry.how_ended(self._entry):
             return True  # its coordinator was killed: its ranks, on other hosts, hear of it, and answer

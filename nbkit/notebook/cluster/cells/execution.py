@@ -409,7 +409,7 @@ class Execution:
         return [rank for rank in self.request.ranks if rank not in self.records and rank not in self.deaths]
 
     def is_last(self, rank: int) -> bool:
-        """Whether every other rank has ended the cell or died; said without a look at all of them."""
+        """Return True if every other rank has ended the cell or died; said without a look at all of them."""
         ended = self.records.keys() | self.deaths.keys() if self.deaths else self.records
         return len(ended) + (rank not in ended) >= len(self.request.ranks)
 

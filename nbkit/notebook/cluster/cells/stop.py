@@ -82,7 +82,7 @@ def activity(entry: ClusterEntry, rank: int) -> str:
 
 
 def _is_beside(entry: ClusterEntry) -> bool:
-    """Whether the ranks are processes of this host."""
+    """Return True if the ranks are processes of this host."""
     return entry.is_here and not entry.is_spread
 
 

@@ -138,7 +138,7 @@ class PromptTalk:
 
 
 def announced(prompt: Prompt, request: CellRequest) -> str:
-    """What is said in a cell when a rank of it asks first."""
+    """Return what is said in a cell when a rank of it asks first."""
     if prompt.kind == "post-mortem":
         return COMMANDS_AFTER[:1].upper() + COMMANDS_AFTER[1:] + "."
     at = f"Rank {prompt.rank} is at a breakpoint, {prompt.where}"

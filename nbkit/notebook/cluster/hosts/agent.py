@@ -94,7 +94,7 @@ CLOCK_SECONDS = 0.5
 
 
 def versions_here() -> dict[str, str]:
-    """What is installed where this process runs."""
+    """Return what is installed where this process runs."""
     return {
         "Python": platform.python_version(),
         "torch": torch_version(),
@@ -122,7 +122,8 @@ def check_versions(hosts: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def notes_on(drivers: Mapping[str, str], clocks: Mapping[str, float]) -> tuple[str, ...]:
-    """What differs between hosts, while a cluster can run. drivers: host -> version of NVIDIA's, "" without GPUs.
+    """Return what differs between hosts, while a cluster can run. drivers: host -> version of NVIDIA's, "" without
+    GPUs.
 
     clocks: host -> seconds that its clock is ahead of the coordinator's, whose message took a little of it.
     """
@@ -184,7 +185,7 @@ def _check_gpus(pinning: Pinning, *, cpu: bool) -> None:
 
 
 def _index_here() -> str:
-    """Which host this is, as the launcher numbers them."""
+    """Return which host this is, as the launcher numbers them."""
     number = next((os.environ[name] for name in _INDICES if name in os.environ), "0")
     # Libraries that look for these variables would take them for a rank's number.
     for name in [name for name in os.environ if name.startswith(_OF_MPI)]:

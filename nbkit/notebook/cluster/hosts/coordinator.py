@@ -71,7 +71,7 @@ class Places:
 
     @property
     def hold_ranks(self) -> bool:
-        """Whether any host is left that holds ranks."""
+        """Return True if any host is left that holds ranks."""
         return any(index < len(self.counts) for index in self.hosts)
 
     @property
@@ -167,7 +167,8 @@ class Reachability:
 
 
 def hosts_to_try(own: int, n: int) -> list[int]:
-    """Which of `n` hosts number `own` tries: all of up to five, of more about 2 log2 n, so that each is tried too."""
+    """Return which of `n` hosts number `own` tries: all of up to five, of more about 2 log2 n, so that each is tried
+    too."""
     steps = [1 << power for power in range(max(1, n.bit_length()))]
     return sorted({(own + sign * step) % n for step in steps for sign in (1, -1)} - {own})
 
@@ -232,7 +233,7 @@ class Gathering:
         return replace(self._fit, notes=(*self._fit.notes, *refused))
 
     def progress(self, seen: LauncherView) -> StartProgress:
-        """How far it is. seen: by the launcher. Raises ClusterError when nothing is left to wait for."""
+        """Return how far it is. seen: by the launcher. Raises ClusterError when nothing is left to wait for."""
         if seen.error:
             raise seen.error
         if seen.state == "over":
@@ -340,7 +341,7 @@ class Coordinator:
             self._finish()
 
     def _payload(self) -> str:
-        """What an agent has to know. Raises ClusterError when the start was given up."""
+        """Return what an agent has to know. Raises ClusterError when the start was given up."""
         path = Path(self.plan["engine_file"])
         while not path.exists() or not path.stat().st_size or self._find_controller() is None:
             time.sleep(0.01)
@@ -458,7 +459,7 @@ class Coordinator:
             host.link.send(event="died", unregister=unregister and index == 0, **record)
 
     def _write_end(self, death: dict[str, Any]) -> dict[str, Any]:
-        """What the notebook reads of a rank that has ended, and of who has taken its place."""
+        """Return what the notebook reads of a rank that has ended, and of who has taken its place."""
         record = {key: value for key, value in death.items() if key != "event"}
         path = self.folder / f"rank{death['rank']}.end.json"
         scratch = path.with_suffix(".tmp")

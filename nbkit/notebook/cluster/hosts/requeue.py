@@ -115,7 +115,8 @@ class _GoingOn:
 
 
 def _end_by_slurm(connection: Connection) -> ClusterEnd | None:
-    """How the hosts are taken away, once that is known; None where they are not, or where somebody has wanted it."""
+    """Return how the hosts are taken away, once that is known; None where they are not, or where somebody has wanted
+    it."""
     deadline = time.monotonic() + _FATE_SECONDS
     while time.monotonic() < deadline and not connection.ended:
         is_alive = connection.entry.is_alive()

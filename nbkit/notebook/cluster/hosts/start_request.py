@@ -153,7 +153,7 @@ class Starter(Protocol):
         """Start an agent on each host, with what it has to know; raises ClusterError."""
 
     def look(self) -> LauncherView:
-        """How far it is. Called every now and then."""
+        """Return how far it is. Called every now and then."""
 
     def log(self) -> str:
         """The end of what the agents have printed, where it can be read here."""
@@ -163,7 +163,7 @@ class Starter(Protocol):
 
 
 def agent_command(request: Request) -> list[str]:
-    """What starts the agent on a host: the container's words, then Python."""
+    """Return what starts the agent on a host: the container's words, then Python."""
     # No shell has replaced a ~, and the one of the host, if there is one, gets each word in quotes.
     container = map(str, map(user_path, shlex.split(request.container)))
     return [*container, str(user_path(request.python)) if request.python else sys.executable, *OWN_MODULES, AGENT]

@@ -166,7 +166,7 @@ def _parent_launcher(folder: Path, name: str) -> ParentLauncher:
 
 
 def environment_of_ranks() -> dict[str, str]:
-    """What ranks find in their environment, on this host and on others."""
+    """Return what ranks find in their environment, on this host and on others."""
     site = site_settings.read()
     return {
         # The parent is forked: it may ask whether there is a GPU, but must not start CUDA for that.

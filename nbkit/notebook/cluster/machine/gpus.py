@@ -43,7 +43,7 @@ class GpuProcess:
 
     @property
     def is_mps_server(self) -> bool:
-        """Whether it is CUDA's Multi-Process Service."""
+        """Return True if it is CUDA's Multi-Process Service."""
         return os.path.basename(self.name) == _MPS_SERVER
 
 
@@ -79,7 +79,7 @@ class Gpu:
 
     @property
     def number(self) -> str:
-        """What the user types for it: "2", or "2:0" for the first MIG instance of GPU 2."""
+        """Return what the user types for it: "2", or "2:0" for the first MIG instance of GPU 2."""
         return str(self.index) if self.slot is None else f"{self.index}:{self.slot}"
 
     @property

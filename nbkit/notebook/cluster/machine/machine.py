@@ -51,7 +51,7 @@ class TorchBuild:
 
     @property
     def is_official(self) -> bool:
-        """Whether it has the architectures that PyTorch's wheels of its CUDA have."""
+        """Return True if it has the architectures that PyTorch's wheels of its CUDA have."""
         return bool(_OFFICIAL.fullmatch(self.version))
 
 
@@ -137,7 +137,7 @@ def _too_old_or_new(gpu: Gpu, torch: TorchBuild) -> Unfit | None:
 
 
 def _a_cuda_build(cuda: CudaDriver | None) -> str:
-    """How to come to a torch for CUDA that the driver runs."""
+    """Return how to come to a torch for CUDA that the driver runs."""
     known = cuda.version[0] if cuda and cuda.version else max(_DRIVERS)
     if known < min(_DRIVERS):
         return f"install a newer driver ({_DRIVERS[max(_DRIVERS)]} or above); {_install('')}"

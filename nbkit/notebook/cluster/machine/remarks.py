@@ -38,7 +38,7 @@ class Remark:
 
 
 def notes_at_start(machine: Machine, *, n: int | None, gpus: str | None, cpu: bool) -> tuple[str, ...]:
-    """What `%cluster start` with these options tells of the machine."""
+    """Return what `%cluster start` with these options tells of the machine."""
     bare = n is None and gpus is None
     if cpu:
         return ()

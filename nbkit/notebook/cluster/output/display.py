@@ -123,7 +123,7 @@ def here() -> Screen:
 
 
 def same_place(one: Screen, other: Screen) -> bool:
-    """Whether both show in the same place: the output area of one cell, or stdout."""
+    """Return True if both show in the same place: the output area of one cell, or stdout."""
     parents = [getattr(screen, "parent", {}).get("header", {}).get("msg_id") for screen in (one, other)]
     kinds = [isinstance(screen, KernelScreen) for screen in (one, other)]
     return kinds[0] == kinds[1] and parents[0] == parents[1]

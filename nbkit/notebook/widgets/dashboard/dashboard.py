@@ -218,7 +218,7 @@ class Dashboard:
         self.widget.send(content, buffers)
 
     def still(self) -> dict[str, Any]:
-        """What it shows, as text and as an SVG picture: a MIME bundle that needs no kernel."""
+        """Return what it shows, as text and as an SVG picture: a MIME bundle that needs no kernel."""
         found = self.snapshot()
         if not found:
             return {"text/plain": "nothing is recorded yet: trainer.fit(...) in a %%distributed cell"}

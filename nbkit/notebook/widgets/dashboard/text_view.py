@@ -86,7 +86,7 @@ def _spark(values: Sequence[float | None], width: int) -> str:
 
 
 def _told(event: dict[str, Any]) -> str:
-    """What happened at the step of `event`."""
+    """Return what happened at the step of `event`."""
     if event["kind"] == "switch":
         return f"{event.get('old', '')} → {event.get('new', '')}, {seconds(event.get('pause_s', 0.0))} without a step"
     if event["kind"] == "replaced":
@@ -123,7 +123,7 @@ def ranks_shown(step: dict[str, Any]) -> list[list[float]]:
 
 
 def bars_title(step: dict[str, Any]) -> str:
-    """Which steps and which ranks the bars are of."""
+    """Return which steps and which ranks the bars are of."""
     shown, there = len(ranks_shown(step)), len(step["ranks"])
     some = f" ({shown} of {there} ranks: the late one, then those that compute longest)" if shown < there else ""
     return f"{step['of']}, measured{some}"

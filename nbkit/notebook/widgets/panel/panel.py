@@ -118,7 +118,7 @@ class PanelController:
                 self._news(SwitchedElsewhere(result))
 
     def option(self, strategy: str) -> dict[str, Any]:
-        """What the ranks predict of a strategy that is in no row of the table; {} where they do not say."""
+        """Return what the ranks predict of a strategy that is in no row of the table; {} where they do not say."""
         cluster = self._cluster()
         try:
             return cluster.training.option(strategy) if cluster is not None else {}
@@ -232,7 +232,7 @@ class StrategyPanel:
             self.widget.close()
 
     def still(self) -> dict[str, Any]:
-        """What it shows, as text: a MIME bundle that needs no kernel."""
+        """Return what it shows, as text: a MIME bundle that needs no kernel."""
         text = repr(self)
         return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
 

@@ -253,7 +253,7 @@ def previewed(state: State, verdict: Mapping[str, Any], option: Mapping[str, Any
 
 
 def in_table(state: State, strategy: str) -> bool:
-    """Whether it has a row there."""
+    """Return True if it has a row there."""
     return any(row["strategy"] == strategy for row in state.table.get("options", ()))
 
 
@@ -373,13 +373,13 @@ def _predicted(row: Mapping[str, Any]) -> str:
 
 
 def _sends(row: Mapping[str, Any]) -> str:
-    """What a rank sends, and on several nodes what all send between them."""
+    """Return what a rank sends, and on several nodes what all send between them."""
     between = row.get("between_bytes")
     return size(row["step_bytes"]) + (f"; {size(between)} between nodes" if between is not None else "")
 
 
 def _levers(found: Mapping[str, Any]) -> str:
-    """What keys of a strategy would save, in a sentence; "" where nothing."""
+    """Return what keys of a strategy would save, in a sentence; "" where nothing."""
     if not found:
         return ""
     return f"{found['strategy']} waits for its link: ≈ {seconds(found['step_s'])} a step. {in_words(found['each'])}"

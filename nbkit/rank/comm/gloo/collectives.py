@@ -131,7 +131,7 @@ ALL_GATHERS: dict[str, Callable[..., dist.Work | None]] = {
 
 
 def _reduce(op: Any, ranks: int) -> Callable[..., Any] | None:
-    """What makes an output, out=, of the parts of all ranks; None for what gloo alone knows.
+    """Return what makes an output, out=, of the parts of all ranks; None for what gloo alone knows.
 
     Of two ranks it gets both parts, which takes half of the time, else a tensor that has them along dim 0.
     """

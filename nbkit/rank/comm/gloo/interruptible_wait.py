@@ -95,7 +95,7 @@ def _pointer(capsule: Any, name: bytes) -> int:
 
 
 def _abi_of_pybind11() -> bytes:
-    """What torch's pybind11 calls the ABI that it was built with: a part of the name that its own data have."""
+    """Return what torch's pybind11 calls the ABI that it was built with: a part of the name that its own data have."""
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = ctypes.c_void_p
     # The reference is borrowed. As py_object it would be taken for our own and given up, and the dict with it.
@@ -142,12 +142,12 @@ def interrupt(reason: str, error: Exception | None = None) -> None:
 
 
 def has_left() -> bool:
-    """Whether a collective was left in this process: a thread of gloo's then waits for it for ever."""
+    """Return True if a collective was left in this process: a thread of gloo's then waits for it for ever."""
     return _interrupts.left
 
 
 def wait(work: Any, issued: int, *timeout: timedelta) -> Any:
-    """What `work`.wait() gives, of a collective. issued: ns of perf_counter.
+    """Return what `work`.wait() gives, of a collective. issued: ns of perf_counter.
 
     Raises RuntimeError when the collective fails, and when it was interrupted.
     """

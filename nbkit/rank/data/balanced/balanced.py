@@ -60,7 +60,7 @@ class Difficulty(ABC):
 
     @abstractmethod
     def due(self, epoch: int, batches: int) -> bool:
-        """Whether ranks agree after so many batches of `epoch`, beside its end."""
+        """Return True if ranks agree after so many batches of `epoch`, beside its end."""
 
     @abstractmethod
     def learn(self, epoch: int, gather: Gather) -> None:
@@ -68,7 +68,7 @@ class Difficulty(ABC):
 
     @abstractmethod
     def state(self, epoch: int, gather: Gather) -> dict[str, Any]:
-        """What a checkpoint in `epoch` holds of it: plain values. Collective."""
+        """Return what a checkpoint in `epoch` holds of it: plain values. Collective."""
 
     @abstractmethod
     def restore(self, epoch: int, state: Mapping[str, Any] | None) -> str:
@@ -86,7 +86,7 @@ class Difficulty(ABC):
     @property
     @abstractmethod
     def why(self) -> str:
-        """How costs were found, in a line."""
+        """Return how costs were found, in a line."""
 
     def begin(self) -> None:  # noqa: B027
         """Steps are made now."""
@@ -307,7 +307,7 @@ def rates_of(everyone: Sequence[tuple[int, Shares]], before: Tensor) -> Tensor:
         return before
 
     def noise(rates: Tensor, known: float) -> float:
-        """What is left of a share on average, squared."""
+        """Return what is left of a share on average, squared."""
         return max(squared - float(2 * rates @ products - rates @ squares @ rates), 0.0) / known
 
     def near(ridge: Tensor) -> Tensor:
@@ -497,7 +497,7 @@ class Balanced(Dataset[Any]):
 
     @property
     def why(self) -> str:
-        """How the costs were found, in a line."""
+        """Return how the costs were found, in a line."""
         if self.difficulty is not None:
             return f"cost: {self.difficulty.why}"
         costs = self.measured()[0]
@@ -508,7 +508,7 @@ class Balanced(Dataset[Any]):
         return f"cost: as given, {min(costs):g} to {max(costs):g}"
 
     def begin(self) -> Difficulty | None:
-        """What a training that begins now is to learn of the samples; None where their costs are given."""
+        """Return what a training that begins now is to learn of the samples; None where their costs are given."""
         self.difficulty = None if self._learned is None else LEARNED[self._learned](self.measured()[0])
         return self.difficulty
 

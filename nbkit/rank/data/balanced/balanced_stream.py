@@ -69,7 +69,7 @@ class BalancedStream(MapStream):
             self.seek(self.epoch, self.offset)
 
     def where(self) -> Any:
-        """What was learned; None where costs are given. Collective."""
+        """Return what was learned; None where costs are given. Collective."""
         return None if self._learned is None else self._learned.state(self.epoch, self.gather)
 
     def resume(self, epoch: int, offset: int, where: Any) -> None:
@@ -85,7 +85,7 @@ class BalancedStream(MapStream):
             self._learned.recut()
 
     def _pauses(self) -> bool:
-        """Whether ranks agree on what was learned before the next batch is cut."""
+        """Return True if ranks agree on what was learned before the next batch is cut."""
         if self._learned is None:
             return False
         ends = self.length - self.offset < (self.batch_size if self.drop_last else 1)

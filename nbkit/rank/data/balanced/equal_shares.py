@@ -140,7 +140,7 @@ def _divide_anew(parts: list[_Part], costs: Sequence[float], near: float) -> Non
 
 
 def _nearest(costs: Sequence[float], share: float) -> set[int]:
-    """Which of `costs` have the sum that is nearest below `share` of all: every sum that there is, as a bit."""
+    """Return which of `costs` have the sum that is nearest below `share` of all: every sum that there is, as a bit."""
     unit = sum(costs) / _SUMS
     whole = [round(cost / unit) for cost in costs]
     sums = list(accumulate(whole, lambda found, cost: found | found << cost, initial=1))

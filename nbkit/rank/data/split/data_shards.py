@@ -109,7 +109,7 @@ class _Part:
 
 
 def data_shards(data: Any) -> DataShards | None:
-    """How iterable `data` can be split; None where it cannot. Reads nothing."""
+    """Return how iterable `data` can be split; None where it cannot. Reads nothing."""
     if isinstance(data, Iterator):
         return None
     number = _counted(data)
@@ -146,7 +146,7 @@ def refuse_unasked(shards: DataShards) -> TrainingError:
 
 
 def _counted(data: Any) -> int | None:
-    """How many shards the data says it has."""
+    """Return how many shards the data says it has."""
     for name in ("num_shards", "n_shards"):
         if isinstance(number := getattr(data, name, None), int):
             return number
@@ -157,7 +157,7 @@ def _counted(data: Any) -> int | None:
 
 
 def _asks(data: Any) -> bool:
-    """Whether a method of the data's own class names get_worker_info."""
+    """Return True if a method of the data's own class names get_worker_info."""
     kinds = [kind for kind in type(data).__mro__ if kind.__module__.partition(".")[0] not in ("builtins", "torch")]
     methods = [found for kind in kinds for _, found in getmembers_static(kind, isfunction)]
     return any(_names(method.__code__) for method in methods)

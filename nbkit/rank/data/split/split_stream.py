@@ -77,7 +77,8 @@ class RoundRobin:
 
 
 def share_out(rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
-    """Which of `rows` each rank computes, `most` of them: what it reads first, then what others have too many of.
+    """Return which of `rows` each rank computes, `most` of them: what it reads first, then what others have too many
+    of.
 
     Rank r reads the readers r, r + ranks, ...
     """
@@ -111,7 +112,7 @@ class Queue:
 
     @property
     def read(self) -> int:
-        """How many of the reader's samples have been read."""
+        """Return how many of the reader's samples have been read."""
         return self.first + len(self.samples)
 
     def add(self, samples: Sequence[Any], end: int | None, mark: StreamPosition | None) -> None:
@@ -129,7 +130,7 @@ class Queue:
         return replace(self.marks[0], first=self.first, checks=checks)
 
     def follows(self, mark: StreamPosition, collate: Collate) -> bool:
-        """Whether the samples that have been read are those of which the mark has checksums."""
+        """Return True if the samples that have been read are those of which the mark has checksums."""
         at = mark.first - self.first
         here = list(islice(self.samples, at, at + len(mark.checks))) if at >= 0 else []
         return all(checksum(collate, sample) == check for sample, check in zip(here, mark.checks, strict=False))

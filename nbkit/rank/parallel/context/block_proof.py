@@ -175,7 +175,7 @@ class PositionSplit:
 def block_rules(
     block: nn.Module, called: BlockCall, cut: PositionSplit, *, backward: bool, uncut: Sequence[frozenset[str]]
 ) -> tuple[Rules, PositionMethod]:
-    """How what the block returns lies in parts, and how it works on them. backward: compare gradients too.
+    """Return how what the block returns lies in parts, and how it works on them. backward: compare gradients too.
 
     uncut: sets of arguments to leave whole, of which the first that is right counts. A module in which parts differ
     first is tried on all positions.

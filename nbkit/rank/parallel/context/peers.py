@@ -62,11 +62,11 @@ class Peers:
         return f"cp={self._size}"
 
     def size(self) -> int:
-        """How many they are."""
+        """Return how many they are."""
         return self._size
 
     def rank(self) -> int:
-        """Which of them this one is."""
+        """Return which of them this one is."""
         return self._rank
 
     def runs(self, total: int) -> Runs:
@@ -130,7 +130,8 @@ class Threads(Peers):
     join = gather  # type: ignore[assignment]
 
     def run(self, compute: Callable[[], Any]) -> list[Any]:
-        """What `compute` gives in each thread, in the order of ranks. Raises what the first one to fail raised."""
+        """Return what `compute` gives in each thread, in the order of ranks. Raises what the first one to fail
+        raised."""
         results: list[Any] = [None] * self._size
         errors: list[BaseException] = []
         grads = torch.is_grad_enabled()

@@ -134,7 +134,7 @@ class _Part:
     copies: list[Tensor] = field(default_factory=list)
 
     def instead(self, name: str, forward: Any) -> Callable[..., Any]:
-        """What stands for the forward of the block `name`."""
+        """Return what stands for the forward of the block `name`."""
 
         def given(*args: Any, **kwargs: Any) -> Any:
             if self.at == len(self.calls) or self.calls[self.at].name != name:
@@ -195,7 +195,7 @@ class _Part:
         return "part" if expected.shape == part.shape and gap(expected, part) <= _tolerance(whole) else None
 
     def _shared(self, x: Tensor) -> bool:
-        """Whether it is computed from what every part of a block gave whole."""
+        """Return True if it is computed from what every part of a block gave whole."""
         if not self.copies:
             return False
         leaves = {id(getattr(node, "variable", None)) for node in nodes_behind([x])}
@@ -286,7 +286,7 @@ def try_in_parts(
     call: Callable[[], Any],
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Positionwise:
-    """What running `module`, which is in the mode in which it trains, on parts of the positions shows.
+    """Return what running `module`, which is in the mode in which it trains, on parts of the positions shows.
 
     blocks: names of the chain in order. call: runs the whole model once on an example and returns its output; loss: of
     that output. The module is afterwards as before.

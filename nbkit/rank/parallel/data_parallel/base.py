@@ -175,7 +175,7 @@ class DataAxis:
 
     @property
     def apart(self) -> int:
-        """How many replicas make steps of their own: 1 where gradients are summed."""
+        """Return how many replicas make steps of their own: 1 where gradients are summed."""
         return 1
 
     def unite(self, state: Iterable[Tensor] = ()) -> None:

@@ -188,7 +188,7 @@ def refuse_sparse(name: str, param: Tensor) -> None:
 
 
 def came_twice(name: str) -> TrainingError:
-    """What to raise when a gradient arrives that has been sent."""
+    """Return what to raise when a gradient arrives that has been sent."""
     return TrainingError(
         f"The gradient of {name!r} came twice in one backward pass.",
         numbers="it had been sent to the other ranks already",
@@ -259,12 +259,12 @@ class Packing:
         return slice(*bounds(self.shapes[i][0], self.ranks, rank))
 
     def shard(self, row: Tensor, i: int, rank: int) -> Tensor:
-        """What `rank` holds of tensor `i`, seen in its row."""
+        """Return what `rank` holds of tensor `i`, seen in its row."""
         shape = self._shape(i, rank)
         return row[self.starts[i] : self.starts[i] + prod(shape)].view(shape)
 
     def shards(self, row: Tensor, rank: int) -> list[Tensor]:
-        """What `rank` holds of each tensor, seen in its row."""
+        """Return what `rank` holds of each tensor, seen in its row."""
         sizes, shapes = self._cuts.get(rank) or self._cuts.setdefault(rank, self._cut(rank))
         pieces = row.split_with_sizes([*sizes, row.numel() - sum(sizes)])
         return [pieces[at].view(shape) for at, shape in shapes]
@@ -364,7 +364,7 @@ class Packing:
 
 
 def _divides(ranks: int, shape: Sequence[int]) -> bool:
-    """Whether each of so many ranks holds as many rows of it."""
+    """Return True if each of so many ranks holds as many rows of it."""
     return bool(shape) and shape[0] % ranks == 0
 
 

@@ -167,8 +167,8 @@ for _name in (
 
 
 def compiles() -> bool:
-    """Whether torch.compile has compiled anything: it would compile anew for a module whose dict of parameters is
-    another one."""
+    """Return True if torch.compile has compiled anything: it would compile anew for a module whose dict of parameters
+    is another one."""
     found = sys.modules.get("torch._dynamo.utils")
     return found is not None and bool(found.counters["stats"]["unique_graphs"])
 

@@ -22,7 +22,7 @@ def _steps(path: str) -> tuple[tuple[bool, Any], ...]:
 
 
 def look(tree: Any, path: str) -> Any:
-    """What is there; None when nothing is."""
+    """Return what is there; None when nothing is."""
     try:
         for is_attribute, key in _steps(path):
             tree = getattr(tree, key) if is_attribute else tree[key]

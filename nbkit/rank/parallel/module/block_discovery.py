@@ -47,7 +47,7 @@ def _direct(module: nn.Module, path: str) -> list[str]:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether it can be called: a ModuleList only holds others."""
+    """Return True if it can be called: a ModuleList only holds others."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -82,5 +82,5 @@ def mixtures(model: nn.Module) -> list[str]:
 
 
 def within(path: str, mixtures: Iterable[str]) -> bool:
-    """Whether `path` is one of `mixtures`, or inside of one."""
+    """Return True if `path` is one of `mixtures`, or inside of one."""
     return any(not mixture or path == mixture or path.startswith(f"{mixture}.") for mixture in mixtures)

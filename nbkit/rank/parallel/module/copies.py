@@ -401,7 +401,7 @@ def marked(tensor: T, like: Tensor) -> T:
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has no memory of its own yet."""
+    """Return True if `tensor` has no memory of its own yet."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
 

@@ -84,7 +84,8 @@ def unwrap(module: nn.Module) -> None:
 
 
 def overrides_train(module: nn.Module) -> bool:
-    """Whether a part of `module` has a `train()` of its own: it keeps parts in evaluation, or does more than that."""
+    """Return True if a part of `module` has a `train()` of its own: it keeps parts in evaluation, or does more than
+    that."""
     return any(type(part).train is not nn.Module.train or "train" in vars(part) for part in module.modules())
 
 
@@ -192,12 +193,12 @@ def marked(
 
 
 def in_backward() -> bool:
-    """Whether autograd is at work in this thread: a forward now is the recomputation of a checkpointed one."""
+    """Return True if autograd is at work in this thread: a forward now is the recomputation of a checkpointed one."""
     return graph_task_id() != -1
 
 
 def is_nested(module: nn.Module) -> bool:
-    """Whether a call of `module` runs within another call of it. Walks the stack: for what happens rarely."""
+    """Return True if a call of `module` runs within another call of it. Walks the stack: for what happens rarely."""
     frame: FrameType | None = sys._getframe(1)
     calls = 0
     while frame is not None:

@@ -63,7 +63,7 @@ class Barrier:
 
     @property
     def sums(self) -> bool:
-        """Whether the messages can carry numbers."""
+        """Return True if the messages can carry numbers."""
         return self.size & (self.size - 1) == 0
 
     def open(self, tag: int, count: int = 0) -> None:
@@ -99,7 +99,8 @@ class Barrier:
 
 
 def enter(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What a stage computes with, from detached tensors. Those that require a gradient are leaves and get it there.
+    """Return what a stage computes with, from detached tensors. Those that require a gradient are leaves and get it
+    there.
 
     What comes out may be changed in place, as a block may do with what another one returned: a view of a leaf may not,
     and this one autograd does not know as a view. The leaf itself is read no more.
@@ -347,7 +348,7 @@ class Pipeline:
         return [run.results[micro] for micro in sorted(run.results)]
 
     def sums_over(self, ranks: int) -> bool:
-        """Whether `meet` can sum numbers over `ranks` ranks: as many as the pipeline has, where they meet."""
+        """Return True if `meet` can sum numbers over `ranks` ranks: as many as the pipeline has, where they meet."""
         return self._barrier is not None and self._barrier.sums and self._barrier.size == ranks
 
     def meet(self, numbers: Tensor | None = None) -> None:

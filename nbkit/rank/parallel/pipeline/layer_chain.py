@@ -139,7 +139,7 @@ def _watch(
     modes: Sequence[tuple[nn.Module, bool]],
     call: Callable[[], Any],
 ) -> DataflowTrace:
-    """What flows in evaluation and in `modes`. The modules are in evaluation before."""
+    """Return what flows in evaluation and in `modes`. The modules are in evaluation before."""
     flow = DataflowTrace(module, blocks, skipped)
     with torch.no_grad():
         flow.run(call)

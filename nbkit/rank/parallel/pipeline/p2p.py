@@ -95,12 +95,12 @@ def meet_all(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def has_met(group: dist.ProcessGroup) -> bool:
-    """Whether it has met since it was formed."""
+    """Return True if it has met since it was formed."""
     return _met.get(group) == _formed(group)
 
 
 def _meets_again(group: dist.ProcessGroup) -> bool:
-    """Whether it has met since it was formed; from now on it has."""
+    """Return True if it has met since it was formed; from now on it has."""
     before, _met[group] = has_met(group), _formed(group)
     return before
 

@@ -110,7 +110,7 @@ class StageBoundaries:
         return output
 
     def idle(self) -> bool:
-        """Whether the forward is on its way to its first block: what it computes from weights is not used."""
+        """Return True if the forward is on its way to its first block: what it computes from weights is not used."""
         return self._running and self._at < self._lo
 
     def _pass_by(
@@ -199,7 +199,8 @@ class StageBoundaries:
         return args, kwargs
 
     def _arrived(self, number: int, args: Any, kwargs: Any) -> dict[str, Tensor]:
-        """What comes into a block, by path; what the caller gives to several blocks is what the last one was given."""
+        """Return what comes into a block, by path; what the caller gives to several blocks is what the last one was
+        given."""
         entry = self.entries[number]
         arrived = {path: look((args, kwargs), path) for path in entry.carried}
         if missing := [path for path, leaf in arrived.items() if not isinstance(leaf, Tensor)]:
@@ -292,7 +293,7 @@ def _blank(param: nn.Parameter) -> nn.Parameter:
 
 
 def _kind(value: Any) -> Any:
-    """What shapes depend on, hashable."""
+    """Return what shapes depend on, hashable."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, (tuple, list)):

@@ -52,7 +52,7 @@ class Staged:
         list_absent(module)
 
     def runs(self, name: str) -> bool:
-        """Whether the module that the parameter or buffer `name` belongs to computes on this rank."""
+        """Return True if the module that the parameter or buffer `name` belongs to computes on this rank."""
         piece = self.chain.piece_of(name)
         return any(lo <= piece < hi for lo, hi in self.ranges)
 
@@ -70,7 +70,7 @@ class Staged:
         return self._gates.run(lo, hi, received, lambda: call(self.module, value))
 
     def idle(self) -> bool:
-        """Whether a forward is on its way to the stage's first block."""
+        """Return True if a forward is on its way to the stage's first block."""
         return self._gates is not None and self._gates.idle()
 
     def close(self) -> None:

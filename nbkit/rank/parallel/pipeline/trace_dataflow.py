@@ -94,7 +94,7 @@ class DataflowTrace(WatchingMode):
         return output
 
     def entries(self) -> list[StageInput]:
-        """What goes into each block."""
+        """Return what goes into each block."""
         seen = zip(self._carried, self._kept, self._written, self._skips, strict=True)
         return [
             StageInput(tuple(carried), kept, frozenset(written), tuple(sorted(skips)))
@@ -186,7 +186,8 @@ class DataflowTrace(WatchingMode):
         return result
 
     def _hangs(self, tensor: Tensor) -> bool:
-        """Whether it was computed from parameters. Views of a parameter are not: who uses them holds that one."""
+        """Return True if it was computed from parameters. Views of a parameter are not: who uses them holds that
+        one."""
         return memory_of(tensor) in self._born
 
     def _use(self, tensor: Tensor, by: str) -> bool:
@@ -257,7 +258,7 @@ class _Origins:
         self.changed |= self._made.get(memory, frozenset())
 
     def of(self, memory: Memory) -> frozenset[SkipConnection]:
-        """What the value at `memory` was made from."""
+        """Return what the value at `memory` was made from."""
         return self._made.get(memory, frozenset({_LOST}))
 
     def _add(self, tensor: Tensor, skips: Collection[SkipConnection]) -> None:

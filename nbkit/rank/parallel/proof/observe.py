@@ -55,7 +55,7 @@ def watched(
 
 
 def call_counts(module: nn.Module, call: Callable[[], Any]) -> Counter[str]:
-    """How often `call` calls each module in `module`, in the order of the first calls."""
+    """Return how often `call` calls each module in `module`, in the order of the first calls."""
     counts: Counter[str] = Counter()
     with watched(module, lambda name, *_: counts.update([name])):
         call()
@@ -222,7 +222,8 @@ def gap(whole: Tensor, other: Tensor, scale: float = 0.0) -> float:
 
 
 def unlike(x: Tensor, expected: Tensor, *, by_row: bool = False, least: float = 0.0) -> str:
-    """What tells `x` from `expected`; "" when they are the same but for rounding. least: a scale of what is rounded."""
+    """Return what tells `x` from `expected`; "" when they are the same but for rounding. least: a scale of what is
+    rounded."""
     if x.shape != expected.shape:
         return f"shape {tuple(x.shape)} instead of {tuple(expected.shape)}"
     if not expected.is_floating_point():

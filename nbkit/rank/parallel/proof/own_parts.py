@@ -158,7 +158,8 @@ class _Reads(TorchFunctionMode):
 
 
 def _holder(module: nn.Module, path: str) -> str:
-    """Who in the module at `path` leads to other parts of the model: a function in its class, or an attribute."""
+    """Return who in the module at `path` leads to other parts of the model: a function in its class, or an
+    attribute."""
     part, wanted = module.get_submodule(path), parts_of(module)
     beyond = wanted - {id(each) for each in (*part.modules(), *part.parameters(), *part.buffers())}
     for kind in type(part).__mro__:

@@ -52,7 +52,7 @@ class FirstRuns:
 def first_runs(
     module: nn.Module, example: Any, *, inputs: Sequence[str] | None, loss: Loss | None, parts: int = 1
 ) -> FirstRuns:
-    """What running `module` on a few rows of `example` shows. parts: that positions may be split into.
+    """Return what running `module` on a few rows of `example` shows. parts: that positions may be split into.
 
     The module and the generators of random numbers are afterwards as before; what fails is said where it trains.
     """

@@ -103,7 +103,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """What `_fill` needs to make `value` hold again what it holds now; None where it cannot be changed."""
+    """Return what `_fill` needs to make `value` hold again what it holds now; None where it cannot be changed."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else (value._version, value.detach().clone())
     if isinstance(value, dict):

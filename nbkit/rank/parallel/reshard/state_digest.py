@@ -68,7 +68,8 @@ def digest(
 
 
 def scratch_bytes(*states: Mapping[str, tuple[Tensor, Layout]]) -> int:
-    """What a digest of any of `states` takes beside it at a time: of a chunk, the hash and a shifted copy; places."""
+    """Return what a digest of any of `states` takes beside it at a time: of a chunk, the hash and a shifted copy;
+    places."""
     elements = max((sum(tensor.numel() for tensor, _ in state.values()) for state in states), default=0)
     return 4 * 8 * min(elements, _CHUNK)
 
@@ -81,7 +82,7 @@ def sums(
     *,
     rank: int,
 ) -> Tensor:
-    """What this rank adds to the sum of each of `keys`: int64, on the device of most tensors. Not collective."""
+    """Return what this rank adds to the sum of each of `keys`: int64, on the device of most tensors. Not collective."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     numbers: dict[Layout | None, int] = {None: 0}
     known = {
@@ -102,7 +103,7 @@ def sums(
 
 
 def _share(layouts: Sequence[Layout | None], rank: int) -> list[tuple[Box, Box]]:
-    """What `rank` hashes: (box of its local tensor, the same in the global one)."""
+    """Return what `rank` hashes: (box of its local tensor, the same in the global one)."""
     holders: dict[Box, list[int]] = {}
     for other, layout in enumerate(layouts):
         for box in held(layout):

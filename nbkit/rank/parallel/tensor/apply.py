@@ -94,7 +94,7 @@ def tensor_parallel(
 
 
 def parts_of(module: nn.Module, plan: TensorPlan, size: int, index: int, *, sequence: bool = False) -> TensorSplit:
-    """What would become of rank `index` of `size`; sends nothing. `module`, a skeleton, is used up."""
+    """Return what would become of rank `index` of `size`; sends nothing. `module`, a skeleton, is used up."""
     (surgery := _Surgery(module, TpGroup(None, size, index), plan)).apply(sequence)  # type: ignore[arg-type]
     return TensorSplit(surgery.layouts, frozenset(surgery.partial), tuple(surgery.notes), ())
 
@@ -154,7 +154,7 @@ class _Surgery:
         return not why
 
     def _only_heads(self, pair: Pair) -> bool:
-        """Whether an attention has nothing with parameters but its maps and what is alike for every head."""
+        """Return True if an attention has nothing with parameters but its maps and what is alike for every head."""
         maps = tuple(f"{path}." for path in (*pair.columns, *pair.rows))
         rest = self.parts[pair.owner].named_parameters(prefix=pair.owner)
         return pair.heads is not None and all(name.startswith(maps) or p.numel() == pair.heads.dim for name, p in rest)

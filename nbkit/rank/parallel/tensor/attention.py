@@ -137,7 +137,7 @@ def _attend(
 
 
 def sizes_of_part(pair: Pair | None, size: int) -> Callable[[], AbstractContextManager[Any]]:
-    """What is to be around the forward of the module that holds `pair`, on one of `size` ranks."""
+    """Return what is to be around the forward of the module that holds `pair`, on one of `size` ranks."""
     if pair is None or pair.heads is None or not pair.views:
         return nullcontext
     return partial(_SizesOfPart, pair.heads, pair.totals, size)

@@ -149,7 +149,7 @@ class PairState:
 
 
 def positions() -> int:
-    """How many positions the sequence has of which this rank works on a part."""
+    """Return how many positions the sequence has of which this rank works on a part."""
     here = extent_of("sequence")
     if here is None:
         raise TrainingError(

@@ -78,7 +78,7 @@ class ShardedTensor(Tensor):
 
     @property
     def part(self) -> Tensor:
-        """What this rank holds."""
+        """Return what this rank holds."""
         with without_subclasses():
             foreign = self.grad_fn
         if foreign is not None:
@@ -101,7 +101,7 @@ class ShardedTensor(Tensor):
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """What `func` gives in parts; NotImplemented when it takes the whole."""
+        """Return what `func` gives in parts; NotImplemented when it takes the whole."""
         return NotImplemented
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -224,7 +224,7 @@ class PositionShard(ShardedTensor):
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """What treats every position by itself."""
+        """Return what treats every position by itself."""
         if "out" in kwargs or not args or (handler := _HANDLERS.get(func)) is None:
             return NotImplemented
         return handler(func, *args, **kwargs)
@@ -252,7 +252,7 @@ def give_whole(_: nn.Module, __: Any, output: Any) -> Any:
 
 
 def sendable(x: Tensor) -> Tensor:
-    """What goes to the next pipeline stage: this rank's positions, which `completed` makes the same of there.
+    """Return what goes to the next pipeline stage: this rank's positions, which `completed` makes the same of there.
 
     Of a single position the parts are not shorter than the whole on every rank, so it goes whole.
     """
@@ -262,7 +262,7 @@ def sendable(x: Tensor) -> Tensor:
 
 
 def completed(received: Tensor, whole: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """What the stage before had, where its shape was `whole`."""
+    """Return what the stage before had, where its shape was `whole`."""
     if group is None or len(whole) < 3 or tuple(received.shape) == tuple(whole):
         return received
     start, stop = bounds(whole[1], group.size(), group.rank())
@@ -303,7 +303,8 @@ def _together(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fitting(x: Tensor, like: PositionShard) -> Tensor | None:
-    """What `x` has for the positions of `like` on this rank, both being broadcast; None when there is no telling."""
+    """Return what `x` has for the positions of `like` on this rank, both being broadcast; None when there is no
+    telling."""
     if isinstance(x, PositionShard):
         alike = (x.ndim, x.along, x.total) == (like.ndim, like.along, like.total)
         return x.part if alike else None
@@ -449,7 +450,7 @@ class VocabShard(ShardedTensor):
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """What losses do on the way."""
+        """Return what losses do on the way."""
         handler = _VOCAB_HANDLERS.get(func) if args and isinstance(args[0], VocabShard) else None
         return NotImplemented if handler is None else handler(func, *args, **kwargs)
 

@@ -96,7 +96,7 @@ class NotGathered(Tensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether the parameter is trained in this step."""
+        """Return True if the parameter is trained in this step."""
         return bool(Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
 
     @requires_grad.setter
@@ -268,7 +268,7 @@ class Slot:
 
     @property
     def used(self) -> list[nn.Parameter]:
-        """What a pass may use it as."""
+        """Return what a pass may use it as."""
         return [self.whole] if self.cast is None else [self.whole, self.cast]
 
     def widen(self) -> None:
@@ -482,12 +482,12 @@ class Unit:
 
     @property
     def trained(self) -> list[Slot]:
-        """What has gradients."""
+        """Return what has gradients."""
         return [slot for part in self._parts for slot in part.trained]
 
     @property
     def coming(self) -> bool:
-        """Whether its all-gather has been sent."""
+        """Return True if its all-gather has been sent."""
         return any(part.arriving is not None for part in self._parts)
 
     def gather(self) -> None:

@@ -175,16 +175,16 @@ class BackwardOrder:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left of it."""
+        """Return True if nothing is left of it."""
         return self._next == len(self._stops)
 
     @property
     def at(self) -> Stop:
-        """What comes next."""
+        """Return what comes next."""
         return self._stops[self._next]
 
     def step(self) -> Stop:
-        """What comes next, and go on."""
+        """Return what comes next, and go on."""
         self._next += 1
         return self._stops[self._next - 1]
 
@@ -222,7 +222,7 @@ class GatherOrder:
 
     @property
     def _stays(self) -> bool:
-        """Whether the root stays gathered behind a forward without gradients: the loss may use it."""
+        """Return True if the root stays gathered behind a forward without gradients: the loss may use it."""
         return self._computing and not self.keep
 
     def before(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

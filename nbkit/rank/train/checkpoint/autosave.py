@@ -36,7 +36,7 @@ class Autosave:
 
     @property
     def folder(self) -> Path:
-        """Where it saves by itself."""
+        """Return where it saves by itself."""
         return Path(self._loop.save_path or (self._job.run_dir or Path()) / "checkpoint")
 
     def begin(self) -> None:

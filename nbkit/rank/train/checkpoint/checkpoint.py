@@ -98,7 +98,7 @@ def check_tensors(reader: DcpReader, sharded_model: ShardedModel) -> None:
 
 
 def _alike(here: Any, there: Any) -> bool:
-    """Whether `there` can stand where `here` does: a number for a number, as many for several."""
+    """Return True if `there` can stand where `here` does: a number for a number, as many for several."""
     if here is None or there is None:
         return True
     if isinstance(here, list | tuple):
@@ -152,7 +152,8 @@ class Saved:
 
 
 def take(path: str | Path, state: TrainingState, builder: Builder, about: Mapping[str, Any]) -> Taken:
-    """What `write` is to write of `state`, and `about`, what else is to be kept, to the directory `path`. Collective.
+    """Return what `write` is to write of `state`, and `about`, what else is to be kept, to the directory `path`.
+    Collective.
 
     It holds the tensors themselves: to be written before they change, or to be copied.
     """
@@ -248,7 +249,7 @@ def check_shared(folder: Path, *, rank: int, gather: Callable[[Any], list[Any]])
 
 
 def _everywhere(act: Callable[[], Any], path: Path, gather: Callable[[Any], list[Any]]) -> list[Any]:
-    """What `act` returned on each rank. Raises TrainingError on every rank where it failed on one."""
+    """Return what `act` returned on each rank. Raises TrainingError on every rank where it failed on one."""
     found, own = None, None
     try:
         found = act()

@@ -55,7 +55,7 @@ def buffers(sharded_model: ShardedModel) -> JobState:
 
 
 def per_element(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> JobState:
-    """What the optimizer keeps for each element of the parameters here, by "KEY/NAME"."""
+    """Return what the optimizer keeps for each element of the parameters here, by "KEY/NAME"."""
     found: JobState = {}
     for name, param in sharded_model.held.items():
         for key, value in optimizer_state.per_element(optimizer, param).items():
@@ -133,7 +133,7 @@ class Everyone:
 def everyone(
     own: JobState, numbers: Mapping[str, Mapping[str, Any]], world_size: int, device: torch.device
 ) -> Everyone:
-    """What all ranks hold. Collective: one all-gather of layouts and numbers."""
+    """Return what all ranks hold. Collective: one all-gather of layouts and numbers."""
     # Equal layouts as one object: pickled once, and told apart by identity where they arrive.
     known: dict[Layout, Layout] = {}
     layouts = {key: known.setdefault(layout, layout) for key, (_, layout) in own.items()}

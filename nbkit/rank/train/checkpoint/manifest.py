@@ -78,7 +78,8 @@ def writable(value: Any) -> Any:
 
 
 def decoded(text: str | bytes) -> Any:
-    """What `encoded` was given. Raises ValueError, TypeError, KeyError or RecursionError for what it did not write."""
+    """Return what `encoded` was given. Raises ValueError, TypeError, KeyError or RecursionError for what it did not
+    write."""
     return json.loads(text, object_hook=_untagged)
 
 
@@ -184,7 +185,7 @@ class Manifest:
 
 
 def written(head: bytes, tensors: Mapping[str, SavedTensor], files: Mapping[str, int], about: str) -> bytes:
-    """What `.metadata` holds. head: what torch reads. files: name -> bytes. about: as `encoded` returns it."""
+    """Return what `.metadata` holds. head: what torch reads. files: name -> bytes. about: as `encoded` returns it."""
     number = {name: index for index, name in enumerate(files)}
     rows = [
         [

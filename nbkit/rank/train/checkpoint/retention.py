@@ -53,7 +53,7 @@ class Keep:
 
 
 def place(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies among several in `folder`."""
+    """Return where the checkpoint of `step` lies among several in `folder`."""
     return folder / f"step-{step}"
 
 

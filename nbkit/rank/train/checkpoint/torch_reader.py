@@ -51,7 +51,8 @@ _PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in
 
 
 def is_from_elsewhere(folder: Path) -> bool:
-    """Whether torch.distributed.checkpoint alone wrote `folder`: data files, none of which is named as nbkit does."""
+    """Return True if torch.distributed.checkpoint alone wrote `folder`: data files, none of which is named as nbkit
+    does."""
     try:
         names = [path.name for path in folder.glob("*.distcp")]
         with opened(folder / ".metadata") as file:
@@ -114,7 +115,7 @@ class TorchReader(DcpReader):
 
     @property
     def layout(self) -> str:
-        """What was recognised."""
+        """Return what was recognised."""
         whose = {("model.", "optim."): "of plain FSDP2", ("", "optimizer."): "in torchtitan's layout"}
         model, optimizer = self._model, self._optimizer
         named = whose.get((model, optimizer or ""), f"with weights under {model!r} and state under {optimizer!r}")
@@ -223,7 +224,7 @@ class TorchReader(DcpReader):
         return file, info.offset
 
     def _value(self, fqn: str) -> Any:
-        """What is kept under a name that has one part: a number, or a tensor of one."""
+        """Return what is kept under a name that has one part: a number, or a tensor of one."""
         shape = self._shape(fqn)
         offset = None if shape is None else torch.Size([0] * len(shape))
         file_name, start = self._place(MetadataIndex(fqn, offset))

@@ -62,7 +62,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def outcome(self, *, wait: bool) -> WriteOutcome | None:
-        """What came of the last one, once; None while it is being written, unless one is to `wait`."""
+        """Return what came of the last one, once; None while it is being written, unless one is to `wait`."""
         if self._thread is not None:
             if self._thread.is_alive() and not wait:
                 return None

@@ -73,7 +73,8 @@ class Guard:
         self.alarm.end()
 
     def concerns(self, error: BaseException) -> bool:
-        """Whether `error` is a failure in what is guarded, of which all can hear: no interrupt, no rank that died.
+        """Return True if `error` is a failure in what is guarded, of which all can hear: no interrupt, no rank that
+        died.
 
         Losses that are not finite are the data's, and all ranks raise them alike.
         """
@@ -82,7 +83,8 @@ class Guard:
         return not waited(error) or self.alarm.rung()
 
     def failures(self, error: Exception) -> Failures:
-        """What all ranks have failed with, `error` on this one; they stand between two collectives then. Collective.
+        """Return what all ranks have failed with, `error` on this one; they stand between two collectives then.
+        Collective.
 
         Raises TrainingError, on every rank, where a device does not compute any more, and ClusterError when the ranks
         do not come together.
@@ -114,7 +116,7 @@ def let_go(failed: BaseException) -> None:
 
 
 def waited(error: BaseException) -> bool:
-    """Whether this rank failed because it waited for one that had failed, or was broken out."""
+    """Return True if this rank failed because it waited for one that had failed, or was broken out."""
     # The first use of a communicator of NCCL is a meeting in Python, which has an error of its own.
     return isinstance(error, AlarmHeard) or any(sign in str(error) for sign in (*PEER_GONE, BROKEN_OFF))
 

@@ -92,6 +92,6 @@ def make_steps(
 
 
 def _backed_up(steps: int, replaceable: bool) -> bool:
-    """Whether there are backups where nobody has said so."""
+    """Return True if there are backups where nobody has said so."""
     host = resume_fit.host
     return replaceable and host is not None and (host.enterable or steps >= _LONG_ENOUGH)

@@ -127,7 +127,7 @@ def better(
 
 
 def _work(strategy: Strategy, batch: int, costs: Sequence[float]) -> list[float]:
-    """What each rank has to do, in rows of the whole model."""
+    """Return what each rank has to do, in rows of the whole model."""
     rows, mesh = strategy.rows(batch), strategy.mesh
     stages = [1.0]
     if strategy.pp > 1:

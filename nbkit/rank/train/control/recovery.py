@@ -51,7 +51,7 @@ class TrainingProgress:
 
 
 def compare(own: Standing, *, world_size: int, device: torch.device) -> list[Standing]:
-    """How far all ranks are, by rank. Collective: one all-gather of five numbers."""
+    """Return how far all ranks are, by rank. Collective: one all-gather of five numbers."""
     if world_size == 1:
         return [own]
     mine = torch.tensor([int(each) for each in vars(own).values()], dtype=torch.int64, device=device)

@@ -47,11 +47,11 @@ class Preparation:
     """What is made for a request beside the training: here nothing."""
 
     def alone(self) -> bool:
-        """Whether this rank has made what it can make by itself, or cannot."""
+        """Return True if this rank has made what it can make by itself, or cannot."""
         return True
 
     def lacks(self) -> bool:
-        """Whether something is missing that all ranks have to make at once."""
+        """Return True if something is missing that all ranks have to make at once."""
         return False
 
     def create_groups(self) -> None:
@@ -84,7 +84,7 @@ class Inbox:
         self.stage(self.acted + 1)
 
     def stage(self, number: int) -> int:
-        """How far this rank is with request `number`, which is the next one.
+        """Return how far this rank is with request `number`, which is the next one.
 
         READY; LACKS, when all but what all ranks have to make at once is ready; 0 before that, or when it is not here.
         """
@@ -100,7 +100,7 @@ class Inbox:
         return LACKS if request.preparation.lacks() else READY
 
     def prepare_collectively(self, number: int, *, begin: bool) -> bool:
-        """Whether all ranks make something at once for request `number`, from now on if they `begin`."""
+        """Return True if all ranks make something at once for request `number`, from now on if they `begin`."""
         with self._lock:
             request = self._waiting.get(number)
         if request is None or request.preparation is None:
@@ -232,7 +232,7 @@ def tell_to_end(why: str) -> None:
 
 
 def told_to_end() -> bool:
-    """Whether this rank was told. From any thread."""
+    """Return True if this rank was told. From any thread."""
     return bool(_told_to_end)
 
 

@@ -61,8 +61,8 @@ class CostModel:
         self._terms: dict[Strategy, list[list[TrafficTerm]]] = {}
 
     def holds(self, kinds: Kinds, options: Options) -> bool:
-        """Whether it still holds: the optimizer's first step, or another precision, changes what is kept; and more may
-        be known of the model."""
+        """Return True if it still holds: the optimizer's first step, or another precision, changes what is kept; and
+        more may be known of the model."""
         return self.kinds == kinds and self.options is options and self.trained == self._trained()
 
     def _trained(self) -> set[str]:
@@ -118,13 +118,14 @@ class CostModel:
         return float(f"{max(took, default=0.0):.2g}")
 
     def terms(self, strategy: Strategy) -> list[list[TrafficTerm]]:
-        """What the first rank of each place along pp sends in a step, which is the most; [] where it is not known."""
+        """Return what the first rank of each place along pp sends in a step, which is the most; [] where it is not
+        known."""
         if strategy not in self._terms:
             self._terms[strategy] = self._made(strategy, strategy.mesh.ranks("pp", 0))
         return self._terms[strategy]
 
     def sends(self, strategy: Strategy) -> StepTraffic | None:
-        """What the busiest rank sends and updates in a step, and behind what; None where it is not known."""
+        """Return what the busiest rank sends and updates in a step, and behind what; None where it is not known."""
         terms = self.terms(strategy)
         if not terms and strategy.mesh.size > 1:
             return None
@@ -153,7 +154,7 @@ class CostModel:
         )
 
     def of_all_ranks(self, strategy: Strategy) -> tuple[Term, ...]:
-        """What a step of all ranks together sends; empty where it is not known."""
+        """Return what a step of all ranks together sends; empty where it is not known."""
         return terms_of(self._made(strategy, range(strategy.mesh.size)))
 
     def _made(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[TrafficTerm]]:
@@ -310,7 +311,7 @@ def _foreseen(builder: Builder, kinds: Kinds) -> Kinds:
 
 
 def _blocks(skeleton: nn.Module, chain: LayerChain | None) -> dict[str, dict[str, int]]:
-    """What is in no block is "before" or "after" the chain, or "model" without one."""
+    """Return what is in no block is "before" or "after" the chain, or "model" without one."""
     names = chain.units if chain is not None else ()
     behind = set(chain.after) if chain is not None else set()
     sizes = {name: p.numel() for name, p in skeleton.named_parameters()}

@@ -31,7 +31,7 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform =
 
 
 def crowded(num_bytes: int, device: torch.device) -> bool:
-    """Whether this rank lacks room for a sharded model of `num_bytes` beside the one in force.
+    """Return True if this rank lacks room for a sharded model of `num_bytes` beside the one in force.
 
     Raises UsageError for a NBKIT_MEMORY_LIMIT that is no number of bytes.
     """
@@ -39,13 +39,13 @@ def crowded(num_bytes: int, device: torch.device) -> bool:
 
 
 def roomy(device: torch.device, peak_bytes: int) -> bool:
-    """Whether this rank can make a step beside all that it holds now: as much is free as it has ever held."""
+    """Return True if this rank can make a step beside all that it holds now: as much is free as it has ever held."""
     free = left(device)
     return free is None or free >= peak_bytes
 
 
 def side_bytes(builder: Builder, kinds: Mapping[str, Mapping[str, int]], strategy: Strategy, rank: int) -> int:
-    """What `rank` holds between steps under `strategy`, on the device; gradients where they have buffers.
+    """Return what `rank` holds between steps under `strategy`, on the device; gradients where they have buffers.
 
     kinds: see job_state.bytes_per_element. Raises StrategyError for what cannot be split.
     """

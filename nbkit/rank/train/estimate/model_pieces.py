@@ -192,7 +192,7 @@ class ModelPieces:
         return replace(self._facts, batch=batch)
 
     def refused(self, strategy: Strategy) -> tuple[str, str] | None:
-        """What was seen to be wrong when the model is split so, or is not known."""
+        """Return what was seen to be wrong when the model is split so, or is not known."""
         if (strategy.tp > 1 or strategy.cp > 1) and self._facts.width is None:
             axes = f"tp={strategy.tp} cp={strategy.cp}"
             return "What it sends is known of a chain of transformer blocks, an attention and an MLP each.", axes

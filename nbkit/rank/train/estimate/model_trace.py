@@ -146,7 +146,7 @@ class LoneGroup:
         self._ranks, self._rank = ranks, rank
 
     def size(self) -> int:
-        """How many ranks it stands for."""
+        """Return how many ranks it stands for."""
         return self._ranks
 
     def rank(self) -> int:
@@ -350,7 +350,7 @@ def _without_cache(module: nn.Module) -> Iterator[None]:
 
 
 def updating(make: Any) -> Updating:
-    """What a step of the optimizer that `make` gives over some parameters takes for a moment."""
+    """Return what a step of the optimizer that `make` gives over some parameters takes for a moment."""
     found = []
     for count in (2, 4):
         params = [nn.Parameter(torch.zeros(64, 64)) for _ in range(count)]

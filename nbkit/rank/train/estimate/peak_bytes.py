@@ -131,7 +131,7 @@ class PeakBytes:
         return self._traced[tp, cp]
 
     def knows(self, tp: int, cp: int) -> bool:
-        """Whether the model was measured on these axes."""
+        """Return True if the model was measured on these axes."""
         return (tp, cp) in self._traced
 
     def measure(self, axes: Collection[tuple[int, int]], aside: Callable[[Callable[[], Any]], Any]) -> bool:
@@ -210,7 +210,8 @@ class PeakBytes:
 
 
 def _without_casts(pieces: Sequence[ModelPiece], weights: Sequence[Weights]) -> list[ModelPiece]:
-    """What is cast before it is gathered is not cast again, and kept. To 16 bits, which is what the weights lack."""
+    """Return what is cast before it is gathered is not cast again, and kept. To 16 bits, which is what the weights
+    lack."""
     found = []
     for piece, own in zip(pieces, weights, strict=True):
         cast = PeakLine(own.less_inside + own.less_outside)

@@ -76,7 +76,7 @@ class StateBytes:
         return {name: sum(n for kind, n in one.items() if kind != "weight") for name, one in self.kinds.items()}
 
     def flow(self, old: Strategy, new: Strategy) -> ReshardTraffic:
-        """What a switch moves: exactly the elements that a rank must hold and does not."""
+        """Return what a switch moves: exactly the elements that a rank must hold and does not."""
         before, after = self.places(old), self.places(new)
         received, kept = [0] * len(after), [0] * len(after)
         known: dict[tuple[Place, Place], tuple[int, int]] = {}
@@ -179,7 +179,8 @@ class StateBytes:
         return not stages or buffer in stages[place[0]][1]
 
     def _cut(self, name: str, strategy: Strategy, place: Place, stage: int) -> Layout:
-        """What the rank at `place` holds of what ZeRO shards from `stage` on (3: weights, 2: gradients, 1: state)."""
+        """Return what the rank at `place` holds of what ZeRO shards from `stage` on (3: weights, 2: gradients, 1:
+        state)."""
         whole = self._whole(strategy.tp)[place[1]][name]
         if strategy.zero < stage:
             return whole

@@ -77,7 +77,8 @@ def predicted_pause(job: Job, census: StateBytes, strategy: Strategy, flow: Resh
 
 
 def _flow(census: StateBytes, switched: Switched, world_size: int) -> ReshardTraffic | None:
-    """What a switch has moved; None where it was less than it would be now, before the optimizer's first step."""
+    """Return what a switch has moved; None where it was less than it would be now, before the optimizer's first
+    step."""
     old, new = (Strategy.parse(text, world_size) for text in (switched.old, switched.new))
     flows = (census.flow(*pair) for pair in product(orders(old), orders(new)))
     return next((flow for flow in flows if flow.total == switched.moved_bytes), None)

@@ -45,12 +45,12 @@ class Setting:
 
     @classmethod
     def of(cls, job: Job, batch: int) -> Setting:
-        """What is in force."""
+        """Return what is in force."""
         micro = BatchSplit.of(batch, job.strategy, microbatch_size=job.config.microbatch_size).micro
         return cls(job.strategy, micro, job.builder.options.recompute, job.builder.offload)
 
     def changes(self, before: Setting) -> str:
-        """What it changes of `before`, as one writes it: "zero3, microbatch_size=4"."""
+        """Return what it changes of `before`, as one writes it: "zero3, microbatch_size=4"."""
         words = []
         if self.strategy != before.strategy:
             words.append(str(self.strategy))
@@ -226,7 +226,7 @@ class _Search:
                 yield replace(wanted, microbatch_size=size)
 
     def _allowed(self, setting: Setting) -> bool:
-        """Whether it can train: by the rows that the model or its loss hold together, and as it can be split."""
+        """Return True if it can train: by the rows that the model or its loss hold together, and as it can be split."""
         job, strategy = self.job, setting.strategy
         options = job.builder.options
         cut = options.cut or setting.microbatch_size < self.batch // strategy.dp

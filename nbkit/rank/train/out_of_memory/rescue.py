@@ -291,7 +291,7 @@ class OomGuard:
         return tuple(p._version for group in groups for p in group["params"])
 
     def went_back(self, error: Exception) -> bool:
-        """Whether `error` is a lack of memory on any rank, after which all ranks stand at a boundary and go on.
+        """Return True if `error` is a lack of memory on any rank, after which all ranks stand at a boundary and go on.
 
         Collective then. Raises TrainingError, on every rank, where nothing fits, or where the step cannot be taken
         back.

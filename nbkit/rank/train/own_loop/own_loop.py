@@ -53,7 +53,7 @@ class OwnLoop:
 
     @property
     def model(self) -> torch.nn.Module:
-        """What this rank holds."""
+        """Return what this rank holds."""
         model: torch.nn.Module = self.job.model
         return model
 
@@ -70,7 +70,7 @@ class OwnLoop:
 
     @property
     def run_dir(self) -> Path | None:
-        """Where it is recorded."""
+        """Return where it is recorded."""
         found: Path | None = self.job.run_dir
         return found
 

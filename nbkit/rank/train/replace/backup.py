@@ -50,7 +50,8 @@ Shares = Mapping[str, tuple[Box, ...]]
 
 
 def shares_of(rank_layouts: RankLayouts, rank: int, *, all_may_tear: bool = False) -> Shares | None:
-    """What `rank` backs up, by the same rule on every rank, without a message; None where no rank backs up anything.
+    """Return what `rank` backs up, by the same rule on every rank, without a message; None where no rank backs up
+    anything.
 
     all_may_tear: one error may leave no rank with whole weights, as it may on GPUs.
     """
@@ -107,7 +108,7 @@ class Contents:
 
     @classmethod
     def of(cls, state: JobState, shares: Shares) -> Contents:
-        """What `shares` name of `state`."""
+        """Return what `shares` name of `state`."""
         named = {key: key if key.startswith("buffer/") else key.partition("/")[2] for key in state}
         return cls.by_key(state, {key: shares[name] for key, name in named.items() if name in shares})
 
@@ -168,7 +169,7 @@ def copy_into(target: JobState, state: JobState) -> None:
 
 
 def _place(layout: Layout, box: Box) -> tuple[slice, ...]:
-    """Where `box` of the global tensor lies in the local one."""
+    """Return where `box` of the global tensor lies in the local one."""
     return next(box.moved(there.start, here.start).slices for here, there in layout.pieces if within(box, there))
 
 
@@ -200,7 +201,7 @@ class BackupGeneration:
 
 
 def buddy_of(rank: int, world_size: int) -> int:
-    """Who keeps the backups of `rank`."""
+    """Return who keeps the backups of `rank`."""
     return (rank + world_size // 2) % world_size
 
 
@@ -231,7 +232,7 @@ class Backups:
 
     @property
     def on(self) -> bool:
-        """Whether there are backups now and then."""
+        """Return True if there are backups now and then."""
         return self.every != 0 and self.world_size > 1
 
     def begin(self, every: int | None, say: Callable[[str], None] | None = None) -> None:
@@ -271,11 +272,11 @@ class Backups:
 
     @property
     def under_way(self) -> bool:
-        """Whether the newest backup travels, as far as this rank knows: the same on every rank of a training."""
+        """Return True if the newest backup travels, as far as this rank knows: the same on every rank of a training."""
         return self._under_way is not None
 
     def due(self, step: int) -> bool:
-        """Whether there is one after `step` steps. The first is, and all until it is known what one costs."""
+        """Return True if there is one after `step` steps. The first is, and all until it is known what one costs."""
         return self.on and (not self.own or step % (self.every or 1) == 0)
 
     def spent(self) -> float:
@@ -337,7 +338,7 @@ class Backups:
         self._seconds += time.perf_counter() - began
 
     def _crowded(self, num_bytes: int) -> bool:
-        """Whether backups of `num_bytes` on each rank are too much for a host, which is said. Collective."""
+        """Return True if backups of `num_bytes` on each rank are too much for a host, which is said. Collective."""
         free = left(torch.device("cpu"))
         lacks = free is not None and num_bytes > _SHARE_OF_FREE * free
         (most,) = largest([num_bytes if lacks else 0], device=self.device)

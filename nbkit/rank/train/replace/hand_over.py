@@ -73,7 +73,7 @@ def hand_over(
     device: torch.device,
     strategy: Strategy | None = None,
 ) -> TrainingHandover | None:
-    """What rank `source` hands to the ranks `newcomers`; None on ranks that get nothing. Collective.
+    """Return what rank `source` hands to the ranks `newcomers`; None on ranks that get nothing. Collective.
 
     strategy: under which all go on; default: the one in force.
 
@@ -105,7 +105,7 @@ def hand_over(
 
 
 def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> TrainingHandover:
-    """What a Trainer is made of that goes on from `trainer`, under `strategy`."""
+    """Return what a Trainer is made of that goes on from `trainer`, under `strategy`."""
     job, loop, saved = trainer.job, trainer.loop, trainer.saves.last
     switches, at = tuple(job.switches), trainer.run_dir
     attributes = set_since(job.sharded_model.module, job.sharded_model.built)
@@ -117,7 +117,8 @@ def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> TrainingHandove
 
 
 def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:
-    """What `hand_over` sends. Raises TrainingError for data that cannot begin again, and for what is not picklable."""
+    """Return what `hand_over` sends. Raises TrainingError for data that cannot begin again, and for what is not
+    picklable."""
     job, loop = trainer.job, trainer.loop
     if loop.data is not None and not job.feed.remakes:
         raise TrainingError(

@@ -67,14 +67,15 @@ class HeldPart:
 
     @classmethod
     def of(cls, state: JobState, numbers: Numbers) -> HeldPart:
-        """What there is of `state`. Equal layouts become one object: pickled once, and told apart by identity."""
+        """Return what there is of `state`. Equal layouts become one object: pickled once, and told apart by
+        identity."""
         known: dict[Layout, Layout] = {}
         layouts = {key: known.setdefault(layout, layout) for key, (_, layout) in state.items()}
         return cls(layouts, {key: tensor.dtype for key, (tensor, _) in state.items()}, numbers)
 
     @classmethod
     def kept(cls, generation: BackupGeneration, names: Sequence[str]) -> HeldPart:
-        """What there is of a backup. names: of the model's parameters."""
+        """Return what there is of a backup. names: of the model's parameters."""
         contents, numbers = generation.contents, unpacked([pickle.loads(generation.about)], names).numbers
         return cls(contents.layouts, contents.kinds, numbers)
 
@@ -192,7 +193,7 @@ def with_memory(hollow: JobState, tensors: Iterable[Tensor], spaces: Spaces, hel
 
 
 def _is_same(hollow: JobState, held: JobState, key: str, num_bytes: int) -> bool:
-    """Whether `held` has this tensor, laid out in memory of its own in the same way."""
+    """Return True if `held` has this tensor, laid out in memory of its own in the same way."""
     if key not in held:
         return False
     (new, layout), (old, known) = hollow[key], held[key]
@@ -310,12 +311,12 @@ class _Held:
 
     @property
     def live(self) -> JobState:
-        """What it computed with, where that is whole: memory that the training itself has, and no backup."""
+        """Return what it computed with, where that is whole: memory that the training itself has, and no backup."""
         return {} if self.finished is None else self.states[self.finished]
 
     @classmethod
     def by(cls, trainer: Training) -> _Held:
-        """What a rank holds that was broken off anywhere."""
+        """Return what a rank holds that was broken off anywhere."""
         job = trainer.job
         job.break_off()
         inner, step = job.optimizer.inner, job.step

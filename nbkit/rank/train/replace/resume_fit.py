@@ -152,11 +152,11 @@ class RankHost(Protocol):
         ...
 
     def asks(self) -> bool:
-        """Whether this rank waits for a line that a person types. From any thread."""
+        """Return True if this rank waits for a line that a person types. From any thread."""
         ...
 
     def is_broken(self, error: BaseException) -> bool:
-        """Whether a rank has died since the world was formed, which `error` may come of."""
+        """Return True if a rank has died since the world was formed, which `error` may come of."""
         ...
 
     def tell(self, said: str) -> None:

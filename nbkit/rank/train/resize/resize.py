@@ -57,15 +57,15 @@ class LocalShards:
 
 
 def held_by(job: Job) -> LocalShards:
-    """What this rank computes with."""
+    """Return what this rank computes with."""
     inner = job.optimizer.inner
     return LocalShards(job_state.state(job.sharded_model, inner), job_state.scalars(job.sharded_model, inner))
 
 
 @torch.no_grad()
 def onto_first(job: Job, strategy: Strategy) -> LocalShards:
-    """What the first ranks are to hold under `strategy`, which is of fewer ranks than there are: afterwards nobody
-    needs the others. Collective, in the world of all; the training itself is left as it is."""
+    """Return what the first ranks are to hold under `strategy`, which is of fewer ranks than there are: afterwards
+    nobody needs the others. Collective, in the world of all; the training itself is left as it is."""
     own = held_by(job)
     every = everyone(own.state, own.numbers, job.world_size, job.device)
     plan = plan_of(every, strategy, job.builder, ranks=job.world_size)
@@ -164,7 +164,7 @@ def resize(trainer: Trainer, wanted: WantedWorld, span: FitRange | None) -> dict
 
 
 def joined(newcomers: Collection[int]) -> Trainer:
-    """What a new rank does meanwhile; its Trainer."""
+    """Return what a new rank does meanwhile; its Trainer."""
     trainer, _ = rebuilt(None, LocalShards(), None, newcomers)
     step_boundary.meet(trainer.job.device)
     trainer.job.ledger.begin_again()

@@ -17,7 +17,7 @@ class DeviceScalar:
             self._host, self._copied = accelerator().fetch(tensor)
 
     def arrived(self) -> bool:
-        """Whether the tensor is on the host already. Any thread."""
+        """Return True if the tensor is on the host already. Any thread."""
         return self._copied is None or bool(self._copied.query())
 
     def read(self) -> Tensor:

@@ -17,7 +17,7 @@ _NEWS_SECONDS = 0.3  # the peer's end may be felt a moment before it is told
 
 
 def failure_of(error: BaseException, *, step: int) -> Failed | None:
-    """What is told of the error that ended a run after `step` steps; None when the user has stopped it."""
+    """Return what is told of the error that ended a run after `step` steps; None when the user has stopped it."""
     if isinstance(error, NotFinite):
         return Failed(step, rank=error.rank, error="NotFinite", what=error.what)
     here = world.current()

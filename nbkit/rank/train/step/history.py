@@ -120,7 +120,7 @@ class History:
 
     @property
     def acts(self) -> bool:
-        """Whether a step boundary has something to serve, as far as the numbers are read."""
+        """Return True if a step boundary has something to serve, as far as the numbers are read."""
         return self.ends or self.agreed > step_boundary.inbox.acted
 
     @property
@@ -217,14 +217,15 @@ class History:
         return numbers
 
     def _waits(self, numbers: StepNumbers, asked: int) -> bool:
-        """Whether what all ranks make at once for the request `asked` is being made; they begin it here."""
+        """Return True if what all ranks make at once for the request `asked` is being made; they begin it here."""
         if numbers.ready == self._world_size:
             return False
         # Where some ranks have it already, as an interrupt may leave them, it is made when the request is served.
         return step_boundary.inbox.prepare_collectively(asked, begin=numbers.ready == 0)
 
     def torn(self) -> bool:
-        """Whether a step was made with gradients that the ranks had not summed; if so, what is pending is dropped.
+        """Return True if a step was made with gradients that the ranks had not summed; if so, what is pending is
+        dropped.
 
         So it is when a GPU's reduction is aborted: the host had gone on and enqueued the optimizer's step behind it.
         """

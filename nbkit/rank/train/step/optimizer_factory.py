@@ -292,8 +292,8 @@ class OptimizerSpec:
             )
 
     def lost(self, strategy: Strategy) -> str:
-        """What shows that a checkpoint under `strategy`, or a process that takes the place of another, would lack
-        something of what it remembers; "" where nothing does."""
+        """Return what shows that a checkpoint under `strategy`, or a process that takes the place of another, would
+        lack something of what it remembers; "" where nothing does."""
         with self._tried:
             return self._trial.lost_in_a_checkpoint(_cuts(strategy))
 
@@ -314,7 +314,8 @@ class OptimizerSpec:
         return self._trial.draws
 
     def is_adaptive(self) -> bool:
-        """Whether steps by gradients ten times as large are hardly larger, as Adam's are: tried on a small matrix."""
+        """Return True if steps by gradients ten times as large are hardly larger, as Adam's are: tried on a small
+        matrix."""
         torch_state = torch.get_rng_state()
         grad = torch.linspace(1.0, 2.0, 24).reshape(4, 6)
         try:
@@ -326,7 +327,7 @@ class OptimizerSpec:
         return bool(0 < small and large < 2 * small)
 
     def _one_step(self, grad: torch.Tensor) -> float:
-        """How far one step of the first group's settings goes from zero."""
+        """Return how far one step of the first group's settings goes from zero."""
         weight = nn.Parameter(torch.zeros_like(grad))
         settings = {"weight_decay": 0.0}
         optimizer = self._small({self._first: weight}, lambda group: {**settings, "lr": group.get("lr") or 0.1})
@@ -427,7 +428,7 @@ def _made_by(factory: Callable[[nn.Module], Optimizer], model: nn.Module) -> Opt
 
 
 def _cuts(*strategies: Strategy) -> list[str]:
-    """How one of them cuts tensors, see OptimizerTrial.lost_in_a_switch."""
+    """Return how one of them cuts tensors, see OptimizerTrial.lost_in_a_switch."""
     columns = any(strategy.tp > 1 for strategy in strategies)
     rows = not columns and any(strategy.zero for strategy in strategies)
     stages = any(strategy.pp > 1 for strategy in strategies)

@@ -70,7 +70,7 @@ class Precision:
         return nullcontext() if self.dtype is None else torch.autocast(self.device.type, dtype=self.dtype)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What backward begins with."""
+        """Return what backward begins with."""
         return loss if self.scale is None else loss * self.scale
 
     @torch.no_grad()
@@ -91,11 +91,12 @@ class Precision:
 
     @property
     def pending(self) -> bool:
-        """Whether there are gradients of which nobody has asked `may_step`."""
+        """Return True if there are gradients of which nobody has asked `may_step`."""
         return self._found is not None
 
     def may_step(self) -> bool:
-        """Whether the gradients of all ranks are finite, the same on each; waits for the device. Adapts the scale.
+        """Return True if the gradients of all ranks are finite, the same on each; waits for the device. Adapts the
+        scale.
 
         Raises TrainingError when gradients are not finite whatever the scale.
         """
@@ -130,7 +131,7 @@ class Precision:
         self.scale, self.finite = float(agreed[0]), int(agreed[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return what a checkpoint holds of it."""
         return {"scale": self.scale, "finite": self.finite}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

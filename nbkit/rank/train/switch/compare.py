@@ -168,7 +168,7 @@ class _Measured:
             delegating_group.listeners.remove(listen)
 
     def row(self, job: Switchable) -> dict[str, Any]:
-        """What is told of it. Collective."""
+        """Return what is told of it. Collective."""
         if self.error:
             return {"error": self.error}
         own = self._peak, self._sent // self._counted

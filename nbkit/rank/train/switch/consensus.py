@@ -53,7 +53,8 @@ class Ballot:
     device: torch.device
 
     def gather(self, own: Any, doing: str, failure: Exception | None = None) -> list[Any]:
-        """What every rank has, by rank. Collective. Raises SwitchError, on every rank, when one had a failure."""
+        """Return what every rank has, by rank. Collective. Raises SwitchError, on every rank, when one had a
+        failure."""
         everyone = all_gather_objects((_spoken(failure), own), world_size=self.world_size, device=self.device)
         self._check(doing, [spoken for spoken, _ in everyone], failure)
         return [each for _, each in everyone]
@@ -107,7 +108,7 @@ def agreed(exchange: Exchange, compared: Sequence[int], before: JobState, target
 
 
 def _fits(held: JobState, planned: Mapping[str, Layout], kinds: Kinds) -> bool:
-    """Whether a rank holds what its strategy says."""
+    """Return True if a rank holds what its strategy says."""
     return held.keys() == planned.keys() and all(
         layout == planned[key] and tensor.dtype == kinds[key] for key, (tensor, layout) in held.items()
     )
@@ -160,7 +161,7 @@ def gather(
     new: Strategy,
     ranks: Ballot,
 ) -> RankKnowledge:
-    """What ranks know of each other; what users changed on the model counts from now on. One all-gather.
+    """Return what ranks know of each other; what users changed on the model counts from now on. One all-gather.
 
     Raises StrategyError, on every rank, for what cannot be split, and SwitchError when a rank failed to look.
     """
@@ -191,7 +192,7 @@ def gather(
 def memory_of(
     sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, names: Sequence[str]
 ) -> list[ParameterRun]:
-    """What `optimizer` remembers of the parameters here. names: of the whole model's, the same on every rank."""
+    """Return what `optimizer` remembers of the parameters here. names: of the whole model's, the same on every rank."""
     kept = job_state.per_element(sharded_model, optimizer)
     kinds = by_name({key: tensor.dtype for key, (tensor, _) in kept.items()})
     numbers = job_state.scalars(sharded_model, optimizer)
@@ -209,7 +210,7 @@ def memory_of(
 
 
 def unpacked(everyone: Sequence[Sequence[ParameterRun]], names: Sequence[str]) -> OptimizerMemory:
-    """What the optimizers of all ranks remember, together."""
+    """Return what the optimizers of all ranks remember, together."""
     memory = OptimizerMemory({}, {})
     for run in (run for runs in everyone for run in runs):
         numbers = {

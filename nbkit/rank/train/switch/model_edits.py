@@ -20,7 +20,7 @@ class Changes(NamedTuple):
 
 
 def changes_of(sharded_model: ShardedModel, skeleton: nn.Module) -> Changes:
-    """How its module differs from `skeleton` by now. A pipeline stage knows of its own blocks."""
+    """Return how its module differs from `skeleton` by now. A pipeline stage knows of its own blocks."""
     params, parts = dict(skeleton.named_parameters()), dict(skeleton.named_modules())
     modes: dict[str, bool] = {}
     drops: dict[str, float] = {}

@@ -54,7 +54,7 @@ class Comparison:
         self._thread.start()
 
     def identical(self) -> bool:
-        """Whether all ranks have found that the states were the same. Collective."""
+        """Return True if all ranks have found that the states were the same. Collective."""
         self._thread.join()
         totals = torch.cat([self._sums.flatten(), torch.tensor([int(self._failed)])]).to(self._device)
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -105,7 +105,7 @@ class PendingSwitch(Future[Switched]):
             self.set_exception(error)
 
     def refusal(self, step: int, why: str) -> SwitchError:
-        """What it is resolved with when the first step, after `step` finished ones, has failed."""
+        """Return what it is resolved with when the first step, after `step` finished ones, has failed."""
         return SwitchError(
             f"{self.old} → {self.event.new} was taken back after step {step}: the first step under it failed, "
             f"and training goes on under {self.old}.",

@@ -95,7 +95,8 @@ def begin(job: Training | None, text: str | None) -> step_boundary.Preparation:
 
 
 def make_ready(job: Training, text: str) -> Strategy:
-    """What a rank makes alone, and for what. Raises StrategyError for a strategy that does not fit. Not collective."""
+    """Return what a rank makes alone, and for what. Raises StrategyError for a strategy that does not fit. Not
+    collective."""
     _choose_device(job)
     builder = job.builder
     new = job.cost_model().placed(job.parsed(text), now=job.strategy)

@@ -464,7 +464,8 @@ class Switchable(Training):
             self._stays()
 
     def _compare(self) -> bool:
-        """Whether the step that was begun goes on; else it begins again. Collective, before the optimizer steps."""
+        """Return True if the step that was begun goes on; else it begins again. Collective, before the optimizer
+        steps."""
         pending = self.pending
         if pending is None or pending.comparison is None:
             return True
@@ -627,7 +628,7 @@ class FirstStep:
         return self.taken_back
 
     def _end(self, pending: PendingSwitch, guard: Guard) -> BaseException | None:
-        """What fails when all ranks are to agree that they have made the step."""
+        """Return what fails when all ranks are to agree that they have made the step."""
         try:
             self.prove()
             if pending.previous is not None:

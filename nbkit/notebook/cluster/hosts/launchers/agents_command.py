@@ -32,7 +32,7 @@ class AgentsCommand:
             )
 
     def has_ended(self) -> bool:
-        """Whether it was started and has ended."""
+        """Return True if it was started and has ended."""
         return self._command is not None and self._command.poll() is not None
 
     def log(self) -> str:

@@ -105,7 +105,8 @@ class JobState:
 
 
 def read_job(job: str) -> JobState:
-    """Where `job` stands; one that Slurm has forgotten has ended. Raises ClusterError when Slurm does not answer."""
+    """Return where `job` stands; one that Slurm has forgotten has ended. Raises ClusterError when Slurm does not
+    answer."""
     try:
         text = answer("scontrol", "--oneliner", "show", "job", job)
     except ClusterError as error:
@@ -116,7 +117,7 @@ def read_job(job: str) -> JobState:
 
 
 def parsed(job: str, text: str) -> JobState:
-    """What one line of `scontrol --oneliner show job` says."""
+    """Return what one line of `scontrol --oneliner show job` says."""
     fields: dict[str, str] = {}
     for name, value in re.findall(r"(\w+)=(\S*)", text):
         fields.setdefault(name, value)  # a comment, which comes late, may hold anything
@@ -145,7 +146,7 @@ def moment(seconds: float) -> str:
 
 
 def answer(*words: str) -> str:
-    """What a command of Slurm's prints. Raises ClusterError when it fails."""
+    """Return what a command of Slurm's prints. Raises ClusterError when it fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -180,7 +181,7 @@ class Size:
 
 
 def read_nodes() -> list[Node]:
-    """What `sinfo` says. Raises UsageError without Slurm, ClusterError when it does not answer."""
+    """Return what `sinfo` says. Raises UsageError without Slurm, ClusterError when it does not answer."""
     if not shutil.which("sbatch"):
         raise UsageError(
             "There is no sbatch on this machine.",
@@ -207,7 +208,7 @@ def _gpus(gres: str) -> int:
 
 
 def size_of(request: SlurmRequest, nodes: Sequence[Node]) -> tuple[Size, list[Node]]:
-    """How many nodes of which size the request takes, and the nodes that there are.
+    """Return how many nodes of which size the request takes, and the nodes that there are.
 
     Raises UsageError, with what would fit, for a partition that does not exist and for more than it has.
     """
@@ -346,7 +347,7 @@ class SlurmJob:
         )
 
     def look(self) -> LauncherView:
-        """Where the job stands."""
+        """Return where the job stands."""
         if self._last.state != "over" and (state := self._read()) is not None:
             self._last = state.seen(self.request.save_before)
             if self._restarts is None and self._last.state == "running":

@@ -243,7 +243,7 @@ def infer_vocabulary(
 
 
 def _asked(model: Any, getter: str) -> Any:
-    """What a HF model calls its embedding or its head; None when it has no answer (models of two parts)."""
+    """Return what a HF model calls its embedding or its head; None when it has no answer (models of two parts)."""
     try:
         return getattr(model, getter, lambda: None)()
     except (NotImplementedError, AttributeError):
@@ -269,7 +269,7 @@ _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.TransformerEncoder, 
 
 
 def known_pair(model: nn.Module, pair: Pair) -> bool:
-    """Whether the module that holds `pair` is of a class that is known."""
+    """Return True if the module that holds `pair` is of a class that is known."""
     owner = model.get_submodule(pair.owner)
     if pair.kind == "module":
         return True
@@ -284,14 +284,15 @@ def known_pair(model: nn.Module, pair: Pair) -> bool:
 
 
 def known_block(block: nn.Module) -> bool:
-    """Whether all that `block` computes is known."""
+    """Return True if all that `block` computes is known."""
     if type(block) in _LAYERS:
         return block.activation in (F.relu, F.gelu) or type(block.activation) in POINTWISE  # type: ignore[union-attr]
     return _is_known(type(block))
 
 
 def known_path(model: nn.Module, path: str) -> bool:
-    """Whether all modules around the one at `path` are known, so that none of them reads its weight by itself."""
+    """Return True if all modules around the one at `path` are known, so that none of them reads its weight by
+    itself."""
     names = path.split(".")
     above = [model.get_submodule(".".join(names[:i])) for i in range(len(names))]
     return all(type(part) in _HOLDERS or _is_known(type(part)) for part in above)
@@ -314,7 +315,7 @@ _GATHERED = ("colwise_gather", "rowwise_split")
 def plan_of(
     model: nn.Module, size: int, user: Mapping[str, str] | None = None, proof: Proof | None = None
 ) -> TensorPlan:
-    """How `model` (the whole of it; placeholders will do) is split over `size` ranks: what is known to be right.
+    """Return how `model` (the whole of it; placeholders will do) is split over `size` ranks: what is known to be right.
 
     user: pattern of module paths -> role (`ROLES`), above all that is found. proof: what runs have shown (prove.py).
     Raises StrategyError when a role is unknown, fits no module, or does not divide, and when what the user said is not

@@ -99,18 +99,18 @@ def _is_plain(module: Any) -> bool:
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether it is peft's wrapper of a linear map."""
+    """Return True if it is peft's wrapper of a linear map."""
     base = module._modules.get("base_layer")
     return base is not None and _is_plain(base) and isinstance(module._modules.get("lora_A"), nn.ModuleDict)
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """Whether its last dim is mapped by one matrix that is here (a pipeline stage may have dropped it)."""
+    """Return True if its last dim is mapped by one matrix that is here (a pipeline stage may have dropped it)."""
     return module is not None and (_is_plain(module) or is_lora(module))
 
 
 def is_packed_attention(module: nn.Module) -> bool:
-    """Whether it computes what torch's own MultiheadAttention does."""
+    """Return True if it computes what torch's own MultiheadAttention does."""
     return type(module).forward is nn.MultiheadAttention.forward and not wrapped_by(module, Wrapper)
 
 
@@ -141,7 +141,7 @@ def sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def ranges_of(widths: Iterable[int], size: int, index: int) -> list[tuple[int, int]]:
-    """What part `index` of `size` holds of each of the matrices of `widths`, which lie behind one another."""
+    """Return what part `index` of `size` holds of each of the matrices of `widths`, which lie behind one another."""
     found, at = [], 0
     for width in widths:
         start, stop = bounds(width, size, index)

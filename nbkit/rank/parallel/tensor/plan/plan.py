@@ -61,7 +61,7 @@ def heads_of(owner: nn.Module, *, q: int, k: int) -> Heads | None:
 
 
 def counts_heads(owner: nn.Module) -> bool:
-    """Whether an attribute of its own says how many heads it has."""
+    """Return True if an attribute of its own says how many heads it has."""
     return any(not home and name in _HEADS for home, name, _ in _numbers(owner))
 
 
@@ -233,7 +233,7 @@ def folded(path: str) -> str:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether `pattern` means the module at `path`."""
+    """Return True if `pattern` means the module at `path`."""
     return path == pattern or fnmatchcase(path, pattern)
 
 

@@ -36,7 +36,7 @@ from nbkit.rank.watching_mode import WatchingMode
 
 
 def inside(path: str, above: str) -> bool:
-    """Whether `path` is the module at `above`, or within it."""
+    """Return True if `path` is the module at `above`, or within it."""
     return not above or f"{path}.".startswith(f"{above}.")
 
 
@@ -289,7 +289,7 @@ _PRODUCTS = {torch.ops.aten.bmm.default: 0, torch.ops.aten.baddbmm.default: 1}
 
 
 def data_flow(model: nn.Module, call: Callable[[], Any]) -> MapFlow:
-    """What was seen while `call` ran the model once."""
+    """Return what was seen while `call` ran the model once."""
     watch = _FlowWatch(model)
     with watched(model, watch.enter, watch.leave), torch.enable_grad(), watch, _Attends(watch):
         output = call()
@@ -317,7 +317,7 @@ class _FlowWatch(WatchingMode):
         self.attends = False
 
     def flow(self) -> MapFlow:
-        """What was seen."""
+        """Return what was seen."""
         sources, readers = ({path: frozenset(others) for path, others in found.items()}
                             for found in (self.sources, self.readers))  # fmt: skip
         return MapFlow(sources, readers, tuple(self.products), frozenset(self.tables), frozenset(self.called))

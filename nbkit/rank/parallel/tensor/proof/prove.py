@@ -275,7 +275,7 @@ def prove(
     *,
     brief: Callable[[], Any] | None = None,
 ) -> Proof:
-    """Which splits of `model` into `sizes` parts are right. call: runs the whole model once, on real rows.
+    """Return which splits of `model` into `sizes` parts are right. call: runs the whole model once, on real rows.
 
     brief: does the same operations on a few positions of them; if all that is tried fits there, that is the proof.
     Parameters, buffers, modes and random generators are afterwards as before. Whatever goes wrong is in the answer.
@@ -422,7 +422,7 @@ class _Prover:
                     wrong.setdefault(key, f"parameter {claimed[0]} is used between its maps, and elsewhere")
 
     def _of(self, path: str, pairs: Sequence[Pair], call: CallArguments, size: int, *, sequence: bool) -> _Found:
-        """What a run in parts shows of `pairs`, all within the module at `path`."""
+        """Return what a run in parts shows of `pairs`, all within the module at `path`."""
         module = self.model.get_submodule(path)
         own = tuple(relative(pair, path) for pair in pairs)
         reads = {relative_path(p, path): names for p, names in self.seen.reads.items() if inside(p, path)}

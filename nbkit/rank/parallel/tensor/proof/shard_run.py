@@ -280,7 +280,7 @@ class UnitRun:
         return x[:, start:stop]
 
     def column(self, path: str, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """What comes out of a column map that is given `x`."""
+        """Return what comes out of a column map that is given `x`."""
         pair = self.pair_of[path]
         widths = pair.widths[path]
         direct = any(x is passed for passed in self._passed)
@@ -298,7 +298,7 @@ class UnitRun:
         return self._go_on("column", path, pair, (x,), (self.of_features(whole.leaves[0], widths),), direct=direct)
 
     def row(self, path: str, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """What comes out of a row map that is given `x`."""
+        """Return what comes out of a row map that is given `x`."""
         pair = self.pair_of[path]
         if self.truth is None:
             self._fits(path, x, pair.inner, pair)
