@@ -11,7 +11,8 @@ _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|min|h|d|)")
 
 
 def seconds_of(text: str | float) -> float:
-    """The seconds in "30s", "10min", "2h", "1d" or "45". Raises UsageError for anything else, and for nothing."""
+    """Return the seconds in "30s", "10min", "2h", "1d" or "45". Raises UsageError for anything else, and for
+    nothing."""
     found = _FORM.fullmatch(str(text).strip())
     seconds = float(found[1]) * _SECONDS[found[2] or "s"] if found else 0.0
     if not seconds:
@@ -24,7 +25,7 @@ def seconds_of(text: str | float) -> float:
 
 
 def seconds_given(value: str | float | None) -> float | None:
-    """An argument of a function in seconds: texts as `seconds_of` reads them, numbers and None as they are."""
+    """Return an argument of a function in seconds: texts as `seconds_of` reads them, numbers and None as they are."""
     return seconds_of(value) if isinstance(value, str) else value
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def figure(value: float) -> str:
-    """A number for people; "" for what is none."""
+    """Return a number for people; "" for what is none."""
     if not math.isfinite(value):
         return ""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

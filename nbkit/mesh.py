@@ -81,7 +81,7 @@ class Mesh:
         return stride
 
     def index(self, rank: int) -> dict[str, int]:
-        """The place of `rank` along each axis."""
+        """Return the place of `rank` along each axis."""
         place = self._place(rank)
         return {axis: place // stride % degree for axis, stride, degree in self._steps}
 
@@ -92,7 +92,7 @@ class Mesh:
         return tuple(self._ranks[first + i * stride] for i in range(self.degree(axis)))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Every group along `axis`, by its first rank; together they hold each rank once."""
+        """Return every group along `axis`, by its first rank; together they hold each rank once."""
         return sorted({self.ranks(axis, rank) for rank in range(self.size)})
 
     def _place(self, rank: int) -> int:

@@ -28,7 +28,7 @@ class Levels:
 
 
 def levels_of(group: Sequence[int], node_of: Sequence[int]) -> Levels | None:
-    """The levels of `group`; None where two are no better than one: on one node, or with one rank on each.
+    """Return the levels of `group`; None where two are no better than one: on one node, or with one rank on each.
 
     node_of: of each rank of the world, the number of its node; () for one node. Where nodes have unequal numbers of
     ranks of the group, the groups within them have the size that divides each number.

@@ -206,7 +206,7 @@ class Strategy:
 
     @classmethod
     def every(cls, world_size: int, *, schedules: Sequence[str] | None = None, cp: bool = True) -> list[Strategy]:
-        """Every strategy worth offering on `world_size` ranks, with default micro-batches, simple ones first.
+        """Return every strategy worth offering on `world_size` ranks, with default micro-batches, simple ones first.
 
         Each split of the world over the axes, each ZeRO stage, hsdp with each size of group (parameters sharded), each
         of `schedules` (default: all). Context parallelism, for sequences too long otherwise, comes last, or not at all
@@ -285,7 +285,7 @@ def _mesh(pp: int, dp: int, cp: int, tp: int, slowest: str, places: tuple[int, .
 
 
 def _read(text: str) -> tuple[str | None, dict[str, str]]:
-    """The preset and the settings that `text` names, values as written."""
+    """Return the preset and the settings that `text` names, values as written."""
     preset, settings = None, dict[str, str]()
     words = text.lower().split()
     if not words:

@@ -87,7 +87,7 @@ class Layout:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Layout:
-        """All of it."""
+        """Return all of it."""
         box = Box((0,) * len(shape), tuple(shape))
         return cls(tuple(shape), tuple(shape), ((box, box),) if box.numel else ())
 

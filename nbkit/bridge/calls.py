@@ -115,7 +115,7 @@ def _served(act: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def get(expression: str, limit: int, token: str) -> dict[str, Any]:
-    """The value of an expression as a parcel: {"path", "bytes"}; or {"bytes"} alone if it is over `limit` bytes;
+    """Return the value of an expression as a parcel: {"path", "bytes"}; or {"bytes"} alone if it is over `limit` bytes;
     or {"error": text}. token: where the parcel lies, so that the notebook can discard it whatever happens; "" for a
     notebook that may be on another host: then the answer has "parts" in place of "path"."""
     assert runner is not None

@@ -44,7 +44,7 @@ class Prompts:
         self._refused: dict[str, str] = {}  # cell -> why nobody answers in it
 
     def ask(self, kind: PromptKind, where: str) -> str:
-        """The next line that a person types. Raises NoPrompt, and KeyboardInterrupt when the cell is stopped."""
+        """Return the next line that a person types. Raises NoPrompt, and KeyboardInterrupt when the cell is stopped."""
         cell = self._cell()
         with self._turn:
             if cell in self._refused:

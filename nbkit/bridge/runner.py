@@ -482,7 +482,7 @@ class Runner:
         error.__traceback__ = None
 
     def _line(self, error: BaseException) -> int:
-        """The line of the cell that led to the error: the innermost frame that is cell code."""
+        """Return the line of the cell that led to the error: the innermost frame that is cell code."""
         lines = [line for frame, line in walk_tb(error.__traceback__) if self.own.is_cell(frame)]
         return lines[-1] if lines else 0
 

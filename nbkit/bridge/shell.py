@@ -265,7 +265,7 @@ def _shortened(error: BaseException) -> TracebackType | None:
 
 
 def _chain(steps: list[TracebackType]) -> TracebackType | None:
-    """A traceback of these steps, the outermost first."""
+    """Return a traceback of these steps, the outermost first."""
     made = None
     for step in reversed(steps):
         made = TracebackType(made, step.tb_frame, step.tb_lasti, step.tb_lineno)

@@ -30,7 +30,7 @@ class Stopping:
         self._hurried: set[str] = set()  # cells that were asked twice: their training is not waited for
 
     def stop(self, cell: str, number: int, live: bool = False) -> float | None:
-        """The user's Stop; asked again, it interrupts at once.
+        """Return the user's Stop; asked again, it interrupts at once.
 
         number: of the request that asks a training to stop at a step boundary, the same on every rank.
         live: it is a live cell that is stopped; the training around it goes on.

@@ -69,5 +69,5 @@ def prepare_parser(modules: Sequence[ModuleType]) -> argparse.ArgumentParser:
 
 
 def subcommands() -> list[ModuleType]:
-    """The modules of this package, in the order of their names."""
+    """Return the modules of this package, in the order of their names."""
     return [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]

@@ -50,7 +50,7 @@ def read_notebook(path: Path) -> dict[str, Any]:
 
 
 def tagged(notebook: dict[str, Any], tag: str) -> list[Cell]:
-    """The cells that carry `tag`, in order."""
+    """Return the cells that carry `tag`, in order."""
     return [cell for cell in notebook["cells"] if tag in cell["metadata"].get("tags", [])]
 
 

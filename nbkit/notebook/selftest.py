@@ -113,7 +113,7 @@ class Item:
 
 
 def items(n: int) -> tuple[Item, ...]:
-    """All of them, on `n` ranks."""
+    """Return all of them, on `n` ranks."""
     strategies = {
         "ddp": "ddp",
         "zero1": "zero1",
@@ -145,7 +145,7 @@ def items(n: int) -> tuple[Item, ...]:
 
 
 def trained(strategy: str, at: SelftestCluster) -> str:
-    """A few steps under `strategy`, beside one process."""
+    """Return a few steps under `strategy`, beside one process."""
     at.cell(f"trainer = small_job.under({_allowed(strategy, at)!r})\ntrainer.fit({STEPS})")
     return at.as_one_process()
 
@@ -248,7 +248,7 @@ def speed(strategy: str, at: SelftestCluster) -> str:
 
 
 def _all_answer(at: SelftestCluster, source: str = "") -> Mapping[int, Any]:
-    """The values of a cell, after an all-reduce in it. Raises Failed when that has not all ranks."""
+    """Return the values of a cell, after an all-reduce in it. Raises Failed when that has not all ranks."""
     totals = at.cell(_TOGETHER).values
     if set(totals.values()) != {at.n}:
         raise SelftestFailed(f"an all-reduce of ones gave {dict(totals)}")
@@ -342,7 +342,7 @@ class SelftestReport:
 
 
 def tail_of(text: str) -> str:
-    """The last lines, without colours."""
+    """Return the last lines, without colours."""
     return "\n".join(_COLOURS.sub("", text).splitlines()[-TAIL:])
 
 

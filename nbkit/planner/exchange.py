@@ -234,7 +234,7 @@ class ExchangePlan:
         return found
 
     def reversed(self, keys: Sequence[str]) -> ExchangePlan:
-        """The way back, for these tensors alone."""
+        """Return the way back, for these tensors alone."""
         back = set(keys)
         old = [{key: layout for key, layout in holding.items() if key in back} for holding in self.new]
         new = [{key: layout for key, layout in holding.items() if key in back} for holding in self.old]

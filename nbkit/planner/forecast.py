@@ -40,7 +40,7 @@ class Forecast:
 
 
 def terms_of(every: Sequence[Iterable[TrafficTerm]]) -> tuple[Term, ...]:
-    """The terms of a step by operation and axis, from those of each rank."""
+    """Return the terms of a step by operation and axis, from those of each rank."""
     sums: dict[tuple[str, str], list[float]] = {}
     for terms in every:
         for term in terms:
@@ -59,7 +59,7 @@ def append(run_dir: Path, made: Forecast) -> None:
 
 
 def read(run_dir: Path) -> list[Forecast]:
-    """All lines; one that is still being written is left out."""
+    """Return all lines; one that is still being written is left out."""
     try:
         lines = _path(run_dir).read_text().splitlines()
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def read(run_dir: Path) -> list[Forecast]:
 
 
 def in_force(of: Sequence[Forecast], step: int) -> Forecast | None:
-    """The one that speaks of step number `step`: the newest that was made before it."""
+    """Return the one that speaks of step number `step`: the newest that was made before it."""
     return next((one for one in reversed(of) if one.step < max(step, 1)), None)
 
 

@@ -63,7 +63,8 @@ class WorldLinks:
     crowded: bool
 
     def moving(self, sent: Sequence[int], received: Sequence[int], kept: Sequence[int]) -> float:
-        """Seconds of one exchange: the rank that sends or receives most, and the one that copies most of its own."""
+        """Return seconds of one exchange: the rank that sends or receives most, and the one that copies most of its
+        own."""
         most = max((*sent, *received), default=0)
         # What is sent is packed, and what arrives is unpacked: two copies beside the way.
         carried = self.ways["all_to_all"].seconds(1, most) + 2 * most / self.copy if most else 0.0

@@ -81,7 +81,7 @@ PeakLines = tuple[PeakLine, ...]
 
 
 def most(peak: PeakLines, rows: float) -> float:
-    """Bytes at the highest moment."""
+    """Return bytes at the highest moment."""
     return max((line.at(rows) for line in peak), default=0.0)
 
 
@@ -470,7 +470,7 @@ class GPTPieces:
     recompute: bool = False
 
     def pieces(self, tp: int, cp: int) -> tuple[ModelPiece, ...]:
-        """One for each block, on a rank of these axes."""
+        """Return one for each block, on a rank of these axes."""
         of, element = self.config, self.element
         hidden, numbers = of.block * of.width * element, of.block * of.vocab
         part = hidden / (tp * cp)
@@ -520,7 +520,7 @@ class GPTPieces:
         return (first, *(block,) * (of.layers - 2), last)
 
     def weights(self, tp: int, cp: int) -> list[Weights]:
-        """Bytes of the parameters of each piece on a rank."""
+        """Return bytes of the parameters of each piece on a rank."""
         of, size = self.config, self.parameter
         square = size * of.width**2 // tp
         vectors = (size * of.width,) * 6 + (size * 3 * of.width // tp, size * 4 * of.width // tp)
@@ -548,7 +548,7 @@ class GPTPieces:
         return Bytes(self.parameter, self.parameter, 2 * self.parameter)
 
     def recomputing(self, recompute: bool) -> GPTPieces:
-        """The same, with its blocks recomputed or not."""
+        """Return the same, with its blocks recomputed or not."""
         return replace(self, recompute=recompute)
 
     def touched(self, tp: int = 1, cp: int = 1) -> float:

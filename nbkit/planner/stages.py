@@ -125,7 +125,7 @@ def _check(costs: Sequence[float], stages: int) -> None:
 
 
 def _whole(values: Sequence[float | Fraction]) -> list[int]:
-    """The values times one common factor. Equal sums stay equal, which they do not in floating point."""
+    """Return the values times one common factor. Equal sums stay equal, which they do not in floating point."""
     exact = [Fraction(value) for value in values]
     factor = lcm(*(value.denominator for value in exact))
     return [int(value * factor) for value in exact]
@@ -229,7 +229,7 @@ def makespan(
     ranks: int = 0,
     forward: float = _FORWARD,
 ) -> float:
-    """Seconds of a pipeline's step. stages: of each, for all micro-batches, forward and backward.
+    """Return seconds of a pipeline's step. stages: of each, for all micro-batches, forward and backward.
 
     transfer: of a message between two ranks. schedule: None where there is no pipeline. ranks: 0 where the schedule
     says how many stages each has. forward: the share of a stage before its backward.

@@ -111,7 +111,8 @@ def elapsed(
     forward: float = FORWARD,
     within: Within | None = None,
 ) -> float:
-    """Seconds of a step but for its update. computing: of these. passes: forwards of a step. forward: share of one."""
+    """Return seconds of a step but for its update. computing: of these. passes: forwards of a step. forward: share of
+    one."""
     run = _Run(units, forward * computing / passes, (1 - forward) * computing / passes, took, within or Within())
     if strategy.zero == 3:
         return passes * run.zero3()
@@ -189,7 +190,7 @@ class _Run:
             yield sum(bucket), left[at - 1][1]
 
     def zero3(self) -> float:
-        """One pass."""
+        """Return one pass."""
         units, wire = self.units, _Wire()
         root = sum(unit.outside for unit in units)
 

@@ -152,7 +152,7 @@ class Accelerator:
         return torch.accelerator.get_memory_info(device)[0] + reserve
 
     def occupied(self, device: torch.device) -> tuple[int, int, int]:
-        """Bytes of `device`: (all, used by any process, reserved by torch's allocator in this one)."""
+        """Return bytes of `device`: (all, used by any process, reserved by torch's allocator in this one)."""
         free, total = torch.accelerator.get_memory_info(device)
         return total, total - free, torch.accelerator.memory_reserved(device)
 

@@ -22,7 +22,8 @@ def of_machine() -> int | None:
 
 
 def of_cgroups(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes below the limit of the tightest of this process's cgroups (version 1 or 2); None where there is none.
+    """Return bytes below the limit of the tightest of this process's cgroups (version 1 or 2); None where there is
+    none.
 
     Pages of files that nobody uses count as free: the kernel takes them back before it refuses any.
     """

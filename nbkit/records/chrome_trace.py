@@ -161,7 +161,7 @@ def _first_issued(
 
 
 def _arrows(sent: Mapping[tuple[Any, ...], Event], taken: Mapping[tuple[Any, ...], Event]) -> list[Event]:
-    """An arrow from sending to arrival of a message; a viewer ties each end to the event that it lies in."""
+    """Return an arrow from sending to arrival of a message; a viewer ties each end to the event that it lies in."""
     arrows: list[Event] = []
     for number, key in enumerate(sorted(sent.keys() & taken.keys(), key=str)):
         send, recv = sent[key], taken[key]

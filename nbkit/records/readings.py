@@ -220,7 +220,8 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
 
 
 def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
-    """The median of each part over several steps, of each rank: one step that was broken by chance changes nothing.
+    """Return the median of each part over several steps, of each rank: one step that was broken by chance changes
+    nothing.
 
     Each is as long as the step by the clock, by which tokens per second are counted too: what a rank does between two
     steps is in "other". Medians of parts do not add up to that of the step: they are stretched alike until they do.
@@ -241,7 +242,7 @@ def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
 
 
 def clock(of: Steps) -> float:
-    """Seconds from the step before to this one; 0 where they were not recorded."""
+    """Return seconds from the step before to this one; 0 where they were not recorded."""
     seconds = of[min(of)].numbers.get("seconds")
     return float(seconds) if isinstance(seconds, (int, float)) else 0.0
 
@@ -316,7 +317,8 @@ def sent_by(row: Traffic, members: Members) -> float:
 
 
 def traffic_matrix(steps: Steps, members: Members, world_size: int) -> TrafficMatrix:
-    """Bytes from each rank (row) to each other (column) in this step. world_size: now; the step may have had more."""
+    """Return bytes from each rank (row) to each other (column) in this step. world_size: now; the step may have had
+    more."""
     rows = [row for record in steps.values() for row in record.traffic]
     named = [*steps, *(row.peer or 0 for row in rows), *(one for row in rows for one in members.get(row.group, ()))]
     size = max([world_size, *(rank + 1 for rank in named)])

@@ -65,7 +65,7 @@ def check_format(run_dir: Path) -> None:
 
 
 def old_part(path: Path) -> Path:
-    """The path of the part before the newest one."""
+    """Return the path of the part before the newest one."""
     return path.with_suffix(".old.jsonl")
 
 
@@ -202,7 +202,7 @@ R = TypeVar("R", bound=Record)
 
 
 def step_at(path: Path, step: int) -> StepRecord | None:
-    """The record of a step; an overview's mean over the steps around it where that is all there is; or None."""
+    """Return the record of a step; an overview's mean over the steps around it where that is all there is; or None."""
     if (exact := _newest(path, StepRecord, b'"step":%d,' % step)) is not None:
         return exact
     for line in overview_lines(path):
@@ -236,7 +236,7 @@ def newest_memory(path: Path) -> MemoryRecord | None:
 
 
 def events_of(path: Path) -> list[EventRecord]:
-    """Every event of a rank's two parts, the oldest first."""
+    """Return every event of a rank's two parts, the oldest first."""
     found: list[EventRecord] = []
     for data in _parts(path):
         found = _every(data, EventRecord) + found

@@ -50,11 +50,11 @@ class Header(Record):
     format: int = FORMAT
 
     def aligned(self, ns: int) -> int:
-        """A time of this rank on rank 0's clock, in ns."""
+        """Return a time of this rank on rank 0's clock, in ns."""
         return ns + self.offset_ns
 
     def unix(self, ns: int) -> float:
-        """A time of this rank in seconds since 1970."""
+        """Return a time of this rank in seconds since 1970."""
         return self.unix_s + (ns - self.clock_ns) / 1e9
 
 
@@ -262,7 +262,8 @@ def to_line(record: Record) -> str:
 
 
 def from_line(line: str | bytes) -> Record | None:
-    """The record of a line; None for one that was cut short, or of a kind or format that another release writes."""
+    """Return the record of a line; None for one that was cut short, or of a kind or format that another release
+    writes."""
     try:
         values = json.loads(line)
         kind = _KINDS[values.pop("kind")]

@@ -32,7 +32,7 @@ class PipelineLink:
 
 
 def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = None) -> list[PipelineLink]:
-    """Each direction of each pair of ranks between which messages went, the longest stood for first.
+    """Return each direction of each pair of ranks between which messages went, the longest stood for first.
 
     offsets: ns to add to a rank's times to get rank 0's (Header.offset_ns); default: all share a clock.
     Messages of which one end is not in the records, or for which nobody waited, are left out.

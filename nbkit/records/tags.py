@@ -24,12 +24,12 @@ MEASURING = "step/measuring_share"
 
 
 def logged(name: str) -> str:
-    """The tag of a number that the user logs under `name`."""
+    """Return the tag of a number that the user logs under `name`."""
     return f"logged/{name}"
 
 
 def part(name: str) -> str:
-    """Seconds of a step that a rank spent in a part of it: compute, exposed, bubble, data, optimizer, other."""
+    """Return seconds of a step that a rank spent in a part of it: compute, exposed, bubble, data, optimizer, other."""
     return f"step/{name}_seconds"
 
 
@@ -39,12 +39,12 @@ def moved(op: str, axis: str, what: str) -> str:
 
 
 def memory(name: str) -> str:
-    """Bytes of a rank: parameters, gradients, optimizer, buffers, now, peak."""
+    """Return bytes of a rank: parameters, gradients, optimizer, buffers, now, peak."""
     return f"memory/{name}"
 
 
 def layout() -> dict[str, Any]:
-    """The first page of the tab "Custom Scalars": category -> title -> [kind, expressions for tags].
+    """Return the first page of the tab "Custom Scalars": category -> title -> [kind, expressions for tags].
 
     TensorBoard draws a line for each tag and run that match, so that ranks are compared in one chart.
     """

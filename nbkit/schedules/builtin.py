@@ -23,7 +23,7 @@ from nbkit.schedules.schedule import Kind, Op, names, rank_of, register
 
 
 def gpipe(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
+    """Return all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
     forwards = [Op("F", rank, micro) for micro in range(microbatches)]
     return forwards + [Op("B", rank, micro) for micro in range(microbatches)]
 

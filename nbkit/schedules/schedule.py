@@ -210,7 +210,7 @@ class Schedule:
         return _made(name, ranks, microbatches, virtual)
 
     def with_microbatches(self, microbatches: int) -> Schedule:
-        """The same schedule for another number of micro-batches, such as those of a short last batch."""
+        """Return the same schedule for another number of micro-batches, such as those of a short last batch."""
         return Schedule.of(self.name, self.ranks, microbatches, self.virtual)
 
     @property

@@ -127,7 +127,7 @@ def first_line(source: str, length: int = 40) -> str:
 
 
 def first_rank(magic_line: str) -> int:
-    """The first rank that `%%distributed --ranks 2-3` or `%%rank 2` names; 0 if it names none."""
+    """Return the first rank that `%%distributed --ranks 2-3` or `%%rank 2` names; 0 if it names none."""
     named = re.search(r"(?:%%rank|--ranks)[ =]+(\d+)", magic_line)
     return int(named.group(1)) if named else 0
 

@@ -117,5 +117,6 @@ class SignedLink(Link):
 
 
 def key_of(secret: str, nonce: str) -> str:
-    """The key of one connection. nonce: what its listening end has drawn, so that no message fits another one."""
+    """Return the key of one connection. nonce: what its listening end has drawn, so that no message fits another
+    one."""
     return hmac.new(secret.encode(), nonce.encode(), hashlib.sha256).hexdigest()

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def find() -> str | None:
-    """The path of nvidia-smi; None where it is not installed."""
+    """Return the path of nvidia-smi; None where it is not installed."""
     return shutil.which("nvidia-smi") or next((path for path in _ELSEWHERE if os.access(path, os.X_OK)), None)
 
 
@@ -24,7 +24,7 @@ _END_SECONDS = 1.0
 
 
 def ask(smi: str, *questions: Sequence[str], seconds: float = 60.0) -> list[str]:
-    """The answers to questions (arguments), all asked at once: without persistence mode each wakes every GPU.
+    """Return the answers to questions (arguments), all asked at once: without persistence mode each wakes every GPU.
 
     "" where the driver sees no GPU. Raises OSError, subprocess.TimeoutExpired after `seconds` for one of them, or
     subprocess.SubprocessError with nvidia-smi's own complaint.
@@ -50,7 +50,7 @@ def ask(smi: str, *questions: Sequence[str], seconds: float = 60.0) -> list[str]
 
 
 def rows(answer: str) -> list[list[str]]:
-    """The cells of a csv answer."""
+    """Return the cells of a csv answer."""
     # nvidia-smi never quotes, so a csv reader would trip over a quote in a process name.
     return [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if "," in line]
 

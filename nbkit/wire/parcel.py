@@ -78,7 +78,7 @@ def folder(size: int = 0) -> Path:
 
 
 def pack(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """The pickle of `value` and its large buffers, uncopied. Raises what pickling raises."""
+    """Return the pickle of `value` and its large buffers, uncopied. Raises what pickling raises."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Packer(stream, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -91,7 +91,7 @@ def size_of(packed: tuple[bytes, list[pickle.PickleBuffer]]) -> int:
 
 
 def reserve() -> str:
-    """A new token: parcels named `token/...` can be written until `discard(token)`, and none after it."""
+    """Return a new token: parcels named `token/...` can be written until `discard(token)`, and none after it."""
     token = _new_name()
     for place in _places():
         (place / token).mkdir(mode=0o700)
@@ -121,7 +121,7 @@ def write(packed: tuple[bytes, list[pickle.PickleBuffer]], name: str = "") -> st
 
 
 def packed_bytes(packed: tuple[bytes, list[pickle.PickleBuffer]]) -> list[bytes]:
-    """A packed value as it travels to another host: the pickle, then its buffers."""
+    """Return a packed value as it travels to another host: the pickle, then its buffers."""
     head, buffers = packed
     return [head, *(bytes(buffer.raw()) for buffer in buffers)]
 
@@ -178,7 +178,7 @@ def _write_all(file: Any, data: Any) -> None:
 
 
 def read(path: str, *, unlink: bool = True) -> Any:
-    """The value in a parcel. Arrays in it lie on the mapped file, writable and private to this process."""
+    """Return the value in a parcel. Arrays in it lie on the mapped file, writable and private to this process."""
     with open(path, "rb") as file:
         if unlink:
             os.unlink(path)

@@ -73,7 +73,7 @@ class Ends:
 
 
 def _own_cgroup(root: Path) -> str:
-    """The path of this process's cgroup under the memory controller, "" for the root."""
+    """Return the path of this process's cgroup under the memory controller, "" for the root."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)

@@ -58,7 +58,7 @@ from nbkit.wire.processes import STOP_SIGNAL, Process, followers, node_name
 
 
 def controller_of(folder: Path) -> Process | None:
-    """The controller of the cluster in `folder`; None until the notebook has started it and said so."""
+    """Return the controller of the cluster in `folder`; None until the notebook has started it and said so."""
     try:
         return Process(**json.loads((folder / "controller.json").read_text()))
     except (OSError, json.JSONDecodeError):

@@ -98,7 +98,7 @@ class EngineSpec:
 
 
 def read(path: Path, **changes: Any) -> EngineSpec:
-    """The spec at `path`, with `changes`."""
+    """Return the spec at `path`, with `changes`."""
     fields = {**json.loads(path.read_text()), **changes}
     fields |= {key: pins_of(fields.get(key, ())) for key in _DEVICES}
     line = CoordinatorAddress(**line) if (line := fields.pop("line", None)) else None

@@ -34,7 +34,7 @@ from nbkit.wire.own_modules import OWN_MODULES
 
 
 def browser_url(port: int, environment: Mapping[str, str], base_url: str = "") -> str:
-    """The address to open, always with a trailing slash: TensorBoard's page asks for the rest relative to it.
+    """Return the address to open, always with a trailing slash: TensorBoard's page asks for the rest relative to it.
 
     environment: TENSORBOARD_PROXY_URL (with %PORT%), JUPYTERHUB_SERVICE_PREFIX, VSCODE_PROXY_URI (code-server's, with
     {{port}}) and CODESPACE_NAME are looked at, in that order. VS Code on a remote machine forwards the plain address.
@@ -55,7 +55,7 @@ def browser_url(port: int, environment: Mapping[str, str], base_url: str = "") -
 
 
 def server_base_url(environment: Mapping[str, str], runtime_dir: Path) -> str:
-    """The base URL of the Jupyter server that started this kernel, if it forwards ports; else ""."""
+    """Return the base URL of the Jupyter server that started this kernel, if it forwards ports; else ""."""
     if importlib.util.find_spec("jupyter_server_proxy") is None:
         return ""
     # Each server leaves this file, named by its pid, for the time that it runs.
@@ -79,7 +79,8 @@ def in_colab(environment: Mapping[str, str]) -> bool:
 
 
 def colab_html(port: int, height: int, page: str = "") -> str:
-    """A link and a frame for Colab: the browser asks Colab for the address of `port`. page: what follows the slash.
+    """Return a link and a frame for Colab: the browser asks Colab for the address of `port`. page: what follows the
+    slash.
 
     After TensorBoard's own notebook extension (tensorboard/notebook.py).
     """

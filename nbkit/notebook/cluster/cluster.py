@@ -95,7 +95,7 @@ def push(
 def pull(
     client: Client, expression: str, ranks: Sequence[int], *, force: bool = False, shared: bool = True
 ) -> list[Any]:
-    """The value of `expression` on each of `ranks`. A tensor is an array unless this process has torch."""
+    """Return the value of `expression` on each of `ranks`. A tensor is an array unless this process has torch."""
     limit = 1 << 62 if force else parcel.LIMIT_BYTES
     token = parcel.reserve() if shared else ""
     try:
@@ -339,7 +339,7 @@ class Cluster:
 
     @staticmethod
     def list() -> ClusterList:
-        """Every cluster of this user on this machine."""
+        """Return every cluster of this user on this machine."""
         return ClusterList(registry.entries(), registry.unreadable())
 
     def stop(self) -> None:
@@ -460,7 +460,7 @@ class Cluster:
         return self.training.switch(strategy)
 
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> TraceFile:
-        """The next steps of the running training, all ranks in one file for Perfetto."""
+        """Return the next steps of the running training, all ranks in one file for Perfetto."""
         return self.training.trace(steps, path)
 
     # Values -------------------------------------------------------------------------------------------------------
@@ -477,7 +477,7 @@ class Cluster:
         self.sent.append(sent)
 
     def pull(self, name: str, ranks: Sequence[int] | str | int | None = 0, *, force: bool = False) -> Any:
-        """The value of a name (or expression) on one rank; several ranks, or None for all, give a list."""
+        """Return the value of a name (or expression) on one rank; several ranks, or None for all, give a list."""
         self.connection.check_open()
         self.connection.check_idle("pull")
         chosen = chosen_ranks([ranks] if isinstance(ranks, int) else ranks, self.entry.n)
@@ -498,7 +498,7 @@ class Cluster:
     # What it knows ------------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """A table of the ranks: pid, device, memory, state, current cell, age."""
+        """Return a table of the ranks: pid, device, memory, state, current cell, age."""
         answers = self.connection.client.ask(range(self.entry.n), "status")
         entry = repinned(self.entry)
         rows = rank_rows(entry, answers, self.connection.deaths)

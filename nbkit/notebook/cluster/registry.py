@@ -199,7 +199,7 @@ def _names() -> list[str]:
 
 
 def running(name: str) -> ClusterEntry:
-    """The running cluster called `name`. Raises ClusterNotFound, naming those that do run."""
+    """Return the running cluster called `name`. Raises ClusterNotFound, naming those that do run."""
     entry = find(name)
     if entry and entry.is_alive():
         return entry

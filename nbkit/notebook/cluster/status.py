@@ -112,7 +112,8 @@ class ClusterList:
 
 
 def rank_rows(entry: ClusterEntry, answers: Mapping[int, dict[str, Any]], deaths: Mapping[int, Death]) -> list[RankRow]:
-    """One row for each rank. answers: rank -> its answer to "status"; a rank without one is said not to answer."""
+    """Return one row for each rank. answers: rank -> its answer to "status"; a rank without one is said not to
+    answer."""
     memory = _memory_by_rank(entry, answers)
     rows = []
     for rank in range(entry.n):
@@ -166,7 +167,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], titles: Sequence[str] = ()) -> str:
-    """A plain table; it takes its colours from the notebook's theme. titles: a tooltip for each row."""
+    """Return a plain table; it takes its colours from the notebook's theme. titles: a tooltip for each row."""
     head = "".join(f"<th style='text-align:left'>{html.escape(column)}</th>" for column in columns)
     body = ""
     for i, row in enumerate(rows):

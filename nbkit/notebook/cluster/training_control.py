@@ -156,7 +156,7 @@ def proof(switched: Mapping[str, Any]) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes for people; "unknown" for None."""
+    """Return bytes for people; "unknown" for None."""
     if count is None:
         return "unknown"
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -166,7 +166,7 @@ def size(count: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Seconds for people; "unknown" for None."""
+    """Return seconds for people; "unknown" for None."""
     if value is None:
         return "unknown"
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"

@@ -102,7 +102,7 @@ LATE_SECONDS = 1.0  # for an answer that comes while one looks from outside
 def collect(
     entry: ClusterEntry, client: Client, deaths: Mapping[int, Death], *, stacks: bool = False
 ) -> dict[int, RankState]:
-    """The state of each rank, from any thread. stacks: with the stack of every thread."""
+    """Return the state of each rank, from any thread. stacks: with the stack of every thread."""
     alive = [rank for rank in range(entry.n) if rank not in deaths]
     replies = client.request(alive, "why", stacks=stacks)
     settle(replies.values(), ANSWER_SECONDS)

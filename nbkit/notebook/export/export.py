@@ -142,7 +142,7 @@ class Script:
 
 
 def script_of(source: Source, name: str) -> Script:
-    """The script called `name`. Raises UsageError where cells use what no line of it would define."""
+    """Return the script called `name`. Raises UsageError where cells use what no line of it would define."""
     cells = [part for part in source.parts if isinstance(part, Code)]
     arguments = _free_name(("args", "options", "script_args"), cells)
     options = _options(source.parts)

@@ -61,7 +61,7 @@ class SlurmOptions:
                 raise UsageError(f"{name} is at least 1.", numbers=f"--{name} {count}", hint="--nodes 2 --gpus 8")
 
     def head(self, name: str) -> list[str]:
-        """The first lines of the file of a job called `name`."""
+        """Return the first lines of the file of a job called `name`."""
         asked = {
             "job-name": path_part(name),
             "nodes": self.nodes,

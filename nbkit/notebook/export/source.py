@@ -136,7 +136,7 @@ def _indent(line: str) -> str:
 
 
 def place_of(text: str, line: int, column: int) -> int:
-    """The index in `text` of a place that ast names by line and byte."""
+    """Return the index in `text` of a place that ast names by line and byte."""
     lines = text.split("\n")
     return sum(len(each) + 1 for each in lines[: line - 1]) + len(lines[line - 1].encode()[:column].decode())
 
@@ -157,7 +157,7 @@ class CellNames:
 
 
 def names_of(text: str) -> CellNames:
-    """The names of a cell's Python."""
+    """Return the names of a cell's Python."""
     top = symtable.symtable(text, "cell", "exec")
     bound = {one.get_name() for one in top.get_symbols() if _is_bound(one)}
     read = {one.get_name() for one in top.get_symbols() if one.is_referenced()}
@@ -310,7 +310,7 @@ def _first(source: str) -> str:
 
 
 def plain_code(number: int, plain: Plain) -> LeftOut:
-    """A cell of the notebook itself."""
+    """Return a cell of the notebook itself."""
     first, *others = [node for node in plain.tree.body if not isinstance(node, ast.Pass)]
     line = plain.text.split("\n")[first.lineno - 1]
     more = " …" if others or first.end_lineno != first.lineno else ""
@@ -440,7 +440,7 @@ def read_saved(path: Path) -> Source:
 
 
 def cells_of(path: Path) -> list[dict[str, Any]]:
-    """The cells of a notebook's file. Raises UsageError when it is none."""
+    """Return the cells of a notebook's file. Raises UsageError when it is none."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
         return list(read["cells"])

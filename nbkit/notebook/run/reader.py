@@ -69,7 +69,7 @@ class RunReader:
         return self._run.look()
 
     def picture(self, step: int | None = None) -> dict[str, Any]:
-        """One step of all ranks, the newest or the one asked for; {} when there is none."""
+        """Return one step of all ranks, the newest or the one asked for; {} when there is none."""
         with self.lock:
             self._run.refresh()
             if not self._run.newest:

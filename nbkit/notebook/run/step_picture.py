@@ -48,7 +48,7 @@ def of_step(run: Run, step: int, strategy: str, *, replica: int = 0, usual: bool
 
 
 def _lines(run: Run, step: int, strategy: Strategy) -> list[tuple[int, ...]]:
-    """The ranks of each pipeline. In which order the job has its ranks, the messages of one of them tell."""
+    """Return the ranks of each pipeline. In which order the job has its ranks, the messages of one of them tell."""
     first = min(run.files, default=0)
     detail = run.detail_of(first, step)
     peers = {call.peer for call in detail.calls if call.peer is not None} if detail is not None else set()
@@ -217,7 +217,7 @@ def _four_digits(value: float | None) -> float | None:
 
 
 def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> dict[str, Any]:
-    """The picture of a step as plain values. Empty but for "step" when no rank has a record of it.
+    """Return the picture of a step as plain values. Empty but for "step" when no rank has a record of it.
 
     usual: bars and sentence are of the newest 20 steps up to it, the median of each part: of single steps both would
     change with each. replica: which of the pipelines is drawn, where there are several.

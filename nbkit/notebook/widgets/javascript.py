@@ -31,7 +31,8 @@ _ASK_PAGE = """export const dark = () => {
 
 @cache
 def joined() -> str:
-    """The module; it exports by default what anywidget asks for, and `show` for a page of data that stands still."""
+    """Return the module; it exports by default what anywidget asks for, and `show` for a page of data that stands
+    still."""
     paths = [*_MODULES, *(_OURS / f"{name}.js" for name in _OWN)]
     parts = [_as_function(path.stem, path.read_text()) for path in paths]
     return "\n".join([*parts, "export const { show } = dashboard;", "export default dashboard.widget;", ""])
@@ -39,7 +40,7 @@ def joined() -> str:
 
 @cache
 def style() -> str:
-    """The CSS of the dashboard."""
+    """Return the CSS of the dashboard."""
     return (_OURS / "dashboard.css").read_text()
 
 

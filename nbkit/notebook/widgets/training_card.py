@@ -160,7 +160,7 @@ def card_text(snapshot: dict[str, Any], *, ended: bool = False) -> str:
 
 
 def card_html(snapshot: dict[str, Any], *, ended: bool = False) -> str:
-    """The same, with the curve of the loss beside it; until it has ended, it says when it stands still."""
+    """Return the same, with the curve of the loss beside it; until it has ended, it says when it stands still."""
     head, figures, reading = (html.escape(part) for part in _words(snapshot, ended))
     colour = "var(--jp-ui-font-color2,gray)" if ended else "var(--jp-success-color1,#388e3c)"
     return (
@@ -210,7 +210,7 @@ def _started(events: Sequence[dict[str, Any]]) -> int:
 
 
 def _curve(values: Sequence[float]) -> str:
-    """The loss as a small picture; "" of fewer than two values."""
+    """Return the loss as a small picture; "" of fewer than two values."""
     known = [value for value in values if math.isfinite(value)]
     if len(known) < 2:
         return ""

@@ -24,7 +24,7 @@ _HEARS_NEW_PAGES = (7, 4)  # and, while a cell awaits, what a page says that has
 
 
 def kernel_version() -> str:
-    """The version of ipykernel; "" where there is none."""
+    """Return the version of ipykernel; "" where there is none."""
     try:
         import ipykernel
     except ImportError:
@@ -68,7 +68,7 @@ def hear_always(comm: Any) -> None:
 
 
 def here() -> dict[str, Any]:
-    """The arguments of `note_words` and `lost_words` for this kernel."""
+    """Return the arguments of `note_words` and `lost_words` for this kernel."""
     shell = notebook_shell()
     kernel = shell is not None and hasattr(shell, "kernel")
     variables = shell.user_ns if kernel else {}
@@ -88,7 +88,8 @@ class Shown(Protocol):
 
 
 def with_widget(still: dict[str, Any], widget: Any, **options: Any) -> dict[str, Any]:
-    """A MIME bundle: the picture for pages and notebooks without widgets, and the widget where it is not None."""
+    """Return a MIME bundle: the picture for pages and notebooks without widgets, and the widget where it is not
+    None."""
     shown = (widget._repr_mimebundle_(**options) or {}) if widget is not None else {}
     # Some versions of ipywidgets give (bundle, metadata).
     return dict(shown[0] if isinstance(shown, tuple) else shown) | still

@@ -206,7 +206,7 @@ def seconds(
 
 
 def lines_of(strategy: Strategy, on: Hardware, rates: Rates) -> Lines:
-    """The way of each term, the same for all schedules and micro-batches of a mesh."""
+    """Return the way of each term, the same for all schedules and micro-batches of a mesh."""
     found: dict[tuple[str, str, str], OperationPath] = {}
 
     def line(term: TrafficTerm) -> OperationPath:
@@ -413,7 +413,7 @@ class Known:
         return self._fullest[key]
 
     def _size(self, strategy: Strategy, own: Iterable[tuple[int, int]]) -> int:
-        """Bytes of the parameters of these blocks."""
+        """Return bytes of the parameters of these blocks."""
         key = strategy.tp, strategy.cp
         if key not in self._before:
             self._before[key] = [0, *accumulate(weights.total for weights in self.weights(*key))]

@@ -244,7 +244,7 @@ _ALIKE = 200
 
 
 def search(subject: Subject, batch: int, on: Hardware, *, rates: Rates | None = None, memory: float = 0.0) -> Plan:
-    """The plan of a global batch of `batch` rows. memory: usable bytes of a device; 0: USABLE of what it has."""
+    """Return the plan of a global batch of `batch` rows. memory: usable bytes of a device; 0: USABLE of what it has."""
     rates = rates or Rates()
     usable = memory or USABLE * on.device.memory
     facts = replace(subject.facts(batch), world=on.devices, node=on.node)
@@ -422,7 +422,7 @@ def _gb(size: float) -> str:
 
 
 def chosen(plan: Plan) -> PlanRow:
-    """The recommendation. Raises StrategyError, with the closest miss, where nothing fits."""
+    """Return the recommendation. Raises StrategyError, with the closest miss, where nothing fits."""
     if plan.rows:
         return plan.rows[0]
     near = plan.refused[-1] if plan.refused else None
@@ -451,7 +451,7 @@ def text(plan: Plan) -> str:
 
 
 def page(plan: Plan) -> str:
-    """The same in HTML, in the notebook's own colours."""
+    """Return the same in HTML, in the notebook's own colours."""
     head = "".join(f"<th style='text-align:left'>{html.escape(cell)}</th>" for cell in _HEADS)
     body = ""
     for number, row in enumerate(plan.rows[:_SHOWN]):
@@ -543,7 +543,7 @@ def _cells(row: PlanRow, plan: Plan) -> Sequence[str]:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people."""
+    """Return bytes for people."""
     for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= limit:
             return f"{num_bytes / limit:.3g} {unit}"
@@ -551,7 +551,7 @@ def size(num_bytes: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Seconds for people."""
+    """Return seconds for people."""
     if seconds >= 100:
         return f"{seconds:,.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

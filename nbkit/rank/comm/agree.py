@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 def all_gather_objects(own: T, *, world_size: int, device: torch.device, group: Any = None) -> list[T]:
-    """The objects of all ranks, by rank. Collective: one all-gather, and another where one is larger than usual.
+    """Return the objects of all ranks, by rank. Collective: one all-gather, and another where one is larger than usual.
 
     group: a backend's own group of all ranks, past what counts and times the default group's operations.
     """

@@ -74,7 +74,7 @@ OWN = frozenset({
 
 
 def num_bytes(payload: torch.Tensor | Iterable[Any] | Any) -> int:
-    """Bytes of a tensor, or of all in nested lists; 0 of anything else."""
+    """Return bytes of a tensor, or of all in nested lists; 0 of anything else."""
     if type(payload) is list and len(payload) == 1:  # as nearly every call has it
         payload = payload[0]
     if isinstance(payload, torch.Tensor):
@@ -83,7 +83,7 @@ def num_bytes(payload: torch.Tensor | Iterable[Any] | Any) -> int:
 
 
 def first_of(payload: Any) -> Any:
-    """The first tensor in nested lists; anything else as it is."""
+    """Return the first tensor in nested lists; anything else as it is."""
     while isinstance(payload, (list, tuple)) and payload:
         payload = payload[0]
     return payload

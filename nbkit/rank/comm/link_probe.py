@@ -163,7 +163,7 @@ def _flat(size: int, device: torch.device) -> Tensor:
 
 
 def _copying(size: int, device: torch.device) -> float:
-    """Bytes per second into fresh memory, all ranks at once; the slowest rank's, on all. Collective."""
+    """Return bytes per second into fresh memory, all ranks at once; the slowest rank's, on all. Collective."""
     source = torch.ones(4 * size, dtype=torch.uint8, device=device)
     dist.barrier()
     seconds = torch.tensor([_timed(source.clone, device)], dtype=torch.float64, device=device)
@@ -172,14 +172,14 @@ def _copying(size: int, device: torch.device) -> float:
 
 
 def _most(share: float, device: torch.device) -> float:
-    """The largest share of any rank: nodes need not be of one size. Collective."""
+    """Return the largest share of any rank: nodes need not be of one size. Collective."""
     most = torch.tensor([share], dtype=torch.float64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return float(most)
 
 
 def _computes_on(device: torch.device) -> tuple[object, ...] | None:
-    """The GPU of this rank, or its cores; None where nobody says."""
+    """Return the GPU of this rank, or its cores; None where nobody says."""
     if accelerator().holds(device):
         return (accelerator().uuid(device) or str(device),)
     try:

@@ -182,7 +182,7 @@ def take(batch: Any, start: int, stop: int, *, rows: int) -> Any:
 
 
 def pick(batch: Any, chosen: Sequence[int], *, rows: int) -> Any:
-    """The rows `chosen` of a batch of `rows` rows, in that order and copied. Raises as `take` does."""
+    """Return the rows `chosen` of a batch of `rows` rows, in that order and copied. Raises as `take` does."""
 
     def of(part: Any) -> Any:
         if isinstance(part, tuple | list):
@@ -258,7 +258,7 @@ def shard_of(batch: Any, *, ranks: int, rank: int, speeds: tuple[Fraction, ...] 
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch on `device`; the copy to a GPU does not wait for it."""
+    """Return the batch on `device`; the copy to a GPU does not wait for it."""
     if isinstance(batch, Tensor):
         return accelerator().send(batch, device)
     if isinstance(batch, Mapping):
@@ -312,7 +312,7 @@ def call(model: nn.Module, value: Any) -> Any:
 
 
 def shapes_of(batch: Any) -> tuple[Any, ...]:
-    """The shapes of all tensors in a batch: what tells micro-batches apart that need other buffers."""
+    """Return the shapes of all tensors in a batch: what tells micro-batches apart that need other buffers."""
     return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in _tensors(batch))
 
 

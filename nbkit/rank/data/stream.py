@@ -203,7 +203,7 @@ class MapStream(Stream):
         return replace(shard, data=checked(data, len(own)))
 
     def _advance(self) -> Shard:
-        """The next batch without its data; the position is behind it."""
+        """Return the next batch without its data; the position is behind it."""
         left = self.length - self.offset
         if left < (self.batch_size if self.drop_last else 1):
             self.seek(self.epoch + 1, 0)

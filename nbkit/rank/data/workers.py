@@ -67,7 +67,7 @@ class BatchReader(Dataset[Any]):
         self._at: int | None = None
 
     def read(self, wanted: ToRead) -> Any:
-        """The collated rows."""
+        """Return the collated rows."""
         if wanted.epoch != self._epoch and hasattr(self.data, "set_epoch"):
             self.data.set_epoch(wanted.epoch)
         self._epoch, self._at = wanted.epoch, None
@@ -130,7 +130,7 @@ class _BatchThread:
         self._thread.start()
 
     def take(self) -> Any:
-        """The next batch; the one after it is received from now on. Raises what torch's iterator raises."""
+        """Return the next batch; the one after it is received from now on. Raises what torch's iterator raises."""
         self._ask()
         batch, error = self._come.get()
         self._asked = False
@@ -196,7 +196,7 @@ class ReadAhead:
             yield wanted
 
     def next(self, wanted: ToRead, after: Callable[[], Iterator[ToRead]]) -> Any:
-        """The batch `wanted`; `after` gives those that come behind it, where reading has to begin anew.
+        """Return the batch `wanted`; `after` gives those that come behind it, where reading has to begin anew.
 
         Raises TrainingError for a sample that could not be read, with its index.
         """

@@ -18,7 +18,7 @@ def leaves(value: Any) -> dict[str, Tensor]:
 
 
 def with_leaves(value: Any, of: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """A copy of `value` with `of(path, tensor)` for each tensor."""
+    """Return a copy of `value` with `of(path, tensor)` for each tensor."""
     if isinstance(value, Tensor):
         return of(path, value)
     if isinstance(value, Mapping):

@@ -29,7 +29,7 @@ class Weighed:
         return self.value if self.summed else self.value * self.weight
 
     def detached(self) -> Weighed:
-        """The same without its graph."""
+        """Return the same without its graph."""
         return Weighed(self.value.detach(), self.weight, self.summed)
 
 

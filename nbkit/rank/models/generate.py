@@ -328,7 +328,7 @@ class _Generation:
         return _Texts(numbers, ids, draws, cache)
 
     def run(self) -> list[Tensor]:
-        """The new tokens of each text."""
+        """Return the new tokens of each text."""
         if (group := self.model.axes.group("pp")) is not None:
             meet_all(group, self.device)  # of the broadcasts below
         with together() if self.cached else nullcontext():

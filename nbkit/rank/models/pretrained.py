@@ -36,7 +36,8 @@ _READ_BYTES = 16 << 20
 def from_pretrained(
     directory: str | Path, *, adapt: Callable[[nn.Module], nn.Module] | None = None, **overrides: Any
 ) -> Pretrained:
-    """The model in `directory`, for `Trainer(model=...)` or `prepare`: config.json and safetensors, one file or more.
+    """Return the model in `directory`, for `Trainer(model=...)` or `prepare`: config.json and safetensors, one file or
+    more.
 
     Each rank reads from the files exactly what it must hold under the strategy. overrides: settings of the config to
     be other than saved (dtype="float32", attn_implementation="sdpa", ...). adapt: called with the module, returns the
@@ -55,7 +56,8 @@ class Pretrained:
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, *, seed: int, device: torch.device) -> WeightlessModel:
-        """The module on `device`, its weights still on the disk. Raises TrainingError when some are not there."""
+        """Return the module on `device`, its weights still on the disk. Raises TrainingError when some are not
+        there."""
         with seeded(device):
             torch.manual_seed(seed)
             module = _built(self.directory, self.overrides)
@@ -151,7 +153,7 @@ class _Files:
         return tuple(self._opened(self._home[name]).get_slice(name).get_shape())
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor; no more than that is read."""
+        """Return a part of a tensor; no more than that is read."""
         file = self._opened(self._home[name])
         found: Tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
         return found
@@ -195,7 +197,7 @@ class _Files:
 
 
 def _built(directory: Path, overrides: Mapping[str, Any]) -> nn.Module:
-    """The module that the config names, its parameters on the meta device."""
+    """Return the module that the config names, its parameters on the meta device."""
     try:
         import transformers
     except ImportError as error:

@@ -24,7 +24,8 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__
 
 @lru_cache(maxsize=2)
 def stdlib_source(limit: int = 16_000_000) -> bytes:
-    """The standard library's `*.py` files, no tests, no installed packages, sorted, joined, cut at `limit` bytes."""
+    """Return the standard library's `*.py` files, no tests, no installed packages, sorted, joined, cut at `limit`
+    bytes."""
     root = Path(sysconfig.get_path("stdlib"))
     parts: list[bytes] = []
     size = 0

@@ -332,7 +332,7 @@ def _checked(
 
 
 def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list[Finding]]:
-    """The strategy; one that is not the world's is still shown, as what stands in the way."""
+    """Return the strategy; one that is not the world's is still shown, as what stands in the way."""
     try:
         if world is not None:
             return Strategy.parse(strategy, world), []

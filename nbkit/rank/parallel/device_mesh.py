@@ -186,7 +186,7 @@ class Axes:
         return [group for axis in sorted(axes) if (group := self._groups.get(axis)) is not None]
 
     def levels(self, axis: str) -> LevelGroups | None:
-        """The two levels of an all-reduce along `axis`; None where it has one."""
+        """Return the two levels of an all-reduce along `axis`; None where it has one."""
         within, between = self._groups.get(f"{axis} {WITHIN}"), self._groups.get(f"{axis} {BETWEEN}")
         return None if within is None or between is None else LevelGroups(within, between)
 
@@ -197,7 +197,7 @@ class Axes:
         return self.mesh.degree(axis)
 
     def index(self, axis: str) -> int:
-        """The place of this rank along `axis`."""
+        """Return the place of this rank along `axis`."""
         if axis in ("shard", "replicate"):
             dp = self._place["dp"]
             return dp % self.shard if axis == "shard" else dp // self.shard

@@ -24,7 +24,8 @@ def grad_norm(
     group: dist.ProcessGroup | None = None,
     world_size: int | None = None,
 ) -> Tensor:
-    """The 2-norm of the gradients of a job, float64, 0-dimensional, on `device`; nothing waits for it. Collective.
+    """Return the 2-norm of the gradients of a job, float64, 0-dimensional, on `device`; nothing waits for it.
+    Collective.
 
     replication: name -> how many ranks of `group` (None: the world) hold each element of this gradient, which counts
     once. world_size: 1 sends nothing. The sum of squares / replication over the ranks, one all-reduce of one number.

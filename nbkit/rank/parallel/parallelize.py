@@ -99,7 +99,7 @@ def parallelize(
     device: torch.device,
     own: nn.Module | None,
 ) -> ShardedModel:
-    """A sharded model of `strategy` on this rank; its weights are to be filled. Sends nothing.
+    """Return a sharded model of `strategy` on this rank; its weights are to be filled. Sends nothing.
 
     Arguments and errors: see `cut`.
     """

@@ -111,7 +111,7 @@ class ShardedModel:
         autocast: bool = False,
         numbers: Tensor | None = None,
     ) -> Tensor | None:
-        """All forwards and backwards of a step; gradients end in `.grad` of `held`, as sums over all rows.
+        """Return all forwards and backwards of a step; gradients end in `.grad` of `held`, as sums over all rows.
 
         forward: of a stage and a micro-batch, which on the last stage gives (loss,). key: what tells micro-batches of
         other shapes apart. launch: called once, when the last loss is known and, where possible, with a backward pass
@@ -216,7 +216,7 @@ class ShardedModel:
         )
 
     def grad_norm(self, device: torch.device) -> Tensor:
-        """The 2-norm of the gradients of the whole model, float64, on `device`. Collective over the world."""
+        """Return the 2-norm of the gradients of the whole model, float64, on `device`. Collective over the world."""
         # Where every rank holds every gradient there is nothing to ask the others. Of replicas that train apart it is
         # the root of the mean square of their norms.
         size = 1 if self.holds_all_gradients else self.strategy.mesh.size

@@ -322,7 +322,7 @@ _PERIOD = 65521  # a prime, so that no two rows of a matrix get the same numbers
 
 
 def drawn_model(skeleton: nn.Module, dtype: torch.dtype, *, positive: bool = False) -> nn.Module:
-    """A copy of `skeleton` on the CPU, with memory; floating parameters and buffers in `dtype`.
+    """Return a copy of `skeleton` on the CPU, with memory; floating parameters and buffers in `dtype`.
 
     positive: all weights are above zero. Draws from a generator of its own: another thread may be training.
     """

@@ -188,7 +188,7 @@ def _within(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def present() -> Present:
-    """All extents of this thread, to be `restored` in another one."""
+    """Return all extents of this thread, to be `restored` in another one."""
     return _present.get()
 
 

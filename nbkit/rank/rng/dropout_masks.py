@@ -156,5 +156,5 @@ def _mix(x: Tensor, *, whole: bool = True) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The low 32 bits as an int32."""
+    """Return the low 32 bits as an int32."""
     return ((value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

@@ -134,7 +134,7 @@ class _Pass:
         return key_of(self.key, *self._next(), self.first, *starts)
 
     def numbers(self, shape: Sequence[int]) -> tuple[int, bool]:
-        """The key of the next draw, of random numbers of `shape`; whether it is one for the whole batch."""
+        """Return the key of the next draw, of random numbers of `shape`; whether it is one for the whole batch."""
         place, length = self._next(), shape[0] if shape else 0
         if self.trace is not None:
             self.trace.lengths[place] = length

@@ -46,7 +46,7 @@ def set_seed(value: int) -> None:
 
 
 def mixed(seed: int, step: int, rank: int) -> int:
-    """One seed from three numbers."""
+    """Return one seed from three numbers."""
     return ((seed * _MIX) ^ (step * _STEP) ^ (rank * _RANK)) & (2**63 - 1)
 
 

@@ -49,8 +49,8 @@ _lasting: dict[int, Trainer] = {}
 
 
 def under(strategy: str) -> Trainer:
-    """The same at its beginning. What a job finds out about its model is found once, and kept for the next strategy:
-    a switch to it takes half of what a new Trainer takes.
+    """Return the same at its beginning. What a job finds out about its model is found once, and kept for the next
+    strategy: a switch to it takes half of what a new Trainer takes.
 
     Collective, and for ranks of one age: one that has replaced another knows of no job.
     """

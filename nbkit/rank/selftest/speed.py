@@ -35,7 +35,7 @@ _BYTES = 16 * 2 * 1.5
 
 
 def compare(strategy: str, folder: str | None = None) -> dict[str, Any]:
-    """Seconds of a step under `strategy` (ddp or zero3) and in torch's counterpart, of all pairs. Collective.
+    """Return seconds of a step under `strategy` (ddp or zero3) and in torch's counterpart, of all pairs. Collective.
 
     mfu: of nbkit's, against the data sheet of the device; None where that is not known.
     """

@@ -144,7 +144,8 @@ class Health:
 
 
 def storage_bytes(tensors: Iterable[Any], seen: set[int]) -> int:
-    """Bytes of the storages behind these tensors. One that is in `seen` (by address) counts nothing; others join it."""
+    """Return bytes of the storages behind these tensors. One that is in `seen` (by address) counts nothing; others join
+    it."""
     total = 0
     for tensor in tensors:
         if not isinstance(tensor, Tensor):

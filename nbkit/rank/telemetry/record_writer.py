@@ -108,7 +108,8 @@ class Overview:
 
 
 def mean_of(steps: Sequence[StepRecord]) -> StepRecord:
-    """One record of neighbouring steps: means weighed by their spans; the newest step's number, the oldest's start.
+    """Return one record of neighbouring steps: means weighed by their spans; the newest step's number, the oldest's
+    start.
 
     A number that some of them lack is the mean of those that have it; words (the strategy) are the newest's.
     """

@@ -110,7 +110,8 @@ class _JobWriter:
 
 
 def _open(path: Path) -> Any:
-    """A SummaryWriter for `path`. In the writing thread: its import takes half a second, for which no step waits."""
+    """Return a SummaryWriter for `path`. In the writing thread: its import takes half a second, for which no step
+    waits."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(path))

@@ -243,7 +243,7 @@ class Builder:
         return 2 * groups_made() + (strategy in self._connected)
 
     def connect(self, strategy: Strategy, *, alike: bool) -> Connections:
-        """The groups of `strategy`. Collective. Warns, at the first visit, of what runs and is good to know.
+        """Return the groups of `strategy`. Collective. Warns, at the first visit, of what runs and is good to know.
 
         alike: all ranks have made the same groups so far; otherwise all are made anew. Raises StrategyError or
         TrainingError, before that and on every rank alike, for what it cannot split.
@@ -384,7 +384,7 @@ class Builder:
         self._beside = new, self._beside[1] + time.perf_counter() - began
 
     def beside(self, new: Strategy) -> float:
-        """Seconds that `make_ready` took for this switch, 0 without it."""
+        """Return seconds that `make_ready` took for this switch, 0 without it."""
         (made, seconds), self._beside = self._beside, (None, 0.0)
         return seconds if made == new else 0.0
 
@@ -410,7 +410,7 @@ class Builder:
         self.template.follow(optimizer)
 
     def _skeleton(self, model: Model) -> nn.Module:
-        """The shapes of the model. Raises TrainingError where it can neither be copied nor built again."""
+        """Return the shapes of the model. Raises TrainingError where it can neither be copied nor built again."""
         try:
             return skeleton_of(self.module)
         except Exception as error:

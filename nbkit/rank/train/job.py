@@ -328,7 +328,7 @@ class Job(Switchable):
             return self.training_step.clip(max_norm)
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of all gradients, on the device; recorded in this step's history."""
+        """Return the 2-norm of all gradients, on the device; recorded in this step's history."""
         with self._passed_over(), self._in_order():
             return self.training_step.grad_norm()
 

@@ -551,7 +551,8 @@ class Trainer:
         return self.snapshots.back_to(step)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
+        """Return the whole model on the CPU, every parameter and buffer under its own name, on every rank.
+        Collective."""
         return self.job.full_state_dict()
 
     def _make_step(self) -> None:

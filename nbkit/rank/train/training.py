@@ -374,7 +374,8 @@ class Training:
             print(f"{saved.named}: goes on after step {self.step} with the next batch of this training's own order")
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model on the CPU, every parameter and buffer under its own name, on every rank. Collective."""
+        """Return the whole model on the CPU, every parameter and buffer under its own name, on every rank.
+        Collective."""
         meeting.meet("full_state_dict")
         self.level()
         return checkpoint.full_state_dict(self.sharded_model, self.builder)

@@ -194,7 +194,7 @@ def _being_issued(frame: FrameType, line: CodeLine | None) -> Operation | None:
 
 
 def _being_made(frame: FrameType, line: CodeLine | None) -> Operation:
-    """A group: all ranks of the world make it, in one order."""
+    """Return a group: all ranks of the world make it, in one order."""
     world = group_tables
     # torch counts a group when its name is given, which is before anything is waited for.
     ranks = tuple(frame.f_locals.get("ranks") or ())
@@ -269,7 +269,7 @@ def _operation(call: CollectiveCall, cells: Mapping[str, int], line: CodeLine | 
 
 
 def _stacks(frames: Mapping[int, FrameType]) -> str:
-    """The stack of every thread, the main one first."""
+    """Return the stack of every thread, the main one first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     order = sorted(frames, key=lambda ident: ident != threading.main_thread().ident)
     shown = [

@@ -66,7 +66,7 @@ def wake(reason: str, error: Exception | None = None) -> None:
 
 
 def main_thread_stack() -> list[str]:
-    """The main thread's frames in the user's own code, outermost first, as "file:line in name"."""
+    """Return the main thread's frames in the user's own code, outermost first, as "file:line in name"."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = []
     while frame is not None:
@@ -78,7 +78,7 @@ def main_thread_stack() -> list[str]:
 
 
 def where() -> str:
-    """One line: the user's innermost line, and the operation issued last. Empty when there is neither."""
+    """Return one line: the user's innermost line, and the operation issued last. Empty when there is neither."""
     stack, issued = main_thread_stack(), delegating_group.where()
     return "; ".join(part for part in (stack[-1] if stack else "", issued and f"last issued {issued}") if part)
 

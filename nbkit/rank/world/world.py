@@ -231,7 +231,8 @@ class World:
 
     @classmethod
     def join_from_env(cls) -> World:
-        """The world of a script: torchrun's, or of one process where RANK is not set; an existing group is kept."""
+        """Return the world of a script: torchrun's, or of one process where RANK is not set; an existing group is
+        kept."""
         global _current
         if _current is not None:
             return _current
@@ -493,7 +494,7 @@ class World:
 
 
 def current() -> World | None:
-    """The world of this process, or None before it joined one."""
+    """Return the world of this process, or None before it joined one."""
     return _current
 
 

@@ -139,13 +139,14 @@ def _summary(files: dict[int, Path]) -> dict[str, Any]:
 
 
 def _sent(step: Mapping[int, StepRecord], members: Members) -> float:
-    """Bytes of all ranks."""
+    """Return bytes of all ranks."""
     rows = (row for record in step.values() for row in record.traffic)
     return sum(sent_by(row, members) for row in rows if row.op not in ("recv", "batch"))
 
 
 def _groups(files: dict[int, Path], step: Mapping[int, StepRecord]) -> list[Group]:
-    """The groups of a step. Those that came with a switch stand where it was made: a whole file is read for them."""
+    """Return the groups of a step. Those that came with a switch stand where it was made: a whole file is read for
+    them."""
     found = [one for path in files.values() for one in read_head(path) if isinstance(one, Group)]
     known = {one.label for one in found}
     lacking = [rank for rank, record in step.items() if any(row.group not in known for row in record.traffic)]
@@ -153,7 +154,7 @@ def _groups(files: dict[int, Path], step: Mapping[int, StepRecord]) -> list[Grou
 
 
 def _tail(path: Path) -> list[StepRecord]:
-    """The last lines of an overview."""
+    """Return the last lines of an overview."""
     lines = _last_lines(path)[-_MEDIAN_OF:]
     return [record for line in lines if isinstance(record := from_line(line), StepRecord)]
 

@@ -71,7 +71,7 @@ def end(entry: ClusterEntry, client: Client, rank: int) -> None:
 
 
 def activity(entry: ClusterEntry, rank: int) -> str:
-    """The state of a rank's process in words: "it is suspended (SIGSTOP)"; "" where the system does not say."""
+    """Return the state of a rank's process in words: "it is suspended (SIGSTOP)"; "" where the system does not say."""
     process = entry.ranks[rank]
     if not _is_beside(entry) or not process.is_alive():
         return ""

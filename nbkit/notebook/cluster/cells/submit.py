@@ -44,7 +44,7 @@ def request_for(
     at_step: bool = False,
     detached: bool = False,
 ) -> CellRequest:
-    """The request for `Connection.send`. Raises UsageError, CellRunning or ClusterError if the cell cannot run.
+    """Return the request for `Connection.send`. Raises UsageError, CellRunning or ClusterError if the cell cannot run.
 
     ranks: see naming.chosen_ranks. at_step: for a live cell, which runs at the next step boundary of a training.
     """

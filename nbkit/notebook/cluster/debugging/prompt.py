@@ -52,7 +52,7 @@ class PromptTalk:
             signal.signal(signal.SIGINT, before)
 
     def _next(self) -> Prompt | None:
-        """The prompt to answer now: of the rank that was answered last, if it asks again soon."""
+        """Return the prompt to answer now: of the rank that was answered last, if it asks again soon."""
         deadline = time.monotonic() + SAME_RANK_SECONDS
         while time.monotonic() < deadline and not (self.execution.done.done() or self._pressed):
             asking = dict(self.execution.prompts)
@@ -108,7 +108,7 @@ class PromptTalk:
         return f"(Pdb rank {prompt.rank}{beside}) "
 
     def _read(self, words: str) -> str | None:
-        """A line; None: Stop was pressed, the cell has ended, or nobody can type here."""
+        """Return a line; None: Stop was pressed, the cell has ended, or nobody can type here."""
         try:
             with self._lock:
                 self._reading = not self.execution.done.done()

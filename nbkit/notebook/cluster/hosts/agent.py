@@ -239,7 +239,7 @@ def _facts(pinning: Pinning) -> dict[str, Any]:
 def _folder(
     payload: dict[str, Any], index: int, pinning: Pinning, address: str, link: SignedLink, go: dict[str, Any]
 ) -> Path:
-    """The folder of the cluster on this host: for this user alone, gone when the ranks have ended."""
+    """Return the folder of the cluster on this host: for this user alone, gone when the ranks have ended."""
     name, counts = payload["name"], payload["counts"][: len(payload["counts"]) - payload["spare_hosts"]]
     in_reserve, pins = index >= len(counts), [pin.saved for pin in pinning.pins]
     folder = Path(tempfile.mkdtemp(prefix=f"nbkit-{name}-{index}-"))

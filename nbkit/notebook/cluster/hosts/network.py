@@ -57,6 +57,6 @@ def addresses_here() -> list[str]:
 
 
 def listen_at(address: str) -> socket.socket:
-    """A socket that listens at `address`, on a free port."""
+    """Return a socket that listens at `address`, on a free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=_BACKLOG)

@@ -21,7 +21,8 @@ from nbkit.notebook.cluster.hosts.start_request import (
 
 
 def requested(options: Any) -> Request | None:
-    """The request for other hosts; None for a cluster on this machine. Raises UsageError for what does not fit."""
+    """Return the request for other hosts; None for a cluster on this machine. Raises UsageError for what does not
+    fit."""
     found = _requested(options)
     if found is not None:
         found = with_spares(found, options.spares)

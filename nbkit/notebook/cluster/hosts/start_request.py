@@ -177,7 +177,7 @@ def saved(request: Request) -> dict[str, Any]:
 
 
 def loaded(options: Any) -> Request:
-    """The request that `saved` wrote."""
+    """Return the request that `saved` wrote."""
     fields = {name: value for name, value in options.items() if name != "launcher"}
     return _KINDS[options["launcher"]](**fields)
 
@@ -209,7 +209,7 @@ def _check_spare_hosts(hosts: Sequence[tuple[str, int]], spare: int) -> None:
 
 
 def with_spares(request: Request, spares: int) -> Request:
-    """The request, with so many devices in reserve on each host. Raises UsageError for fewer than none."""
+    """Return the request, with so many devices in reserve on each host. Raises UsageError for fewer than none."""
     if spares < 0:
         raise UsageError("So many spares cannot be.", numbers=f"--spares {spares}", hint="--spares 1")
     return replace(request, spares=spares)

@@ -295,7 +295,8 @@ def _shares(count: int, spares: int, cores: Sequence[int]) -> list[tuple[int, ..
 
 
 def _threads(share: Sequence[int], count: int, quota: float | None) -> int:
-    """A thread per core, but not more than the container grants time for: it stops all of them when they overdraw."""
+    """Return a thread per core, but not more than the container grants time for: it stops all of them when they
+    overdraw."""
     return len(share) if quota is None else max(1, min(len(share), int(quota / count)))
 
 

@@ -70,7 +70,7 @@ def starts_by_forking(system: str = sys.platform) -> bool:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
+    """Return the leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in numbers[0].split(".")) if numbers else ()
 

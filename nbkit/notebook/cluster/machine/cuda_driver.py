@@ -107,7 +107,7 @@ def begin() -> subprocess.Popen[str]:
 
 
 def finish(asked: subprocess.Popen[str]) -> CudaDriver | None:
-    """The answer; None where there is none, and then nothing is known."""
+    """Return the answer; None where there is none, and then nothing is known."""
     try:
         said, _ = asked.communicate(timeout=_SECONDS)
     except subprocess.TimeoutExpired:
@@ -119,7 +119,7 @@ def finish(asked: subprocess.Popen[str]) -> CudaDriver | None:
 
 
 def parse_answer(said: str) -> CudaDriver | None:
-    """The line of JSON that the process prints; None for anything else."""
+    """Return the line of JSON that the process prints; None for anything else."""
     try:
         answer = json.loads(said)
         version = answer.get("version")

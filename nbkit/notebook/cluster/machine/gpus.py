@@ -116,7 +116,7 @@ class Survey:
 
 
 def find_gpus() -> list[Gpu]:
-    """Every GPU of this machine, MIG instances in the place of a GPU cut up into them; [] if there is none."""
+    """Return every GPU of this machine, MIG instances in the place of a GPU cut up into them; [] if there is none."""
     return list(survey_gpus().gpus)
 
 
@@ -184,7 +184,7 @@ class Instance:
 
 
 def parse_instances(listing: str) -> list[Instance]:
-    """The MIG instances in the output of `nvidia-smi -L`."""
+    """Return the MIG instances in the output of `nvidia-smi -L`."""
     instances, index = [], -1
     for line in listing.splitlines():
         if gpu := _GPU_LINE.match(line):
@@ -252,7 +252,7 @@ def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
 
 
 def choose_gpus(gpus: Sequence[Gpu], text: str, visible: str | None = None) -> list[Gpu]:
-    """The GPUs that the user lists after --gpus, in that order and with repeats; never renumbered.
+    """Return the GPUs that the user lists after --gpus, in that order and with repeats; never renumbered.
 
     Raises UsageError for an entry that names no GPU, or one that CUDA_VISIBLE_DEVICES hides.
     """
@@ -271,7 +271,8 @@ def choose_gpus(gpus: Sequence[Gpu], text: str, visible: str | None = None) -> l
 
 
 def find_gpu(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
-    """The GPU of that number ("1", "1:0") or beginning of a UUID; None when nothing, or more than one, matches."""
+    """Return the GPU of that number ("1", "1:0") or beginning of a UUID; None when nothing, or more than one,
+    matches."""
     if re.fullmatch(r"\d+(:\d+)?", entry):
         return next((gpu for gpu in gpus if entry in (gpu.number, str(gpu.index))), None)
     if not entry.startswith(("GPU-", "MIG-")):

@@ -204,7 +204,7 @@ def nvidia_driver_gpus(root: Path = Path("/")) -> tuple[str, ...]:
 
 
 def near_cores(bus: str, root: Path = Path("/")) -> tuple[int, ...]:
-    """The CPU cores on the socket of the PCI device at `bus`; () where Linux does not say."""
+    """Return the CPU cores on the socket of the PCI device at `bus`; () where Linux does not say."""
     cores: list[int] = []
     for part in _read(root / "sys/bus/pci/devices" / bus / "local_cpulist").split(","):
         first, _, last = part.partition("-")
@@ -261,7 +261,7 @@ def gpu_links() -> tuple[GpuLink, ...]:
 
 
 def parse_topology(table: str) -> tuple[GpuLink, ...]:
-    """The links between GPUs in the table of `nvidia-smi topo -m`, each pair once."""
+    """Return the links between GPUs in the table of `nvidia-smi topo -m`, each pair once."""
     # The columns are GPUs, then network cards, then cores.
     found = []
     for cells in map(str.split, table.splitlines()):

@@ -231,7 +231,7 @@ class Lines:
         return min(tail.since + REST_SECONDS, tail.first + GROWING_SECONDS)
 
     def _moving(self, now: float) -> str:
-        """The unfinished lines of all ranks as one: folded if equal, else that of the rank furthest behind."""
+        """Return the unfinished lines of all ranks as one: folded if equal, else that of the rank furthest behind."""
         texts: dict[str, list[int]] = {}
         for (rank, _), tail in self.tails.items():
             if (rows := tail.rows) and self._ripe(tail) <= now:

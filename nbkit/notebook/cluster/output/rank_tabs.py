@@ -85,7 +85,7 @@ class RankTabs(KernelScreen):
         self.display(*self.as_output())
 
     def as_output(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """The tabs as data, metadata and transient of a display."""
+        """Return the tabs as data, metadata and transient of a display."""
         shown = self.widget._repr_mimebundle_()
         bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
         return bundle | self.still(), {}, {"display_id": self.id}

@@ -41,7 +41,7 @@ def deaths_in(folder: Path) -> Iterator[Death]:
 
 
 def root_of(records: Mapping[int, CellRecord], deaths: Mapping[int, Death]) -> int | None:
-    """The rank that failed first by itself: not one that was released, nor one whose peer had gone."""
+    """Return the rank that failed first by itself: not one that was released, nor one whose peer had gone."""
     moments = {death.rank: death.when for death in deaths.values()}
     for rank, record in records.items():
         if record.failure and record.status == "error":
@@ -50,7 +50,7 @@ def root_of(records: Mapping[int, CellRecord], deaths: Mapping[int, Death]) -> i
 
 
 def twins_of(root: int, records: Mapping[int, CellRecord]) -> tuple[int, ...]:
-    """The ranks that failed in the same way as `root`, itself included, and by themselves as it did.
+    """Return the ranks that failed in the same way as `root`, itself included, and by themselves as it did.
 
     A rank that is released fails too, often in the same line and with an error of the same name.
     """
@@ -69,7 +69,7 @@ def _are_twins(first: CellRecord, other: CellRecord) -> bool:
 
 
 def secondary_lines(root: int, records: Mapping[int, CellRecord]) -> list[str]:
-    """One line for each group of ranks that failed after and because of another."""
+    """Return one line for each group of ranks that failed after and because of another."""
     groups: dict[str, list[int]] = {}
     same = twins_of(root, records) if root in records and records[root].failure else (root,)
     for rank, record in sorted(records.items()):
@@ -156,7 +156,7 @@ def _first_line(text: str) -> str:
 
 
 def fault(request: CellRequest, what: str, rank: int | None, error: BaseException) -> CellError:
-    """The error. what: the message that was being handled, of `rank` where one sent it."""
+    """Return the error. what: the message that was being handled, of `rank` where one sent it."""
     whose = f" of rank {rank}" if rank is not None else ""
     made = CellError(
         f"nbkit could not handle {what}{whose}: {type(error).__name__}: {_said(error)}",

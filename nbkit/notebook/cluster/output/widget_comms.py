@@ -44,7 +44,7 @@ class ClusterComms:
 
 
 def _manager() -> Any:
-    """The kernel's; None where there is no kernel."""
+    """Return the kernel's; None where there is no kernel."""
     return getattr(getattr(notebook_shell(), "kernel", None), "comm_manager", None)
 
 

@@ -68,7 +68,7 @@ def svg_of(snapshot: dict[str, Any]) -> str:
 
 
 def _curve(points: Sequence[Sequence[float]], events: Sequence[dict[str, Any]], top: float) -> list[str]:
-    """The loss over the steps, with a mark at each switch."""
+    """Return the loss over the steps, with a mark at each switch."""
     thinned = points[:: max(1, -(-len(points) // _POINTS))]
     known = [(point[0], point[4]) for point in thinned if math.isfinite(point[4])]
     first, last = points[0][0] - points[0][1], points[-1][0]

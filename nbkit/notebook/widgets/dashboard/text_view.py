@@ -37,7 +37,7 @@ Line = tuple[StyledText, ...]
 
 
 def plain(lines: Sequence[Line]) -> str:
-    """The lines without styles."""
+    """Return the lines without styles."""
     return "\n".join("".join(piece.text for piece in line).rstrip() for line in lines)
 
 
@@ -71,7 +71,7 @@ def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
 
 
 def steps_of(step: float, state: dict[str, Any]) -> str:
-    """The step in words; steps of earlier trainings count, as they do in every chart."""
+    """Return the step in words; steps of earlier trainings count, as they do in every chart."""
     return f"step {int(step):,}" + (f" of {state['goal']:,}" if state.get("goal") else "")
 
 

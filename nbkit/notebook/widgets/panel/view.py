@@ -84,7 +84,7 @@ News = Looked | Asked | Finished | SwitchedElsewhere | Lost
 
 
 def reduce(state: State, news: News) -> State:
-    """The state after the news."""
+    """Return the state after the news."""
     match news:
         case Looked(answer):
             return _looked(state, answer)
@@ -99,7 +99,7 @@ def reduce(state: State, news: News) -> State:
 
 
 def _with(result: ControlResult, others: tuple[ControlResult, ...]) -> tuple[ControlResult, ...]:
-    """The newest first. What was heard of ends in the panel that has asked for it too, with the same id."""
+    """Return the newest first. What was heard of ends in the panel that has asked for it too, with the same id."""
     others = tuple(one for one in others if not result.id or one.id != result.id)
     return (result, *others)[:RESULTS_KEPT]
 
@@ -218,7 +218,8 @@ def job_view(state: State) -> dict[str, Any]:
 
 
 def axis_of(strategy: str) -> str:
-    """The axis that cuts a block among ranks: "tp", "zero", "pp" (no block is cut, each lies on one stage), or "dp"."""
+    """Return the axis that cuts a block among ranks: "tp", "zero", "pp" (no block is cut, each lies on one stage), or
+    "dp"."""
     keys = dict(word.split("=", 1) for word in strategy.split())
     if "tp" in keys:
         return "tp"
@@ -241,8 +242,8 @@ def checked(state: State, text: str) -> dict[str, Any]:
 
 
 def previewed(state: State, verdict: Mapping[str, Any], option: Mapping[str, Any]) -> dict[str, Any]:
-    """A verdict of `checked` with "row", as those of `job_view`: the table leaves out schedules that are seldom chosen,
-    and levers. option: what the ranks say of its strategy; {}: nothing.
+    """Return a verdict of `checked` with "row", as those of `job_view`: the table leaves out schedules that are seldom
+    chosen, and levers. option: what the ranks say of its strategy; {}: nothing.
     """
     table = state.table
     if not option or not table:
@@ -303,7 +304,8 @@ def _headline(state: State) -> str:
 
 
 def _fresh(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rows, that of the strategy in force with the pace of its newest steps: a table is made now and then only."""
+    """Return the rows, that of the strategy in force with the pace of its newest steps: a table is made now and then
+    only."""
     if not pace or pace["strategy"] != table["strategy"]:
         return list(table["options"])
     measured = {"step_s": pace["seconds"], "step_low_s": pace["low"], "step_high_s": pace["high"]}

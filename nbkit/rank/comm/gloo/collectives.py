@@ -38,7 +38,7 @@ def options(timeout: timedelta) -> dist.AllToAllOptions:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor, flat: what gloo carries does not depend on what it can add."""
+    """Return a contiguous tensor, flat: what gloo carries does not depend on what it can add."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -236,7 +236,7 @@ EXCHANGED = frozenset(_INSTEAD)
 
 
 def method(inner: Any, name: str) -> Callable[..., Any]:
-    """The method `name` of an inner group; where one of `EXCHANGED` goes over gloo, an exchange if it can be."""
+    """Return the method `name` of an inner group; where one of `EXCHANGED` goes over gloo, an exchange if it can be."""
     own: Callable[..., Any] = getattr(inner, name)
     instead = _INSTEAD.get(name)
     if instead is None:

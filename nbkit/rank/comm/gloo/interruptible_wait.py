@@ -173,7 +173,7 @@ def wait_for_message(work: Any, issued: int, *timeout: timedelta) -> Any:
 
 
 def future(work: Any, issued: int) -> torch.futures.Future[Any]:
-    """The future of a collective; what C++ waits in for it, such as the backward pass of DDP, is ended too."""
+    """Return the future of a collective; what C++ waits in for it, such as the backward pass of DDP, is ended too."""
     gate = _Gate(work, issued)
     with _interrupts.lock:
         _interrupts.futures.add(gate)

@@ -30,7 +30,7 @@ def equal_shares(
     groups: Sequence[Hashable] | None = None,
     speeds: Sequence[Fraction] = (),
 ) -> tuple[tuple[int, ...], ...]:
-    """The numbers of the rows of each rank, ascending; ranks with more rows come first.
+    """Return the numbers of the rows of each rank, ascending; ranks with more rows come first.
 
     costs, groups: of each row of the batch. Numbers of rows differ by one at most, and so do those of a group, unless
     that leaves a rank more than 1 % above the mean: then rows move until it is not, where there is a way.
@@ -49,7 +49,8 @@ def equal_shares(
 
 
 def _by_speed(costs: Sequence[float], speeds: Sequence[float]) -> tuple[tuple[int, ...], ...]:
-    """Each row, the longest first, to the rank that would be done with it first (Graham 1969, on uniform machines)."""
+    """Return each row, the longest first, to the rank that would be done with it first (Graham 1969, on uniform
+    machines)."""
     done, rows = [0.0] * len(speeds), [list[int]() for _ in speeds]
     for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
         rank = min(range(len(speeds)), key=lambda rank: (done[rank] + costs[row] / speeds[rank], len(rows[rank])))

@@ -40,7 +40,7 @@ class DataShards:
     counted: bool
 
     def opened(self, shard: int, epoch: int, mark: StreamPosition | None = None) -> Opened:
-        """One shard, from its beginning or from the mark on. To be read inside `reading` of the same shard."""
+        """Return one shard, from its beginning or from the mark on. To be read inside `reading` of the same shard."""
         if self.by_method:
             part = self.data.shard(num_shards=self.number, index=shard)
         else:

@@ -24,7 +24,7 @@ class Course:
     seed: int
 
     def of(self, reader: int) -> range:
-        """The data shards of a reader."""
+        """Return the data shards of a reader."""
         return range(reader, self.shards.number, self.readers)
 
 
@@ -56,7 +56,7 @@ class ShardReader:
         return StreamPosition(self.index, self._shard, data, iterator, drawn)
 
     def read(self, count: int) -> list[Any]:
-        """The next `count` samples; fewer where they end. Raises TrainingError, which names shard and sample."""
+        """Return the next `count` samples; fewer where they end. Raises TrainingError, which names shard and sample."""
         found: list[Any] = []
         with undrawn():
             draw_from(self._drawn)

@@ -59,7 +59,7 @@ class RoundRobin:
     ends: Mapping[int, int]
 
     def rows(self, first: int, count: int) -> list[Row]:
-        """The samples at positions first, first + 1, ...; fewer than `count` where all readers have ended."""
+        """Return the samples at positions first, first + 1, ...; fewer than `count` where all readers have ended."""
         found: list[Row] = []
         begun, turn, living = 0, 0, list(range(self.readers))
         for end in [*sorted(set(self.ends.values())), None]:
@@ -442,7 +442,7 @@ class SplitStream(Stream):
         )
 
     def _rows(self) -> list[Row]:
-        """Those of the next batch, the same on every rank."""
+        """Return those of the next batch, the same on every rank."""
         if self._compares and self.has_state:
             self._share_marks()
         known = self._read_ahead()

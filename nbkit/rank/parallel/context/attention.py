@@ -129,7 +129,7 @@ class ContextAttentionMode(TorchFunctionMode):
         return self.peers.gather(x, dim, self.total)
 
     def _rows(self, mask: Tensor | None, keys: int) -> Tensor | None:
-        """A mask (..., T or 1, `keys` or 1), of this rank's queries."""
+        """Return a mask (..., T or 1, `keys` or 1), of this rank's queries."""
         if mask is None:
             return None
         rows, columns = mask.shape[-2:]
@@ -159,7 +159,7 @@ class BlockPart:
     given: Mapping[int, Tensor]
 
     def whole(self, name: str, x: Tensor) -> Tensor:
-        """An argument of a module in the block, of all positions."""
+        """Return an argument of a module in the block, of all positions."""
         if id(x) in self.given:
             return self.given[id(x)]
         if x.ndim < 3 or x.shape[1] != self.attention.own or any(word in name.lower() for word in MASKS):

@@ -163,7 +163,7 @@ def context_parallel(
 
 
 def ends(blocks: Sequence[str], begins: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """The first and the last blocks of chains."""
+    """Return the first and the last blocks of chains."""
     first = frozenset(name for i, name in enumerate(blocks) if not i or name in begins)
     last = frozenset(name for i, name in enumerate(blocks) if i + 1 == len(blocks) or blocks[i + 1] in begins)
     return first, last
@@ -246,7 +246,7 @@ class Spread:
         return spread
 
     def _hidden(self, value: Any) -> Tensor:
-        """The first tensor of the first argument: hidden states (B, T, ...)."""
+        """Return the first tensor of the first argument: hidden states (B, T, ...)."""
         found = next((x for x in tree_leaves(value) if isinstance(x, Tensor)), None)
         if found is None or found.ndim < 3:
             raise self._refusal("takes no hidden states of (samples, positions, width) first.", "", None)

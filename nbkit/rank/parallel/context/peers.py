@@ -70,7 +70,7 @@ class Peers:
         return self._rank
 
     def runs(self, total: int) -> Runs:
-        """The positions of this rank, of so many."""
+        """Return the positions of this rank, of so many."""
         return self._parting(total, self.size(), self.rank())
 
     def split(self, x: Tensor, dim: int) -> Tensor:

@@ -244,7 +244,7 @@ class Packing:
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]], ranks: int, like: Tensor) -> Packing:
-        """Those that the ranks divide, then the others. like: what says how large an element is."""
+        """Return those that the ranks divide, then the others. like: what says how large an element is."""
         tidy = tuple(tuple(shape) for shape in shapes)
         widths = tuple(-(-shape[0] // ranks) * prod(shape[1:]) if shape else 1 for shape in tidy)
         starts, width = [0] * len(tidy), 0
@@ -351,7 +351,7 @@ class Packing:
         return [i for i, shape in enumerate(self.shapes) if not _divides(self.ranks, shape)]
 
     def _pairs(self, matrix: Tensor, i: int, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The same elements in the matrix and in the tensor: of ranks that hold one more, of the others."""
+        """Return the same elements in the matrix and in the tensor: of ranks that hold one more, of the others."""
         each, extra = divmod(self.shapes[i][0], self.ranks)
         size = prod(self.shapes[i][1:])
         start, pairs, at = self.starts[i], [], 0

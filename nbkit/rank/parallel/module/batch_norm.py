@@ -192,7 +192,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _summed(x: Tensor) -> list[int]:
-    """All dimensions of (N, C, ...) but C."""
+    """Return all dimensions of (N, C, ...) but C."""
     return [0, *range(2, x.ndim)]
 
 

@@ -372,7 +372,7 @@ def put_aliases(part: nn.Module, name: str, param: Tensor | None) -> None:
 
 
 def _with(value: Any, path: tuple[int, ...], param: Tensor | None) -> Any:
-    """A tuple with `param` at `path`."""
+    """Return a tuple with `param` at `path`."""
     first, *rest = path
     inner = _with(value[first], tuple(rest), param) if rest else param
     items = (*value[:first], inner, *value[first + 1 :])
@@ -383,7 +383,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 def placeholder(shape: Sequence[int], like: nn.Parameter) -> nn.Parameter:
-    """A parameter of `shape` without memory; dtype, device, requires_grad and marks as those of `like`."""
+    """Return a parameter of `shape` without memory; dtype, device, requires_grad and marks as those of `like`."""
     empty = torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape))
     return parameter_like(empty, like)
 

@@ -145,7 +145,7 @@ class Deferred:
 
 
 def backward_input(outputs: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Deferred:
-    """The gradients of `inputs`, added to their `.grad`; what it returns computes those of the parameters.
+    """Return the gradients of `inputs`, added to their `.grad`; what it returns computes those of the parameters.
 
     outputs, grads: where the stage ends, and the gradient there. inputs: the leaves that `enter` was given. A stage
     without such leaves (the first) runs back to the parameter that it used first.
@@ -179,7 +179,8 @@ def _keep(point: _Point) -> Callable[[Sequence[Tensor]], None]:
 
 
 def _walk(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], dict[Node, Tensor], bool]:
-    """The graph behind `roots`: who uses each node, the leaf tensors, and whether it can only be run in one pass."""
+    """Return the graph behind `roots`: who uses each node, the leaf tensors, and whether it can only be run in one
+    pass."""
     users: dict[Node, list[Node]] = {root: [] for root in roots}
     leaves: dict[Node, Tensor] = {}
     one_pass = False
@@ -232,7 +233,8 @@ def _leading_to(ends: set[Node], users: dict[Node, list[Node]]) -> set[Node]:
 
 
 def _first_on(spine: set[Node], loose: set[Node], leaf: Node, users: dict[Node, list[Node]]) -> Node | None:
-    """The one node of the spine on which `leaf` hangs; None when there are several, or one of the `loose` outputs."""
+    """Return the one node of the spine on which `leaf` hangs; None when there are several, or one of the `loose`
+    outputs."""
     met: set[Node] = set()
     seen = {leaf}
     todo = [leaf]
@@ -318,7 +320,8 @@ class Pipeline:
         on_op: OnOp | None = None,
         numbers: int = 0,
     ) -> list[tuple[Tensor, ...]]:
-        """Every micro-batch through the pipeline. Returns what the last stage returned, detached; [] on other ranks.
+        """Return every micro-batch through the pipeline. Returns what the last stage returned, detached; [] on other
+        ranks.
 
         key: for a micro-batch, what the shapes between stages depend on, such as the shape of its input; equal on all
         ranks. training: also backward, which adds to `.grad`; otherwise forward only, without gradients, and the last

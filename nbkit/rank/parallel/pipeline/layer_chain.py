@@ -90,7 +90,8 @@ def find_chain(
     stages: Sequence[str] | None = None,
     brief: Callable[[], Any] | None = None,
 ) -> LayerChain:
-    """The chain of `module`. call: runs the whole model once, forward, on a real example, and returns its output.
+    """Return the chain of `module`. call: runs the whole model once, forward, on a real example, and returns its
+    output.
 
     brief: makes the same operations on fewer numbers; what stands in the way there is tried with `call`. stages: names
     of the modules that begin stages 1, 2, ..., in the order in which they are called; None finds them.

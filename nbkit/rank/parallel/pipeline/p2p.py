@@ -293,7 +293,8 @@ class Channels:
             pass
 
     def receive(self, message: StageMessage) -> list[Tensor]:
-        """The tensors of `message`; activations that need a gradient require it. On a GPU only the stream waits."""
+        """Return the tensors of `message`; activations that need a gradient require it. On a GPU only the stream
+        waits."""
         peer, made_at = self._routes.source[message]
         while message not in self._posted:
             self._post_next(peer, wait=True)
@@ -392,7 +393,7 @@ class Channels:
         return posted
 
     def _next(self, direction: str, peer: int) -> tuple[dist.ProcessGroup, int, int]:
-        """The group of the channel to, or from, `peer`; the peer's rank in it; the tag of the next message."""
+        """Return the group of the channel to, or from, `peer`; the peer's rank in it; the tag of the next message."""
         number = self._numbers[direction, peer] = self._numbers.get((direction, peer), -1) + 1
         return *self._ends[direction, peer], self._turn * _PER_TURN + number
 

@@ -253,7 +253,7 @@ class _Shapes:
         self.known: dict[Any, tuple[list[Any], Any]] = {}
 
     def zeros(self, args: Any, kwargs: Any) -> Any:
-        """The output, all zeros; not even that is computed when it is known."""
+        """Return the output, all zeros; not even that is computed when it is known."""
         key = (_kind(args), _kind(kwargs) if kwargs else ())
         if key not in self.known:
             self.known[key] = pytree.tree_flatten(self._run(args, kwargs))

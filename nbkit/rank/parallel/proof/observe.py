@@ -107,7 +107,8 @@ def run_backward(of: Sequence[Tensor]) -> None:
 
 
 def _weighed(x: Tensor, cotangent: Tensor) -> Tensor:
-    """A scalar with that gradient. Given one that is no scalar's, torch imports its symbolic shapes, for a second."""
+    """Return a scalar with that gradient. Given one that is no scalar's, torch imports its symbolic shapes, for a
+    second."""
     found = x * cotangent.conj()
     return torch.view_as_real(found)[..., 0].sum() if found.is_complex() else found.sum()
 

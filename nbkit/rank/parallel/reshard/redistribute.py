@@ -126,7 +126,7 @@ def room_of(made: Sequence[RankRound]) -> tuple[int, int]:
 
 
 def buffers_of(room: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two buffers."""
+    """Return the two buffers."""
     sent, received = (torch.empty(size, dtype=torch.uint8, device=device) for size in room)
     return sent, received
 

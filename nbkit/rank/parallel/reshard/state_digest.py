@@ -192,7 +192,7 @@ class _Hasher:
 
 
 def _places(part: Box, shape: Sequence[int], of: _Hash, device: torch.device) -> list[Tensor]:
-    """One for each dim, which broadcast and add up to the index in the flattened global tensor x of.index."""
+    """Return one for each dim, which broadcast and add up to the index in the flattened global tensor x of.index."""
     found, stride = [], 1
     for dim in reversed(range(len(part.shape))):
         start, length = part.start[dim], part.shape[dim]

@@ -126,7 +126,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def taken(x: Tensor, dim: int, runs: Runs) -> Tensor:
-    """The `runs` of `x` along `dim`, one behind the other: a view where it is one."""
+    """Return the `runs` of `x` along `dim`, one behind the other: a view where it is one."""
     found = [x.narrow(dim, start, stop - start) for start, stop in runs]
     return found[0] if len(found) == 1 else torch.cat(found, dim)
 

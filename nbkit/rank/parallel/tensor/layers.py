@@ -110,7 +110,7 @@ class PairState:
         return ready
 
     def column_input(self, x: Tensor) -> Tensor:
-        """The same, from a column map itself."""
+        """Return the same, from a column map itself."""
         return x if self.at_owner else self.take(x)
 
     def before(self) -> AbstractContextManager[None]:
@@ -171,7 +171,7 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The hidden states among the arguments of a block: the first one, by place or by name."""
+    """Return the hidden states among the arguments of a block: the first one, by place or by name."""
     value = args[0] if args else next(iter(kwargs.values()), None)
     if "hidden_states" in kwargs:
         value = kwargs["hidden_states"]

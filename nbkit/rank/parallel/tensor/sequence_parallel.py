@@ -65,7 +65,7 @@ class SequenceParallelBlock(Around):
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states (B, T, D) among the arguments. Raises TrainingError when they are something else."""
+    """Return the hidden states (B, T, D) among the arguments. Raises TrainingError when they are something else."""
     x = first_tensor(args, kwargs)
     if x is None or x.ndim != 3:
         raise TrainingError(

@@ -93,7 +93,7 @@ class ShardedTensor(Tensor):
         return type(self)(part, self.group, self.total, self.along if along is None else along)
 
     def gathered(self) -> Tensor:
-        """The whole, the same on every rank. Collective over the group."""
+        """Return the whole, the same on every rank. Collective over the group."""
         made = gather_from(self.part, self.group, self.along, self.total)
         if not made.is_inference():  # nobody counts how often such a tensor was changed
             self._copies.append((_counter(made), made._version))
@@ -216,7 +216,7 @@ class PositionShard(ShardedTensor):
         return ShardedTensor.__new__(cls, part, group, total, along)
 
     def gathered(self) -> Tensor:
-        """The whole. Several who need it share one all-gather."""
+        """Return the whole. Several who need it share one all-gather."""
         with_graph = torch.is_grad_enabled()
         if self._whole is None or self._whole[0] != with_graph:
             self._whole = with_graph, super().gathered()
@@ -245,7 +245,7 @@ def positions_of(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
 
 
 def give_whole(_: nn.Module, __: Any, output: Any) -> Any:
-    """A forward hook of the model: who calls it gets hidden states whole."""
+    """Return a forward hook of the model: who calls it gets hidden states whole."""
     if not any(isinstance(leaf, PositionShard) for leaf in tree_leaves(output)):
         return None
     return tree_map_only(PositionShard, PositionShard.gathered, output)
@@ -319,7 +319,7 @@ def _fitting(x: Tensor, like: PositionShard) -> Tensor | None:
 
 
 def _norm(func: Any, x: Any, shape: Any, *learned: Any, **kwargs: Any) -> Any:
-    """A norm over the last dim: what is learned gets its gradient from the positions of all ranks."""
+    """Return a norm over the last dim: what is learned gets its gradient from the positions of all ranks."""
     if not isinstance(x, PositionShard) or len(shape) >= x.ndim - x.along:
         return NotImplemented
 
@@ -337,7 +337,7 @@ def _over_features(func: Any, x: Any, dim: Any = None, keepdim: bool = False, **
 
 
 def _index(func: Any, x: Any, index: Any) -> Any:
-    """All of it, as in x[:, 0:, :]."""
+    """Return all of it, as in x[:, 0:, :]."""
     items = index if isinstance(index, tuple) else (index,)
     every = all(
         isinstance(item, slice) and item.start in (None, 0) and item.stop is item.step is None for item in items

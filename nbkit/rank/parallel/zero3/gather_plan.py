@@ -68,7 +68,7 @@ def rehearse(
     run: Callable[[], Tensor],
     uses: Uses,
 ) -> list[str]:
-    """One step and one evaluation under the protocol. Those of `names` that hold more than what is rooted.
+    """Return one step and one evaluation under the protocol. Those of `names` that hold more than what is rooted.
 
     The module is left in evaluation. Raises TrainingError as they would.
     """

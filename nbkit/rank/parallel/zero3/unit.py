@@ -563,7 +563,7 @@ def units_of(
     rooted: Collection[str] = (),
     casts: Casts | None = None,
 ) -> list[Unit]:
-    """A unit for each of the blocks; see `assigned`."""
+    """Return a unit for each of the blocks; see `assigned`."""
     return [Unit(name, slots, links, casts) for name, slots in assigned(module, blocks, parents, layouts, rooted)]
 
 

@@ -273,7 +273,7 @@ def _free_bytes(path: Path) -> int:
 def opened(
     path: str | Path, state: TrainingState, builder: Builder, *, seed: int, place_after: Callable[[int], Any]
 ) -> Saved:
-    """The checkpoint at `path`, of this model and this optimizer's groups. Collective; changes nothing.
+    """Return the checkpoint at `path`, of this model and this optimizer's groups. Collective; changes nothing.
 
     Ours, or one of torch.distributed.checkpoint's in a layout that is known: see torch_layouts/torch_reader.py, and
     Wanted there for seed and place_after. Raises TornCheckpoint on every rank when it cannot be read or is not whole,

@@ -27,7 +27,7 @@ JobState = dict[str, tuple[Tensor, Layout]]
 
 
 def weights(sharded_model: ShardedModel) -> JobState:
-    """The weights of a sharded model, by "weight/NAME"."""
+    """Return the weights of a sharded model, by "weight/NAME"."""
     return {
         f"weight/{name}": (tensor.detach(), layout) for name, (tensor, layout) in sharded_model.data.weights.items()
     }
@@ -64,7 +64,7 @@ def per_element(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -
 
 
 def state(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> JobState:
-    """All of it: weights, buffers, and what the optimizer keeps per element."""
+    """Return all of it: weights, buffers, and what the optimizer keeps per element."""
     return weights(sharded_model) | buffers(sharded_model) | per_element(sharded_model, optimizer)
 
 

@@ -60,7 +60,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def viewed(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as elements of `dtype`; any byte but 0 is true."""
+    """Return bytes as elements of `dtype`; any byte but 0 is true."""
     return bits.ne(0) if dtype == torch.bool else bits.view(dtype)
 
 
@@ -170,7 +170,7 @@ class SavedTensor:
     chunks: tuple[Chunk, ...]
 
     def size_of(self, chunk: Chunk) -> int:
-        """Bytes of a chunk."""
+        """Return bytes of a chunk."""
         return chunk.box.numel * self.dtype.itemsize
 
 
@@ -238,7 +238,8 @@ def read(path: Path) -> Manifest:
 
 
 def opened(path: Path) -> io.BufferedReader:
-    """The file at `path` itself, for reading. Raises OSError, or ValueError for a link, pipe, folder or device."""
+    """Return the file at `path` itself, for reading. Raises OSError, or ValueError for a link, pipe, folder or
+    device."""
     try:
         # A pipe without a writer would be waited for.
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)

@@ -58,7 +58,7 @@ def place(folder: Path, step: int) -> Path:
 
 
 def found(folders: Iterable[Path]) -> list[Path]:
-    """All that might be checkpoints: `folders` themselves, and those in them; whole or not, the newest first."""
+    """Return all that might be checkpoints: `folders` themselves, and those in them; whole or not, the newest first."""
     paths = [
         path
         for folder in folders

@@ -184,7 +184,8 @@ class TorchReader(DcpReader):
         }
 
     def _group(self, wanted: LoadTarget, index: int, own: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a group: by its number, as plain FSDP2 has them, or by its first parameter, flattened."""
+        """Return the settings of a group: by its number, as plain FSDP2 has them, or by its first parameter,
+        flattened."""
         found = dict(own)
         if self._optimizer is None:
             return found

@@ -70,7 +70,8 @@ class Rebalancing:
     def due(
         self, strategy: Strategy, batch: int, costs: Sequence[float], *, movable: bool = True
     ) -> tuple[Strategy, float] | None:
-        """A better strategy, and the part of the computing seconds that it saves; None where there is none. Collective.
+        """Return a better strategy, and the part of the computing seconds that it saves; None where there is none.
+        Collective.
 
         batch: rows of a global batch. costs: of each block, where there is a pipeline. movable: see `better`.
         """

@@ -131,7 +131,7 @@ def _move(
     rank: int,
     device: torch.device,
 ) -> list[int]:
-    """Every rank at one step, whole; the ranks that everything was taken from."""
+    """Return every rank at one step, whole; the ranks that everything was taken from."""
     own = job_state.state(sharded_model, optimizer)
     weights = job_state.weights(sharded_model) | job_state.buffers(sharded_model)
     everyone = all_gather_objects(

@@ -158,7 +158,7 @@ class ModelPieces:
         return dtype.itemsize if dtype is not None else torch.get_default_dtype().itemsize
 
     def recomputing(self, recompute: bool) -> ModelPieces:
-        """The same, with its blocks recomputed or not."""
+        """Return the same, with its blocks recomputed or not."""
         return self._plain._again if recompute else self._plain
 
     @cached_property
@@ -166,7 +166,7 @@ class ModelPieces:
         return ModelPieces(self._of, self._say, plain=self)
 
     def pieces(self, tp: int, cp: int) -> tuple[ModelPiece, ...]:
-        """One for each block, on a rank of these axes."""
+        """Return one for each block, on a rank of these axes."""
         return self._traced(tp, cp).pieces
 
     def weights(self, tp: int, cp: int) -> list[Weights]:

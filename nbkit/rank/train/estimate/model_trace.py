@@ -150,7 +150,7 @@ class LoneGroup:
         return self._ranks
 
     def rank(self) -> int:
-        """The place of this one."""
+        """Return the place of this one."""
         return self._rank
 
     def _nothing(self, *_: Any, **__: Any) -> None:

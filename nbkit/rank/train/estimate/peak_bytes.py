@@ -220,7 +220,8 @@ def _without_casts(pieces: Sequence[ModelPiece], weights: Sequence[Weights]) -> 
 
 
 def _homes(names: Sequence[str], blocks: Sequence[str]) -> dict[str, int]:
-    """The piece of each parameter: its block's; else the first, or the last for what is declared behind the blocks."""
+    """Return the piece of each parameter: its block's; else the first, or the last for what is declared behind the
+    blocks."""
     within = {name: i for name in names for i, block in enumerate(blocks) if name.startswith(f"{block}.")}
     first = min((names.index(name) for name in within), default=0)
     return {n: within.get(n, 0 if at <= first else len(blocks) - 1) for at, n in enumerate(names)}

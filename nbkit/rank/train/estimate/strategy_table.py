@@ -202,7 +202,7 @@ def measure_peaks(job: Job) -> Iterator[None]:
 
 
 def _at_the_peak(job: Job, seen: CostModel, strategy: Strategy) -> int | None:
-    """Bytes of the fullest rank at the peak of a step, with activations; None where nothing can tell."""
+    """Return bytes of the fullest rank at the peak of a step, with activations; None where nothing can tell."""
     batch = getattr(job.feed.fits(strategy), "total", None)
     if batch is None or not seen.peaks.knows(strategy.tp, strategy.cp):
         return None
@@ -221,7 +221,8 @@ def _levers(job: Job, seen: CostModel) -> dict[str, Any]:
 
 
 def _peak(now: Sequence[int], after: Sequence[int], received: Sequence[int], left: int | None) -> int:
-    """Bytes of the fullest rank at the peak of a switch. Of the others it is taken that they have as much left."""
+    """Return bytes of the fullest rank at the peak of a switch. Of the others it is taken that they have as much
+    left."""
     buffers = 2 * min(max(received, default=0), ROUND_BYTES)
     return max(during(now, after, buffers=buffers, left=[left] * len(now)).num_bytes)
 

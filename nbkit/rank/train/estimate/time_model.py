@@ -59,7 +59,7 @@ def measured_pace(job: Job, strategy: Strategy) -> StepPace | None:
 
 
 def predicted_pause(job: Job, census: StateBytes, strategy: Strategy, flow: ReshardTraffic) -> float | None:
-    """Seconds without a step: what building a sharded model takes, and the bytes over the measured link.
+    """Return seconds without a step: what building a sharded model takes, and the bytes over the measured link.
 
     Both follow the switches that the job has made; None before the first, which also makes what later ones reuse, and
     where no link was measured.

@@ -143,7 +143,7 @@ class _Search:
             self._room = min(room, int(_LESS * self.now_peak))
 
     def peak(self, setting: Setting) -> int | None:
-        """Bytes of the fullest rank at the peak of a step; None where nothing can tell. Raises StrategyError."""
+        """Return bytes of the fullest rank at the peak of a step; None where nothing can tell. Raises StrategyError."""
         peaks = self._peaks[setting.recompute]
         top: Peak | None = largest(peaks.of(setting.strategy, self.batch, microbatch_size=setting.microbatch_size))
         if top is None:
@@ -241,7 +241,7 @@ class _Search:
 
 
 def described(found: Remedies, command: Any) -> list[str]:
-    """The table of the remedies, a line for each. command: a remedy's number -> what to type for it."""
+    """Return the table of the remedies, a line for each. command: a remedy's number -> what to type for it."""
     rows = [("", "setting", "a step", "peak of a rank", "fits", "to type")]
     rows.append(("", "as it is", _ms(found.seconds), _mb(found.peak), "no", ""))
     for number, row in enumerate(found.rows, 1):

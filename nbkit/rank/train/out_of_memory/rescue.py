@@ -419,7 +419,7 @@ class OomGuard:
             print(f"\r{event.said}", flush=True)
 
     def _found(self, batch: int) -> Remedies:
-        """The same on every rank: rank 0 computes them, for the rank that has least. Collective."""
+        """Return the same on every rank: rank 0 computes them, for the rank that has least. Collective."""
         job = self._trainer.job
         job.builder.learn(alternatives(job))
         rooms = all_gather_objects(_room(job), world_size=job.world_size, device=job.device)

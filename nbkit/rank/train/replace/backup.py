@@ -280,7 +280,7 @@ class Backups:
         return self.on and (not self.own or step % (self.every or 1) == 0)
 
     def spent(self) -> float:
-        """Seconds that the newest backup took of this rank's step, once."""
+        """Return seconds that the newest backup took of this rank's step, once."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

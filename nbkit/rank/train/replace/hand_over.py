@@ -48,7 +48,8 @@ class TrainingHandover:
     schedules: Sequence[ScheduleType]
 
     def job(self, like: Job | None = None) -> Job:
-        """The new process' job, without a sharded model. like: one of this process, whose model its user holds."""
+        """Return the new process' job, without a sharded model. like: one of this process, whose model its user
+        holds."""
         for each in self.schedules:
             schedules.add(each)
         return Job.joining(self.blueprint, self.plan, seed=self.seed, switches=self.switches, like=like)

@@ -45,8 +45,9 @@ def dumps(
     parts: Mapping[int, str] = MappingProxyType({}),
     limit: int = sys.maxsize,
 ) -> bytes:
-    """The pickle of `value`. classes: those of `__main__` go by value too, because the other process does not have
-    them yet. foreign: ids of objects that may not be in it. parts: id of an object that the other process has one like
+    """Return the pickle of `value`. classes: those of `__main__` go by value too, because the other process does not
+    have them yet. foreign: ids of objects that may not be in it. parts: id of an object that the other process has one
+    like
     -> the name by which `loads` is told of it.
 
     Raises TooLarge above `limit` bytes, and what pickling raises.

@@ -380,7 +380,7 @@ def _common(everyone: Sequence[Holding]) -> Strategy:
 def _built(
     job: Job, strategy: Strategy, restoration: Restoration | None, held: _Held, *, like: torch.optim.Optimizer | None
 ) -> _Built:
-    """The sharded model with new groups, and its optimizer. Collective."""
+    """Return the sharded model with new groups, and its optimizer. Collective."""
     made: list[_Built] = []
     connections = job.builder.connect(strategy, alike=False)
 

@@ -258,8 +258,8 @@ def resized(trainer: Trainer, asked: Any, span: FitRange) -> FitRange:
 
 
 def together(trainer: Trainer | None, world: NewWorld, reached: int = 0) -> Trainer:
-    """The training of all ranks, at one step boundary. Collective. trainer: None on a new rank. reached: finished
-    steps when it was broken off."""
+    """Return the training of all ranks, at one step boundary. Collective. trainer: None on a new rank. reached:
+    finished steps when it was broken off."""
     assert host is not None
     trainer = host.recover(trainer, world.newcomers)
     job = trainer.job

@@ -43,7 +43,8 @@ class ResizeAtBoundary(Stopped):
 
 
 def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any], ...]) -> WantedWorld:
-    """The strategy of `ranks` ranks: `text`, or the one in force with its degrees, of which dp takes what is left.
+    """Return the strategy of `ranks` ranks: `text`, or the one in force with its degrees, of which dp takes what is
+    left.
 
     Collective. Raises StrategyError or TrainingError, on every rank alike, with what would fit: the degrees or the
     global batch do not divide, a planned switch does not fit there, or a rank's memory does not hold its part.

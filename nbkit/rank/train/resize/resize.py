@@ -174,7 +174,7 @@ def joined(newcomers: Collection[int]) -> Trainer:
 def rebuilt(
     trainer: Trainer | None, held: LocalShards, strategy: Strategy | None, newcomers: Collection[int]
 ) -> tuple[Trainer, int]:
-    """The training of all ranks of a new world, at one step boundary; and the bytes that moved. Collective.
+    """Return the training of all ranks of a new world, at one step boundary; and the bytes that moved. Collective.
 
     trainer: this rank's, which is changed; None on a newcomer, as is strategy.
     """

@@ -21,7 +21,7 @@ class DeviceScalar:
         return self._copied is None or bool(self._copied.query())
 
     def read(self) -> Tensor:
-        """The tensor on the host; waits until it is there."""
+        """Return the tensor on the host; waits until it is there."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._host

@@ -43,7 +43,7 @@ class Clock:
         self._mark = time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds since the last lap."""
+        """Return seconds since the last lap."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         return seconds
@@ -201,7 +201,7 @@ class History:
             self.paces.add(record)
 
     def check(self, pending: Pending) -> StepNumbers:
-        """The numbers of a step, and with them what the ranks agreed on: CPU ranks know before the step is over.
+        """Return the numbers of a step, and with them what the ranks agreed on: CPU ranks know before the step is over.
 
         Raises NotFinite, or TrainingError when the ranks saw different data.
         """

@@ -208,7 +208,8 @@ class OptimizerSpec:
         self._trial.build = self._small
 
     def build(self, held: Mapping[str, nn.Parameter], like: Optimizer | None = None) -> Any:
-        """An optimizer over `held`, without state. like: take settings and attributes from this one, not the first."""
+        """Return an optimizer over `held`, without state. like: take settings and attributes from this one, not the
+        first."""
         if like is not None and len(like.param_groups) != len(self.groups):
             raise TrainingError(
                 "The optimizer has got parameter groups since the job was built, which a switch cannot follow.",
@@ -220,7 +221,7 @@ class OptimizerSpec:
         return optimizer
 
     def _parts_like(self, like: Optimizer) -> list[_Part]:
-        """The parts, with settings and attributes of `like`; what refers to parameters is as it was made."""
+        """Return the parts, with settings and attributes of `like`; what refers to parameters is as it was made."""
         now, _ = _taken_apart(like, self._names.get(like, {}))
         if [part.kind for part in now] != [part.kind for part in self._parts]:
             now = now[:1]  # it has got another optimizer within it since
@@ -446,7 +447,7 @@ def _named(made: Optimizer) -> str:
 
 
 def _taken_apart(made: Optimizer, names: Mapping[int, str]) -> tuple[list[_Part], list[Optimizer]]:
-    """The parts of `made` and of the optimizers within it, and these optimizers. names: by id of a parameter."""
+    """Return the parts of `made` and of the optimizers within it, and these optimizers. names: by id of a parameter."""
     found: list[Optimizer] = []
     memo: dict[int, Any] = {key: _Mark("parameter", name) for key, name in names.items()}
 
@@ -482,7 +483,7 @@ def _is_ours(name: str, value: Any) -> bool:
 
 
 def _assembled(parts: Sequence[_Part], held: Mapping[str, nn.Parameter], *, shares: bool = True) -> Any:
-    """An optimizer made of `parts` over `held`; what they have of other parameters is left out.
+    """Return an optimizer made of `parts` over `held`; what they have of other parameters is left out.
 
     shares: what refers to no parameter is that of the parts.
     """

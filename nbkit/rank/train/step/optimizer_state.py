@@ -169,7 +169,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         self.__dict__.update(inner=inner, _update=update, _forgotten=forgotten, _fits=fits)
 
     def step(self, closure: Any = None) -> Any:
-        """One update of the parameters. A closure is not supported: `job.backward` makes the gradients."""
+        """Return one update of the parameters. A closure is not supported: `job.backward` makes the gradients."""
         if closure is not None:
             raise TypeError("job.optimizer.step takes no closure: job.backward(batch) makes the gradients")
         with phase("optimizer"):

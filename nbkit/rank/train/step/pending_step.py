@@ -58,7 +58,7 @@ class Pending:
                 raise TrainingError("log() takes numbers.", numbers=f"{name}: {value!r}") from None
 
     def record(self, numbers: StepNumbers) -> dict[str, Any]:
-        """The entry of `history`. seconds: the slowest rank's, from the previous step's loss to this one's."""
+        """Return the entry of `history`. seconds: the slowest rank's, from the previous step's loss to this one's."""
         return {
             "step": self.step,
             "loss": numbers.loss,

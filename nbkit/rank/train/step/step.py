@@ -238,7 +238,7 @@ class TrainingStep:
         return StepResult(reduction)
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of all gradients, on the device; recorded in this step's history.
+        """Return the 2-norm of all gradients, on the device; recorded in this step's history.
 
         Raises NotFinite on CPU ranks, before the weights are touched; on GPUs it is said when the record is read.
         """

@@ -154,7 +154,7 @@ class StepReduction:
         return self._vector[_LOSS] * self.per_weight()
 
     def read(self) -> StepNumbers:
-        """The numbers on the host; waits until they are there."""
+        """Return the numbers on the host; waits until they are there."""
         # CPU ranks ask twice: before the update whether the loss is finite, and a step later for the record.
         if self._numbers is None:
             self._numbers = self._read()

@@ -69,7 +69,7 @@ def measure(
     *,
     later: AbstractContextManager[None] | None = None,
 ) -> tuple[Switched, list[float]]:
-    """The switch to `new`, and the seconds of `steps` steps under it; then all is as before. Collective.
+    """Return the switch to `new`, and the seconds of `steps` steps under it; then all is as before. Collective.
 
     later: entered around all but the first of them, which makes what later ones reuse.
     """

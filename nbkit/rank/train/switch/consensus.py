@@ -97,7 +97,7 @@ def planned(
 
 
 def agreed(exchange: Exchange, compared: Sequence[int], before: JobState, target: JobState, *, rank: int) -> Exchange:
-    """The exchange, the same on every rank. compared: of what `planned` gave the largest over all ranks.
+    """Return the exchange, the same on every rank. compared: of what `planned` gave the largest over all ranks.
 
     Collective where a rank holds something else than its strategy says: then all layouts are gathered.
     """

@@ -116,7 +116,7 @@ def prepare_in_place(
     builder: Builder,
     ranks: Ballot,
 ) -> SwitchMove:
-    """The new sharded model, hollow, and the exchange that fills it. Collective."""
+    """Return the new sharded model, hollow, and the exchange that fills it. Collective."""
     before = job_state.state(left.sharded_model, left.optimizer)
     with ranks.all_or_none("building the new sharded model"), hollow() as spaces:
         sharded_model, inner = builder.build(new, connections, like=left.optimizer)
@@ -227,7 +227,7 @@ def prepare(
     builder: Builder,
     ranks: Ballot,
 ) -> Prepared:
-    """The new sharded model with empty weights and state, and the exchange that fills it. Collective."""
+    """Return the new sharded model with empty weights and state, and the exchange that fills it. Collective."""
     before = job_state.state(left.sharded_model, left.optimizer)
     exchange: Exchange | None = None
     try:

@@ -36,7 +36,7 @@ class AgentsCommand:
         return self._command is not None and self._command.poll() is not None
 
     def log(self) -> str:
-        """The last lines of what it printed."""
+        """Return the last lines of what it printed."""
         return last_lines(self._path)
 
     def end(self) -> None:

@@ -28,7 +28,7 @@ _NAMES_OF_OPEN_MPI = ("Open MPI", "OpenRTE", "PRRTE")
 
 
 def _open_mpi(names: Sequence[str], agent: Sequence[str]) -> list[str]:
-    """The arguments of Open MPI's mpirun: a part for each host, so that the agent of number i is on host i.
+    """Return the arguments of Open MPI's mpirun: a part for each host, so that the agent of number i is on host i.
 
     names: of the hosts, none for this machine. Each part names the variables that it hands on.
     """

@@ -198,7 +198,7 @@ def _node(line: str) -> Node:
 
 
 def _gpus(gres: str) -> int:
-    """The number of GPUs in "gpu:a100:4(S:0-1),shard:8"."""
+    """Return the number of GPUs in "gpu:a100:4(S:0-1),shard:8"."""
     total = 0
     for one in gres.split(","):
         kind, *rest = one.split("(")[0].split(":")
@@ -405,7 +405,7 @@ def allocation_here(environment: Mapping[str, str] = os.environ, spares: int = 0
 
 
 def counts_of(tasks: str) -> tuple[int, ...]:
-    """The numbers in SLURM_TASKS_PER_NODE, "4(x2),2" being 4, 4 and 2."""
+    """Return the numbers in SLURM_TASKS_PER_NODE, "4(x2),2" being 4, 4 and 2."""
     found: list[int] = []
     for part in filter(None, tasks.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

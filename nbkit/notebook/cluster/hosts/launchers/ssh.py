@@ -110,7 +110,7 @@ class SshHosts:
         )
 
     def log(self) -> str:
-        """The last lines of all agents."""
+        """Return the last lines of all agents."""
         return "\n".join(filter(None, (self._said(index).strip() for index in range(len(self._started)))))
 
     def _said(self, index: int) -> str:

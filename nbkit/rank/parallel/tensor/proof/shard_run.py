@@ -274,7 +274,7 @@ class UnitRun:
         return torch.cat([x[..., start:stop] for start, stop in ranges], -1)
 
     def of_positions(self, x: Tensor) -> Tensor:
-        """The part of `x` along dim 1."""
+        """Return the part of `x` along dim 1."""
         assert self.index is not None
         start, stop = bounds(x.shape[1], self.unit.size, self.index)
         return x[:, start:stop]
