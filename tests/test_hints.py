@@ -78,7 +78,7 @@ def strings(node: ast.expr, module: ast.Module) -> list[str]:
 def _assigned(name: str, module: ast.Module) -> Iterator[ast.expr]:
     for each in ast.walk(module):
         targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets) and each.value is not None:
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets) and getattr(each, "value", None):
             yield each.value
 
 
