@@ -1,7 +1,7 @@
 """nbkit: a Jupyter notebook as the cockpit of a distributed PyTorch job.
 
-The root is lazy (PEP 562): importing a submodule runs this file, and neither may the notebook process
-import torch nor a rank import Jupyter. So nothing is imported here until its name is asked for.
+The root is lazy (PEP 562). Importing any submodule runs this file, but the notebook process must not import
+torch, and a rank must not import Jupyter. So nothing is imported here until its name is used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext nbkit`: hand the shell to every entry point of the group `nbkit.ipython`."""
+    """Run on `%load_ext nbkit`: hand the shell to every entry point of the group `nbkit.ipython`."""
     from importlib.metadata import entry_points
 
     from nbkit.errors import NbkitError

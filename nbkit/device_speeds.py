@@ -1,8 +1,8 @@
-"""What ranks of unequal speed are given: rows of a batch by replica, blocks by stage of a pipeline.
+"""Divides work over ranks of unequal speed: rows of a batch by replica, blocks by stage of a pipeline.
 
-Speeds are whole numbers, one for each rank, of which only the ratios count: `speeds=2:1` is a rank that computes twice
-as fast as the next. The stages of all replicas hold the same blocks, so a stage is as fast as its ranks on average, and
-a replica as fast as the slowest of its ranks is for its stage.
+Speeds are whole numbers, one per rank. Only their ratios count: with `speeds=2:1`, the first rank computes twice as
+fast as the second. The stages of all replicas hold the same blocks. So a stage is as fast as its ranks on average, and
+a replica is as fast as its slowest rank, relative to that rank's stage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nbkit.mesh import AXES, Mesh
 
 
 def settled(speeds: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-    """`speeds` in lowest terms; () where all are equal. Raises StrategyError for what does not fit the mesh."""
+    """Return `speeds` in lowest terms, () if all are equal. Raises StrategyError if they do not fit the mesh."""
     shown = ":".join(map(str, speeds))
     if len(speeds) != mesh.size or min(speeds) < 1:
         raise StrategyError(
@@ -44,7 +44,7 @@ def settled(speeds: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 def _alike_together(speeds: Sequence[int], mesh: Mesh) -> str:
-    """`places=` that put ranks of one speed into each group along tp and cp; "" where there are none."""
+    """Return `places=` that put ranks of one speed into each group along tp and cp; "" if there are none."""
     size = mesh.tp * mesh.cp
     ranks = sorted(range(mesh.size), key=lambda rank: (-speeds[rank], rank))
     units = sorted(sorted(ranks[start : start + size]) for start in range(0, mesh.size, size))
@@ -61,13 +61,13 @@ def _alike_together(speeds: Sequence[int], mesh: Mesh) -> str:
 
 
 def of_stages(speeds: Sequence[int], mesh: Mesh) -> tuple[Fraction, ...]:
-    """Of each place along pp."""
+    """Return the mean speed of the ranks at each place along pp."""
     ranks = [mesh.ranks("dp", mesh.ranks("pp", 0)[stage]) for stage in range(mesh.pp)]
     return tuple(Fraction(sum(speeds[rank] for rank in group), len(group)) for group in ranks)
 
 
 def of_replicas(speeds: Sequence[int], mesh: Mesh) -> tuple[Fraction, ...]:
-    """Of each place along dp."""
+    """Return the speed of each place along dp: the least ratio of a rank's speed to the speed of its stage."""
     stages = of_stages(speeds, mesh)
     return tuple(
         min(speeds[rank] / stages[stage] for stage, rank in enumerate(mesh.ranks("pp", first)))
@@ -77,9 +77,9 @@ def of_replicas(speeds: Sequence[int], mesh: Mesh) -> tuple[Fraction, ...]:
 
 @lru_cache(maxsize=64)
 def rows_by_speed(total: int, speeds: tuple[Fraction, ...]) -> tuple[tuple[int, int], ...]:
-    """First and one past the last of `total` rows of each replica: the slowest is done as soon as can be."""
+    """Return (first row, one past the last row) of each replica. The slowest is done as early as possible."""
     counts = [0] * len(speeds)
-    # Each row to whoever would be done with it first: no other whole numbers have a shorter longest time.
+    # Each row goes to the replica that would be done with it first. This minimises the longest time.
     done = [(1 / speed, place) for place, speed in enumerate(speeds)]
     heapify(done)
     for _ in range(total):

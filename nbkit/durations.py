@@ -11,8 +11,7 @@ _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|min|h|d|)")
 
 
 def seconds_of(text: str | float) -> float:
-    """Return the seconds in "30s", "10min", "2h", "1d" or "45". Raises UsageError for anything else, and for
-    nothing."""
+    """Return the seconds in "30s", "10min", "2h", "1d" or "45". Raises UsageError for anything else, and for 0."""
     found = _FORM.fullmatch(str(text).strip())
     seconds = float(found[1]) * _SECONDS[found[2] or "s"] if found else 0.0
     if not seconds:
@@ -25,12 +24,12 @@ def seconds_of(text: str | float) -> float:
 
 
 def seconds_given(value: str | float | None) -> float | None:
-    """Return an argument of a function in seconds: texts as `seconds_of` reads them, numbers and None as they are."""
+    """Return an argument in seconds. Texts are read by `seconds_of`; numbers and None are returned unchanged."""
     return seconds_of(value) if isinstance(value, str) else value
 
 
 def text_of(seconds: float) -> str:
-    """ "40 s", "12 min", "3 h", "2 d"."""
+    """Return a length of time for people, such as "40 s", "12 min", "3 h" or "2 d"."""
     for unit in ("d", "h", "min"):
         if seconds >= _SECONDS[unit]:
             return f"{seconds / _SECONDS[unit]:.2g} {unit}"

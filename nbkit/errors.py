@@ -1,4 +1,4 @@
-"""Every error nbkit raises on purpose. Each says what is wrong, the numbers, and what to type next.
+"""Every error that nbkit raises on purpose. Each says what is wrong, the numbers, and what to type next.
 
     NbkitError
     ├── UsageError            an argument that cannot mean anything          (also a ValueError)
@@ -49,9 +49,9 @@ _RED, _DIM, _PLAIN = "\x1b[31m", "\x1b[2m", "\x1b[0m"
 
 
 class NbkitError(Exception):
-    """Base of the tree.
+    """The base class of all errors.
 
-    what: one sentence. numbers: the figures it follows from. hint: what to type next.
+    what: one sentence. numbers: the figures that explain it. hint: what to type next.
     """
 
     def __init__(self, what: str, *, numbers: str = "", hint: str = "") -> None:
@@ -65,7 +65,7 @@ class NbkitError(Exception):
         return _rebuild, (type(self), self.args, self.__dict__)
 
     def _render_traceback_(self) -> list[str]:
-        """The lines IPython shows for this error."""
+        """Return the lines that IPython shows for this error."""
         lines = [f"{_RED}{type(self).__name__}{_PLAIN}: {self.what}"]
         if self.numbers:
             lines.append(f"  {self.numbers}")
@@ -90,7 +90,7 @@ class ClusterError(NbkitError):
 
 
 class ClusterNotFound(ClusterError):
-    """No cluster of that name."""
+    """There is no cluster of that name."""
 
 
 class ClusterExists(ClusterError):
@@ -135,7 +135,7 @@ class TrainingError(NbkitError, ValueError):
 
 
 class NotFinite(TrainingError):
-    """The loss became NaN or infinite. spoiled: the weights are not finite either, so that no step helps."""
+    """The loss became NaN or infinite. spoiled: the weights are not finite either, so further steps do not help."""
 
     def __init__(
         self, what: str, *, step: int, rank: int, spoiled: bool = False, numbers: str = "", hint: str = ""
@@ -161,7 +161,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class CellStopped(KeyboardInterrupt):
-    """The user stopped a cell; says what came of each rank."""
+    """The user stopped a cell. The message says what happened to each rank."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{_RED}KeyboardInterrupt{_PLAIN}: {self}"]

@@ -1,4 +1,4 @@
-"""Every private symbol of ipyparallel that nbkit uses or replaces, with what it is for and what happens without it."""
+"""Lists every private symbol of ipyparallel that nbkit uses or replaces, its purpose and what happens without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SYMBOLS = [
         "make an engine a rank",
         "no rank starts: pip install 'ipyparallel==9.2.*'",
     ),
-    # Not private by name, but replaced in the controller, which nothing public allows.
+    # These are not private by name. nbkit replaces them in the controller, which no public interface allows.
     *listed(
         "ipyparallel.util:",
         "select_random_ports",

@@ -1,4 +1,4 @@
-"""Every private symbol of IPython and ipykernel that nbkit uses, with what it is for and what happens without it."""
+"""Lists every private symbol of IPython and ipykernel that nbkit uses, with its purpose and what happens without it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SYMBOLS = [
         "send text that is flushed often in few messages",
         "each flush is a message",
     ),
-    # An older ipykernel has get_parent in its place.
+    # An older ipykernel has get_parent instead.
     *listed(
         "ipykernel.kernelbase:Kernel.", "_parent_header", "find the cell that runs", "get_parent is used", at_use=True
     ),

@@ -1,8 +1,10 @@
-"""What a data axis that holds whole gradients may do otherwise: the size of its messages, their numbers, how often.
+"""Options of the data axis: the size of its messages, the format of the gradients in them, how often it sends.
 
 bucket=25M        bytes of gradients in one message; the sums are the same
 compress=int8     gradients travel as int8 (or bf16): fewer bytes, sums that are off within a bound
 sync_every=8      each replica makes 8 steps by itself, then weights are averaged: an eighth of the bytes
+
+zero=3 has no buckets. compress= and sync_every= need ranks that hold the whole model and its whole gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from nbkit.errors import StrategyError
 KEYS = ("bucket", "compress", "sync_every")
 FORMATS = ("bf16", "int8")
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
-"""Bytes: of the first bucket, which should leave early, and of the others, where nothing else is asked for."""
+"""Default bytes of the first bucket, which should leave early, and of the other buckets."""
 BLOCK = 512
 """Elements that share one float32 scale under compress=int8."""
 
@@ -25,7 +27,10 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 @dataclass(frozen=True)
 class Levers:
-    """bucket: bytes. compress: one of FORMATS, "" for the gradients' own. sync_every: steps between two averages."""
+    """Values of the options.
+
+    bucket: bytes. compress: one of FORMATS, or "" for the gradients' own format. sync_every: steps between averages.
+    """
 
     bucket: int = BUCKET
     compress: str = ""
@@ -33,7 +38,7 @@ class Levers:
 
     @classmethod
     def parse(cls, settings: Mapping[str, str]) -> Levers:
-        """Of the keys of a strategy, as written. Raises StrategyError for a value that cannot be."""
+        """Return the levers in the keys of a strategy, values as written. Raises StrategyError for an invalid value."""
         compress = settings.get("compress", "")
         if "compress" in settings and compress not in FORMATS:
             raise StrategyError(
@@ -51,14 +56,14 @@ class Levers:
         return cls(_bytes(settings["bucket"]) if "bucket" in settings else BUCKET, compress, int(every))
 
     def without_effect(self, given: Mapping[str, str]) -> Iterator[str]:
-        """What each key of `given` that changes nothing is, in a sentence."""
+        """Yield a sentence for each key of `given` that changes nothing."""
         if "bucket" in given and self.bucket == BUCKET:
             yield f"bucket={_spelled(BUCKET)} has no effect: buckets are as large without it"
         if "sync_every" in given and self.sync_every == 1:
             yield "sync_every=1 has no effect: ranks sum their gradients in every step"
 
     def check(self, *, dp: int, zero: int, size: int) -> None:
-        """Raises StrategyError where a mesh of `size` ranks, `dp` of them along dp, cannot take them."""
+        """Raise StrategyError if the levers do not suit a mesh of `size` ranks, `dp` of them along dp."""
         if self == NONE:
             return
         if dp == 1:
@@ -92,7 +97,7 @@ class Levers:
 
     @property
     def deviation(self) -> tuple[str, str] | None:
-        """Return how a training differs from that of one process, and by how much; None where it does not."""
+        """Return how a training differs from that of one process, and by how much; None if it does not."""
         if self.compress == "int8":
             return (
                 "compress=int8: the gradients that ranks sum are rounded, so that losses are not those of one process.",
@@ -114,7 +119,7 @@ class Levers:
 
     @property
     def share(self) -> float:
-        """Bytes that are sent, of those of the gradients."""
+        """Return the bytes that are sent, as a share of the bytes of the gradients."""
         bytes_per_element = {"": 4.0, "bf16": 2.0, "int8": 1 + 4 / BLOCK}[self.compress]
         return bytes_per_element / 4 / self.sync_every
 
@@ -128,7 +133,10 @@ NONE = Levers()
 
 
 def buckets(sizes: Sequence[int], size_of_one: int = BUCKET) -> Iterator[list[int]]:
-    """Bytes of gradients, in the order of backward, as the data axis cuts them: see gradient_buckets.chunks."""
+    """Yield the buckets that the data axis makes of gradients: lists of bytes, in the order of backward.
+
+    See gradient_buckets.chunks.
+    """
     bucket: list[int] = []
     filled, limit = 0, min(FIRST_BUCKET, size_of_one)
     for size in sizes:

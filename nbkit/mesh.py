@@ -1,9 +1,9 @@
-"""Named axes x degrees -> the grid of ranks.
+"""The grid of ranks, made of named axes and their degrees.
 
-Rank order: tp fastest, then cp, dp, and pp slowest, so that the ranks that talk most are neighbours on a node. Another
-axis may be the slowest instead, and cross nodes in place of pp: a strategy's `order=` says so, or it is chosen, so that
-fewer bytes move: see nbkit.planner.exchange. Which rank stands where in this order can be said too: ranks of
-unequal speed suit unequal stages.
+In rank order, tp is the fastest axis, then cp, dp and pp, the slowest. So the ranks that talk most are neighbours on a
+node. Another axis may be the slowest and cross nodes in place of pp. Either `order=` of a strategy says so, or nbkit
+chooses it so that fewer bytes move (see nbkit.planner.exchange). The place of each rank in this order can be given too,
+because ranks of unequal speed suit unequal stages.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ AXES = ("pp", "dp", "cp", "tp")
 
 
 def with_slowest(axis: str) -> tuple[str, ...]:
-    """The usual order but for `axis`, which is the slowest; "" for the usual one."""
+    """Return the usual order with `axis` as the slowest; "" gives the usual order."""
     return (*([axis] if axis else []), *(other for other in AXES if other != axis))
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees of the four axes; a degree of 1 means that nothing is split along it. order: from slowest to fastest.
+    """Degrees of the four axes. Nothing is split along an axis of degree 1. order: from slowest to fastest.
 
-    places: of each rank, its number in the grid, counted along that order; () for its own. Ranks ascend along dp, cp
-    and tp: so process groups number them.
+    places: the number of each rank in the grid, counted along `order`; () if it is the rank itself. Ranks ascend along
+    dp, cp and tp, since process groups number them like this.
     """
 
     pp: int = 1
@@ -64,11 +64,11 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Ranks in the grid."""
+        """Return the number of ranks in the grid."""
         return self.pp * self.dp * self.cp * self.tp
 
     def degree(self, axis: str) -> int:
-        """Ranks along `axis`."""
+        """Return the number of ranks along `axis`."""
         value: int = getattr(self, axis)
         return value
 
@@ -86,13 +86,13 @@ class Mesh:
         return {axis: place // stride % degree for axis, stride, degree in self._steps}
 
     def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axis` alone, in order; `rank` is among them."""
+        """Return the ranks that differ from `rank` only along `axis`, in order, including `rank`."""
         stride = self.stride(axis)
         first = self._place(rank) - self.index(rank)[axis] * stride
         return tuple(self._ranks[first + i * stride] for i in range(self.degree(axis)))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Return every group along `axis`, by its first rank; together they hold each rank once."""
+        """Return every group along `axis`, sorted by first rank. Each rank is in one of them."""
         return sorted({self.ranks(axis, rank) for rank in range(self.size)})
 
     def _place(self, rank: int) -> int:
@@ -100,16 +100,16 @@ class Mesh:
 
     @cached_property
     def _steps(self) -> Sequence[tuple[str, int, int]]:
-        """Stride and degree of each axis: the planner asks for places by the hundred thousand."""
+        """Return stride and degree of each axis, cached: the planner asks for hundreds of thousands of places."""
         return [(axis, self.stride(axis), self.degree(axis)) for axis in AXES]
 
     @cached_property
     def _ranks(self) -> Sequence[int]:
-        """At each place, the rank."""
+        """Return the rank at each place."""
         return sorted(range(self.size), key=self.places.__getitem__) if self.places else range(self.size)
 
     def shard_groups(self, shard: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """(sharding groups of `shard` neighbours along dp, groups of those who hold the same shard)."""
+        """Return two lists: sharding groups of `shard` neighbours along dp, and groups of ranks with the same shard."""
         within, across = [], []
         for ranks in self.groups("dp"):
             within += [ranks[i : i + shard] for i in range(0, len(ranks), shard)]

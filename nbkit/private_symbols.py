@@ -23,12 +23,12 @@ LACKING = "lacking.json"
 
 @dataclass(frozen=True)
 class Symbol:
-    """One private symbol.
+    """A private symbol of a library.
 
     path: "module:name" or "module:Class.name"; "()" calls what stands before it.
-    purpose: what nbkit does with it. without: what works differently, or does not work, where it is missing.
-    parameters: names that its signature must have, where one can be read. An attribute that is set late has no
-    place to look: for it, `at_use` is True, and whoever uses it handles its absence.
+    purpose: what nbkit does with it. without: what works differently, or does not work, if it is missing.
+    parameters: names that its signature must have, if the signature can be read. at_use: True for an attribute that is
+    set late and cannot be checked before its use. The code that uses it handles its absence.
     """
 
     path: str
@@ -39,13 +39,13 @@ class Symbol:
 
     @property
     def name(self) -> str:
-        """The last part of the path: "_get_backend" of "torch.distributed:ProcessGroup._get_backend"."""
+        """Return the last part of the path: "_get_backend" for "torch.distributed:ProcessGroup._get_backend"."""
         return self.path.rpartition(".")[2].rpartition(":")[2]
 
     def resolve(self) -> Any:
-        """Return the object.
+        """Return the object that the path names.
 
-        Raise ImportError or AttributeError where it is missing, TypeError where it takes other arguments.
+        Raise ImportError or AttributeError if it is missing, TypeError if it takes other arguments.
         """
         module, _, names = self.path.partition(":")
         found: Any = importlib.import_module(module)
@@ -66,7 +66,7 @@ class Symbol:
             raise TypeError(f"it takes no {', '.join(lacking)}")
 
     def problem(self) -> str:
-        """Return a sentence about this symbol where it is missing or has changed; "" where it is as expected."""
+        """Return a sentence if this symbol is missing or has changed; "" if it is as expected."""
         if self.at_use:
             return ""
         try:
@@ -84,7 +84,7 @@ class Symbol:
 
 
 class Missing:
-    """Stand in for a symbol that has no plain fallback. Every use of it raises ClusterError."""
+    """A stand-in for a symbol without a plain fallback. Every use of it raises ClusterError."""
 
     def __init__(self, symbol: Symbol) -> None:
         self._symbol = symbol

@@ -1,4 +1,4 @@
-"""Puts names that somebody else chose into paths, commands and batch scripts. Nothing else in nbkit quotes them.
+"""Puts names that others chose into paths, commands and batch scripts. Only this module of nbkit quotes such names.
 
 Such a name may hold anything: spaces, quotes, `$()`, newlines, a leading dash, `%j`, letters of any alphabet.
 """
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from nbkit.errors import UsageError
 
-_LONGEST = 120  # bytes of a part of a path, of the 255 that file systems take: others are put behind it
+_LONGEST = 120  # bytes of a part of a path; file systems take 255, and more text is appended to it
 _KEPT = "._-+=@,"
 
 
 def path_part(name: str) -> str:
-    """Return `name` as one part of a path: letters, digits and `._-+=@,` stay, a run of anything else is one `_`.
+    """Return `name` as one part of a path: letters, digits and `._-+=@,` stay, a run of anything else becomes one `_`.
 
-    The result is never empty, hidden or an option, and no shell or batch script finds more than a word in it. Different
+    The result is never empty, hidden or an option, and it is a single word in any shell or batch script. Different
     names may have the same result.
     """
     kept = "".join(each if each.isalnum() or each in _KEPT else "\0" for each in name)
@@ -28,15 +28,15 @@ def path_part(name: str) -> str:
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """Return `path` with a leading `~` as the home directory. No shell has replaced it in a call or a magic."""
+    """Return `path` with a leading `~` replaced by the home directory. In a call or a magic, no shell does this."""
     try:
         return Path(path).expanduser()
-    except RuntimeError:  # of a user who has none
+    except RuntimeError:  # the user has no home directory
         return Path(path)
 
 
 def file_word(path: str | Path) -> str:
-    """Return `path` as a word of a command that takes it for a file, never for an option."""
+    """Return `path` as a word that a command takes as a file, never as an option."""
     text = str(path)
     return f"./{text}" if text.startswith("-") else text
 
@@ -49,7 +49,7 @@ def shell_words(*words: str | Path) -> str:
 def sbatch_option(option: str, value: object) -> str:
     """Return the line of a batch script that gives sbatch an option.
 
-    Raises UsageError for a value that is more than a word there: sbatch has rules of its own for quotes.
+    Raises UsageError if the value is not a single word there: sbatch has its own rules for quotes.
     """
     text = str(value)
     if not text.isprintable() or set(text) & set(" '\"\\#"):
@@ -62,18 +62,18 @@ def sbatch_option(option: str, value: object) -> str:
 
 
 def slurm_file(path: str | Path) -> str:
-    """Return `path` as Slurm takes the name of a file to write to, where `%j` would be the job's number."""
+    """Return `path` for Slurm as the name of an output file. Each `%` is escaped, since Slurm replaces `%j`."""
     return str(path).replace("%", "%%")
 
 
 def ssh_command(host: str, *words: str) -> str:
-    """Return a command for a terminal that runs `words` on `host`, where another shell splits them."""
+    """Return a command for a terminal that runs `words` on `host`. It is quoted for the shell on the host too."""
     remote = shell_words(*words)
     return f"ssh {host} {remote}" if remote == " ".join(words) else shell_words("ssh", host, remote)
 
 
 def check_host(name: str) -> str:
-    """Return the name of a host. Raises UsageError for what ssh or mpirun could take for anything else."""
+    """Return the name of a host. Raises UsageError if ssh or mpirun could take it for something else."""
     if not re.fullmatch(r"[\w.@-]+", name) or name.startswith("-"):
         raise UsageError(
             f"{name!r} is not the name of a host.",

@@ -1,16 +1,17 @@
 """A strategy, as the user writes it: how a job is spread over the ranks.
 
-One spelling everywhere (magic, panel, Python, logs): an optional preset, then key=value, separated by spaces.
+The spelling is the same everywhere (magic, panel, Python, logs): an optional preset, then key=value, separated by
+spaces.
 
     ddp, zero1, zero2, zero3 (fsdp), hsdp    the data axis takes the world
     tp, pp                                   that axis takes the world
     dp= tp= pp= cp=                          degrees; what is left of the world goes to the preset's axis, else to dp
-    zero= shard=                             what the data axis shards (0-3), and within groups of how many ranks
+    zero= shard=                             what the data axis shards (0-3), and the ranks of a sharding group
     schedule= microbatches=                  of the pipeline; default 1f1b and 2 x pp
     order=                                   the axis that crosses nodes: its neighbours are farthest apart in rank
-    places=                                  of each rank, its number in the mesh, as 1:0, where it is not its own
-    speeds=                                  of the ranks, as 2:1:1:1, where they are unequal: rows and stages follow
-    bucket= compress= sync_every=            of the gradients of dp: see nbkit.levers
+    places=                                  the number of each rank in the mesh, as 1:0, if it is not the rank itself
+    speeds=                                  of the ranks, as 2:1:1:1, if they are unequal; rows and stages follow them
+    bucket= compress= sync_every=            for the gradients of dp: see nbkit.levers
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ _ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy that can be run. Equal values train alike: what has no effect is set to its neutral value at birth.
+    """A strategy that can be run. Equal values train alike: a setting without effect gets its neutral value.
 
-    dp, tp, pp, cp: degrees of the mesh. zero: what the data axis shards: 0 nothing, 1 optimizer state, 2 gradients too,
-    3 parameters too. shard: ranks of a sharding group within dp; all of dp (also written 0) unless hsdp.
-    schedule, microbatches: of a pipeline replica; None when pp is 1.
-    speeds: of each rank, where they are unequal: see nbkit.device_speeds. levers: of the data axis: see nbkit.levers.
-    order: the axis that is the slowest of the mesh, and so crosses nodes; "" where nobody says. slowest: as chosen
-    where `order` leaves it free; no part of the spelling. places: of each rank, its number in the mesh; () for its own.
-    `without_effect` names each setting that was given and changes nothing. `str()` is the canonical form: the degrees
-    that are not 1 in the order dp tp pp cp ("dp=1" when all are), then zero and shard, schedule and microbatches,
-    order, places, speeds, levers.
+    dp, tp, pp, cp: degrees of the mesh. zero: what the data axis shards: 0 nothing, 1 optimizer state, 2 also
+    gradients, 3 also parameters. shard: ranks of a sharding group within dp; all of dp (also written 0) unless hsdp.
+    schedule, microbatches: of a pipeline replica; None if pp is 1.
+    speeds: of each rank, if they are unequal; see nbkit.device_speeds. levers: of the data axis; see nbkit.levers.
+    order: the slowest axis of the mesh, which crosses nodes; "" if it is not given. slowest: the axis that is chosen if
+    `order` is not given; it is not part of the spelling. places: the number of each rank in the mesh; () if it is the
+    rank itself.
+    `without_effect` names each given setting that changes nothing. `str()` is the canonical form: the degrees that are
+    not 1, in the order dp tp pp cp ("dp=1" if all are 1), then zero and shard, schedule and microbatches, order,
+    places, speeds, levers.
     """
 
     dp: int = 1
@@ -69,7 +71,7 @@ class Strategy:
     without_effect: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises StrategyError for a value that cannot be."""
+        """Set settings without effect to neutral values. Raises StrategyError for an invalid value."""
         if wrong := [f"{key}={getattr(self, key)}" for key in _DEGREES if getattr(self, key) < 1]:
             raise StrategyError("A degree is at least 1.", numbers=", ".join(wrong), hint="ddp")
         if self.zero not in range(4):
@@ -158,10 +160,11 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str | Strategy, world_size: int, *, node: int | None = None) -> Strategy:
-        """The strategy that `text` means on `world_size` ranks.
+        """Return the strategy that `text` means on `world_size` ranks.
 
-        node: ranks of a node, where there are several: a bare hsdp shards, and a bare tp splits, within one. Raises
-        StrategyError for an unknown word, a value that cannot be, and when the degrees do not multiply to the world.
+        node: ranks of a node, if there are several nodes. A plain hsdp then shards, and a plain tp splits, within a
+        node. Raises StrategyError for an unknown word, for an invalid value, and if the degrees do not multiply to the
+        world.
         """
         if isinstance(text, Strategy):
             _check_world({axis: text.mesh.degree(axis) for axis in _DEGREES}, world_size, absorber=None)
@@ -181,7 +184,7 @@ class Strategy:
             degrees[absorber] = world_size // prod(degrees.values())
         if absorber == "tp" and node is not None and "dp" not in degrees:
             left, cp = degrees["tp"], degrees.get("cp", 1)
-            # Where no part of it fits in a node, it is as it was asked for.
+            # If no divisor of it fits in a node, tp stays as asked for.
             degrees["tp"] = max((n for n in divisors(left)[1:] if node % (n * cp) == 0), default=left)
             degrees["dp"] = left // degrees["tp"]
         dp, tp, pp, cp = (degrees.get(axis, 1) for axis in _DEGREES)
@@ -208,9 +211,9 @@ class Strategy:
     def every(cls, world_size: int, *, schedules: Sequence[str] | None = None, cp: bool = True) -> list[Strategy]:
         """Return every strategy worth offering on `world_size` ranks, with default micro-batches, simple ones first.
 
-        Each split of the world over the axes, each ZeRO stage, hsdp with each size of group (parameters sharded), each
-        of `schedules` (default: all). Context parallelism, for sequences too long otherwise, comes last, or not at all
-        with cp=False.
+        They cover each split of the world over the axes, each ZeRO stage, hsdp with each group size (parameters
+        sharded) and each of `schedules` (default: all). Context parallelism is for sequences that are too long
+        otherwise. It comes last, or not at all with cp=False.
         """
         found, names = [], schedules or every_schedule()
         for dp, tp, pp in product(divisors(world_size), repeat=3):
@@ -221,14 +224,14 @@ class Strategy:
                 found.append(cls(dp, tp, pp, world_size // (dp * tp * pp), zero, shard, schedule))
         return sorted(found, key=_simplicity)
 
-    @cached_property  # a step asks a dozen times
+    @cached_property  # a step needs it a dozen times
     def mesh(self) -> Mesh:
-        """The grid of ranks."""
+        """Return the grid of ranks."""
         return _mesh(self.pp, self.dp, self.cp, self.tp, self.order or self.slowest, self.places)
 
     @property
     def composed(self) -> Strategy:
-        """The same techniques with the ranks in the usual order: which rank is where changes no step."""
+        """Return the same techniques with the ranks in the usual order. The order of ranks changes no step."""
         if not self.speeds:
             return replace(self, order="", slowest="", places=())
         at = [self.mesh.index(rank) for rank in range(self.mesh.size)]
@@ -238,31 +241,31 @@ class Strategy:
 
     @property
     def summed_axis(self) -> str:
-        """The axis along which gradients are all-reduced whole, or their shards are: "dp", "replicate", "" for none."""
+        """Return the axis of the gradient all-reduce: "dp" (whole), "replicate" (shards), or "" if there is none."""
         if self.levers.compress or self.dp == 1:
             return ""
         return "dp" if self.zero == 0 else "replicate" if self.shard < self.dp else ""
 
     def summed_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks over which those gradients of `rank` are summed; itself alone where there is no such axis."""
+        """Return the ranks over which the gradients of `rank` are all-reduced; only `rank` if there is no such axis."""
         line, step = self.mesh.ranks("dp", rank), self.shard if self.summed_axis == "replicate" else 1
         return line[line.index(rank) % step :: step] if self.summed_axis else (rank,)
 
     @property
     def replica_speeds(self) -> tuple[Fraction, ...]:
-        """Of each place along dp, relative; () where all are equal."""
+        """Return the relative speed of each place along dp; () if all are equal."""
         found = of_replicas(self.speeds, self.mesh) if self.speeds else ()
         return found if len(set(found)) > 1 else ()
 
     def rows(self, total: int) -> Sequence[tuple[int, int]]:
-        """First and one past the last row of a global batch of `total` rows, of each place along dp."""
+        """Return (first row, one past the last row) of each place along dp, for a global batch of `total` rows."""
         if speeds := self.replica_speeds:
             return rows_by_speed(total, speeds)
         return [bounds(total, self.dp, index) for index in range(self.dp)]
 
     @property
     def label(self) -> str:
-        """A short name for people: "ddp", "zero3", "hsdp", "tp", "ddp+tp+pp"; without degrees, not for parsing."""
+        """Return a short name for people: "ddp", "zero3", "hsdp", "tp", "ddp+tp+pp". It has no degrees."""
         data = "hsdp" if self.shard < self.dp else f"zero{self.zero}" if self.zero else "ddp"
         names = [data if self.dp > 1 else "", *(axis for axis in ("tp", "pp", "cp") if self.mesh.degree(axis) > 1)]
         return "+".join(name for name in names if name) or "ddp"
@@ -285,7 +288,7 @@ def _mesh(pp: int, dp: int, cp: int, tp: int, slowest: str, places: tuple[int, .
 
 
 def _read(text: str) -> tuple[str | None, dict[str, str]]:
-    """Return the preset and the settings that `text` names, values as written."""
+    """Return the preset and the settings in `text`, with values as written."""
     preset, settings = None, dict[str, str]()
     words = text.lower().split()
     if not words:
@@ -311,7 +314,7 @@ def _read(text: str) -> tuple[str | None, dict[str, str]]:
 
 
 def _meant(word: str, words: Sequence[str]) -> str:
-    """Return what somebody who types `word`, among `words`, as a preset may have meant."""
+    """Return what a user who typed `word`, one of `words`, as a preset may have meant."""
     if word in PRESETS:
         return " ".join([word, *(other for other in words if "=" in other)])
     if word in schedules.names():
@@ -347,7 +350,10 @@ def _stage(preset: str | None, given: int | None) -> int:
 
 
 def _check_world(degrees: dict[str, int], world_size: int, *, absorber: str | None) -> None:
-    """Whether the degrees multiply to the world or, with an axis that takes what is left, divide it."""
+    """Raise StrategyError unless the degrees multiply to the world.
+
+    absorber: an axis that takes what is left of the world. With one, the degrees only have to divide the world.
+    """
     size = prod(degrees.values())
     if size == world_size or (absorber is not None and world_size % size == 0):
         return
@@ -367,10 +373,11 @@ def _check_world(degrees: dict[str, int], world_size: int, *, absorber: str | No
 
 
 def _hybrid_shard(dp: int, shard: int, neighbours: int | None) -> int:
-    """Ranks of a sharding group of hsdp: as given, or the most that divide dp, leave a replica and fit in a node.
+    """Return the ranks of a sharding group of hsdp.
 
-    neighbours: ranks along dp that share a node. Where that is unknown, or a node holds all of dp or not even two, the
-    largest proper divisor of dp: the least memory that still replicates.
+    The result is `shard` if given; otherwise the most ranks that divide dp, leave a replica and fit in a node.
+    neighbours: ranks along dp that share a node. If that is unknown, or if a node holds all of dp or not even two of
+    its ranks, the result is the largest proper divisor of dp. It needs the least memory that still replicates.
     """
     proper = [n for n in divisors(dp) if 1 < n < dp]
     if shard == dp or (not shard and not proper):
@@ -385,12 +392,13 @@ def _hybrid_shard(dp: int, shard: int, neighbours: int | None) -> int:
 
 
 def divisors(n: int) -> list[int]:
-    """Of `n`, from 1 to `n`: the degrees that divide it."""
+    """Return the divisors of `n`, from 1 to `n`."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _simplicity(s: Strategy) -> tuple[object, ...]:
-    """Sorts: one axis before two, context parallelism last, data before tensor before pipeline, more replicas first."""
+    """Return a sort key: context parallelism last, fewer axes first, data before tensor before pipeline, more replicas
+    first."""
     split = [s.mesh.degree(axis) > 1 for axis in _DEGREES]
     schedule = schedules.names().index(s.schedule) if s.schedule else -1
     return s.cp > 1, sum(split), [not axis for axis in split], [-s.dp, -s.tp], s.zero, -s.shard, schedule

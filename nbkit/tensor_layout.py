@@ -1,7 +1,8 @@
-"""Layouts: the part of a tensor that a rank holds, in whole numbers. No torch: plans and pictures use them too.
+"""Layouts: the part of a tensor that a rank holds, in whole numbers. Plans and pictures use them too, without torch.
 
-A rank's tensor is made of pieces, each a box of the local tensor that is a box of the global one. Mostly one piece;
-a packed projection split over ranks (query, key and value in one matrix) has one for each of the packed parts.
+A rank's tensor consists of pieces. Each piece is a box of the local tensor that equals a box of the global one. Most
+layouts have one piece. A packed projection (query, key and value in one matrix) that is split over ranks has a piece
+for each packed part.
 """
 
 from __future__ import annotations
@@ -12,34 +13,34 @@ from math import prod
 
 
 def bounds(total: int, parts: int, index: int) -> tuple[int, int]:
-    """First and one past the last of `total` things that part `index` holds; the first total % parts hold one more."""
+    """Return (first, one past the last) of `total` things for part `index`. The first total % parts hold one more."""
     each, extra = divmod(total, parts)
     start = index * each + min(index, extra)
     return start, start + each + (index < extra)
 
 
 Runs = tuple[tuple[int, int], ...]
-"""(first, one past the last) of things that follow each other; a part may have several, in ascending order."""
+"""Runs of consecutive things, as (first, one past the last). A part may have several, in ascending order."""
 
 Parting = Callable[[int, int, int], Runs]
-"""(total, parts, index) -> what part `index` holds. Every one gives each part as many things as `bounds` does."""
+"""A function (total, parts, index) -> what part `index` holds. Each part gets as many things as from `bounds`."""
 
 
 def count(runs: Runs) -> int:
-    """Return how many things they are."""
+    """Return the number of things in `runs`."""
     return sum(stop - start for start, stop in runs)
 
 
 def contiguous(total: int, parts: int, index: int) -> Runs:
-    """As `bounds`: one run."""
+    """Return what `bounds` gives the part, as one run."""
     return (bounds(total, parts, index),)
 
 
 def head_and_tail(total: int, parts: int, index: int) -> Runs:
-    """A run counted from the head and one counted from the tail, each half of what `bounds` gives the part.
+    """Return a run counted from the head and one counted from the tail, each half of what `bounds` gives the part.
 
-    Where a thing at i costs i + 1, as a query does that looks at all before it and itself, the parts cost the same:
-    to the last one if 2 * parts divides `total`.
+    The parts then cost the same if the thing at i costs i + 1, like a query that looks at all positions up to its own.
+    They cost exactly the same if 2 * parts divides `total`.
     """
     lengths = [stop - start for start, stop in (bounds(total, parts, i) for i in range(index + 1))]
     heads = [(length + 1) // 2 for length in lengths]
@@ -57,29 +58,29 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """Return the number of elements in the box."""
         return prod(self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes it out of a tensor."""
+        """Return the index that selects the box in a tensor."""
         return tuple(slice(at, at + length) for at, length in zip(self.start, self.shape, strict=True))
 
     def meet(self, other: Box) -> Box | None:
-        """Return what both cover, None when that is nothing."""
+        """Return the box that both cover, or None if they do not overlap."""
         start = tuple(map(max, self.start, other.start))
         stop = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True))
         shape = tuple(end - at for at, end in zip(start, stop, strict=True))
         return None if any(length <= 0 for length in shape) else Box(start, shape)
 
     def moved(self, origin: Sequence[int], target: Sequence[int]) -> Box:
-        """The same box when what was at `origin` is at `target`."""
+        """Return the box moved so that the point `origin` goes to `target`."""
         return Box(tuple(at - o + t for at, o, t in zip(self.start, origin, target, strict=True)), self.shape)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a rank holds of one tensor. shape: the global one; local: this rank's; pieces: (in local, in global)."""
+    """The part of a tensor that a rank holds. shape: global. local: the rank's shape. pieces: (local, global) boxes."""
 
     shape: tuple[int, ...]
     local: tuple[int, ...]
@@ -87,13 +88,13 @@ class Layout:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Layout:
-        """Return all of it."""
+        """Return the layout of a rank that holds the whole tensor."""
         box = Box((0,) * len(shape), tuple(shape))
         return cls(tuple(shape), tuple(shape), ((box, box),) if box.numel else ())
 
     @classmethod
     def of_ranges(cls, shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Layout:
-        """These global ranges along `dim`, one behind the other."""
+        """Return the layout that holds these global ranges along `dim`, one after the other."""
         pieces, at = [], 0
         for start, stop in ranges:
             length = stop - start
@@ -108,16 +109,16 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements that the rank holds."""
+        """Return the number of elements that the rank holds."""
         return prod(self.local)
 
     @property
     def is_whole(self) -> bool:
-        """Return True if the rank holds the tensor as it is."""
+        """Return True if the rank holds the whole tensor, unchanged."""
         return self == Layout.whole(self.shape)
 
     def cut(self, dim: int, start: int, stop: int) -> Layout:
-        """Of the local tensor only start..stop along `dim`."""
+        """Return the layout of only start..stop of the local tensor along `dim`."""
         local = tuple(stop - start if d == dim else n for d, n in enumerate(self.local))
         window = Box(tuple(start if d == dim else 0 for d in range(len(self.local))), local)
         pieces = []
@@ -127,5 +128,5 @@ class Layout:
         return Layout(self.shape, local, tuple(pieces))
 
     def part(self, dim: int, parts: int, index: int) -> Layout:
-        """Part `index` of `parts` nearly equal ones of the local tensor along `dim`."""
+        """Return the layout of part `index` of `parts` nearly equal parts of the local tensor along `dim`."""
         return self.cut(dim, *bounds(self.local[dim], parts, index))

@@ -1,4 +1,4 @@
-"""A call with arguments that a function does not take is answered with what it takes, and what to type."""
+"""Explains calls with arguments that a function does not take: the error says what it takes, and what to type."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ALIKE = 0.65
 
 
 def says_what_it_takes(*, hint: str | Callable[..., str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function, which is called with one frame between: UsageError where the arguments do not fit.
+    """Return a decorator that makes a function raise UsageError if the arguments do not fit.
 
-    hint: a call that fits; or a function of what was given that says one.
+    It adds one frame to the call. hint: a call that fits, or a function that makes one from the given arguments.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -27,7 +27,7 @@ def says_what_it_takes(*, hint: str | Callable[..., str]) -> Callable[[Callable[
             try:
                 return function(*args, **kwargs)
             except TypeError as error:
-                # Of the call itself: an error within the function has the function's frame too.
+                # Only an error of the call itself counts. One within the function has the function's frame too.
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise
                 said = str(error)
@@ -49,7 +49,7 @@ def _unfit(said: str, function: Callable[..., Any], given: dict[str, Any], hint:
 
 
 def _nearest(unknown: str, names: list[str]) -> str:
-    """A name that says the same with fewer words, or that is spelled alike."""
+    """Return a hint with a parameter that has fewer of the same words, or a similar spelling; "" if there is none."""
     fewer = (name for name in names if set(name.split("_")) < set(unknown.split("_")))
     near = next(fewer, None) or next(iter(get_close_matches(unknown, names, n=1, cutoff=_ALIKE)), None)
     return f"{near}=..." if near else ""

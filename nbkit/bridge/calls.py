@@ -1,12 +1,11 @@
 """Functions that the notebook calls on a rank by name, in its main thread. See nbkit/wire/rank_functions.py.
 
-The rank's side of push and pull.
+They run cells, form the world, and are the rank's side of push, pull and `%cluster sync`.
 
-The rank's side of `%cluster sync`: a project's files on a host that does not see the notebook's.
-
-They lie in the cluster's own folder of the host, which is removed when the ranks have ended: nothing of the user's
-there is written over. One rank of each host writes them, and every rank imports from them. A rank that is new has them
-from another one (replacing/brought_files.py).
+`%cluster sync` copies a project's files to hosts that do not see the notebook's files. The copies are in the cluster's
+own folder on each host, so no file of the user is overwritten. The folder is removed when the ranks have ended. One
+rank of each host writes the files, and every rank imports from them. A new rank gets them from another rank
+(replacing/brought_files.py).
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from nbkit.wire.processes import Process
 runner: Runner | None = None  # these four are set once, by the engine
 place: RankPlace | None = None
 address = ""  # of this host, where its ranks may listen
-hosts: tuple[str, ...] = ()  # every address of every host of the cluster; () where there is this one alone
+hosts: tuple[str, ...] = ()  # every address of every host of the cluster; () if this is the only host
 dead: set[int] = set()  # ranks of this cluster that have died; only a restart brings them back
 _listener: socket.socket | None = None
 
 
 def hello() -> dict[str, Any]:
-    """Proof that this rank runs code, and where; generation 0 says that it has no world yet."""
+    """Return the process, rank and world generation of this rank. Generation 0 means that it has no world yet."""
     assert place is not None
     here = world.current()
     process = asdict(Process.of(os.getpid()))
@@ -53,7 +52,7 @@ def run_cell(request: CellRequest) -> CellRecord:
 
 
 def open_store() -> tuple[str, int]:
-    """On rank 0, before a new generation: listen for its store. Returns address and port; all ranks reach them."""
+    """Listen for the store of a new generation, on rank 0. Returns an address and port that all ranks can reach."""
     global _listener
     _listener = world.open_listener(address)
     if hosts and not admit_only(_listener, hosts):
@@ -62,7 +61,7 @@ def open_store() -> tuple[str, int]:
 
 
 def take_listener() -> socket.socket | None:
-    """Return what `open_store` has opened, for who serves the store in it."""
+    """Return the socket that `open_store` has opened, and forget it. The caller serves the store on it."""
     global _listener
     listener, _listener = _listener, None
     return listener
@@ -85,12 +84,15 @@ T = TypeVar("T")
 
 
 def put(path: str) -> str:
-    """Assign the names in a parcel. The notebook unlinks it when every rank has it mapped. Returns why not, or ""."""
+    """Assign the names in a parcel. Returns why that failed, or "".
+
+    The notebook unlinks the parcel when every rank has mapped it.
+    """
     return _assign(lambda: parcel.read(path, unlink=False))
 
 
 def put_parts(parts: list[bytes]) -> str:
-    """`put` for a rank that may be on another host than the notebook."""
+    """Do the same as `put`, on a rank that may be on another host than the notebook."""
     return _assign(lambda: parcel.unpack(parts))
 
 
@@ -102,7 +104,10 @@ def _assign(read: Callable[[], dict[str, Any]]) -> str:
 
 
 def _served(act: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what act() returns, or why not: values have code of their own, which may fail, exit, or never end."""
+    """Return (what act() returns, ""), or (None, why it failed).
+
+    Values can run code of their own, which may fail, exit, or never end.
+    """
     assert runner is not None
     try:
         with runner.open_to_stop():
@@ -115,9 +120,13 @@ def _served(act: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def get(expression: str, limit: int, token: str) -> dict[str, Any]:
-    """Return the value of an expression as a parcel: {"path", "bytes"}; or {"bytes"} alone if it is over `limit` bytes;
-    or {"error": text}. token: where the parcel lies, so that the notebook can discard it whatever happens; "" for a
-    notebook that may be on another host: then the answer has "parts" in place of "path"."""
+    """Return the value of an expression as a parcel: {"path", "bytes"}.
+
+    Returns only {"bytes"} if the value is larger than `limit` bytes, and {"error": text} if it has none.
+
+    token: the folder of the parcel, so that the notebook can discard it in any case. "" for a notebook that may be on
+        another host: then the answer has "parts" instead of "path".
+    """
     assert runner is not None
     shell = runner.shell
     packed, why = _served(lambda: parcel.pack(eval(expression, shell.user_global_ns, shell.user_ns)))
@@ -136,20 +145,23 @@ def get(expression: str, limit: int, token: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BroughtProject:
-    """What was brought last. root: the notebook's directory. digests: of each file, by its name relative to that."""
+    """The project files that were copied here last.
+
+    root: the notebook's directory. digests: the digest of each file, by its name relative to `root`.
+    """
 
     root: str
     digests: Mapping[str, str]
 
 
 brought: BroughtProject | None = None
-_used = Path()  # where this rank imports it from
+_used = Path()  # the folder from which this rank imports the project
 
 
 def look(path: str, digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return what this host has of the files `digests` names (relative to the notebook's directory `path`).
+    """Return which of the files in `digests` this host has. Names are relative to the notebook's directory `path`.
 
-    {"shared": whether it sees the same files under the same path, "lacks": those that were not brought here yet}.
+    {"shared": whether this host sees the same files under the same path, "lacks": files that were not copied here yet}.
     """
     there = Path(path)
     if digests and all(_digest(there / name) == digest for name, digest in digests.items()):
@@ -158,21 +170,21 @@ def look(path: str, digests: Mapping[str, str]) -> dict[str, Any]:
 
 
 def write(files: Sequence[tuple[str, int, bytes]]) -> None:
-    """Write each file (name, mode, content), whole or not at all."""
+    """Write each file (name, mode, content) atomically."""
     for name, mode, content in files:
         target = _inside(name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")  # ranks that are new write beside each other
+        part = target.with_name(f"{target.name}.{os.getpid()}.part")  # several new ranks may write at once
         part.write_bytes(content)
         part.chmod(mode & 0o700)
         os.replace(part, target)
         if target.suffix == ".py":
-            # What was compiled of a file of the same second and size would be taken for this one's.
+            # Python would take a compiled file for current if the old source had the same second and size.
             Path(cache_from_source(target)).unlink(missing_ok=True)
 
 
 def keep(names: Sequence[str]) -> int:
-    """Remove what was brought earlier and is not among `names`; how many files that were."""
+    """Remove copied files that are not in `names`. Returns how many were removed."""
     kept = {_inside(name) for name in names}
     gone = [path for path in _home().rglob("*") if path.is_file() and path not in kept and path.suffix != ".pyc"]
     for path in gone:
@@ -181,16 +193,16 @@ def keep(names: Sequence[str]) -> int:
 
 
 def read(names: Iterable[str]) -> list[tuple[str, int, bytes]]:
-    """Of each file that is here still (name, mode, content), as `write` takes them."""
+    """Return (name, mode, content) of each of these files that still exists, as `write` takes them."""
     there = [(name, _used / name) for name in names]
     return [(name, path.stat().st_mode, path.read_bytes()) for name, path in there if path.is_file()]
 
 
 def use(root: str, digests: Mapping[str, str], shared: bool, changed: Sequence[str]) -> list[str]:
-    """Import from the files from now on; the modules of `changed` that were imported before, and are the old ones.
+    """Import from the project's files from now on. Returns the names of imported modules whose file is in `changed`.
 
-    root, digests: see BroughtProject. shared: whether this host sees the notebook's directory; else they were brought
-    here.
+    Those modules still have their old code. root, digests: see BroughtProject. shared: whether this host sees the
+    notebook's directory; otherwise the files were copied here.
     """
     global brought, _used
     home = root if shared else str(_home())

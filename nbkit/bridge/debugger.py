@@ -1,11 +1,11 @@
-"""`breakpoint()` on this rank, and the frames of the cell that failed last, until the next cell begins.
+"""The debugger of a rank: pdb for `breakpoint()`, and for the frames of the cell that failed last.
 
-Lines that a person types in the notebook, for code on this rank that asks for one.
+The frames of a failed cell are kept until the next cell begins. pdb shows only the frames of the cell and of the code
+that it calls.
 
-An engine has no standard input. The question goes over the channel of outputs, after everything that was printed; the
-answer comes over the control channel, whose thread is free while the main thread waits here.
-
-pdb on a rank: its lines come from the notebook, and its frames are those of the cell and of what the cell calls.
+An engine has no standard input, so pdb gets its lines from the notebook. The question goes over the output channel,
+after everything that was printed. The answer comes over the control channel. The thread of that channel is free while
+the main thread waits here.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ from nbkit.wire.cells import Prompt, PromptKind
 
 
 class NoPrompt(Exception):
-    """Nobody answers. The text says why; it is empty where the cell is being stopped."""
+    """Raised when nobody answers a prompt. The text says why; it is empty if the cell is being stopped."""
 
 
 class Prompts:
-    """One per rank. publish: sends the notebook a message of nbkit's own. cell: gives the id of the cell that runs."""
+    """The prompts of one rank. There is one object per rank.
+
+    publish: sends the notebook one of nbkit's own messages. cell: returns the id of the running cell.
+    """
 
     def __init__(self, rank: int, publish: Callable[[str, dict[str, Any]], None], cell: Callable[[], str]) -> None:
         self.rank, self._publish, self._cell = rank, publish, cell
         self.open: Prompt | None = None
         self._lines: SimpleQueue[str | NoPrompt] = SimpleQueue()
-        self._turn = threading.Lock()  # threads of a cell ask one after the other
+        self._turn = threading.Lock()  # threads of a cell ask one at a time
         self._number = 0
         self._refused: dict[str, str] = {}  # cell -> why nobody answers in it
 
@@ -65,19 +68,19 @@ class Prompts:
         return line
 
     def answer(self, number: int, line: str) -> None:
-        """From the notebook: what was typed at question `number`."""
+        """Take the line that was typed in the notebook for question `number`."""
         if self.open is not None and self.open.number == number:
             self._lines.put(line)
 
     def refuse(self, cell: str, why: str = "") -> None:
-        """No question of `cell` is answered any more, the open one neither. why: shown; "" while it is stopped."""
+        """Refuse all prompts of `cell` from now on, and the open one. why: shown; "" while it is stopped."""
         self._refused = {cell: why}
         if self.open is not None and self.open.cell == cell:
             self._lines.put(NoPrompt(why))
 
 
 class Cells(Protocol):
-    """Which code is a cell's."""
+    """The part of `Shell` that tells which code belongs to a cell."""
 
     @property
     def cells(self) -> dict[str, int]: ...
@@ -86,8 +89,10 @@ class Cells(Protocol):
 
 
 class RankPdb(OldPdb):  # type: ignore[misc]
-    """One stop of the code of a cell, or one traceback. outermost: the code that runs cells; what is below it on the
-    stack is not the cell's."""
+    """A pdb session for one stop in the code of a cell, or for one traceback.
+
+    outermost: the code that runs cells. Frames below it on the stack do not belong to the cell.
+    """
 
     def __init__(self, prompts: Prompts, own: Cells, outermost: CodeType, kind: PromptKind) -> None:
         super().__init__(stdin=weakref.proxy(self), stdout=sys.stdout, nosigint=True, readrc=False)
@@ -96,7 +101,7 @@ class RankPdb(OldPdb):  # type: ignore[misc]
         self.in_cell = True
 
     def stop_at(self, frame: FrameType) -> None:
-        """Ask for commands in `frame`, which runs, and trace what runs next as they say."""
+        """Ask for commands in the running frame `frame`, and trace the code that follows as the commands say."""
         self.in_cell = any(self.own.is_cell(each) for each in _outwards(frame))  # a thread of a cell has no cell below
         self.reset()
         for each in _outwards(frame):
@@ -104,7 +109,7 @@ class RankPdb(OldPdb):  # type: ignore[misc]
             self.botframe = each
         self.set_step()
         self.interaction(frame, None)
-        # In this order: the tracing must not stop in the prompt's own code.
+        # Tracing starts last: it must not stop in the prompt's own code.
         if self.stoplineno != -1 or self.breaks:
             sys.settrace(self.trace_dispatch)
 
@@ -114,13 +119,13 @@ class RankPdb(OldPdb):  # type: ignore[misc]
         self.interaction(None, traceback)
 
     def let_go(self) -> None:
-        """Stop nowhere any more, and hold no frame."""
+        """Stop nowhere any more, and drop all frames."""
         self.reset()
 
-    # What pdb does otherwise here ---------------------------------------------------------------------------------
+    # Overrides of pdb ---------------------------------------------------------------------------------------------
 
     def _cmdloop(self) -> None:
-        self.cmdloop()  # pdb's own shows an interrupt and asks on; here it ends the cell
+        self.cmdloop()  # pdb's own method shows an interrupt and asks again; here an interrupt ends the cell
 
     def forget(self) -> None:
         super().forget()
@@ -135,12 +140,12 @@ class RankPdb(OldPdb):  # type: ignore[misc]
         return bool(super().stop_here(frame)) and self._is_of_cell(frame)
 
     def user_call(self, frame: FrameType, argument_list: Any) -> None:
-        # Each statement of a cell is a module of its own to Python; that one begins is of no interest.
+        # Python runs each statement of a cell as its own module. pdb must not stop where one begins.
         if not (self.own.is_cell(frame) and frame.f_code.co_name == "<module>"):
             super().user_call(frame, argument_list)
 
     def _is_of_cell(self, frame: FrameType) -> bool:
-        """Return True if it is the cell's code, or called by it. Between two statements IPython's own runs."""
+        """Return True if a frame is a cell's code, or called by it. Between two statements IPython's own code runs."""
         if not self.in_cell:
             return True
         for each in _outwards(frame):
@@ -162,7 +167,10 @@ class RankPdb(OldPdb):  # type: ignore[misc]
     # Its lines ----------------------------------------------------------------------------------------------------
 
     def readline(self) -> str:
-        """As of a file: a command that a person has typed, or, where nobody can, the one that lets the cell go on."""
+        """Return the command that a person has typed. Returns "continue" if nobody can type, so that the cell goes on.
+
+        pdb calls this as on a file.
+        """
         try:
             return self.prompts.ask(self.kind, self._where()) + "\n"
         except NoPrompt as nobody:
@@ -185,12 +193,12 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-FRAMES_KEPT = 200  # the innermost; a recursion without an end has thousands
+FRAMES_KEPT = 200  # the innermost ones; an endless recursion has thousands
 
 
 @dataclass(frozen=True)
 class FailedCell:
-    """What is kept of a cell that failed. moment: time.time() of it. Its frames hold their variables."""
+    """The error and the frames of a cell that failed. moment: its time.time(). The frames hold their variables."""
 
     number: int
     error: str
@@ -199,7 +207,7 @@ class FailedCell:
 
 
 class Debugger:
-    """One per rank. outermost: the code that runs cells."""
+    """The debugger of a rank. There is one per rank. outermost: the code that runs cells."""
 
     def __init__(self, prompts: Prompts, own: Cells, outermost: CodeType) -> None:
         self.prompts, self.own, self.outermost = prompts, own, outermost
@@ -214,7 +222,7 @@ class Debugger:
         dist.breakpoint = self.breakpoint_of_one
 
     def set_trace(self, *, header: str | None = None, **_: Any) -> None:
-        """What `breakpoint()` calls. PYTHONBREAKPOINT=0 leaves all of them out, as everywhere."""
+        """Stop at a `breakpoint()`, which calls this. PYTHONBREAKPOINT=0 turns all of them off, as in Python."""
         if os.environ.get("PYTHONBREAKPOINT") == "0":
             return
         if os.getpid() != self._process:
@@ -225,7 +233,7 @@ class Debugger:
         RankPdb(self.prompts, self.own, self.outermost, "breakpoint").stop_at(sys._getframe(1))
 
     def breakpoint_of_one(self, rank: int = 0, skip: int = 0, timeout_s: int | None = None) -> None:
-        """torch.distributed.breakpoint: `rank` asks, and all others wait. timeout_s has no effect: no group has one."""
+        """Replace torch.distributed.breakpoint: `rank` asks, others wait. timeout_s has no effect: no group has one."""
         if os.environ.get("PYTHONBREAKPOINT") == "0":
             return
         frame = sys._getframe(1)
@@ -238,12 +246,12 @@ class Debugger:
         dist.barrier()
 
     def begin(self) -> None:
-        """A cell begins: nobody looks at the frames of the one before any more, and its tensors are let go."""
+        """Drop the frames of the failed cell, and with them its tensors. Called when a cell begins."""
         self.failed = None
         self._passed.clear()
 
     def end(self) -> None:
-        """A cell has ended, or a live one within it: what was to stop next is not there any more."""
+        """Stop tracing. Called when a cell, or a live cell within it, has ended: nothing is left to step through."""
         tracing = getattr(sys.gettrace(), "__self__", None)
         if isinstance(tracing, RankPdb):
             sys.settrace(None)
@@ -264,7 +272,7 @@ class Debugger:
             self.failed = FailedCell(number, error, moment, kept)
 
     def post_mortem(self) -> None:
-        """Ask for commands in the frames that are kept. Raises LookupError without any."""
+        """Ask for commands in the frames that are kept. Raises LookupError if there are none."""
         if self.failed is None:
             raise LookupError("no frames of a failed cell are kept on this rank")
         assert threading.current_thread() is threading.main_thread()

@@ -1,14 +1,13 @@
-"""A rank, from the moment it is forked: pinned, joined to the world, then an ipyparallel engine.
+"""A rank, from its fork to its end: it is pinned, joins the world, and becomes an ipyparallel engine.
 
-The order matters. The pin comes before CUDA or any thread starts; on one host the world is formed before the engine
-registers, so that it is up by the time the hub has heard the first heartbeat. On several hosts the engines register
-first: the address at which the world forms reaches them through the notebook.
+The order matters. The rank is pinned before CUDA or any thread starts. On one host the world is formed before the
+engine registers, so that the world is up when the hub hears the first heartbeat. On several hosts the engines register
+first, because they get the address of the world through the notebook.
 
-The end of a rank with its cluster: a training is saved at its next step boundary, and the notebook reads what was.
-
-Whoever ends it cannot wait for long, or is gone: the parent was killed, the controller is, or a batch system has sent
-SIGTERM, to the parent or to all processes of the job. Without a controller nothing that a rank says reaches the
-notebook, so it is written in the cluster's folder.
+When the cluster ends without its user, `Ending` saves a training at its next step boundary. This happens when the
+parent or the controller was killed, or when a batch system has sent SIGTERM to the parent or to all processes of the
+job. A batch system does not wait for long. Without a controller no message of a rank reaches the notebook, so the rank
+writes how it ended in the cluster's folder, where the notebook reads it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import ipykernel.debugger  # noqa: F401  # by every kernel when it is made: half of the CPU of a rank's start
+import ipykernel.debugger  # noqa: F401  # every kernel imports it: half of the CPU time of a rank's start
 from ipyparallel.engine.app import IPEngine
 
 from nbkit.bridge import calls
@@ -54,7 +53,7 @@ SEND_SECONDS = 0.5  # for the record of the last cell to leave this process
 
 
 class Ending:
-    """One per rank. loop: of the engine, in the main thread."""
+    """The end of a rank whose cluster ends. There is one per rank. loop: of the engine, in the main thread."""
 
     def __init__(self, runner: Runner, folder: Path, loop: Any) -> None:
         self.runner, self.folder, self._loop = runner, folder, loop
@@ -63,21 +62,21 @@ class Ending:
         self._signals = {signal.SIGTERM, *end_signals()}
         for number in self._signals:
             signal.signal(number, self._on_signal)
-        self._masks = threading.local()  # of who forks
+        self._masks = threading.local()  # signal masks of threads that fork
         os.register_at_fork(before=self._hold, after_in_parent=self._let_come, after_in_child=self._be_another)
 
     def end_training(self, why: str) -> None:
-        """A training ends at its next boundary, and so does any later one; the rank lives on. From any thread.
+        """End the training at its next boundary, and any later training too. The rank lives on. For any thread.
 
-        why: "": it need not end after all.
+        why: the reason; "" takes the request back.
         """
         self._why = why
         step_boundary.tell_to_end(why)
 
     def begin(self, why: str, *, now: bool) -> None:
-        """End when the cell that runs has; a training in it ends at its next boundary. From any thread.
+        """End this rank when the running cell has ended. A training in it ends at its next boundary. For any thread.
 
-        now: a cell that does not train is not waited for. Called again, with a reason that says more, it changes that.
+        now: do not wait for a cell that does not train. A later call replaces the reason, for one that says more.
         """
         self._why = why
         trains = step_boundary.training() is not None
@@ -100,8 +99,8 @@ class Ending:
             running.ended.wait()
         self._loop.add_callback(self._loop.call_later, SEND_SECONDS, os._exit, 1)
 
-    # A fork of this rank, such as a pool's, ends by these signals as any process. Python forgets what comes to a fork
-    # before it is ready, where a handler is set: until it has none they wait.
+    # A fork of this rank, such as a pool's worker, ends by these signals like any process. If a handler is set, Python
+    # forgets signals that reach a fork before it is ready. So they are blocked until the fork has no handler.
 
     def _hold(self) -> None:
         self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
@@ -111,19 +110,19 @@ class Ending:
 
     def _be_another(self) -> None:
         for number in self._signals:
-            if signal.getsignal(number) == self._on_signal:  # or it is one that the fork, which forks again, has set
+            if signal.getsignal(number) == self._on_signal:  # not a handler that a fork has set before it forked again
                 signal.signal(number, signal.SIG_DFL)
         self._let_come()
 
     def _on_signal(self, number: int, _: object) -> None:
-        # Elsewhere: a signal comes in the middle of anything, also of what this does.
+        # In another thread, because a signal can come in the middle of anything, this code included.
         why = f"the ranks were told to end ({signal.Signals(number).name})"
         threading.Thread(target=self._begin_by_signal, args=(why,), name="nbkit-signal", daemon=True).start()
 
     def _begin_by_signal(self, why: str) -> None:
         if step_boundary.training() is None:
-            # A batch system tells all processes at once. The parent ends this rank too; it would take an end that comes
-            # before for a death.
+            # A batch system tells all processes at once. The parent ends this rank too. If the rank ended first, the
+            # parent would take that for a death.
             time.sleep(PARENT_SECONDS)
         self.begin(self._why or why, now=True)
 
@@ -137,9 +136,9 @@ class RankEngine(IPEngine):  # type: ignore[misc]
     replaces: bool
 
     async def register(self) -> None:
-        """As ipyparallel's; in the place of an engine that died, tell the hub first that it is gone.
+        """Register like ipyparallel's engine. If this rank replaces a dead engine, unregister the dead one first.
 
-        On the same socket, so that the hub hears it first: an id that is taken is given to nobody else.
+        Both messages use the same socket, so the hub hears them in order. It gives nobody an id that is still taken.
         """
         if self.replaces:
             send = self.session.send
@@ -191,7 +190,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
             self.runner.capture.publish("nbkit_replaced", {}, self.kernel.iopub_socket)
         elif message["do"] == "died":
             calls.dead.add(message["rank"])
-            # A world that is being formed belongs to no cell, so nobody else ends the wait for the dead one.
+            # A world that is being formed belongs to no cell, so nothing else would end the wait for the dead rank.
             if forming.deadline is not None:
                 failure_alarm.break_out(f"rank {message['rank']} died")
             self.runner.capture.publish("nbkit_died", message, self.kernel.iopub_socket)
@@ -199,16 +198,16 @@ class RankEngine(IPEngine):  # type: ignore[misc]
     def _take_over(self, newcomer: ReplacementRank, word: dict[str, Any]) -> None:
         try:
             newcomer.take_over(word)
-        except BaseException:  # half of a rank is of use to nobody; the parent starts another one
+        except BaseException:  # a rank that is only half ready is useless; the parent starts another one
             traceback.print_exc(file=sys.__stderr__)
             sys.__stderr__.flush()  # type: ignore[union-attr]
             os._exit(1)
 
     def _orphaned(self) -> None:
-        """The parent is gone: nobody would reap this rank, so it ends, but never in the middle of a cell.
+        """End this rank because its parent is gone and nobody would reap it. It never ends in the middle of a cell.
 
-        A training is saved, and ends, at its next boundary. On another host than the notebook's the rank ends at once:
-        it counts as dead, and nobody could end it later.
+        A training is saved and ends at its next boundary. On another host than the notebook's the rank ends at once: it
+        counts as dead, and nobody could end it later.
         """
         if self.spec.line is not None:
             shutil.rmtree(self.spec.folder, ignore_errors=True)
@@ -217,8 +216,11 @@ class RankEngine(IPEngine):  # type: ignore[misc]
 
 
 def main(spec: EngineSpec, rank: int, listener: socket.socket | None, link: Link, *, replaces: bool = False) -> None:
-    """Be rank `rank` until the cluster stops. Never returns. replaces: the others are in a world, which it joins later:
-    one of this number has died in a training, or there are more ranks from now on."""
+    """Be rank `rank` until the cluster stops. Never returns.
+
+    replaces: the other ranks already have a world, and this rank joins it later. Either the rank of this number has
+        died in a training, or the number of ranks grows.
+    """
     stages.begin("forked")
     pin = spec.pin(rank)
     log = Path(spec.folder) / "logs" / f"rank{rank}.log"
@@ -232,15 +234,15 @@ def main(spec: EngineSpec, rank: int, listener: socket.socket | None, link: Link
         os.sched_setaffinity(0, pin.cores)
     import torch
 
-    # libgomp read OMP_NUM_THREADS when the parent loaded it, so the environment alone would not do.
+    # libgomp read OMP_NUM_THREADS when the parent loaded it, so setting the variable alone has no effect here.
     torch.set_num_threads(pin.threads)
     _draw_own_numbers()
     calls.place, calls.address, calls.hosts = spec.place(rank), spec.address, spec.hosts
-    # Else the hosts first learn of each other, through the notebook; and who replaces another joins its world later.
+    # On several hosts the ranks first learn each other's addresses through the notebook. A new rank joins later.
     if spec.line is None and not replaces:
         world.World.join(calls.place, listen=listener, address=spec.address, port=spec.port)
     _verify_device(pin.env.get("CUDA_VISIBLE_DEVICES", ""), spec.device)
-    sys.argv = ["ipengine"]  # what user code sees; a script's own arguments never leak in
+    sys.argv = ["ipengine"]  # user code sees this, and never the arguments of our own command
     RankEngine.spec, RankEngine.rank, RankEngine.link, RankEngine.replaces = spec, rank, link, replaces
     RankEngine.launch_instance(
         [
@@ -255,9 +257,10 @@ def main(spec: EngineSpec, rank: int, listener: socket.socket | None, link: Link
 
 
 def _draw_own_numbers() -> None:
-    """Forks of one parent would all draw the same random numbers; processes that torchrun starts do not.
+    """Seed the random generators of torch and numpy anew.
 
-    Python's own generator begins anew in every fork. A GPU's begins when this process first uses CUDA.
+    Forks of one parent would all draw the same random numbers; processes that torchrun starts do not. Python's own
+    generator is seeded anew in every fork. The generator of a GPU starts when this process first uses CUDA.
     """
     import torch
 
@@ -267,7 +270,10 @@ def _draw_own_numbers() -> None:
 
 
 def _verify_device(pinned: str, device: str) -> None:
-    """The GPU that torch uses must be the one this rank was given, by UUID (MIG instances go by other names)."""
+    """Raise ClusterError if torch uses another GPU than this rank was given, by UUID.
+
+    MIG instances have other names and are not checked.
+    """
     if device == "cpu" or not pinned.startswith("GPU-"):
         return
     from nbkit.rank.device import accelerator

@@ -1,25 +1,21 @@
-"""Progress bars of ranks are text where the program leaves the choice: `tqdm.auto`, and all that is built on it.
+"""The output of a rank. Every message that an engine publishes while a cell runs passes here once.
 
-A widget for each rank would be a bar for each rank, move only where a page shows widgets, and be lost with the page.
-Text is one line for all ranks, moves wherever output does, and stays in the notebook. `tqdm.notebook` is a widget.
+`OutputCapture` marks each message with its cell and a number, so that the notebook knows when it has all of them. It
+writes each message to disk before it is sent, so that a notebook that connects later can get what it missed. Long
+values, pictures and errors are cut (`limited`): text of any length would fill the notebook and its kernel.
 
-`with ipywidgets.Output():` on a rank, as rich's progress bars use it: what is printed inside goes into the widget.
+`RankComms` slows the messages of widgets to a pace that pages can follow. A progress bar updates thirty times a second.
+Such updates are held for a moment and sent as one; they are not counted among the cell's outputs, and not kept. At the
+end of the cell the final state is sent once more, counted and kept. So a finished bar looks finished, also in a
+notebook that connects later.
 
-In a notebook's own kernel the page does that, by the id of the cell that prints. All ranks print in one cell of the
-notebook, so each rank does it itself, and tells the page what the widget holds.
+`OutputWidgets` is the rank's side of `with ipywidgets.Output():`, which rich's progress bars use. Text that is printed
+inside goes into the widget. In a notebook's own kernel the page does that, by the id of the cell that prints. All ranks
+print in one cell of the notebook, so each rank does it itself and tells the page what the widget holds.
 
-Comms of a rank: what its widgets tell the pages that show them, at a pace that pages can follow.
-
-A progress bar tells its state thirty times a second. Such updates are held for a moment and sent as one; they are not
-counted among the cell's outputs, nor kept. What has changed by the end of the cell is sent once more, counted and kept:
-a bar that is over stands where it ended, also in a notebook that comes later.
-
-The most that one shown value, picture or error takes: text of any length would fill the notebook and its kernel.
-
-Output of a rank, marked and kept: every message an engine publishes while a cell runs passes here once.
-
-Each gets the cell it belongs to and a number, so that the notebook knows when it has all of them, and each is
-written to disk before it is sent, so that a notebook which comes later can be given what it missed.
+`draw_as_text` makes progress bars text where the program leaves the choice: `tqdm.auto`, and libraries built on it.
+Widgets would be one bar for each rank. They move only on a page that shows widgets, and are lost with the page. Text is
+one line for all ranks, works wherever output does, and stays in the notebook. `tqdm.notebook` is still a widget.
 """
 
 from __future__ import annotations
@@ -43,13 +39,13 @@ from typing import Any, TextIO
 from nbkit.wire.cells import COMM_TYPES
 from nbkit.wire.text_encoding import encodable
 
-KEPT_CHARACTERS = 200_000  # of one text; the file on disk has all
+KEPT_CHARACTERS = 200_000  # of one text; the file on disk has all of it
 _REWRITTEN = re.compile(r"[^\n]*\r(?=[^\n])")  # what a terminal would have overwritten
 
 
 @dataclass
 class _Area:
-    """What one widget holds, as notebooks keep outputs. places: of displays that can be updated, by their id."""
+    """The outputs of one widget, as notebooks keep outputs. places: index of each updatable display, by its id."""
 
     outputs: list[dict[str, Any]] = field(default_factory=list)
     places: dict[str, int] = field(default_factory=dict)
@@ -88,7 +84,7 @@ class OutputWidgets:
     def __init__(self) -> None:
         self._areas: dict[str, _Area] = {}
         self._entered: list[str] = []  # those whose `with` is open, innermost last
-        self._left: list[str] = []  # those whose own objects do not know yet what they hold
+        self._left: list[str] = []  # those whose Python objects do not know their outputs yet
         self._telling = ""
 
     def on_open(self, comm: str, state: dict[str, Any]) -> None:
@@ -100,7 +96,7 @@ class OutputWidgets:
         self._entered = [other for other in self._entered if other != comm]
 
     def on_update(self, comm: str, state: dict[str, Any]) -> dict[str, Any]:
-        """Return what a page is to know of an update that a widget sends."""
+        """Return the part of a widget's update that its pages get."""
         area = self._areas.get(comm)
         if area is None:
             return state
@@ -115,9 +111,9 @@ class OutputWidgets:
         return {name: value for name, value in state.items() if name != "msg_id"}
 
     def take(self, kind: str, content: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-        """Return what is output now, if it goes into a widget: (its comm, the update for its pages)."""
+        """Put an output into the widget that it belongs to. Returns (its comm, the update for its pages), or None."""
         if kind == "update_display_data":
-            # It may be of a widget that was left, or of the cell itself.
+            # It may belong to a widget that was left, or to the cell itself.
             known = [comm for comm, area in self._areas.items() if _display_id(content) in area.places]
             comm = known[-1] if known else None
         else:
@@ -126,7 +122,7 @@ class OutputWidgets:
             return None
         area = self._areas[comm]
         area.add(kind, content)
-        # Emptied when the next output comes: until then the page shows what it had.
+        # With `wait` the page keeps the old outputs until the next one comes.
         return comm, {} if kind == "clear_output" and content.get("wait") else {"outputs": list(area.outputs)}
 
     def is_echo(self, comm: str, data: dict[str, Any]) -> bool:
@@ -134,7 +130,7 @@ class OutputWidgets:
         return comm == self._telling and data.get("method") == "echo_update"
 
     def tell_objects(self) -> None:
-        """Tell widgets that were left what they hold, as a page would. In the thread that has left them."""
+        """Tell the Python objects of widgets that were left what they hold, as a page would. Runs in their thread."""
         while self._left:
             comm = self._left.pop()
             manager = sys.modules["comm"].get_comm_manager()
@@ -159,14 +155,14 @@ def _display_id(content: dict[str, Any]) -> str:
 
 
 PACE_SECONDS = 0.1  # between two updates of one widget
-CHARACTERS_PER_SECOND = 2_000_000  # of large ones
+CHARACTERS_PER_SECOND = 2_000_000  # of large updates
 
 Keep = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 @dataclass
 class _Update:
-    """An update of a widget's state. state: all that it has told since the cell began. waiting: what has not gone."""
+    """The updates of a widget. state: all changes since the cell began. waiting: changes that were not sent yet."""
 
     stream: Any
     options: dict[str, Any]
@@ -175,10 +171,10 @@ class _Update:
 
 
 class RankComms:
-    """One per rank.
+    """The comms of one rank: the messages between its widgets and the pages. There is one object per rank.
 
-    send: the session's own. keep: counts and keeps a message of the cell that runs, and gives its mark; mark: gives one
-    for a message that is not counted.
+    send: the session's own method. keep: counts and keeps a message of the running cell, and returns its mark. mark:
+    returns a mark for a message that is not counted.
     """
 
     def __init__(self, send: Callable[..., Any], keep: Keep, mark: Callable[[], dict[str, Any]]) -> None:
@@ -189,14 +185,14 @@ class RankComms:
         self._lock = threading.RLock()
 
     def send(self, stream: Any, kind: str, content: dict[str, Any], **options: Any) -> None:
-        """A comm's `send`: publish its message with the mark of the running cell."""
+        """Publish the message of a comm, with the mark of the running cell."""
         comm, data, widgets = content["comm_id"], content.get("data") or {}, self._output_widgets
         with self._lock:
             if _is_update(kind, data, options.get("buffers")):
                 update = self._updates.setdefault(comm, _Update(stream, options, {}, {}))
                 self._hold(update, widgets.on_update(comm, data["state"]))
             elif not widgets.is_echo(comm, data):
-                self._let_go(comm, counted=False)  # what came before it has to arrive before it
+                self._let_go(comm, counted=False)  # earlier updates have to arrive before this message
                 mark = self._mark() if kind == "comm_msg" else self._kept(kind, content, options)
                 self._send(stream, kind, content, **_marked(options, mark))
             if kind == "comm_open":
@@ -207,7 +203,7 @@ class RankComms:
         widgets.tell_objects()
 
     def take(self, kind: str, content: dict[str, Any]) -> bool:
-        """Return True if what is output now goes into a widget, and not into the cell."""
+        """Return True if this output goes into a widget, and not into the cell."""
         with self._lock:
             taken = self._output_widgets.take(kind, content)
             if taken is not None:
@@ -215,7 +211,7 @@ class RankComms:
             return taken is not None
 
     def settle(self) -> None:
-        """The cell is about to end: what has changed in it goes out, and is counted."""
+        """Send what has changed in the cell, and count it. Called just before the cell ends."""
         with self._lock:
             for comm in list(self._updates):
                 self._let_go(comm, counted=True)
@@ -247,7 +243,7 @@ class RankComms:
         self._send(update.stream, "comm_msg", content, **_marked(update.options, mark))
 
     def _kept(self, kind: str, content: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        """Counts and keeps a message, with what JSON cannot hold as text; its mark."""
+        """Count and keep a message, its buffers as base64. Returns its mark."""
         buffers = [base64.b64encode(bytes(buffer)).decode() for buffer in options.get("buffers") or ()]
         return self._keep(kind, {**content, "metadata": options.get("metadata") or {}, "buffers": buffers})
 
@@ -257,7 +253,7 @@ def _marked(options: dict[str, Any], mark: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_update(kind: str, data: dict[str, Any], buffers: Any) -> bool:
-    """Return True if it is the new state of a widget, of which a later one makes it needless."""
+    """Return True if the message is the new state of a widget, which a later update replaces."""
     return kind == "comm_msg" and data.get("method") == "update" and "state" in data and not buffers
 
 
@@ -266,7 +262,7 @@ PICTURE_LIMIT = 16 << 20  # characters of any other form (HTML, base64 of a pict
 
 
 def shortened(text: str, limit: int = TEXT_LIMIT, *, hint: str = "") -> str:
-    """`text`, or its two ends with the number of characters that were left out between them."""
+    """Return `text`. If it is too long, return its two ends and the number of characters left out between them."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -274,7 +270,7 @@ def shortened(text: str, limit: int = TEXT_LIMIT, *, hint: str = "") -> str:
 
 
 def limited(content: dict[str, Any]) -> dict[str, Any]:
-    """The content of a message that shows a value or an error, its long texts shortened, too large forms left out."""
+    """Return the content of a message that shows a value or an error, without large forms and with long texts cut."""
     if "traceback" in content:
         lines = [shortened(line) for line in content["traceback"]]
         return {**content, "evalue": shortened(content["evalue"]), "traceback": lines}
@@ -297,8 +293,8 @@ def _is_too_large(form: Any) -> bool:
 
 OUTPUT_TYPES = frozenset({"stream", "display_data", "update_display_data", "clear_output"})
 FLUSH_SECONDS = 0.01  # ipykernel's own is 0.2 s; a person watching a print should not wait for it
-"""Text goes out at most so often, also where a program flushes after each character: a notebook that gets a hundred
-thousand messages has no time for a stop."""
+"""The least time between two text messages, even if a program flushes after each character. A notebook that gets a
+hundred thousand messages has no time for a stop."""
 LOG_LIMIT = 64 << 20  # bytes of one rank's replay log, and of what it printed; older cells are dropped first
 
 
@@ -313,7 +309,7 @@ class Capturing:
 
 
 class _PacedText:
-    """Sends what is written to stdout and stderr, flushed or not, in few messages and in order. In ipykernel's thread.
+    """Sends the text of stdout and stderr, flushed or not, in few messages and in order. Runs in ipykernel's thread.
 
     held: the stream whose text waits for the next message.
     """
@@ -329,7 +325,7 @@ class _PacedText:
                 stream._flush = partial(self._soon, stream)
 
     def all(self) -> None:
-        """Send what is held now: what is published next comes after it."""
+        """Send the held text now, so that what is published next comes after it."""
         self._at_once = True
         try:
             for stream in self.streams:
@@ -358,7 +354,7 @@ class _PacedText:
 
 @dataclass
 class OutputCapture:
-    """Wraps `session.send` of an engine. One per process."""
+    """Wraps `session.send` of an engine. There is one object per process."""
 
     rank: int
     folder: Path
@@ -366,10 +362,10 @@ class OutputCapture:
     last: str = ""
     starts: dict[str, int] = field(default_factory=dict)  # cell -> where its outputs begin in the replay log
     lock: threading.Lock = field(default_factory=threading.Lock)
-    unkept: str = ""  # why what is shown now is not kept on disk, such as that it is full
+    unkept: str = ""  # why outputs are not kept on disk now, such as a full disk
 
     def install(self, session: Any) -> None:
-        """Put this between everything that publishes and the socket."""
+        """Put this object between everything that publishes and the socket."""
         self._send: Callable[..., Any] = session.send
         self._open()
         self.comms = RankComms(self._deliver, self._keep, self._mark)
@@ -377,8 +373,8 @@ class OutputCapture:
         self._paced = _PacedText((sys.stdout, sys.stderr))
 
         def plain() -> None:
-            # A forked child (multiprocessing, DataLoader workers) has neither the thread that publishes nor a count
-            # of its own. What it prints goes through the descriptors, which this process reads.
+            # A forked child (multiprocessing, DataLoader workers) has no thread that publishes and no count of its
+            # own. Its text goes through the file descriptors, which this process reads.
             session.send = lambda *args, **options: None
             self.lock = threading.Lock()  # another thread may have held it
             sys.stdout = open(os.dup(1), "w", buffering=1, errors="replace")
@@ -409,7 +405,7 @@ class OutputCapture:
         return capturing
 
     def end(self, capturing: Capturing) -> None:
-        """Flush, so that `capturing.count` is final; what a thread prints later goes to the log and to no count."""
+        """Flush, so that `capturing.count` is final. What a thread prints later goes to the log and is not counted."""
         self._paced.all()
         if self.unkept and len(self.stack) == 1:
             print(f"What this cell shows is not kept on disk: {self.unkept}", file=sys.stderr)
@@ -419,11 +415,11 @@ class OutputCapture:
             self.stack.remove(capturing)
 
     def send(self, stream: Any, msg_or_type: Any, content: Any = None, *rest: Any, **options: Any) -> Any:
-        """`Session.send`, with the cell's mark on what is output."""
+        """Do what `Session.send` does, and put the cell's mark on outputs."""
         message = isinstance(msg_or_type, dict)
         kind = msg_or_type["msg_type"] if message else msg_or_type
         if kind == "status" and ((options.get("parent") or {}).get("metadata") or {}).get("nbkit") == "call":
-            return None  # nobody waits for busy and idle of our own calls, and each costs two hops
+            return None  # nobody waits for the busy and idle of our own calls, and each costs two hops
         if kind in ("execute_result", "error"):
             # Both travel in the record that answers the cell, in one message instead of two.
             with self.lock:
@@ -455,7 +451,7 @@ class OutputCapture:
     def _deliver(self, stream: Any, msg_or_type: Any, content: Any = None, *rest: Any, **options: Any) -> Any:
         try:
             return self._send(stream, msg_or_type, content, *rest, **options)
-        except UnicodeEncodeError:  # nothing has gone out; a message that is not sent would be waited for
+        except UnicodeEncodeError:  # nothing was sent yet; the notebook would wait for a missing message
             return self._send(stream, encodable(msg_or_type), encodable(content), *rest, **options)
 
     def publish(self, kind: str, content: dict[str, Any], stream: Any) -> None:
@@ -463,7 +459,7 @@ class OutputCapture:
         self.send(stream, kind, content, metadata={"nbkit": {"rank": self.rank, "cell": "", "seq": -1}})
 
     def missed(self, cell: str, cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
-        """Outputs of `cell` as they were sent, about `limit` bytes of them, and the cursor to go on from.
+        """Return outputs of `cell` as they were sent, about `limit` bytes of them, and the cursor for the next call.
 
         cursor: 0 for the cell's first output.
         """
@@ -472,7 +468,7 @@ class OutputCapture:
             start = cursor or self.starts.get(cell, 0)
             log.seek(start)
             while log.tell() - start < limit and (line := log.readline()).endswith("\n"):
-                with suppress(ValueError):  # it was cut where the disk was full
+                with suppress(ValueError):  # a line that was cut when the disk was full
                     if (kept := json.loads(line))["cell"] == cell:
                         found.append(kept)
                 cursor = log.tell()
@@ -489,7 +485,7 @@ class OutputCapture:
         return mark
 
     def _mark(self) -> dict[str, Any]:
-        """The mark of a message that is not counted."""
+        """Return the mark of a message that is not counted."""
         stack = self.stack
         return {"rank": self.rank, "cell": stack[-1].cell if stack else self.last, "seq": -1}
 
@@ -499,7 +495,10 @@ class OutputCapture:
                 self._write(self._text, content["text"])
 
     def _write(self, file: TextIO, text: str) -> None:
-        """To a disk that may be full: a message that is not kept is sent all the same, or it would be waited for."""
+        """Write `text` to disk. If the disk is full, note it and go on.
+
+        The message is still sent: otherwise the notebook would wait for it.
+        """
         if self.unkept:
             return
         try:
@@ -509,7 +508,7 @@ class OutputCapture:
             self.unkept = str(error)
 
     def _keep_again(self) -> None:
-        """There may be room again. What was written in part is left behind, as a line that nobody can read."""
+        """Open the files again, since the disk may have room now. Readers skip a line that was cut."""
         for file in (self._replay, self._text):
             with suppress(OSError, ValueError):
                 file.close()
@@ -522,11 +521,11 @@ class OutputCapture:
         self._write(self._replay, "\n")
 
     def _trim(self) -> None:
-        """Before a cell and not after one: the last cell's outputs may still be asked for."""
+        """Empty files that are too large. Called before a cell: after one, its outputs may still be asked for."""
         if self.unkept:
             return
         if self._replay.tell() > LOG_LIMIT and not self.stack:
-            self._replay.seek(0)  # truncating leaves the position, and `starts` is made of it
+            self._replay.seek(0)  # truncating does not move the position, from which `starts` is filled
             self._replay.truncate()
             self.starts.clear()
         if self._text.tell() > LOG_LIMIT and not self.stack:
@@ -540,7 +539,7 @@ def _open_private(path: Path) -> TextIO:
 
 
 class _Autonotebook(types.ModuleType):
-    """`tqdm.autonotebook`, by which tqdm.auto chooses, without its choice; imports tqdm when somebody asks for it."""
+    """Replaces `tqdm.autonotebook`, where tqdm.auto makes its choice: always text. Imports tqdm only if used."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("tqdm", "trange"):
@@ -549,5 +548,5 @@ class _Autonotebook(types.ModuleType):
 
 
 def draw_as_text() -> None:
-    """From now on, in this process; a program that has imported tqdm.auto already keeps what it has."""
+    """Draw bars of `tqdm.auto` as text from now on, in this process. A tqdm.auto imported before is unchanged."""
     sys.modules.setdefault("tqdm.autonotebook", _Autonotebook("tqdm.autonotebook", __doc__))

@@ -1,8 +1,10 @@
-"""Requests that reach a rank while its main thread is busy: over ipykernel's control channel, in its thread.
+"""Requests that a rank answers while its main thread is busy.
 
-They are signed like everything ipyparallel sends and need no port of their own. A handler answers at once.
+They come over ipykernel's control channel, and are handled in its thread. They are signed like every message of
+ipyparallel and need no port of their own. Each handler answers at once.
 
-Send the record files of this rank's newest training in pieces, for a notebook that does not share the disk.
+One of them, `recorded`, sends the record files of this rank's newest training in pieces, for a notebook that does not
+share the disk.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ _PIECE = 1 << 20
 
 
 def recorded(rank: int, file: str = "", offset: int = 0) -> dict[str, Any]:
-    """{"run": directory of the newest run, "" for none}; with `file` also the bytes of it from `offset` on.
+    """Return {"run": directory of the newest run, "" for none}, and with `file` also its bytes from `offset` on.
 
-    file: "records", "old" (the part before the newest), "overview" or "plan". head: its first line, by which a reader
-    sees that it was begun anew.
+    file: "records", "old" (the part before the newest), "overview" or "plan". The answer has "data" and "head", the
+    first line of the file. By it a reader sees that the file was begun anew.
     """
     folder = getattr(newest(), "run_dir", None)
     if folder is None:
@@ -70,12 +72,12 @@ def _path(folder: Path, rank: int, file: str) -> Path | None:
 
 MESSAGE_TYPE = "nbkit_request"
 COMPLETIONS = 200
-COMPLETION_SECONDS = 1.0  # requests, a stop among them, are answered one after the other
+COMPLETION_SECONDS = 1.0  # requests, also a stop, are answered one after the other
 REPLY_BYTES = 4 << 20  # of missed output in one reply; the notebook asks again for the rest
 
 
 class Requests:
-    """The table of what a rank answers to. Every reply is a dict of plain values."""
+    """The requests that a rank answers, in `table`. Every reply is a dict of plain values."""
 
     def __init__(self, runner: Runner, stopping: Stopping) -> None:
         self.runner, self.stopping = runner, stopping
@@ -124,13 +126,13 @@ class Requests:
             kernel.shell_handlers[kind] = self.runner.stoppable(kernel.shell_handlers[kind])
 
     def hello(self) -> dict[str, Any]:
-        """Say so over the channel of outputs: who hears it will hear the outputs too."""
+        """Answer over the output channel: a notebook that hears this will hear the outputs too."""
         self.runner.capture.publish("nbkit_hello", {}, self.kernel.iopub_socket)
         return {}
 
     def status(self) -> dict[str, Any]:
         """Answer with rank, process and device, and what the rank is doing."""
-        here, running = world.current(), list(self.runner.running)  # the main thread changes it meanwhile
+        here, running = world.current(), list(self.runner.running)  # a copy: the main thread changes the list meanwhile
         cell = running[0] if running else None
         return {
             "rank": self.runner.rank,
@@ -156,7 +158,7 @@ class Requests:
         }
 
     def _undelivered(self) -> dict[str, Any] | None:
-        """The last cell, if it was long enough to outlive a notebook and no notebook has said that it has it."""
+        """Return the last cell if it was long enough to outlive a notebook, and no notebook has confirmed it."""
         last = next(reversed(self.runner.records.values()), None)
         if last is None or last.seconds < LONG_SECONDS or last.cell == self.delivered:
             return None
@@ -164,17 +166,17 @@ class Requests:
         return {"cell": request.id, "source": request.source, "number": request.number, "ranks": request.ranks}
 
     def _failed(self) -> dict[str, Any] | None:
-        """The cell whose frames `%nbkit debug` looks at."""
+        """Return the failed cell whose frames `%nbkit debug` shows, or None."""
         failed = self.runner.debugger.failed
         return {"number": failed.number, "error": failed.error, "moment": failed.moment} if failed else None
 
     def answer(self, number: int, line: str) -> dict[str, Any]:
-        """Return what a person has typed at a prompt of this rank. number: of the prompt."""
+        """Pass on the line that a person has typed at prompt `number` of this rank."""
         self.runner.prompts.answer(number, line)
         return {}
 
     def refuse(self, cell: str, why: str) -> dict[str, Any]:
-        """Nobody can type at the prompts of a cell."""
+        """Refuse the prompts of a cell, at which nobody can type."""
         self.runner.prompts.refuse(cell, why)
         return {}
 
@@ -192,29 +194,29 @@ class Requests:
         return self._post(number, "cell", request)
 
     def control(self, number: int, id: str, action: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Queue something to do to the training at a boundary; `result` answers what came of it."""
+        """Queue an action on the training for a step boundary. `result` returns its outcome."""
         return self._post(number, "control", Control(id, action, args))
 
     def _post(self, number: int, kind: str, payload: Any) -> dict[str, Any]:
         step_boundary.inbox.post(number, kind, payload)
         queued = step_boundary.training() is not None
         if not queued:
-            # The training has ended on this rank. It said so before it dropped what was waiting, so whatever comes
-            # later is dropped here, and nothing by both.
+            # The training has ended on this rank. It said so before it dropped the waiting requests. So later
+            # requests are dropped here, and none is dropped twice.
             for unserved in step_boundary.inbox.drop(number):
                 self._not_run(unserved)
         return {"queued": queued}
 
     def follow(self, cell: str, cursor: int) -> dict[str, Any]:
-        """Return what a notebook missed of a cell: outputs from `cursor` on, and the record if all of them are told."""
-        record = self.runner.records.get(cell)  # read before the outputs: what it counts is then among them
+        """Return what a notebook missed of a cell: its outputs from `cursor` on, and its record if it has ended."""
+        record = self.runner.records.get(cell)  # read before the outputs, so that these include all that it counts
         outputs, after = self.runner.capture.missed(cell, cursor, REPLY_BYTES)
         return {"outputs": outputs, "cursor": after, "record": record_text(record) if record else None}
 
     def complete(self, text: str) -> dict[str, Any]:
-        """Return what `text` (a name, or a name with a dot) may become, from the names on this rank."""
+        """Return completions of `text` (a name, or a name with a dot) from the names on this rank."""
         if self._completing is not None and self._completing.is_alive():
-            return {"matches": []}  # it asks an object of the user's, whose code does not end
+            return {"matches": []}  # the last one hangs in the code of a user's object
         matches = set[str]()
 
         def look() -> None:
@@ -227,14 +229,14 @@ class Requests:
         return {"matches": sorted(matches.copy())[:COMPLETIONS]}
 
     def seen(self, cell: str = "") -> dict[str, Any]:
-        """A notebook is there, and has all of `cell`: the parent counts the idle time from now."""
+        """Note that a notebook is there and has all of `cell`. The parent counts the idle time from now."""
         self.runner.link.send(event="seen")
         if cell:
             self.delivered = cell
         return {}
 
     def why(self, stacks: bool = False) -> dict[str, Any]:
-        """Return what this rank does right now: see nbkit.wire.activity."""
+        """Return what this rank is doing now: see nbkit.wire.activity."""
         running = list(self.runner.running)
         known: dict[str, Any] = {}
         if running:
@@ -247,11 +249,11 @@ class Requests:
         return {"activity": base64.b64encode(pickle.dumps(found)).decode()}
 
     def moved(self) -> dict[str, Any]:
-        """Return what is another value when this rank has issued an operation, or made a step."""
+        """Return a value that changes whenever this rank issues an operation or makes a step."""
         return {"moved": [delegating_group.num_issued(), step_boundary.progress().get("step", 0)]}
 
     def outside(self, processes: dict[str, list[Any]]) -> dict[str, Any]:
-        """Return how processes of other ranks look from outside, those that are of this host. processes: by rank."""
+        """Return the state of other ranks' processes on this host, seen from outside. processes: by rank."""
         logs = self.runner.capture.folder.parent / "logs"
         looks = {}
         for rank, process in processes.items():
@@ -260,12 +262,12 @@ class Requests:
         return {"looks": base64.b64encode(pickle.dumps(looks)).decode()}
 
     def interrupt(self, rank: int, cell: str) -> dict[str, Any]:
-        """Ask the parent to interrupt another rank, which does not answer, in a cell."""
+        """Ask the parent to interrupt a cell on another rank, which does not answer."""
         self.runner.link.send(event="interrupt", rank=rank, cell=cell)
         return {}
 
     def end(self, rank: int) -> dict[str, Any]:
-        """Ask the parent to end another rank that answers to nothing."""
+        """Ask the parent to end another rank that does not answer at all."""
         self.runner.link.send(event="end", rank=rank)
         return {}
 
@@ -273,19 +275,21 @@ class Requests:
         if self._is_withdrawn(request.id):
             self._tell_not_run(request, "interrupted", "stopped before the next step boundary")
             return
-        with self.runner.shielded():  # or a stop of the training could take the record away
+        with self.runner.shielded():  # otherwise a stop of the training could lose the record
             record = self.runner.run(request)
             self.runner.capture.publish("nbkit_record", {"record": record_text(record)}, self.kernel.iopub_socket)
 
     def _is_withdrawn(self, cell: str) -> bool:
-        """Return True if its stop has reached any rank. All must answer alike: a cell on some ranks meets no
-        partners."""
+        """Return True if a stop of the cell has reached any rank. Collective: all ranks get the same answer.
+
+        A cell that ran on some ranks only would wait for the others.
+        """
         here = world.current()
         assert here is not None
         return any_rank(cell in self.stopping.withdrawn, device=here.place.device)
 
     def _not_run(self, request: tuple[int, str, Any]) -> None:
-        """The training ended before it came to a live cell or a control."""
+        """Report that the training ended before it served a live cell or a control."""
         _, kind, payload = request
         if kind == "cell":
             self._tell_not_run(payload, "error", "the training ended before its next step boundary")

@@ -1,15 +1,12 @@
-"""Runs cells on a rank, in the main thread, one at a time; live cells nest inside the cell that trains.
+"""Runs cells on a rank, in the main thread, one at a time. Live cells nest inside the cell that trains.
 
-A cell runs in the engine's own IPython shell, so magics, `!commands`, top-level await and rich display are
-what they are in a notebook. What this adds: the record that goes back, the notebook's own cell number in
-tracebacks, an event loop for await (the engine's is busy with the request itself), and a stop that only ever
-hits the user's code.
+A cell runs in the engine's own IPython shell, so magics, `!commands`, top-level await and rich display work as in a
+notebook. `Runner` adds four things: the record that goes back, the notebook's own cell number in tracebacks, an event
+loop for await (the engine's loop is busy with the request itself), and a stop that only hits the user's code.
 
-Whether an interrupt would break into the import of something installed, and the wait for its end.
-
-What an import leaves when it is broken off cannot be imported again: extension modules load once in a process, and a
-package whose parts are there already is not the one that its first import would have made. So an interrupt waits for
-it. A module of the user's own may be a whole training: that is interrupted at once.
+An interrupt waits while something installed is being imported. A broken-off import cannot be repeated: extension
+modules load once in a process, and a package that is half there imports differently the second time. A module of the
+user may contain a whole training, so its import is interrupted at once.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ from nbkit.wire.cells import CellRecord, CellRequest, Failure, Status
 from nbkit.wire.link import Link
 from nbkit.wire.text_encoding import encodable
 
-LONGEST_S = 60.0  # what takes longer is no import, or one that hangs
+LONGEST_S = 60.0  # code that takes longer is not an import, or an import that hangs
 _LOOKED_S = 0.02
 
 _IMPORTS = "<frozen importlib._bootstrap>"
@@ -58,8 +55,7 @@ _STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Return True if something installed, of Python's own too, is being found, loaded or run for its import at
-    `frame`."""
+    """Return True if an installed module, or one of Python itself, is being imported at `frame`."""
     body = ""
     for each, _ in walk_stack(frame):
         code = each.f_code
@@ -73,7 +69,7 @@ def is_importing(frame: FrameType | None) -> bool:
 
 
 def when_imported(interrupt: Callable[[], None], wanted: Callable[[], bool]) -> None:
-    """From a thread, call `interrupt` when the main thread imports nothing installed; again until it is not `wanted`.
+    """Call `interrupt` from a thread when the main thread imports nothing installed, and repeat while it is `wanted`.
 
     After LONGEST_S it is called whatever the main thread does.
     """
@@ -97,26 +93,28 @@ def _is_installed(file: str) -> bool:
     )
 
 
-TEXT_SECONDS = 20.0  # for the text of an error, which may be the user's code; the other ranks wait meanwhile
-PATIENCE_SECONDS = 1.0  # in which a stop does not break it off
+TEXT_SECONDS = 20.0  # for the text of an error, which the user's code may make; the other ranks wait meanwhile
+PATIENCE_SECONDS = 1.0  # before a stop may break that off
 AGAIN_SECONDS = 0.5
-VALUE_LIMIT = 64 << 10  # characters of repr; what is larger is pulled, not returned
+VALUE_LIMIT = 64 << 10  # characters of repr; larger values are pulled, not returned
 RECORDS_KEPT = 50
-_OWN_SIGNAL = signal.SIGURG  # as SIGINT, where user code has that one: nobody sets a handler for it
+_OWN_SIGNAL = signal.SIGURG  # used instead of SIGINT when user code handles that one; no program handles this one
 
 
 T = TypeVar("T")
 
 
 class _Untold(BaseException):
-    """What an error says of itself is not waited for any longer."""
+    """Raised to stop waiting for the text of an error."""
 
 
 @dataclass
 class Running:
-    """A cell that runs now. released: why this rank is to end it, such as "rank 1 failed". asked: the user wants it to
-    stop. stopped: it was interrupted for that. saved, saved_step: the newest checkpoint of a training that an error has
-    ended in it."""
+    """A cell that runs now.
+
+    released: why this rank has to end it, such as "rank 1 failed". asked: the user wants it to stop. stopped: it was
+    interrupted for that. saved, saved_step: the newest checkpoint of a training in it that an error has ended.
+    """
 
     request: CellRequest
     started: float
@@ -129,22 +127,22 @@ class Running:
 
 
 class Runner:
-    """One per rank."""
+    """Runs the cells of a rank. There is one object per rank."""
 
     def __init__(self, shell: Any, capture: OutputCapture, link: Link, rank: int) -> None:
         self.shell, self.capture, self.link, self.rank = shell, capture, link, rank
         self.running: list[Running] = []
         self.records: OrderedDict[str, CellRecord] = OrderedDict()
-        self.requests: dict[str, CellRequest] = {}  # of the records that are kept
+        self.requests: dict[str, CellRequest] = {}  # for the records that are kept
         self.in_user_code = False
-        self.serving: Running | None = None  # what the notebook has called that is no cell, and runs code of the user's
-        self._telling = 0.0  # since when an error says what it is, in code that may be the user's
-        self._untold: tuple[int, str] = (0, "")  # (id of an error that could not say that, why)
-        self.target: Running | None = None  # of the interrupt that is on its way
-        self._held: tuple[Running, float] | None = None  # whose interrupt waits for the end of an import, since when
+        self.serving: Running | None = None  # a call of the notebook, not a cell, that runs the user's code
+        self._telling = 0.0  # when the text of an error was begun, in code that may be the user's
+        self._untold: tuple[int, str] = (0, "")  # (id of an error whose text could not be made, why)
+        self.target: Running | None = None  # the cell for which an interrupt is on its way
+        self._held: tuple[Running, float] | None = None  # (cell whose interrupt waits for an import, since when)
         self.loop = asyncio.new_event_loop()
         builtins.input = _no_keyboard
-        # Programs look for it to see whether somebody types at this process: Lightning then refuses ddp.
+        # Programs take sys.ps1 as a sign of an interactive process: Lightning then refuses ddp.
         vars(sys).pop("ps1", None)
         self.own = Shell(shell, Runner._execute.__code__)
         self.prompts = Prompts(rank, self._publish, lambda: self.running[-1].request.id if self.running else "")
@@ -152,14 +150,14 @@ class Runner:
         self.debugger.install()
         self._show_traceback = shell.showtraceback
         shell.showtraceback = self._showing_traceback
-        # For good: a signal that arrives as a cell ends must not meet a handler that raises in our own code.
+        # Set permanently: a signal that arrives as a cell ends must not meet a handler that raises in our own code.
         shell.kernel.pre_handler_hook = shell.kernel.post_handler_hook = lambda: None
         self._hear_interrupts()
 
     def run(self, request: CellRequest, enters: ast.NodeTransformer | None = None, remark: str = "") -> CellRecord:
-        """Run a cell to its end, whatever that is, and say how it went.
+        """Run a cell to its end, and return how it ended.
 
-        enters: leaves of the cell what a rank runs that enters it late. remark: is printed first.
+        enters: reduces the cell to the part that a rank runs when it enters the cell late. remark: is printed first.
         """
         running = Running(request, time.time())
         with self.shielded():
@@ -175,7 +173,10 @@ class Runner:
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
-        """No interrupt in here but in the user's code: a live cell runs within a cell that may be interrupted."""
+        """Allow no interrupt inside, except in the user's code.
+
+        A live cell runs within a cell that may be interrupted.
+        """
         outer, self.in_user_code = self.in_user_code, False
         try:
             yield
@@ -183,9 +184,9 @@ class Runner:
             self.in_user_code = outer
 
     def interrupt(self, running: Running, *, insist: bool = False) -> None:
-        """From a thread: raise KeyboardInterrupt in the main thread, if that is in user code and `running` goes on.
+        """Raise KeyboardInterrupt in the main thread, if that is in user code and `running` goes on. For any thread.
 
-        insist: also where the cell has a handler of its own for SIGINT, which was called before, or has blocked it.
+        insist: do so even if the cell has blocked SIGINT, or has its own handler for it (which was called before).
         """
         self.target = running
         ident = threading.main_thread().ident
@@ -193,14 +194,14 @@ class Runner:
             signal.pthread_kill(ident, _OWN_SIGNAL if insist else signal.SIGINT)
 
     def _hear_interrupts(self) -> None:
-        """Hear SIGINT: a handler that a cell has set for it is that cell's, and the next one can be stopped as ever."""
+        """Install the handlers for interrupts again. A SIGINT handler that a cell has set ends with that cell."""
         for number in (signal.SIGINT, _OWN_SIGNAL):
             signal.signal(number, self._on_sigint)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, _OWN_SIGNAL))
 
     @contextmanager
     def open_to_stop(self) -> Iterator[None]:
-        """Run code of the user's inside that is no cell, such as that of a value which is sent: Stop interrupts it."""
+        """Let Stop interrupt user code inside that is not a cell, such as the code of a value to send."""
         self.serving = serving = Running(CellRequest("", "", 0, ()), time.time())
         self._untold = 0, ""
         self._hear_interrupts()
@@ -215,7 +216,7 @@ class Runner:
             self.serving = None
 
     def stoppable(self, handler: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a handler of messages that pages send to widgets, whose code is the user's: Stop interrupts it."""
+        """Return `handler`, which Stop can interrupt. It handles messages of pages to widgets, in user code."""
 
         def handle(*message: Any) -> Any:
             try:
@@ -228,12 +229,12 @@ class Runner:
 
     def _run(self, running: Running, enters: ast.NodeTransformer | None, remark: str) -> CellRecord:
         request = running.request
-        if len(self.running) == 1:  # no live cell, within one that may have a handler
+        if len(self.running) == 1:  # not a live cell: the cell around one may have set a handler
             self._hear_interrupts()
         if not request.post_mortem:
             self.debugger.begin()
         capturing = self.capture.begin(request.id)
-        # The ranks let the parent release a cell that begins when one of them has died already.
+        # With `ranks` the parent can release a cell that begins after one of its ranks has died.
         self.link.send(event="cell", cell=request.id, state="running", ranks=request.ranks)
         status: Status = "error"
         if len(self.running) == 1:
@@ -249,14 +250,14 @@ class Runner:
             status = _status(failure, running)
             self._let_go(running, error, failure, status)
         finally:
-            # The parent hears of a failure before anything else happens: it releases the ranks that wait for this one.
+            # The parent hears of a failure first of all, since it releases the ranks that wait for this one.
             self.link.send(event="cell", cell=request.id, state=status)
             if len(self.running) == 1:
                 meeting.end_cell(finished=status == "ok")
             running.ended.set()
-            self.prompts.refuse(request.id)  # threads that outlive the cell wait for nobody
+            self.prompts.refuse(request.id)  # threads that outlive the cell must not wait for an answer
             for stream in (sys.stdout, sys.stderr):
-                if all(stream is not own for own in self.capture.streams):  # the user has put it in their place
+                if all(stream is not own for own in self.capture.streams):  # a stream that the user has put there
                     with suppress(BaseException):
                         self._told(stream.flush)
             self.capture.end(capturing)
@@ -291,8 +292,10 @@ class Runner:
             self.shell.ast_transformers.remove(enters)
 
     def _attempt(self, request: CellRequest) -> tuple[Any, BaseException | None]:
-        """Return what the shell says of the cell, or what escaped it: SystemExit, or an interrupt between its
-        handlers."""
+        """Return (the shell's result of the cell, None), or (None, the error that escaped the shell).
+
+        Such an error is SystemExit, or an interrupt between the shell's handlers.
+        """
         shell = self.shell
         outer = shell.execution_count, shell.displayhook.exec_result  # of the cell around a live one
         try:
@@ -306,7 +309,7 @@ class Runner:
             return None, error
         finally:
             shell.execution_count, shell.displayhook.exec_result = outer
-            # IPython keeps what every cell has shown, pictures too, for notebooks that it would write.
+            # IPython keeps the outputs of every cell, pictures too, for notebooks that it might write.
             getattr(shell.history_manager, "outputs", {}).clear()
 
     def _execute(self, request: CellRequest) -> Any:
@@ -314,7 +317,7 @@ class Runner:
         if request.post_mortem:
             return self.debugger.post_mortem()
         shell.execution_count = request.number
-        # Cell magics and `!` make the source Python; an error in that is the cell's own and shows as one.
+        # Cell magics and `!` are turned into Python. An error in that is an error of the cell, and is shown as one.
         try:
             transformed, broken = shell.transform_cell(request.source), None
         except Exception:
@@ -327,7 +330,7 @@ class Runner:
             return self._await(coroutine) if awaits else _to_its_end(coroutine)
 
     def _await(self, coroutine: Any) -> Any:
-        """In a loop of its own; a live cell too, when the cell that trains awaits."""
+        """Run a cell with await to its end. A live cell gets its own loop if the cell around it awaits too."""
         loop = asyncio.new_event_loop() if self.loop.is_running() else self.loop
         try:
             task = loop.create_task(coroutine)
@@ -341,7 +344,7 @@ class Runner:
                 loop.close()
 
     def _on_sigint(self, signum: int, frame: types.FrameType | None) -> None:
-        # One that was meant for a live cell may come when that has ended; the training must not pay for it.
+        # An interrupt for a live cell may come after that has ended. It must not hit the training.
         target, self.target = self.target, None
         meant = None if target else interrupts.meant_for(self.capture.folder, self.rank)
         if meant is not None:
@@ -362,17 +365,18 @@ class Runner:
             raise KeyboardInterrupt
 
     def _waits_for_import(self, running: Running) -> bool:
-        """Interrupt `running` once what it imports is there. Returns whether that may be waited for any longer."""
+        """Interrupt `running` when its import has ended. Returns False if the import has taken too long already."""
         if self._held is None or self._held[0] is not running:
             held = self._held = running, time.monotonic()
             when_imported(lambda: self.interrupt(running), lambda: self._held is held and not running.ended.is_set())
         return time.monotonic() < self._held[1] + LONGEST_S
 
     def _showing_traceback(self, *args: Any, **kwargs: Any) -> None:
-        """A late interrupt must not break into the report of what ended the user's code, if that has ended.
+        """Show a traceback, and let no late interrupt break into that.
 
-        Of a rank that ends because of another one nobody sees more than a line: IPython's text takes a core a second.
-        The text of an error is made by its own code, which may exit or never end: then its frames are shown without it.
+        A rank that ends because of another one shows nothing here: nobody sees more than a line of it, and IPython's
+        text takes a second of a core. The text of an error is made by its own code, which may exit or never end. Then
+        the frames are shown without that text.
         """
         was, self.in_user_code = self.in_user_code, False
         given = args[0] if args else kwargs.get("exc_tuple")
@@ -393,9 +397,9 @@ class Runner:
             self.in_user_code = was and self._within_cell()
 
     def _told(self, make: Callable[[], T]) -> T:
-        """Return make(), which asks objects of the user's what they are.
+        """Return make(), which asks the user's objects for their text.
 
-        Raises what their code raises, and _Untold where it is stopped or takes longer than TEXT_SECONDS.
+        Raises what their code raises, and _Untold if it is stopped or takes longer than TEXT_SECONDS.
         """
         limit = Running(CellRequest("", "", 0, ()), time.time())
         threading.Thread(target=self._limit, args=(limit,), name="nbkit-text", daemon=True).start()
@@ -416,8 +420,10 @@ class Runner:
             seconds = AGAIN_SECONDS
 
     def _within_cell(self) -> bool:
-        """Return True if code of the innermost cell still runs: `%run` shows the error of a script, and the cell goes
-        on."""
+        """Return True if code of the innermost cell still runs.
+
+        `%run` shows the error of a script, and the cell goes on.
+        """
         for frame, _ in walk_stack(sys._getframe()):
             if frame.f_code is Runner._execute.__code__:
                 return False
@@ -430,7 +436,7 @@ class Runner:
 
     def _failure(self, running: Running, error: BaseException | None, shown: dict[str, Any] | None) -> Failure | None:
         if error is None or ends_well(error):
-            # What was shown and has ended nothing is output.
+            # An error that was shown and has ended nothing is output.
             words = [*(shown["traceback"] if shown else ()), *([end_words(error)] if error else ())]
             if words:
                 print("\n".join(words), file=sys.stderr)
@@ -451,7 +457,7 @@ class Runner:
         )
 
     def said(self, error: BaseException) -> str:
-        """Return the text of an error, which its own code makes, as text that can be sent."""
+        """Return the text of an error, which its own code makes, in a form that can be sent."""
         if not self._is_untold(error):
             try:
                 return self._told(lambda: shortened(str(encodable(str(error)))))
@@ -463,9 +469,10 @@ class Runner:
         return self._untold[0] == id(error)
 
     def _let_go(self, running: Running, error: BaseException | None, failure: Failure | None, status: Status) -> None:
-        """Drop the frames of an error, but for those that `%nbkit debug` may want to see before the next cell begins.
+        """Drop the frames of an error, except those that `%nbkit debug` may show before the next cell begins.
 
-        Not those of a live cell, after which a training goes on, nor of memory that has run out: they hold it.
+        Frames of a live cell are always dropped, since a training goes on after it. So are frames of an out-of-memory
+        error, since they hold the memory.
         """
         if error is None or failure is None:
             return
@@ -474,7 +481,7 @@ class Runner:
             self.debugger.keep(
                 running.request.number, f"{failure.ename}: {failure.evalue}", failure.moment, error.__traceback__
             )
-        # IPython keeps the last exception, and with it every tensor in its frames; so does what draws its tracebacks.
+        # IPython keeps the last exception, and with it every tensor in its frames. Its traceback printer does so too.
         self.shell.InteractiveTB.tb = None
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
             if hasattr(sys, name):
@@ -488,14 +495,14 @@ class Runner:
 
 
 def _newest_checkpoint() -> tuple[str, int]:
-    """Return path and step of the newest checkpoint of this process's training, ("", 0) where it has none."""
+    """Return path and step of the newest checkpoint of this process's training, or ("", 0)."""
     last = getattr(getattr(active_job.newest(), "saves", None), "last", None)
     return ("", 0) if last is None or last.path is None else (str(last.path), last.step)
 
 
 @contextmanager
 def _no_running_loop() -> Iterator[None]:
-    """The engine's loop is running, since it has called us; to programs it is as if none were: they start their own."""
+    """Hide the engine's running event loop, which has called us, from programs inside: they start their own."""
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -503,11 +510,11 @@ def _no_running_loop() -> Iterator[None]:
     finally:
         asyncio._set_running_loop(outer)
         if outer is not None:
-            asyncio.set_event_loop(outer)  # asyncio.run() leaves none
+            asyncio.set_event_loop(outer)  # asyncio.run() leaves no loop set
 
 
 def _to_its_end(coroutine: Any) -> Any:
-    """Of a cell without await."""
+    """Run a cell without await to its end, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -522,26 +529,26 @@ def _status(failure: Failure | None, running: Running) -> Status:
         return "interrupted"
     if running.released or any(sign in failure.evalue for sign in PEER_GONE):
         return "released"
-    return "error"  # a KeyboardInterrupt of the user's own code, or of a signal, too: the others wait for this rank
+    return "error"  # also for a KeyboardInterrupt from the user's code or a signal: the others wait for this rank
 
 
 def _unsaid(why: BaseException) -> str:
-    """Return what is said of an error in place of its text."""
+    """Return a replacement for the text of an error."""
     if isinstance(why, _Untold):
         return "(its text takes too long to make, or was stopped)"
     return f"(its text cannot be made: {type(why).__name__})"
 
 
 def _is_muted(source: str) -> bool:
-    """A semicolon at the end keeps the last value off the screen, as in any notebook."""
+    """Return True if a semicolon at the end hides the last value, as in any notebook."""
     try:
         return bool(DisplayHook.semicolon_at_end_of_expression(source))
-    except (SyntaxError, tokenize.TokenError):  # `!commands` and the like are no Python
+    except (SyntaxError, tokenize.TokenError):  # `!commands` and the like are not Python
         return False
 
 
 def _plain(value: Any) -> Any:
-    """`value` if it is plain data of moderate size, else None: the notebook must not import torch to read it."""
+    """Return `value` if it is small plain data, else None: the notebook must not need torch to read it."""
     if type(value) in (str, bytes) and len(value) > VALUE_LIMIT:
         return None
     try:

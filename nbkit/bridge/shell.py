@@ -1,11 +1,11 @@
-"""Changes a rank's shell from a notebook's: exit() ends a cell, and what fails within a magic fails the cell.
+"""Adapts the IPython shell of a rank: exit() ends a cell, and an error within a magic fails the cell.
 
-A warning names the line of a cell, not the file that ipykernel says it is in, whose path has the process in it.
-
-IPython shows the error of a script that %run runs, or of a cell under %%capture, and goes on. A rank that goes on
-alone leaves the others waiting for it; and Run All would not stop. So the error is raised when the magic is over: the
-script's variables are there, as ever. Errors that are shown and nothing more (by a display, by an Output widget) are
+IPython shows the error of a script under %run, or of a cell under %%capture, and goes on. On ranks that is wrong: the
+other ranks would wait for this one, and Run All would not stop. So the error is raised when the magic is over. The
+script's variables are set by then, as always. Errors that are only shown (by a display, by an Output widget) are
 output.
+
+A warning names the line of the cell. ipykernel would name a file whose path contains the process.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import IPython
 import IPython.core.magics.execution
 from ipykernel.zmqshell import ZMQExitAutocall
 
-MAGICS = (("line", "run"), ("cell", "capture"))  # those that run code and show its error
+MAGICS = (("line", "run"), ("cell", "capture"))  # magics that run code and show its error
 
 FRAMES_SHOWN = (20, 40)
-"""Of the frames of an error the outermost and the innermost. IPython looks for the module of each among all that are
-imported, and with torch there are thousands: the thousand frames of a recursion took it half a minute of a core."""
+"""How many outermost and innermost frames of an error are shown. IPython searches all imported modules for each frame,
+and with torch there are thousands: the thousand frames of a recursion took half a minute of a core."""
 
 CAUSES_SHOWN = (3, 3)
-"""Of a chain of errors, each the cause of the one before it, the newest and those that it began with."""
+"""How many errors of a chain of causes are shown: the newest ones, and those at its beginning."""
 
 _MACHINERY = (str(Path(IPython.__file__).parent), __file__, "<frozen runpy>")
 
@@ -39,14 +39,14 @@ _PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
 class CellExit(SystemExit):
-    """exit() or quit(): the cell ends here, and the rank lives on."""
+    """Raised by exit() and quit(): the cell ends here, and the rank lives on."""
 
 
 class Exit(ZMQExitAutocall):  # type: ignore[misc]
     """`exit` and `quit`, in cells and in the scripts that they run."""
 
     def __call__(self, code: Any = None, *, keep_kernel: bool = False) -> None:
-        """As Python's own, for the cell: a code that is not 0, or a message, fails it."""
+        """End the cell as Python's exit() ends a process. A code other than 0, or a message, fails the cell."""
         raise (CellExit if ends_well(SystemExit(code)) else SystemExit)(code)
 
     def __repr__(self) -> str:
@@ -54,30 +54,33 @@ class Exit(ZMQExitAutocall):  # type: ignore[misc]
 
 
 def ends_well(error: BaseException) -> bool:
-    """Return True if a process that it ends would say that all is well: sys.exit(), sys.exit(0), exit()."""
+    """Return True if `error` would end a process with exit code 0: sys.exit(), sys.exit(0), exit()."""
     return isinstance(error, SystemExit) and (error.code is None or (isinstance(error.code, int) and error.code == 0))
 
 
 def end_words(error: BaseException) -> str:
-    """Return what is said of a cell that `error` has ended well."""
+    """Return the sentence about a cell that `error` has ended well."""
     how = "exit()" if isinstance(error, CellExit) else "sys.exit(0)"
     return f"{how} has ended the cell; the rank lives on. → %cluster stop ends the ranks"
 
 
 class Shell:
-    """One per rank. outermost: the code of what runs a cell; what is below it on the stack is not the cell's."""
+    """The adapted IPython shell of a rank. There is one object per rank.
+
+    outermost: the code that runs a cell. Frames below it on the stack do not belong to the cell.
+    """
 
     def __init__(self, shell: Any, outermost: CodeType) -> None:
         self.shell, self._outermost = shell, outermost
-        self._direct = False  # a magic of MAGICS runs, and no code that it has started
-        self._failed: BaseException | None = None  # in it
-        self._raised = 0  # by one that is over
+        self._direct = False  # a magic of MAGICS runs, but not code that it has started
+        self._failed: BaseException | None = None  # the error in that magic
+        self._raised = 0  # id of the error that the last such magic raised
         self._run_cell, self._execfile = shell.run_cell, shell.safe_execfile
         self._new_main, shell.new_main_mod = shell.new_main_mod, self.new_main_mod
         self._show, self._publish = shell.showtraceback, shell._showtraceback
         shell.run_cell, shell.safe_execfile, shell.safe_run_module = self.run_cell, self.execfile, self.run_module
         shell.showtraceback, shell._showtraceback = self.show, self.publish
-        self._skipped: dict[int, BaseException] = {}  # id of an error -> what is shown after it of a long chain
+        self._skipped: dict[int, BaseException] = {}  # id of an error -> the next one that is shown of a long chain
         self._next = getattr(shell.InteractiveTB, "get_parts_of_chained_exception", None)
         if self._next is not None:
             shell.InteractiveTB.get_parts_of_chained_exception = self.cause_of
@@ -86,7 +89,7 @@ class Shell:
         shell.exiter = shell.ask_exit = Exit(shell)
         for names in (shell.user_ns, shell.user_ns_hidden, shell.builtin_trap.auto_builtins):
             names["exit"] = names["quit"] = shell.exiter
-        # IPython's own advice after a SystemExit.
+        # IPython's own hint after a SystemExit.
         warnings.filterwarnings("ignore", "To exit: use 'exit', 'quit', or Ctrl-D", UserWarning)
         self._formatted = warnings.formatwarning
         warnings.formatwarning = self.warned
@@ -102,7 +105,7 @@ class Shell:
                     raise self._failed
                 return result
             except BaseException as error:
-                self._raised = id(error)  # not itself: it holds what its frames hold
+                self._raised = id(error)  # not the error itself: it keeps its frames alive
                 raise
             finally:
                 self._direct, self._failed = outer
@@ -110,7 +113,7 @@ class Shell:
         return run
 
     def run_cell(self, *args: Any, **options: Any) -> Any:
-        """IPython's own; its error is the magic's that has called it."""
+        """Call IPython's run_cell. If a magic called it, its error is the error of that magic."""
         direct, self._direct = self._direct, False
         try:
             result = self._run_cell(*args, **options)
@@ -128,12 +131,12 @@ class Shell:
         raise_exceptions: bool = False,
         shell_futures: bool = False,
     ) -> None:
-        """IPython's safe_execfile, which shows an error and returns; exit codes other than 0 are errors."""
+        """Run a script like IPython's safe_execfile. Exit codes other than 0 are errors. An error fails the magic."""
         options = {"exit_ignore": exit_ignore, "raise_exceptions": True, "shell_futures": shell_futures}
         self._run_script(lambda: self._execfile(fname, *where, **options), exit_ignore, raise_exceptions)
 
     def new_main_mod(self, filename: str, modname: str) -> ModuleType:
-        """IPython's own, with the __spec__ that a script's module has: a process that is spawned reads it.
+        """Return IPython's module for a script, with a __spec__, as a script's module has. Spawned processes read it.
 
         IPython clears the module of a script that has run before, and with it the __spec__.
         """
@@ -142,7 +145,7 @@ class Shell:
         return module
 
     def run_module(self, mod_name: str, where: dict[str, Any]) -> None:
-        """IPython's safe_run_module, the same."""
+        """Run a module like IPython's safe_run_module. Its error fails the magic."""
         self._run_script(lambda: where.update(runpy.run_module(mod_name, run_name="__main__", alter_sys=True)))
 
     def _run_script(self, run: Callable[[], object], exit_ignore: bool = False, raises: bool = False) -> None:
@@ -166,7 +169,7 @@ class Shell:
         exception_only: bool = False,
         running_compiled_code: bool = False,
     ) -> None:
-        """IPython's showtraceback, without its own frames between a cell and the script that it runs."""
+        """Show a traceback like IPython, without IPython's frames between a cell and the script that it runs."""
         error = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
         if error is not None and ends_well(error):
             return
@@ -181,7 +184,7 @@ class Shell:
         self._show(exc_tuple, filename, tb_offset, exception_only, running_compiled_code)
 
     def cause_of(self, error: BaseException | None) -> tuple[Any, BaseException, Any] | None:
-        """As IPython's get_parts_of_chained_exception, without the middle of a long chain and of a long traceback."""
+        """Return IPython's get_parts_of_chained_exception, without the middle of long chains and tracebacks."""
         found = self._next(error) if self._next is not None else None
         if found is None:
             return None
@@ -189,18 +192,24 @@ class Shell:
         return type(cause), cause, _shortened(cause) or cause.__traceback__
 
     def publish(self, etype: type[BaseException], evalue: BaseException, lines: list[str]) -> None:
-        """Of a traceback: the cell's own is its failure, that of a magic is raised in a moment, others are output."""
+        """Publish a traceback, depending on who shows it.
+
+        The cell's own traceback is its failure. That of a magic is dropped: its error is raised when the magic is over.
+        All others are printed as output.
+        """
         shown_by = self.shown_by()
         if shown_by == "cell":
             self._publish(etype, evalue, lines)
         elif shown_by == "code":
-            for stream in (sys.stdout, sys.stderr):  # each in its place among what is printed
+            for stream in (sys.stdout, sys.stderr):  # keeps the order with other printed text
                 stream.flush()
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def shown_by(self) -> str:
-        """Return what has called the caller, to show a traceback: "cell", "magic", or "code" of the user's that goes
-        on."""
+        """Return who shows a traceback, from the stack of the caller.
+
+        "cell", "magic", or "code" (the user's code, which goes on).
+        """
         for frame, _ in walk_stack(sys._getframe(2)):
             if frame.f_code is Shell.run_cell.__code__:
                 return "magic" if frame.f_locals["direct"] else "code"
@@ -211,14 +220,13 @@ class Shell:
         return "code"
 
     def is_cell(self, frame: FrameType) -> bool:
-        """Return True if its code is a cell's own."""
+        """Return True if the frame runs code of a cell."""
         return frame.f_code.co_filename in self.cells
 
     def warned(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
-        """Return what a warning looks like: of a cell with its own lines, as in a traceback, and on every rank
-        alike."""
+        """Return the text of a warning. In a cell it names the line, as in a traceback, the same on every rank."""
         what = f"{category.__name__}: {message}\n"
         if (number := self.cells.get(filename)) is not None:
             return f"Cell In[{number}], line {lineno}: {what}"
@@ -228,15 +236,14 @@ class Shell:
 
     @property
     def cells(self) -> dict[str, int]:
-        """The number of each cell, by the file that its code is said to be in."""
+        """The number of each cell, by the file name of its code."""
         return getattr(self.shell.compile, "_filename_map", {})
 
 
 def _skipped(error: BaseException) -> dict[int, BaseException]:
-    """Return where the chain of an error is long: the last that is shown of its newest -> the first that is shown after
-    it.
+    """Return where to cut the chain of an error, {} if it is short.
 
-    How many are left out is counted in a note.
+    {id of the last error before the gap: the first error after it}. A note on `error` says how many are left out.
     """
     chain: dict[int, BaseException] = {}
     while error is not None and id(error) not in chain:
@@ -252,7 +259,7 @@ def _skipped(error: BaseException) -> dict[int, BaseException]:
 
 
 def _shortened(error: BaseException) -> TracebackType | None:
-    """The traceback of an error without its middle, which is counted in a note; None where it is short."""
+    """Return a traceback without its middle, or None if it is short. A note on `error` counts the frames left out."""
     steps, traceback = [], error.__traceback__
     while traceback is not None:
         steps.append(traceback)
@@ -265,7 +272,7 @@ def _shortened(error: BaseException) -> TracebackType | None:
 
 
 def _chain(steps: list[TracebackType]) -> TracebackType | None:
-    """Return a traceback of these steps, the outermost first."""
+    """Return a traceback made of these steps, the outermost first."""
     made = None
     for step in reversed(steps):
         made = TracebackType(made, step.tb_frame, step.tb_lasti, step.tb_lineno)
@@ -273,7 +280,7 @@ def _chain(steps: list[TracebackType]) -> TracebackType | None:
 
 
 def _of_the_user(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback without IPython's frames and ours, but for the first, which IPython leaves out itself."""
+    """Return a traceback without IPython's and nbkit's frames. The first is kept: IPython leaves it out itself."""
     steps = []
     while traceback is not None:
         steps.append(traceback)

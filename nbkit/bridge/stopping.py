@@ -1,8 +1,8 @@
 """End a cell from outside: because the user stops it, or because another rank failed first.
 
-SIGINT ends Python code; it cannot end a wait inside gloo or NCCL, so a rank that is still in its cell shortly
-after is broken out of its collectives, which costs this generation of the world. Both come from a thread,
-because the main thread is the one that is stuck.
+SIGINT ends Python code, but it cannot end a wait inside gloo or NCCL. So a rank that is still in its cell shortly
+after is broken out of its collectives. That costs this generation of the world. Both are done from a thread, because
+the main thread is the one that is stuck.
 """
 
 from __future__ import annotations
@@ -15,49 +15,50 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.world import failure_alarm
 
 TICK_SECONDS = 0.05
-SIGINT_SECONDS = 0.15  # Python code needs less than that; what needs more is waiting in C
+SIGINT_SECONDS = 0.15  # Python code ends sooner; code that needs longer waits in C
 AGAIN_SECONDS = 0.5
 ROUNDS = 20
 HANDLED = 2  # rounds
 
 
 class Stopping:
-    """One per rank. Every call returns at once; the work is done in a thread."""
+    """The stops of one rank. There is one object per rank. Every call returns at once; a thread does the work."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.withdrawn: set[str] = set()  # live cells whose stop came before they began
-        self._hurried: set[str] = set()  # cells that were asked twice: their training is not waited for
+        self.withdrawn: set[str] = set()  # live cells that were stopped before they began
+        self._hurried: set[str] = set()  # cells that were stopped twice: do not wait for their training
 
     def stop(self, cell: str, number: int, live: bool = False) -> float | None:
-        """Return the user's Stop; asked again, it interrupts at once.
+        """Stop a cell for the user. A second call interrupts it at once.
 
-        number: of the request that asks a training to stop at a step boundary, the same on every rank.
-        live: it is a live cell that is stopped; the training around it goes on.
-        Returns the seconds that a training gets to reach that boundary, 0 without one; None: no such cell runs here.
+        number: of the request that asks a training to stop at a step boundary; the same on every rank.
+        live: stop only a live cell; the training around it goes on.
+        Returns the seconds that a training has to reach that boundary, 0 if there is no training, or None if no such
+        cell runs here.
         """
-        # Posted in any case: the numbers of requests have no gap, or later ones would wait for the missing one.
+        # Always posted: the numbers of requests must have no gap, or later ones would wait for the missing one.
         step_boundary.inbox.post(number, "nothing" if live else "stop", None)
         running = self._find(cell)
         if running is None:
             if live:
                 self.withdrawn.add(cell)
             else:
-                self.stop_call()  # the cell may wait behind it
+                self.stop_call()  # the cell may be queued behind it
             return None
         if running.asked:
             self._hurried.add(cell)
             return 0.0
         running.asked = True
         patience = 0.0 if live else step_boundary.patience()
-        # A training that stands at a breakpoint goes on, to its boundary.
+        # A training that is held at a breakpoint must go on to its boundary.
         if patience:
             self.runner.prompts.refuse(cell)
         threading.Thread(target=self._stop, args=(running, patience), name="nbkit-stop", daemon=True).start()
         return patience
 
     def release(self, cell: str, reason: str) -> None:
-        """Another rank failed: end this rank's part of the cell too. reason: "rank 1 failed"."""
+        """End this rank's part of a cell because another rank failed. reason: such as "rank 1 failed"."""
         running = self._find(cell)
         if running is None:
             return
@@ -65,7 +66,7 @@ class Stopping:
         threading.Thread(target=self._release, args=(running, reason), name="nbkit-release", daemon=True).start()
 
     def stop_call(self) -> None:
-        """The notebook does not wait any longer for what it has called here, such as a value that is sent."""
+        """Stop a call of the notebook, such as sending a value. The notebook does not wait for it any longer."""
         if (serving := self.runner.serving) is not None:
             threading.Thread(target=self._stop, args=(serving, 0.0), name="nbkit-stop", daemon=True).start()
 
@@ -98,9 +99,10 @@ class Stopping:
         return False
 
     def _insist(self, running: Running) -> None:
-        """User code may swallow one interrupt in a loop of its own; it rarely swallows twenty.
+        """Interrupt the cell again and again until it ends, at most ROUNDS times.
 
-        A handler of its own for SIGINT, which may save something and end, is called some times before it is passed by.
+        User code may swallow one interrupt in a loop; it rarely swallows twenty. If the cell has its own SIGINT
+        handler, which may save something and end, the first HANDLED interrupts call it. Later ones bypass it.
         """
         for number in range(ROUNDS):
             if running.ended.wait(AGAIN_SECONDS):

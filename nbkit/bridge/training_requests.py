@@ -1,8 +1,8 @@
-"""Serves the requests of a notebook to a training (switch, try, pause, trace, ...), and keeps their results.
+"""Serves the controls of a training that a notebook sends (switch, try, pause, trace, ...), and keeps their results.
 
-While the training makes steps, a control is a request like a stop: all ranks serve it at the same boundary. A strategy
-that is refused ends nothing: the refusal is the control's result, and the training goes on. What breaks the
-training itself is its own error too. The result waits on each rank until the notebook asks for it.
+While the training makes steps, all ranks serve a control at the same step boundary, like a stop. A refused strategy
+does not end the training: the refusal is the result of the control. An error that breaks the training is the result of
+the control and also the training's own error. Each rank keeps the result until the notebook asks for it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from nbkit.rank.train.resize.resize import check_handed, resize
 from nbkit.rank.train.switch import prefetch
 
 RESULTS_KEPT = 50
-TABLE_SECONDS = 0.05  # that a request waits for a table that is nearly there
+TABLE_SECONDS = 0.05  # for which a request waits for a table that is nearly ready
 TABLE_REST = (
     20  # times what the last one took: making them, and looking, is at most a twentieth of this rank's time each
 )
-STAMP_CHANGE = 0.05  # of the seconds of a step, which predictions follow
-STAMP_STEPS = 200  # what is known of a long training changes slowly; of a young one, with every doubling
+STAMP_CHANGE = 0.05  # of the seconds of a step; predictions depend on them
+STAMP_STEPS = 200  # a long training has a new table so often; a young one, at every doubling of its steps
 
 
 @dataclass(frozen=True)
 class Control:
-    """One thing to do. id: made by the notebook. do: a key of `_ACTIONS`."""
+    """An action on a training. id: made by the notebook. do: a key of `_ACTIONS`."""
 
     id: str
     do: str
@@ -49,25 +49,28 @@ class Control:
 
 
 class TrainingRequestHandler:
-    """One per rank."""
+    """Serves the controls of one rank, and answers questions about them. There is one object per rank."""
 
     def __init__(self) -> None:
         self.results: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self._served: set[str] = set()  # ids of those that are being served, of which nothing is told yet
+        self._served: set[str] = set()  # ids of controls that are being served and have no result yet
         self._table: dict[str, Any] = {}
         self._stamp = ""
-        self._timed = False  # whether it has seconds of a step of the strategy in force
-        self._seconds = 0.0  # of a step, as it was when a table was last asked for because of it
-        self._rest = 0.0  # until then an older table of the same strategy will do
+        self._timed = False  # whether the table has measured seconds of the strategy in force
+        self._seconds = 0.0  # of a step, when they last caused a new table
+        self._rest = 0.0  # until then an older table of the same strategy is good enough
         self._tabling: threading.Thread | None = None
-        self._found = self._shown = 0  # findings about the model, in all and in the table
+        self._found = self._shown = 0  # number of findings about the model: made so far, and in the table
         self._looking: threading.Thread | None = None
-        self._looked_at, self._looks_rest = 0, 0.0  # the job, and until then what it cannot tell is not asked again
+        self._looked_at, self._looks_rest = 0, 0.0  # id of the job, and when it may be looked at again
         step_boundary.handlers["control"] = self.serve
         step_boundary.preparers["control"] = self.prepare
 
     def prepare(self, control: Control) -> step_boundary.Preparation:
-        """Before its boundary: begin what a switch needs beside the training. See nbkit.rank.train.switch.prefetch."""
+        """Begin the work of a switch that can run beside the training, before its boundary.
+
+        See nbkit.rank.train.switch.prefetch.
+        """
         owner = step_boundary.training()
         job = getattr(owner, "job", owner)
         text = control.args.get("strategy") if control.do in ("switch", "try") else None
@@ -76,7 +79,7 @@ class TrainingRequestHandler:
         return prefetch.begin(job, text)
 
     def serve(self, control: Control) -> None:
-        """At a boundary, on all ranks, or in a cell when no training makes steps."""
+        """Do `control`. Called on all ranks at a boundary, or in a cell when no training makes steps."""
         owner = step_boundary.training() or newest()
         job = getattr(owner, "job", owner)
         predicted: dict[str, Any] = {}
@@ -84,18 +87,18 @@ class TrainingRequestHandler:
         try:
             predicted = _predicted(control, job)
             result = _act(control, owner)
-        except ResizeAtBoundary as asked:  # `fit` goes on with it
+        except ResizeAtBoundary as asked:  # `fit` carries it out
             asked.done = lambda done, error: self._tell(control, owner, result=done, error=error)
             raise
         except BaseException as error:
             self._tell(control, owner, error=error)
-            # Ranks that refuse, refuse alike. Whatever else was raised, the training cannot go on as if it had not.
+            # A refusal is the same on all ranks. After any other error the training cannot just go on.
             if isinstance(error, NotFinite) or not isinstance(error, NbkitError) or _torn(owner):
                 raise
             return
         goes_on = step_boundary.training() is not None and not step_boundary.is_held()
         if control.do in ("switch", "undo") and goes_on and job.pending is not None and not job.pending.done():
-            # The first step under the new strategy says what came of it: nothing else acts before that.
+            # The first step under the new strategy gives the result. Nothing else is done before that.
             job.pending.add_done_callback(lambda pending: self._ended(control, owner, pending, predicted))
             return
         if control.do == "save" and (saving := owner.saves.pending) is not None:
@@ -113,25 +116,26 @@ class TrainingRequestHandler:
         self._tell(control, owner, result=result, error=error, predicted=predicted)
 
     def unserved(self, control: Control) -> None:
-        """The training ended before it came to `control`."""
+        """Set the result of a `control` that the training did not serve before it ended."""
         why = TrainingError(
             "The training ended before its next step boundary.", hint="again: it acts on the newest Trainer now"
         )
         self._tell(control, newest(), error=why, served=False)
 
     def result(self, id: str) -> dict[str, Any]:
-        """Return what came of a control, None while nothing has. known: it waits here for its boundary, or is
-        served."""
+        """Return {"result": of a control, None while there is none, "known": whether this rank has the control}."""
         result = self.results.get(id)
         waits = any(getattr(payload, "id", "") == id for _, payload in step_boundary.inbox.waiting().values())
         return {"result": result, "known": result is not None or waits or id in self._served}
 
     def strategies(self, known: str = "") -> dict[str, Any]:
-        """Where the training is, and the newest table of its strategies, unless the notebook has the one `known`.
+        """Return the progress of the training, and the newest table of its strategies.
 
-        The table is made in a thread of its own: with many ranks it takes longer than other requests can wait. What
-        takes seconds, such as running the model, is found out in a second one, and a table follows each finding: the
-        first is always that of the strategy in force.
+        The table is left out if the notebook already has it, with the stamp `known`.
+
+        The table is made in its own thread: with many ranks it takes longer than other requests can wait. A second
+        thread does what takes seconds, such as running the model, and a new table follows each finding. The first
+        finding is always about the strategy in force.
         """
         training = step_boundary.training()
         owner = training or newest()
@@ -146,12 +150,12 @@ class TrainingRequestHandler:
         step, strategy = job.step, str(job.strategy)
         age = step.bit_length() + step // STAMP_STEPS
         pace, found = measured_pace(job, job.strategy), self._found
-        # What was measured before the last switch tells the table nothing of how steps are now.
+        # Times from before the last switch say nothing about steps now.
         timed, seconds = pace is not None and not pace.ago, pace.seconds if pace is not None else 0.0
         if abs(seconds - self._seconds) > STAMP_CHANGE * self._seconds:
             self._seconds = seconds
         stamp = f"{id(job)}/{strategy}/{len(self.results)}/{age}/{timed}/{self._seconds}/{found}"
-        # The first step makes the optimizer's state, which a switch has to move too.
+        # The first step creates the optimizer's state, which a switch has to move too.
         old = self._table.get("strategy") != strategy or (step > 0 and self._table.get("step") == 0)
         old = old or timed > self._timed or found > self._shown
         if stamp != self._stamp and _idle(self._tabling) and (old or time.time() > self._rest):
@@ -172,7 +176,7 @@ class TrainingRequestHandler:
         return {**answer, "table": table if stamp != known else None}
 
     def option(self, strategy: str) -> dict[str, Any]:
-        """{"row"}: what the table of `strategies` would say of this one, which need not be in it; None: no Trainer."""
+        """Return {"row": the table's row for this strategy, which need not be in it; None without a Trainer}."""
         owner = step_boundary.training() or newest()
         if owner is None:
             return {"row": None}
@@ -187,7 +191,7 @@ class TrainingRequestHandler:
             self._timed, self._shown = timed, found
             self._rest = time.time() + TABLE_REST * (time.time() - began)
         except Exception as error:
-            # A switch may have replaced the sharded model meanwhile: the next look tries again.
+            # A switch may have replaced the sharded model meanwhile. The next call tries again.
             print(f"no table of strategies: {type(error).__name__}: {error}", file=sys.__stderr__)
 
     def _look(self, job: Any) -> None:
@@ -214,7 +218,7 @@ class TrainingRequestHandler:
             "id": control.id,
             "do": control.do,
             "args": dict(control.args),
-            # A switch is told when the step after it has been made.
+            # The result of a switch comes after the step that follows it.
             "step": (result or {}).get("step", owner.step) if owner is not None else 0,
             "strategy": str(owner.strategy) if owner is not None else "",
             "ok": error is None,
@@ -236,8 +240,11 @@ def _idle(thread: threading.Thread | None) -> bool:
 
 
 def _torn(owner: Any) -> bool:
-    """Return True if the ranks may stand apart: a switch in place found no way back, or a step of a trial broke off,
-    which it may have done on this rank alone while the others wait in it."""
+    """Return True if the ranks may differ.
+
+    Either a switch in place could not be undone, or a step of a trial broke off. It may have broken off on this rank
+    alone, while the others wait in it.
+    """
     integrity = getattr(getattr(owner, "job", owner), "integrity", None)
     if integrity is None:
         return False
@@ -245,7 +252,7 @@ def _torn(owner: Any) -> bool:
 
 
 def _predicted(control: Control, job: Any) -> dict[str, Any]:
-    """Bytes and seconds of a switch, as they are predicted before it; {} for anything else. Collective."""
+    """Return the predicted bytes and seconds of a switch; {} for any other control. Collective."""
     if control.do not in ("switch", "undo") or job is None:
         return {}
     text = job.previous if control.do == "undo" else control.args["strategy"]
@@ -253,7 +260,7 @@ def _predicted(control: Control, job: Any) -> dict[str, Any]:
 
 
 def _act(control: Control, owner: Any) -> dict[str, Any]:
-    """Do it, on all ranks; what is told of it, plain values only."""
+    """Do the action of `control`, on all ranks. Returns its result, plain values only."""
     if owner is None and control.do != "resize":
         raise UsageError("There is no Trainer on the ranks.", hint="trainer = nbkit.Trainer(...)   in %%distributed")
     if control.do not in _ACTIONS:
@@ -313,7 +320,7 @@ def _save(owner: Any, path: str = "") -> dict[str, Any]:
 
 
 def _resize(owner: Any, ranks: int, strategy: str, pins: list[dict[str, Any]]) -> dict[str, Any]:
-    """owner: None where nothing trains on the ranks."""
+    """Change the number of ranks. owner: None if nothing trains on the ranks."""
     assert resume_fit.host is not None
     if owner is None:
         resume_fit.host.resize(WantedWorld(ranks, None, tuple(pins)), None, None)
@@ -364,6 +371,6 @@ controls: TrainingRequestHandler | None = None  # set once, by the engine
 
 
 def now(id: str, do: str, args: Mapping[str, Any]) -> None:
-    """In a cell on every rank: do it at once, to the training made last."""
+    """Do a control at once, on the newest training. Called in a cell on every rank."""
     assert controls is not None
     controls.serve(Control(id, do, args))

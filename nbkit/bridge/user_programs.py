@@ -1,15 +1,14 @@
-"""Hides the rank's world from the processes that a cell starts, by multiprocessing or as shell commands.
+"""Adapts a rank to programs that start processes of their own.
 
-It also explains why a spawned process finds no name of a cell.
+- `run_launched_in_place`: launchers run their function on the existing ranks instead of starting processes. Every rank
+  of a cell calls the launcher, so every rank runs the function once, as under torchrun. This holds for
+  `accelerate.notebook_launcher` and `debug_launcher`, torch's `elastic_launch`, and Lightning's strategies
+  ddp_notebook, ddp_fork and ddp_spawn. Asking for another number of processes than there are ranks is an error:
+  processes beside the ranks would share their devices.
+- `hide_the_world`: processes that a cell starts, by multiprocessing or as shell commands, do not see the rank's world.
+- `warn_of_cells`: explains why a spawned process does not find names from a cell.
 
-Changes modules of libraries in the moment in which a program imports them; a rank imports none of them itself.
-
-Launchers that a program calls run its function on the ranks that are there, instead of starting processes.
-
-Every rank of a cell calls the launcher, so every rank runs the function once, in place, as under torchrun. This holds
-for `accelerate.notebook_launcher` and `debug_launcher`, torch's `elastic_launch`, and Lightning's strategies
-ddp_notebook, ddp_fork and ddp_spawn. A number of processes that is not that of the ranks is an error: processes beside
-the ranks would share their devices.
+Modules of libraries are changed at the moment when a program imports them. A rank imports none of them itself.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ Change = Callable[[ModuleType], None]
 
 
 class ChangingFinder(MetaPathFinder):
-    """Finds each module of `changes` by the other finders, and changes it when its code has run."""
+    """Finds each module in `changes` with the other finders, and changes it after its code has run."""
 
     def __init__(self, changes: dict[str, Change]) -> None:
         self._changes = changes
-        self._asked: set[str] = set()  # the other finders, now
+        self._asked: set[str] = set()  # modules that the other finders are being asked for
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -72,7 +71,7 @@ def _change_after(spec: ModuleSpec, change: Change) -> None:
 
 
 def change_when_imported(changes: dict[str, Change]) -> None:
-    """Call each change with the module of its name: at once where it is imported already, else after its import."""
+    """Call each change with the module of its name: at once if that is imported already, else after its import."""
     later = {}
     for name, change in changes.items():
         if (module := sys.modules.get(name)) is not None:
@@ -91,7 +90,7 @@ _ACCELERATE_STATES = ("PartialState", "AcceleratorState", "GradientState")
 
 
 def run_launched_in_place() -> None:
-    """From now on, in this process."""
+    """Make launchers run their function in place, from now on, in this process."""
     changes: dict[str, Change] = {
         "torch.distributed.launcher.api": _change_elastic_launch,
         "torch.multiprocessing": _change_start_processes,
@@ -100,13 +99,13 @@ def run_launched_in_place() -> None:
 
 
 def _change_elastic_launch(module: ModuleType) -> None:
-    """Of torch, which `notebook_launcher` of Accelerate calls too."""
+    """Change torch's `elastic_launch`, which `notebook_launcher` of Accelerate calls too."""
     plain = module.elastic_launch.__call__
 
     def __call__(self: Any, *args: Any) -> Any:
-        """As torch's, in place: {rank: what the function returned}, of this rank alone."""
+        """Run the function in place. Returns {rank: its return value} like torch's, for this rank only."""
         config, function = self._config, self._entrypoint
-        if not callable(function):  # a command is a process of its own
+        if not callable(function):  # a command runs in its own process
             return plain(self, *args)
         least, most = (nodes * config.nproc_per_node for nodes in (config.min_nodes, config.max_nodes))
         here = _world_of(least, most, "num_processes={ranks}")
@@ -117,7 +116,10 @@ def _change_elastic_launch(module: ModuleType) -> None:
 
 
 def _change_start_processes(module: Any) -> None:
-    """Of torch; only where Accelerate calls it: `debug_launcher`, and the trial that ACCELERATE_DEBUG_MODE asks for."""
+    """Change torch's `start_processes`, only for calls from Accelerate.
+
+    These are `debug_launcher`, and the trial run of ACCELERATE_DEBUG_MODE.
+    """
     plain = module.start_processes
 
     @functools.wraps(plain)
@@ -132,9 +134,9 @@ def _change_start_processes(module: Any) -> None:
 
 def _change_lightning(module: ModuleType) -> None:
     def launch(self: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's launcher does where torchrun has started the processes."""
+        """Run the function in place, like Lightning's launcher does when torchrun has started the processes."""
         if "fabric" not in module.__name__:
-            kwargs.pop("trainer", None)  # is for the launcher; Fabric's hands on all that it gets
+            kwargs.pop("trainer", None)  # only for the launcher; Fabric's launcher passes on all arguments
         number = self._strategy.num_processes * self._strategy.num_nodes
         _world_of(number, number, "devices={local}, num_nodes={hosts}")
         return function(*args, **kwargs)
@@ -143,14 +145,17 @@ def _change_lightning(module: ModuleType) -> None:
 
 
 def _world_of(least: int, most: int, fits: str) -> world.World:
-    """The world, which must have between `least` and `most` ranks. fits: what to write, with {ranks} and the like."""
+    """Return the world. Raises UsageError unless it has between `least` and `most` ranks.
+
+    fits: the arguments to suggest in the hint, with {ranks}, {local} and {hosts}.
+    """
     here = world.current()
     if here is None:
         raise UsageError("This rank has no world.", hint="%cluster restart")
     place = here.place
     if not least <= place.world_size <= most:
         ranks = place.world_size
-        local = 1 if place.device != "cpu" else place.local_world_size  # each rank sees its own GPU alone
+        local = 1 if place.device != "cpu" else place.local_world_size  # each rank sees only its own GPU
         raise UsageError(
             "A launcher in a cell runs its function on the ranks that are there.",
             numbers=f"{most} process{'es' * (most != 1)} asked for, {ranks} rank{'s' * (ranks != 1)} there",
@@ -161,9 +166,9 @@ def _world_of(least: int, most: int, fits: str) -> world.World:
 
 @contextmanager
 def _as_launched(here: world.World) -> Iterator[None]:
-    """With this rank's environment, which launchers change for the processes that they start."""
+    """Set this rank's environment inside, since launchers change it for the processes that they start."""
     outer = {name: os.environ.get(name) for name in here.environment}
-    # None is there before the function itself imports Accelerate.
+    # There are no states before the function itself imports Accelerate.
     states = [dict(state) for state in _accelerate_states()] or [{} for _ in _ACCELERATE_STATES]
     os.environ.update(here.environment)
     try:
@@ -174,7 +179,7 @@ def _as_launched(here: world.World) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        # `notebook_launcher` refuses to run again where an Accelerator is left, which ends with a process otherwise.
+        # `notebook_launcher` refuses to run again while an Accelerator exists. Normally it ends with its process.
         for state, before in zip(_accelerate_states(), states, strict=False):
             state.clear()
             state.update(before)
@@ -195,21 +200,21 @@ _OF_THE_WORLD = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 def hide_the_world() -> None:
-    """Hide this rank's world from processes that are started from now on: they are no ranks of it.
+    """Hide this rank's world from processes that are started from now on, since they are not ranks of it.
 
     They are started by multiprocessing, or as shell commands of a cell.
 
-    `mp.spawn` is how a program starts a world of its own. Where its processes found the last of these variables, all of
-    them would join a store that nobody serves. RANK and WORLD_SIZE stay: workers of a DataLoader read them.
+    A program starts its own world with `mp.spawn`. If its processes found the last variable of `_OF_THE_WORLD`, they
+    would all join a store that nobody serves. RANK and WORLD_SIZE stay: workers of a DataLoader read them.
     """
     os.register_at_fork(after_in_child=_leave_the_world)
-    for module in (ipykernel.zmqshell, IPython.core.interactiveshell):  # of `!`, `!!` and `%sx`
+    for module in (ipykernel.zmqshell, IPython.core.interactiveshell):  # used by `!`, `!!` and `%sx`
         for name in ("system", "getoutput", "get_output_error_code"):
             if hasattr(module, name):
                 setattr(module, name, _outside_the_world(getattr(module, name)))
     change_when_imported({"IPython.core.magics.script": _change_scripts})
     plain: Any = getattr(util, "spawnv_passfds", None)
-    if plain is None:  # a Python that starts them otherwise: they see what the rank does
+    if plain is None:  # another Python starts them in another way: they see the rank's variables
         return
 
     def spawnv_passfds(*args: Any) -> Any:
@@ -223,12 +228,12 @@ def hide_the_world() -> None:
 
 
 def _change_scripts(module: Any) -> None:
-    """Change `%%bash` and its like."""
+    """Change `%%bash` and similar magics."""
     module.ScriptMagics.shebang = _outside_the_world(module.ScriptMagics.shebang)
 
 
 def _outside_the_world(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, which starts a program that finds no variable of this rank's world, as in a notebook's `!`."""
+    """Return `run`, which starts a program, without the variables of this rank's world, as in a notebook's `!`."""
 
     @functools.wraps(run)
     def outside(*args: Any, **options: Any) -> Any:
@@ -242,7 +247,7 @@ def _outside_the_world(run: Callable[..., Any]) -> Callable[..., Any]:
 def _without_variables() -> Iterator[None]:
     here = world.current()
     known = {} if here is None else here.variables
-    held = {name: value for name, value in known.items() if os.environ.get(name) == value}  # not those the user has set
+    held = {name: value for name, value in known.items() if os.environ.get(name) == value}  # not those the user set
     for name in held:
         del os.environ[name]
     try:
@@ -257,16 +262,16 @@ def _leave_the_world() -> None:
 
 
 def warn_of_cells() -> None:
-    """From now on, when a process is spawned that would need something of a cell."""
+    """Print an explanation, from now on, when a process is spawned that would need something defined in a cell."""
     plain = reduction.dump
 
     def dump(item: Any, file: io.BytesIO, protocol: int | None = None) -> None:
         begun = file.tell() if isinstance(file, io.BytesIO) else 0
         plain(item, file, protocol)
-        # A script under %run has a file, and is imported from there.
+        # A script under %run has a file, from which the process can import it.
         if isinstance(item, BaseProcess) and isinstance(file, io.BytesIO) and not hasattr(_main(), "__file__"):
             if b"__main__" in file.getvalue()[begun:]:
-                print(f"nbkit: {_SAID}", file=sys.stderr)  # in every cell: a warning is shown once
+                print(f"nbkit: {_SAID}", file=sys.stderr)  # in every cell; a warning would be shown only once
 
     reduction.dump = dump  # type: ignore[assignment]
 

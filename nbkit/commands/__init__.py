@@ -20,13 +20,13 @@ from nbkit.errors import NbkitError, UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; None takes the command line. Returns 0, 1 for an error, 2 for a wrong argument."""
+    """Run one subcommand. Returns 0, 1 for an error, or 2 for a wrong argument. None takes the command line."""
     for stream in (sys.stdout, sys.stderr):
         _spell_out(stream)
     parsed = prepare_parser(subcommands()).parse_args(arguments)
     try:
         return int(parsed.run(parsed))
-    except BrokenPipeError:  # of `nbkit doctor | head`: nobody reads on
+    except BrokenPipeError:  # as in `nbkit doctor | head`: the reader has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except NbkitError as error:
@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _spell_out(stream: Any) -> None:
-    """Have a terminal or file that takes ASCII alone, or another small set, get `->` for an arrow, and no error."""
+    """Write `->` for an arrow, instead of an error, to a terminal or file with only ASCII or another small set."""
     try:
         "".join(_IN_ASCII).encode(stream.encoding)
     except (UnicodeEncodeError, LookupError):
         codecs.register_error("nbkit", _in_ascii)
         stream.reconfigure(errors="nbkit")
-    except (AttributeError, TypeError):  # no stream of text, as under a test
+    except (AttributeError, TypeError):  # not a text stream, as in tests
         pass
 
 

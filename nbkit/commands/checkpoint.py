@@ -29,6 +29,6 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # A process of its own: this one never imports torch.
+    # A separate process, because this one never imports torch.
     module, *words = arguments.command(arguments)
     return subprocess.run([sys.executable, *OWN_MODULES, f"{_MODULES}.{module}", *words], check=False).returncode

@@ -22,12 +22,12 @@ from nbkit.notebook.headless import Headless, read_notebook, shown_by, tagged
 from nbkit.notebook.user_files import write_file
 
 NOTEBOOK = Path(nbkit.__file__).resolve().parents[1] / "notebooks" / "02_switch_live.ipynb"
-# Ranks that outlive a killed demo let go of their devices after this.
+# Ranks that outlive a killed demo release their devices after this time.
 TTL_SECONDS = 60
 CPU_RANKS, MOST_RANKS, BATCH = 4, 8, 16
-# Further apart than this, and the switched training is not the one that was never switched.
+# With a larger difference the switched training counts as different from the one without switches.
 APART = 1e-8
-# Between two switches, as a person would take it: they lie apart on the curve.
+# Pause before a switch, as a person would make it, so that switches lie apart on the curve.
 PACE_SECONDS = 2.0
 _PROGRESS = re.compile(r"step \d+[^\r\n]*")
 _LABEL = re.compile(r"^\[[\d,-]+\] ?", re.MULTILINE)
@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     story = Story(notebook, terminal)
-    # A closed terminal or a `kill` ends the demo as Ctrl-C does: with everything that it started. SIGINT is named
-    # because a shell that starts the demo in the background has it ignored.
+    # A closed terminal or a `kill` ends the demo like Ctrl-C, with everything that it started. SIGINT is in the list
+    # because a shell that starts the demo in the background ignores it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
@@ -79,14 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     finally:
         terminal.clear()
-        # What was done up to here is worth reading, above all when it failed.
+        # The notebook up to here is worth reading, above all after a failure.
         write_file(arguments.output, json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
     story.tell()
     return _close(terminal, story, arguments.steps, arguments.output, time.monotonic() - began)
 
 
 def _settings(arguments: argparse.Namespace) -> tuple[str, str]:
-    """(which ranks, in words; the notebook's parameters)."""
+    """Return (the ranks in words, the notebook's parameters)."""
     pins = pins_within(site_settings.read(), read_machine(), arguments.n, cpu=arguments.cpu).pins
     on_gpus = pins[0].kind == "gpu"
     n = arguments.n or (min(max(len(pins) // 2 * 2, 2), MOST_RANKS) if on_gpus else CPU_RANKS)
@@ -100,7 +100,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[str, str]:
 
 
 class Terminal:
-    """Lines, and one live line below them. Where output is a file, the live line is one more line now and then."""
+    """Lines, and one live line below them. In a file, the live line is an ordinary line now and then."""
 
     def __init__(self) -> None:
         self.is_live = sys.stdout.isatty()
@@ -119,7 +119,7 @@ class Terminal:
         sys.stdout.flush()
 
     def say(self, text: str) -> None:
-        """A line that stays; the live line is gone until it is drawn again."""
+        """Print a line that stays. The live line is gone until it is drawn again."""
         self.clear()
         print(text, flush=True)
 
@@ -132,7 +132,7 @@ class Terminal:
 
 
 class Story:
-    """What the person at the terminal sees of the notebook: the start, each switch, the proof, a sample."""
+    """The parts of the notebook that the terminal shows: the start, each switch, the proof, a sample."""
 
     def __init__(self, notebook: dict[str, Any], terminal: Terminal) -> None:
         self.notebook, self.terminal = notebook, terminal
@@ -143,7 +143,7 @@ class Story:
         self.apart: float | None = None
 
     def on_cell(self, cell: dict[str, Any]) -> None:
-        """`cell` is next, so those before it are finished."""
+        """Show that `cell` is next, and report the cells before it, which are finished."""
         self.tell()
         if "switch" in cell["metadata"].get("tags", []):
             time.sleep(PACE_SECONDS)
@@ -152,12 +152,12 @@ class Story:
         self.terminal.live(f"cell {number} of {len(self.code)}: {(lines or ['...'])[0]}")
 
     def on_text(self, cell: dict[str, Any], text: str) -> None:
-        """A cell prints."""
+        """Show the progress of a training from the text that a cell prints."""
         if {"train", "again"} & set(cell["metadata"].get("tags", [])) and (found := _PROGRESS.findall(text)):
             self.terminal.live(f"training: {found[-1].rstrip()}")
 
     def tell(self) -> None:
-        """Say what has been finished and not been told."""
+        """Report finished parts that were not reported yet."""
         while self._unreported and self._unreported[0][1]["execution_count"] is not None:
             tag, cell = self._unreported.pop(0)
             text = _LABEL.sub("", shown_by(cell)).strip("\n")

@@ -15,7 +15,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from nbkit.notebook.export.export import export  # not for every command: it brings ipyparallel
+    from nbkit.notebook.export.export import export  # here, since it imports ipyparallel
 
     options = {name: value for name, value in vars(arguments).items() if name != "run"}
     print(export(**options))

@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = _chosen(items(n), arguments.only)
     on = f"{n} {kind.upper()} rank{'s' * (n > 1)}"
     print(f"{len(chosen)} items on {on}; the report: {arguments.output}\n", flush=True)
-    # A closed terminal or a `kill` ends it as Ctrl-C does: with everything that it started. SIGINT is named because a
-    # shell that starts it in the background has it ignored.
+    # A closed terminal or a `kill` ends it like Ctrl-C, with everything that it started. SIGINT is in the list because
+    # a shell that starts it in the background ignores it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     began, devices = time.monotonic(), "no rank has started"

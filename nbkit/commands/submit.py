@@ -91,7 +91,7 @@ def _run_here(path: Path, notebook: dict[str, Any], output: Path) -> int:
         first = next((line for line in "".join(cell["source"]).splitlines() if line.strip()), "")
         print(f"cell {code.index(cell) + 1} of {len(code)}: {first}", flush=True)
 
-    # A closed terminal, `kill` and the end of a job's time end it as Ctrl-C does: with everything that it started.
+    # A closed terminal, `kill` and the end of a job's time end it like Ctrl-C, with everything that it started.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -77,13 +77,13 @@ def _drawn(run: RunReader) -> Any:
 
 
 def _newest(what: str, run: RunReader) -> RunReader:
-    """Another run that has begun meanwhile takes its place."""
+    """Return the reader of a newer run if one has begun, else `run`."""
     folder = _run_of(what)
     return run if folder == run.run_dir else read_run(folder)
 
 
 def _run_of(what: str) -> Path:
-    """Raises UsageError when there is no run."""
+    """Return the directory of the run to watch. Raises UsageError if there is none."""
     folder = user_path(what).absolute()
     entry = next((one for one in registry.entries() if one.name == what), None)
     found = newest_run(folder) if entry is None or folder.is_dir() else _run_of_cluster(entry)
@@ -94,7 +94,10 @@ def _run_of(what: str) -> Path:
 
 
 def _run_of_cluster(entry: registry.ClusterEntry) -> Path | None:
-    """Of the record files that its first rank has open, the one with the newest step; else what lies in its runs/."""
+    """Return the newest run of a cluster, or None.
+
+    This is the run of the newest record file that the first rank has open, else the newest run in its runs/.
+    """
     try:
         rank = psutil.Process(entry.ranks[0].pid)
         files = [Path(file.path) for file in rank.open_files() if Path(file.path).parent.name == "telemetry"]

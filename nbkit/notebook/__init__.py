@@ -1,1 +1,1 @@
-"""The notebook wing: runs in the kernel, never imports torch nor the rank wing."""
+"""The notebook side of nbkit. It runs in the kernel and never imports torch or the rank side."""

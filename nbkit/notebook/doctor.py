@@ -1,7 +1,7 @@
 """Check this machine: what it offers, what nbkit would use of it, and what to type for what is missing.
 
-For `nbkit doctor`. Versions come from the metadata of installed packages, GPUs from
-nvidia-smi: neither torch nor a widget library is imported.
+Used by `nbkit doctor`. Versions come from the metadata of installed packages, GPUs from nvidia-smi. Neither torch nor a
+widget library is imported.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MARKS: dict[State, str] = {"ok": "✓", "note": "!", "missing": "✗"}
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """One line of the report. "missing": a cluster cannot start without it; "note": worth knowing."""
+    """A line of the report. "missing": a cluster cannot start without it; "note": worth knowing."""
 
     topic: str
     subject: str
@@ -118,7 +118,7 @@ class DoctorReport:
 
 
 def doctor() -> DoctorReport:
-    """Look at this machine; takes as long as nvidia-smi does. Raises nothing: what it finds is in the report."""
+    """Check this machine. Takes as long as nvidia-smi does. Raises nothing: errors are in the report."""
     machine = read_machine(links=True)
     return DoctorReport(
         (
@@ -175,7 +175,10 @@ _TORCH_LACKS = "import json; from nbkit.rank import torch_private; print(json.du
 
 
 def _private_symbols(torch: str) -> Iterator[DoctorFinding]:
-    """What nbkit uses of other libraries' insides and does not find; torch is imported in a process of its own."""
+    """Yield the private parts of other libraries that nbkit uses but cannot find.
+
+    torch is imported in a process of its own.
+    """
     done = subprocess.run([sys.executable, "-c", _TORCH_LACKS], capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -216,7 +219,7 @@ def _package(name: str, minimum: Mapping[str, str], state: State, purpose: str) 
 
 
 def required_versions() -> dict[str, str]:
-    """Package -> lowest version, from nbkit's own metadata, extras included; {} when nbkit is not installed."""
+    """Return package -> lowest version from nbkit's own metadata, including extras; {} if nbkit is not installed."""
     try:
         lines = metadata.requires(_DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -242,7 +245,7 @@ def _devices(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def _settings() -> Iterator[DoctorFinding]:
-    """What the nbkit.toml of this machine, user and project say."""
+    """Yield what the nbkit.toml files of this machine, user and project say."""
     try:
         found = site_settings.read()
     except NbkitError as error:
@@ -260,7 +263,7 @@ def _settings() -> Iterator[DoctorFinding]:
 
 
 def _cluster(machine: Machine) -> Iterator[DoctorFinding]:
-    """What `%cluster start` without options would do now."""
+    """Yield what `%cluster start` without options would do now."""
     try:
         yield DoctorFinding("%cluster start would use", "folder", str(registry.check_home()))
     except NbkitError as error:

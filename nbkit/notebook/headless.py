@@ -1,9 +1,9 @@
-"""A notebook run without a browser: cell after cell in a fresh kernel, each output kept with the cell that sent it.
+"""Run a notebook without a browser: cell after cell in a fresh kernel, each output kept with the cell that sent it.
 
-Simpler than nbclient, and unlike it: what a detached cell prints while later cells run is told and kept, and the
-kernel is always this Python. Widgets and input() are left out.
+It is simpler than nbclient and differs from it: what a detached cell prints while later cells run is reported and kept,
+and the kernel is always this Python. Widgets and input() are not supported.
 
-A notebook's parameters: the values of its first assignments, set from outside before it runs.
+`set_parameters` sets a notebook's parameters, the values of its first assignments, before it runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def read_notebook(path: Path) -> dict[str, Any]:
-    """The notebook's JSON, as before it was executed. Raises NbkitError when there is none."""
+    """Return the notebook's JSON, as before it was executed. Raises NbkitError if there is no notebook."""
     try:
         notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         cells = notebook["cells"]
@@ -55,22 +55,22 @@ def tagged(notebook: dict[str, Any], tag: str) -> list[Cell]:
 
 
 def text_of(cell: Cell) -> str:
-    """The text that a cell has printed, as a terminal would show it in the end, without colours."""
+    """Return the text that a cell has printed, as a terminal would finally show it, without colours."""
     printed = "".join(output["text"] for output in cell["outputs"] if output["output_type"] == "stream")
     return _ANSI.sub("", _overwritten(printed))
 
 
 def shown_by(cell: Cell) -> str:
-    """The text that a cell has printed, then the text of the value that it ends with."""
+    """Return the text that a cell has printed, followed by the text of its last value."""
     values = ["".join(output["data"].get("text/plain", "")) for output in cell["outputs"] if "data" in output]
     return "\n".join(text for text in (text_of(cell), *values) if text)
 
 
 class Headless:
-    """A kernel of this Python. `with Headless(folder) as kernel: kernel.run(notebook)`; leaving it ends the kernel and
-    every cluster that it has started.
+    """A kernel of this Python. `with Headless(folder) as kernel: kernel.run(notebook)`.
 
-    on_text: called as (cell, text) with each piece that a cell prints, also after that cell has ended.
+    Leaving the block ends the kernel and every cluster that it has started. on_text: called as (cell, text) with each
+    piece that a cell prints, even after that cell has ended.
     """
 
     def __init__(self, folder: Path, on_text: Callable[[Cell, str], None]) -> None:
@@ -103,7 +103,7 @@ class Headless:
         self.close()
 
     def close(self) -> None:
-        """End the kernel, then its clusters: nothing is left running."""
+        """End the kernel, then its clusters. Nothing is left running."""
         with uninterrupted():
             self._client.stop_channels()
             self._manager.shutdown_kernel(now=True)
@@ -114,9 +114,10 @@ class Headless:
                     registry.end(entry)
 
     def run(self, notebook: dict[str, Any], *, on_cell: Callable[[Cell], None] = lambda cell: None) -> None:
-        """Execute the code cells, outputs into the notebook. on_cell: called with each before it runs.
+        """Execute the code cells and store their outputs in the notebook.
 
-        Raises CellError for the first one that fails; those after it do not run.
+        on_cell: called with each cell before it runs. Raises CellError for the first one that fails; later cells do not
+        run.
         """
         for number, cell in enumerate((c for c in notebook["cells"] if c["cell_type"] == "code"), 1):
             on_cell(cell)
@@ -130,7 +131,7 @@ class Headless:
                 )
 
     def _execute(self, cell: Cell) -> dict[str, Any]:
-        """Run one cell until its reply is here and the kernel is idle again, which is when all its output is here."""
+        """Run one cell until its reply is here and the kernel is idle again. All its output has then arrived."""
         cell["outputs"] = []
         sent = self._client.execute("".join(cell["source"]), allow_stdin=False)
         self._cells[sent] = cell
@@ -154,7 +155,7 @@ class Headless:
         return dict(message["content"]) if message["parent_header"].get("msg_id") == sent else None
 
     def _take(self, message: dict[str, Any]) -> str:
-        """Put an output where it belongs. Returns the id of the request that it says is finished, else ""."""
+        """Put an output where it belongs. Return the id of the request that it reports as finished, else ""."""
         parent = str(message["parent_header"].get("msg_id", ""))
         kind, content = message["msg_type"], message["content"]
         if kind == "status":
@@ -197,7 +198,7 @@ class _ThisPython(KernelSpecManager):  # type: ignore[misc]
 
 
 def _append(outputs: list[dict[str, Any]], name: str, text: str) -> None:
-    """Text goes on in the last output of its stream. What a carriage return has overwritten is not kept."""
+    """Append text to the last output of its stream. Text that a carriage return has overwritten is dropped."""
     if outputs and outputs[-1]["output_type"] == "stream" and outputs[-1]["name"] == name:
         outputs[-1]["text"] = _overwritten(outputs[-1]["text"] + text)
     else:
@@ -205,7 +206,7 @@ def _append(outputs: list[dict[str, Any]], name: str, text: str) -> None:
 
 
 def _overwritten(text: str) -> str:
-    """Each line as it ends up when `\\r` begins it again; the last one may still be begun again."""
+    """Return each line as it looks after `\\r` has restarted it. The last line may still be restarted."""
     *complete, last = text.split("\n")
     lines = [_after_returns(line) for line in complete]
     ends_with_return = "\r" if last.endswith("\r") else ""
@@ -227,8 +228,8 @@ def _plain(text: str) -> str:
 def set_parameters(notebook: dict[str, Any], given: Mapping[str, str]) -> None:
     """Replace the value of the first assignment to each name by the given text, as a literal of the same type.
 
-    In the cells tagged `parameters`; in all cells of the notebook itself where none has that tag. Comments stay.
-    Raises UsageError for a name that is not assigned there, and for a value of another type.
+    Only the cells tagged `parameters` are searched, or all cells of the notebook itself if none has that tag. Comments
+    stay. Raises UsageError for a name that is not assigned there, and for a value of another type.
     """
     cells = tagged(notebook, "parameters") or [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     found: dict[str, tuple[dict[str, Any], ast.expr]] = {}
@@ -271,7 +272,7 @@ def _assignments(source: str) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _literal(name: str, text: str, before: ast.expr) -> str:
-    """`text` in Python, of the type that the value had: "500" is a number for a number, and text for text."""
+    """Return `text` as a Python literal of the old value's type: "500" is a number for a number, and text for text."""
     try:
         old = ast.literal_eval(before)
     except ValueError:  # it was computed

@@ -1,8 +1,7 @@
-"""`nbkit.plan`: which strategy to choose for a model, on this machine, a cluster or hardware described in a line.
+"""`nbkit.plan`: choose a strategy for a model, on this machine, a cluster, or hardware described in a line.
 
-Runs a function in a fork of this process: what it imports and holds in memory ends with it.
-
-One line on the screen that says what is being done while it takes long; it is gone when that is done.
+The plan may run in a fork of this process (`in_a_fork`): what it imports and holds in memory ends with the fork.
+`PlanningLine` shows one line of progress while this takes long, and removes it at the end.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ Say = Callable[[str], None]
 
 
 def in_a_fork(function: Callable[[Say], T], *, heard: Say) -> T:
-    """Return what `function` returns, which is picklable. It may use all that this process holds, and changes none of
-    it.
+    """Return what `function` returns, computed in a fork. The result must be picklable.
 
-    What it says of its progress, by the callable that it is given, is `heard` here. Raises what it raises, with the
-    traceback as a note; ChildProcessError where it ends without an answer. Ctrl-C here ends it. For a process that has
-    not used torch: a fork of one that has may hang in its thread pools.
+    The function may use everything that this process holds, and changes none of it. It is given a callable; what it
+    reports there is passed to `heard` here. Raises what it raises, with the traceback as a note, or ChildProcessError
+    if it ends without an answer. Ctrl-C here ends it. Use it only in a process that has not used torch: otherwise the
+    fork may hang in torch's thread pools.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
@@ -69,7 +68,7 @@ def in_a_fork(function: Callable[[Say], T], *, heard: Say) -> T:
 
 
 def _next(stream: BinaryIO) -> tuple[str, Any] | None:
-    """("said" | "failed" | "done", value); None behind the last one."""
+    """Return ("said" | "failed" | "done", value), or None after the last one."""
     try:
         found: tuple[str, Any] = pickle.load(stream)
     except EOFError:
@@ -78,9 +77,9 @@ def _next(stream: BinaryIO) -> tuple[str, Any] | None:
 
 
 def _answer(function: Callable[[Say], object], writer: int) -> None:
-    """In the fork. Never returns."""
+    """Run the function in the fork and send its result. Never returns."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits ends this process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the waiting process ends this one
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a kernel's own are threads, which a fork lacks
         with os.fdopen(writer, "wb", buffering=0) as stream:
             try:
@@ -106,16 +105,16 @@ _AFTER, _EVERY = 1.5, 1.0
 
 
 class PlanningLine:
-    """Within it, what was said last, and how long it all takes so far. In a notebook or on a terminal; elsewhere none.
+    """A context that shows the last reported step and the total time. Shows nothing outside of a notebook or terminal.
 
-    By a thread: what takes long may say nothing for long.
+    A thread updates it, because a long computation may report nothing for a while.
     """
 
     def __init__(self, name: str, what: str) -> None:
         self._name, self._what, self._width = name, what, 0
         self._out, self._done = sys.stdout, threading.Event()
         self._shown = notebook_shell() is not None or self._out.isatty()
-        # A copy of the context: by it a kernel knows which cell a thread writes for.
+        # A copy of the context tells a kernel which cell the thread writes for.
         self._thread = threading.Thread(target=copy_context().run, args=(self._draw,), daemon=True)
 
     def __enter__(self) -> Self:
@@ -133,7 +132,7 @@ class PlanningLine:
             self._out.write("\r")
 
     def say(self, what: str) -> None:
-        """From now on this is being done."""
+        """Record what is being done from now on."""
         self._what = what
 
     def _draw(self) -> None:
@@ -167,24 +166,23 @@ def plan(
     optimizer: Callable[..., Any] | None = None,
     inputs: Sequence[str] | None = None,
 ) -> Plan:
-    """Every strategy that fits, the best first, with its memory at the peak, its seconds and what it sends.
+    """Return every strategy that fits, the best first, with its peak memory, its seconds and what it sends.
 
-    model: a GPTConfig, of which nothing is built and for which torch is not needed; or a module, or a callable that
-    builds one. Of those, two rows of example= are run on the CPU: a batch of any number of rows, or a callable that
-    makes one; loss=, optimizer= (default: AdamW) and inputs= are as of the Trainer. Callables run in a process of their
-    own, unless torch has been imported in this one. batch: rows of a global batch. on: hardware in a line,
-    "128 x 8 H100". precision: as a Trainer has it. `.rows[0]` is the recommendation, `.refused` what does not fit, with
-    the arithmetic. Raises UsageError for what cannot be planned, and what the model raises.
+    model: a GPTConfig, of which nothing is built and which needs no torch; or a module, or a callable that builds one.
+    For those, two rows of example= are run on the CPU. example: a batch of any number of rows, or a callable that makes
+    one. loss=, optimizer= (default: AdamW) and inputs= are as in the Trainer. Callables run in their own process,
+    unless torch has been imported in this one. batch: rows of a global batch. on: hardware in a line, "128 x 8 H100".
+    precision: as in a Trainer. `.rows[0]` is the recommendation, `.refused` what does not fit, with the arithmetic.
+    Raises UsageError for what cannot be planned, and what the model raises.
     """
     asked = _Asked(model, batch, Hardware.parse(on), precision, example, loss, optimizer, inputs)
     return asked.answered(lambda subject: search(subject, batch, asked.on))
 
 
 def explain(model: Any, first: str, second: str, *, batch: int, on: str, **settings: Any) -> Words:
-    """Return what two rows of a plan differ in, and what would be chosen with more devices, a faster network, more
-    rows.
+    """Return how two rows of a plan differ, and the choice with more devices, a faster network, or more rows.
 
-    settings: the others of `plan`.
+    settings: the other arguments of `plan`.
     """
     asked = _Asked(model, batch, Hardware.parse(on), **settings)
     return asked.answered(lambda subject: _explained(subject, first, second, batch, asked.on))
@@ -200,10 +198,10 @@ def planned(
     why: list[str] | None,
     **others: str | None,
 ) -> Plan | Words:
-    """Return what `%nbkit plan` shows. variables: of the notebook; model and others (example, loss, optimizer) name
-    some.
+    """Return what `%nbkit plan` shows.
 
-    Without a model: the training that runs, see `training_plan`.
+    variables: the notebook's variables; model and others (example, loss, optimizer) name some of them. Without a model:
+    the running training, see `training_plan`.
     """
     given_too = {"--batch": batch, "--on": on, "--why": why, **{f"--{name}": value for name, value in others.items()}}
     if model is None and not any(value is not None for value in given_too.values()):
@@ -234,9 +232,9 @@ def planned(
 
 
 def training_plan() -> Words:
-    """Return what every strategy would take of the training on this notebook's cluster, as the strategy panel has it.
+    """Return what every strategy would cost for the training on this notebook's cluster, as in the strategy panel.
 
-    Raises UsageError where nothing trains there, ClusterError without a cluster.
+    Raises UsageError if nothing trains there, ClusterError without a cluster.
     """
     from nbkit.notebook.cluster.cluster import current
     from nbkit.notebook.widgets.panel.view import Looked, State, reduce, text_of
@@ -255,7 +253,7 @@ def training_plan() -> Words:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Checked when it is made."""
+    """A request for a plan. It is checked when it is made."""
 
     model: Any
     batch: int
@@ -289,7 +287,7 @@ class _Asked:
             )
 
     def answered(self, make: Callable[[Subject], T]) -> T:
-        """Return what `make` makes of the model; in a fork where torch would be imported for it alone."""
+        """Return what `make` returns for the model. Runs in a fork if torch would be imported only for this."""
         if isinstance(self.model, GPTConfig):
             return make(GPTPieces(self.model, element=PRECISIONS[self.precision]))
         with PlanningLine("nbkit.plan", "imports torch") as line:
@@ -298,7 +296,7 @@ class _Asked:
             return in_a_fork(lambda say: make(self._measured(say)), heard=line.say)
 
     def _measured(self, say: Callable[[str], None]) -> Subject:
-        # By name: this wing imports neither torch nor what does, except for a user who has a model.
+        # Imported by name: the notebook side imports torch only for a user who has a model.
         found: Subject = importlib.import_module(_IN_THE_RANK_WING).describe(
             self.model,
             self.example() if callable(self.example) else self.example,

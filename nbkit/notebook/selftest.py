@@ -1,8 +1,7 @@
-"""Items of a selftest, one after the other on one cluster; nothing of it outlives the `with`.
+"""The selftest: items that are tried one after the other on one cluster. Nothing of it outlives the `with` block.
 
-What `nbkit selftest` tries, each item by cells and calls as a user of the cluster makes them.
-
-The report of a selftest: one Markdown file, with nothing in it that a stranger should not read.
+Each item of `nbkit selftest` uses cells and calls as a user of the cluster would. The report is one Markdown file, and
+contains nothing that a stranger should not read.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ _TOGETHER = "total = torch.ones(1, device=device); dist.all_reduce(total); int(t
 
 
 class SelftestFailed(Exception):
-    """An item has found what must not be."""
+    """An item has found something that must not happen."""
 
 
 class ItemSkipped(Exception):
-    """An item cannot be tried here; the text says why."""
+    """An item cannot be tried here. The text says why."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +66,17 @@ class SelftestCluster:
 
     @property
     def pipelines(self) -> bool:
-        """Return True if stages can send to each other: gloo sends no messages of a GPU."""
+        """Return True if stages can send to each other. gloo cannot send GPU tensors."""
         return self.kind == "cpu" or self.cluster.entry.backend == "nccl"
 
     def cell(self, source: str) -> Results:
-        """Run it on all ranks, and wait. Raises what it raised, TimeoutError when it does not end."""
+        """Run it on all ranks, and wait. Raises what it raised, or TimeoutError if it does not end."""
         # A detached cell, so that Ctrl-C ends the waiting, and the whole with it.
         results: Results = self.cluster.run(source, detach=True).wait(CELL_SECONDS)
         return results
 
     def as_one_process(self) -> str:
-        """Return how far apart `trainer` and one process are. Raises Failed when it is too far."""
+        """Return how far apart `trainer` and one process are. Raises SelftestFailed if it is too far."""
         every = self.cell(_APART).values.values()
         losses, weights = (max(one[what] for one in every) for what in ("losses", "weights"))
         said = f"losses {losses:.1e}, weights {weights:.1e} from one process"
@@ -87,8 +86,8 @@ class SelftestCluster:
         return said
 
     def training(self, strategy: str) -> CellHandle:
-        """A training of `trainer` without end, which has made a few steps. Raises Failed when it makes none."""
-        # The Trainer in a cell of its own: until it is there, the steps that are told are those of the one before.
+        """Run an endless training of `trainer` that has made a few steps. Raises SelftestFailed if it makes none."""
+        # The Trainer is made in its own cell. Until it exists, the reported steps are those of the previous one.
         self.cell(f"trainer = small_job.trainer({strategy!r})")
         handle: CellHandle = self.cluster.run("trainer.fit(100_000)", detach=True)
         deadline = time.monotonic() + CELL_SECONDS
@@ -106,14 +105,18 @@ class SelftestCluster:
 
 @dataclass(frozen=True)
 class Item:
-    """name: what `--only` takes. try_it: a line of what was found; raises Failed, Left, or what went wrong."""
+    """An item of the selftest.
+
+    name: what `--only` accepts. try_it: returns a line about what was found; raises SelftestFailed, ItemSkipped, or
+    what went wrong.
+    """
 
     name: str
     try_it: Callable[[SelftestCluster], str]
 
 
 def items(n: int) -> tuple[Item, ...]:
-    """Return all of them, on `n` ranks."""
+    """Return all items for `n` ranks."""
     strategies = {
         "ddp": "ddp",
         "zero1": "zero1",
@@ -184,7 +187,7 @@ def stopped(at: SelftestCluster) -> str:
 
 
 def first_error(at: SelftestCluster) -> str:
-    """The error of one rank is named, and the training goes on in the next cell."""
+    """Check that the error of one rank is named, and that the training goes on in the next cell."""
     rank = at.n - 1
     at.cell(f"trainer = small_job.trainer('ddp', callbacks=[small_job.Fails({rank}, after=2)])")
     try:
@@ -200,7 +203,7 @@ def first_error(at: SelftestCluster) -> str:
 
 
 def death(at: SelftestCluster) -> str:
-    """A rank that dies in a training is replaced, and the next cell runs on all."""
+    """Check that a rank that dies in a training is replaced, and that the next cell runs on all ranks."""
     _needs(2, at)
     rank = at.n - 1
     before = at.cell("import os\nos.getpid()").values
@@ -213,7 +216,7 @@ def death(at: SelftestCluster) -> str:
 
 
 def recorded(strategy: str, at: SelftestCluster) -> str:
-    """The bytes that telemetry has counted in a step, beside the formula's."""
+    """Check the bytes that telemetry has counted in a step against the formula."""
     _needs(2, at)
     folder = at.folder / f"telemetry-{strategy}"
     at.cell(f"trainer = small_job.trainer({strategy!r}, log_dir={str(folder)!r}, name='run')\ntrainer.fit(6)")
@@ -228,7 +231,7 @@ def recorded(strategy: str, at: SelftestCluster) -> str:
 
 
 def bandwidth(at: SelftestCluster) -> str:
-    """Of the links between all ranks, all at once."""
+    """Return, for each operation, the bandwidth between all ranks and the seconds of a tiny one."""
     _needs(2, at)
     ways: Mapping[str, tuple[float, float]] = at.cell("speed.bandwidth()").values[0]
     wanted = {"all_reduce": "all_reduce", "all_gather": "all_gather", "send": "p2p"}
@@ -248,7 +251,7 @@ def speed(strategy: str, at: SelftestCluster) -> str:
 
 
 def _all_answer(at: SelftestCluster, source: str = "") -> Mapping[int, Any]:
-    """Return the values of a cell, after an all-reduce in it. Raises Failed when that has not all ranks."""
+    """Return the values of a cell, after an all-reduce in it. Raises SelftestFailed if not all ranks took part."""
     totals = at.cell(_TOGETHER).values
     if set(totals.values()) != {at.n}:
         raise SelftestFailed(f"an all-reduce of ones gave {dict(totals)}")
@@ -285,7 +288,7 @@ State = Literal["ok", "FAILED", "left out"]
 
 @dataclass(frozen=True)
 class ItemOutcome:
-    """Of one item. tail: the last that was printed, and the error, where it failed."""
+    """Outcome of one item. tail: the last printed lines and the error, if it failed."""
 
     name: str
     state: State
@@ -295,14 +298,14 @@ class ItemOutcome:
 
     @property
     def line(self) -> str:
-        """For the terminal, behind the name."""
+        """Return the line for the terminal that follows the item's name."""
         took = f"{self.seconds:6.1f} s" if self.state != "left out" else " " * 8
         return f"{self.state:<8} {took}  {self.said.partition(chr(10))[0]}"
 
 
 @dataclass(frozen=True)
 class SelftestReport:
-    """on: which ranks, in words. devices: what the ranks say of theirs."""
+    """The report of a selftest. on: which ranks, in words. devices: what the ranks say about theirs."""
 
     on: str
     devices: str
@@ -322,7 +325,7 @@ class SelftestReport:
         return f"{words or 'nothing tried'}, in {self.seconds:.0f} s on {self.on}"
 
     def write(self, path: Path) -> None:
-        """As Markdown."""
+        """Write the report as Markdown."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, self._text())
 
@@ -357,7 +360,7 @@ def _versions() -> str:
 
 
 def _environment() -> str:
-    """Variables of torch, NCCL and CUDA, and no other."""
+    """Return the variables of torch, NCCL and CUDA, and no others."""
     return _columns([(name, value) for name, value in sorted(os.environ.items()) if name.startswith(_TELLING)])
 
 
@@ -392,7 +395,7 @@ class Trial:
     """`with Trial(4, kind="cpu") as trial: trial.outcome(item)`. What cells print is kept for the report alone."""
 
     def __init__(self, n: int, *, kind: str) -> None:
-        """kind: "cpu" or "gpu"."""
+        """Prepare a trial. kind: "cpu" or "gpu"."""
         self._n, self._kind = n, kind
 
     def __enter__(self) -> Trial:
@@ -419,7 +422,7 @@ class Trial:
         return "\n".join(f"rank {rank}  {said}" for rank, said in values.items())
 
     def outcome(self, item: Item) -> ItemOutcome:
-        """Try it. After a failure the ranks are new ones."""
+        """Try an item. After a failure the ranks are replaced by new ones."""
         began = time.monotonic()
         with _kept() as printed:
             try:
@@ -437,7 +440,7 @@ class Trial:
                 return ItemOutcome(item.name, "FAILED", took, said, tail)
 
     def _stuck(self, error: Exception) -> Iterator[str]:
-        """Who is stuck where, of a cell that did not end."""
+        """Yield who is stuck where, if the error is a cell that did not end."""
         if isinstance(error, TimeoutError):
             yield tail_of(str(self._cluster.why()))
 
@@ -452,7 +455,7 @@ def _said(error: Exception) -> str:
 
 @contextmanager
 def _kept() -> Iterator[io.StringIO]:
-    """What is printed inside, on whatever thread, goes into the value."""
+    """Redirect everything printed inside, on any thread, to the yielded buffer."""
     printed = io.StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
         yield printed

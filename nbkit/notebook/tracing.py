@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A trace that was written: steps first to last of so many ranks. Stands for its path wherever a path is wanted."""
+    """A written trace: steps first to last of this many ranks. It can be used wherever a path is expected."""
 
     path: Path
     first: int
@@ -80,7 +80,7 @@ class KeptRecords:
         self._quiet: set[int] = set()  # ranks that had nothing new at the last read
 
     def begin_at_end(self, folder: Path) -> None:
-        """Read only what is written from now on."""
+        """Skip what is already written; read only later records."""
         self._folder = folder
         self._cursors = {rank: cursor_near_end(path, num_bytes=0) for rank, path in rank_files(folder).items()}
 

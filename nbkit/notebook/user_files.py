@@ -1,8 +1,8 @@
-"""Writes the files that a user asks for: whole, or what was there before stays and one error says why.
+"""Write the files that a user asks for: completely, or the old content stays and one error says why.
 
-What a library writes to a full disk otherwise is half a file and a traceback.
+Without this, a library that writes to a full disk leaves half a file and a traceback.
 
-Clearing up that a second Ctrl-C does not leave half done.
+`uninterrupted` protects cleaning up: a second Ctrl-C does not leave it half done.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from nbkit.errors import NbkitError
 
 
 def write_file(path: Path, content: str | bytes) -> Path:
-    """Write `content` to `path`, text as UTF-8; return the absolute path. Raises NbkitError where that fails.
+    """Write `content` to `path`, text as UTF-8, and return the absolute path. Raises NbkitError if that fails.
 
-    Text may hold names that came from a file system and are no UTF-8: their bytes stay as they are.
+    Text may hold names from a file system that are not UTF-8; their bytes are kept.
     """
     if isinstance(content, str):
         content = content.encode("utf-8", "surrogateescape")
@@ -60,7 +60,10 @@ def _free(path: Path) -> str:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """An interrupt that arrives inside is lost. Only for what follows one, or an error, and takes seconds at most."""
+    """Ignore interrupts that arrive inside.
+
+    Use it only after an interrupt or an error, and for a few seconds at most.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals act in the main thread alone
         return

@@ -1,26 +1,22 @@
-"""Chooses which rank takes which part of a new layout: what crosses nodes in a step, then what a switch moves.
+"""Plans a switch: which rank sends which boxes of which tensors to which rank, and in which order ranks stand.
 
-What a strategy leaves free is the order of its axes over the ranks: tp fastest, or slowest. Four ranks under tp hold a
-quarter each; under `dp=2 tp=2` ranks 0 and 1 want the first half if tp is the slowest, and need one quarter each, but
-with tp the fastest ranks 1 and 2 hold nothing of the halves that they want. The same the other way round, and between
-tensor parallelism and ZeRO.
+In an `ExchangePlan`, every rank receives exactly the elements that it must hold and does not hold yet. Nothing is
+gathered. The plan follows from what all ranks hold before and after, so every rank computes the same plan. A tensor is
+named by a key ("weight/blocks.0.up.weight", "exp_avg/..."). Keys whose tensors are spread alike before and after share
+one list of moves, so thousands of keys cost as much as a few dozen.
 
-Over several nodes tp and cp stay the fastest: what talks most stays near. Whether pp or dp crosses nodes follows from
-the links, as what a step sends takes on them: hidden states of every row against gradients of a stage. Where that makes
-no difference, or is not known, the order counts that moves the fewest bytes between nodes.
+`placed` chooses the order of the axes over the ranks, which a strategy leaves free: tp may be the fastest or the
+slowest. For example, four ranks under tp hold a quarter each. Under `dp=2 tp=2` with tp the slowest, ranks 0 and 1 want
+the first half, and each lacks one quarter. With tp the fastest, ranks 1 and 2 hold nothing of the halves that they
+want. The same is true in the other direction, and between tensor parallelism and ZeRO.
 
-Another order of the ranks within a group would save a little more, and torch.distributed numbers them in ascending
-order: of 400 random switches between eight strategies the two orders save 4.0 % of the bytes on 4 ranks and 1.6 % on 8,
-free numbers would have saved 5.5 % and 2.3 %.
+Over several nodes, tp and cp stay the fastest, so that ranks that talk most are near each other. Whether pp or dp
+crosses nodes depends on how long a step's traffic takes on the links: hidden states of every row, or gradients of a
+stage. If that makes no difference, or is unknown, the order that moves the fewest bytes between nodes is taken.
 
-Takes boxes away from others, exactly, and counts how much two layouts have in common.
-
-The plan of a switch: which rank sends which boxes of which tensors to whom, so that each gets what it lacks.
-
-Every rank receives exactly the elements that it must hold and does not; nothing is gathered. The plan follows from
-what all ranks hold before and after, so that every rank that computes it computes the same one. A tensor goes by a
-key ("weight/blocks.0.up.weight", "exp_avg/..."). Keys whose tensors are spread alike before and after share one list
-of moves, so that thousands of keys cost as much as a few dozen.
+Another order of the ranks within a group would save a little more, but torch.distributed numbers them in ascending
+order. Over 400 random switches between eight strategies, the two orders save 4.0 % of the bytes on 4 ranks and 1.6 % on
+8. Free numbers would have saved 5.5 % and 2.3 %.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from nbkit.tensor_layout import Box, Layout
 
 
 def held(layout: Layout | None) -> tuple[Box, ...]:
-    """The parts of the global tensor that a layout holds; () for a rank without this tensor."""
+    """Return the parts of the global tensor that a layout holds; () for a rank without this tensor."""
     return () if layout is None else tuple(there for _, there in layout.pieces)
 
 
@@ -50,7 +46,7 @@ def within(inner: Box, outer: Box) -> bool:
 
 
 def uncovered(boxes: Iterable[Box], covers: Sequence[Box]) -> list[Box]:
-    """Return what `covers` leave of `boxes`: rectangles that do not overlap each other if those of `boxes` do not."""
+    """Return the parts of `boxes` outside of `covers`. They do not overlap if `boxes` do not overlap."""
     left = list(boxes)
     for cover in covers:
         if not left:
@@ -60,7 +56,7 @@ def uncovered(boxes: Iterable[Box], covers: Sequence[Box]) -> list[Box]:
 
 
 def overlap(mine: Layout | None, wanted: Layout | None) -> int:
-    """Elements of the global tensor that both hold."""
+    """Return the number of elements of the global tensor that both layouts hold."""
     if mine is None or wanted is None:
         return 0
     if mine is wanted:
@@ -80,7 +76,7 @@ def overlap(mine: Layout | None, wanted: Layout | None) -> int:
 
 
 def halves(box: Box, most: int) -> list[Box]:
-    """`box` cut along its first dims into boxes of at most `most` elements, in the order of its rows."""
+    """Return `box` cut along its first dims into boxes of at most `most` elements, in the order of its rows."""
     if box.numel <= most:
         return [box]
     dim = next(d for d, length in enumerate(box.shape) if length > 1)
@@ -92,7 +88,7 @@ def halves(box: Box, most: int) -> list[Box]:
 
 
 def _minus(box: Box, hole: Box) -> list[Box]:
-    """`box` without `hole`: a slab before and one behind the hole along each dim, the dims before narrowed to it."""
+    """Return `box` without `hole`: slabs before and behind the hole along each dim, earlier dims narrowed to it."""
     core = box.meet(hole)
     if core is None:
         return [box]
@@ -108,7 +104,7 @@ def _minus(box: Box, hole: Box) -> list[Box]:
 
 
 Holding = Mapping[str, Layout]
-"""What one rank holds: key -> layout. A key that is not there is a tensor that the rank does not hold."""
+"""The layouts of what one rank holds, by key. The rank does not hold tensors whose key is missing."""
 
 _VARIANTS = 8
 
@@ -123,9 +119,10 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Alike:
-    """Tensors that move alike. itemsize: bytes of an element; sent, received: bytes of one tensor, per rank.
+    """Tensors that move alike. itemsize: bytes of an element. sent, received: bytes of one tensor, per rank.
 
-    relayed: whoever sends has not held it before, and has got it in this exchange, for all who lack it on its node.
+    relayed: the sender did not hold the parts before. It got them in this exchange, for the ranks of its node that lack
+    them.
     """
 
     keys: tuple[str, ...]
@@ -138,7 +135,7 @@ class Alike:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Who sends what to whom. bytes: per rank, what it receives, which is what it must hold and does not."""
+    """The moves of a switch. bytes: what each rank receives, which is what it must hold and does not hold yet."""
 
     old: tuple[Holding, ...]
     new: tuple[Holding, ...]
@@ -158,13 +155,14 @@ class ExchangePlan:
         node_of: Sequence[int] = (),
         relays: bool = True,
     ) -> ExchangePlan:
-        """The exchange that leads from what each rank holds (`old[rank]`) to what each must hold (`new[rank]`).
+        """Return the exchange from what each rank holds (`old[rank]`) to what each must hold (`new[rank]`).
 
-        itemsize: bytes of an element, per key. node_of: of each rank, its node; () for one. A box comes from whichever
-        has the least to send, of the ranks of the same node that hold it, or else of all. What several ranks of a node
-        lack and none of it holds crosses once, to one of them, which hands it on; not without `relays`. Raises
-        TrainingError when a layout has a gap, when a tensor has other global shapes before and after, and when no rank
-        holds a part that is needed.
+        itemsize: bytes of an element, per key. node_of: the node of each rank; () for one node. relays: if several
+        ranks of a node lack a part that no rank of the node holds, the part crosses once, to one of them, which hands
+        it on. A box comes from the rank with the least to send, among the ranks that hold it: those of the same node if
+        there are any, otherwise all.
+        Raises TrainingError if a layout has a gap, if the global shape of a tensor changes, or if no rank holds a part
+        that is needed.
         """
         ranks, found = len(new), spreads(old, new, itemsize)
         _check(found)
@@ -176,7 +174,7 @@ class ExchangePlan:
             forced.append([Move(who[0], dst, box) for dst, box, who in direct if len(who) == 1])
             for move in forced[-1]:
                 load[move.src] += move.box.numel * size * len(keys)
-            # Tensors alike need not come from the same rank: a few variants of the choice level what each one sends.
+            # Tensors that are alike may come from different ranks. A few variants of the choice even out the sending.
             choice = [cell for cell in direct if len(cell[2]) > 1]
             variants = min(len(keys), _VARIANTS) if choice or shared else 1
             free += [(number, keys[i::variants], choice, shared) for i in range(variants)]
@@ -206,19 +204,19 @@ class ExchangePlan:
         return cls(tuple(old), tuple(new), itemsize, tuple(groups), tuple(received), tuple(load), tuple(node_of))
 
     def without_relays(self) -> ExchangePlan:
-        """The same exchange, in which each rank gets all from those that hold it before."""
+        """Return the same exchange in which each rank gets everything from ranks that held it before."""
         if not any(group.relayed for group in self.groups):
             return self
         return ExchangePlan.of(self.old, self.new, self.itemsize, node_of=self.node_of, relays=False)
 
     @property
     def total_bytes(self) -> int:
-        """Over all ranks: no exchange between these layouts can do with less."""
+        """Return the bytes that all ranks receive. No exchange between these layouts can move less."""
         return sum(self.bytes)
 
     @cached_property
     def pairs(self) -> dict[tuple[int, int], int]:
-        """(from rank, to rank) -> bytes, for the pairs that have any."""
+        """Return the bytes by (from rank, to rank), for the pairs that have any."""
         found: dict[tuple[int, int], int] = {}
         for group in self.groups:
             for src, dst, box in group.moves:
@@ -226,7 +224,7 @@ class ExchangePlan:
         return found
 
     def moves(self, src: int, dst: int) -> list[tuple[str, Box]]:
-        """Return what `src` sends to `dst`: (key, box of the global tensor)."""
+        """Return what `src` sends to `dst`, as (key, box of the global tensor)."""
         found = []
         for group in self.groups:
             boxes = [move.box for move in group.moves if (move.src, move.dst) == (src, dst)]
@@ -234,7 +232,7 @@ class ExchangePlan:
         return found
 
     def reversed(self, keys: Sequence[str]) -> ExchangePlan:
-        """Return the way back, for these tensors alone."""
+        """Return the exchange in the opposite direction, for these tensors only."""
         back = set(keys)
         old = [{key: layout for key, layout in holding.items() if key in back} for holding in self.new]
         new = [{key: layout for key, layout in holding.items() if key in back} for holding in self.old]
@@ -248,11 +246,11 @@ _Cell = tuple[int, Box, tuple[int, ...]]
 def spreads(
     old: Sequence[Holding], new: Sequence[Holding], itemsize: Mapping[str, int]
 ) -> list[tuple[_Spread, list[str]]]:
-    """Keys by how their tensors are spread: (bytes of an element, layout per rank before, and after) -> keys.
+    """Return groups of keys whose tensors are spread alike: ((bytes of an element, layouts before, after), keys).
 
-    Tensors that no rank must hold afterwards are left out: nothing is sent of them.
+    The layouts are per rank. Tensors that no rank must hold afterwards are left out, since none of them is sent.
     """
-    # By identity where layouts are shared, so that each is hashed once and not once per key and rank.
+    # Shared layouts are looked up by identity, so each is hashed once and not once per key and rank.
     numbers: dict[Layout, int] = {}
     layouts: list[Layout] = []
     by_identity: dict[int, int] = {}
@@ -279,14 +277,14 @@ def spreads(
 
 
 def _cells(before: Sequence[Layout | None], after: Sequence[Layout | None]) -> tuple[list[_Cell], list[_Cell]]:
-    """([(rank that lacks it, box, ranks that hold it)], [(rank that lacks it, box that nobody holds, ())])."""
+    """Return two lists: (rank that lacks it, box, ranks that hold it), and the same for boxes that no rank holds."""
     holders: dict[Box, list[int]] = {}
     for rank, layout in enumerate(before):
         for box in held(layout):
             holders.setdefault(box, []).append(rank)
     apart = all(a.meet(b) is None for a, b in combinations(holders, 2))
     if not apart:
-        # Where boxes overlap, small ones first: what lies in them lies in larger ones too, so more ranks may send it.
+        # If boxes overlap, small ones come first: their elements lie in larger ones too, so more ranks may send them.
         holders = dict(sorted(holders.items(), key=lambda each: each[0].numel))
     cells: list[_Cell] = []
     lacking: list[_Cell] = []
@@ -303,7 +301,10 @@ def _cells(before: Sequence[Layout | None], after: Sequence[Layout | None]) -> t
 
 
 def _shared(cells: Sequence[_Cell], node_of: Sequence[int]) -> tuple[list[_Cell], list[_Cell]]:
-    """Those that no rank of the receiver's node holds, on nodes where several ranks have such; and all others."""
+    """Split `cells` into those that can be relayed, and the others.
+
+    A cell can be relayed if no rank of the receiver's node holds it, and several ranks of that node lack such cells.
+    """
     far = [bool(node_of) and all(node_of[rank] != node_of[dst] for rank in who) for dst, _, who in cells]
     receivers: dict[int, set[int]] = {}
     for (dst, _, _), is_far in zip(cells, far, strict=True):
@@ -319,9 +320,10 @@ def _shared(cells: Sequence[_Cell], node_of: Sequence[int]) -> tuple[list[_Cell]
 def _relayed(
     shared: Sequence[_Cell], node_of: Sequence[int], load: list[int], size: int
 ) -> tuple[list[Move], list[Move]]:
-    """Return what crosses to each node, every element once, and what is handed on there by who has got it.
+    """Return two lists: moves between nodes, each element once per node; and moves within nodes that hand it on.
 
-    size: bytes of an element, of all tensors that move so. load: what each rank sends, which this adds to.
+    size: bytes of an element, summed over all tensors that move like this. load: bytes that each rank sends; this
+    function adds to it.
     """
     wanted: dict[int, dict[int, list[tuple[Box, tuple[int, ...]]]]] = {}
     for dst, box, who in shared:
@@ -335,7 +337,7 @@ def _relayed(
 
     for ranks in wanted.values():
         here: list[Move] = []  # what has crossed to this node
-        # Who has the least to send is the first, and hands on to the others.
+        # The rank with the least to send is the first, and hands on to the others.
         for dst in sorted(ranks, key=lambda rank: (load[rank], rank)):
             own: list[Move] = []
             for box, who in ranks[dst]:
@@ -352,7 +354,7 @@ def _relayed(
 
 
 def _sources(missing: Box, holders: Mapping[Box, Sequence[int]], apart: bool) -> list[tuple[Box, tuple[int, ...]]]:
-    """`missing` in parts, each with the ranks that hold all of it; () for what nobody holds."""
+    """Return the parts of `missing`, each with the ranks that hold all of the part; () if no rank does."""
     left = [missing]
     found: list[tuple[Box, tuple[int, ...]]] = []
     for source, ranks in holders.items():
@@ -420,20 +422,22 @@ def _raise_missing(found: list[tuple[_Spread, list[str]]], lacking: list[list[_C
 
 
 def orders(strategy: Strategy, *, one_node: bool | None = None) -> list[Strategy]:
-    """`strategy` with its ranks in every order that it may have, the usual one first; one where `order=` says which.
+    """Return `strategy` with its ranks in every possible order, the usual one first.
 
-    one_node: whether all ranks are on one; None: where that is not known.
+    There is only one order if `order=`, `places=` or `speeds=` is given. one_node: True if all ranks are on one node;
+    None if that is unknown.
     """
-    free = not (strategy.speeds or strategy.order or strategy.places)  # which rank is fast is not free
+    free = not (strategy.speeds or strategy.order or strategy.places)  # it is given which ranks are fast
     others = ("tp", "dp") if one_node is None else ("tp",) if one_node else ("dp",)
     slowest = ("", *others) if free else ("",)
     return list(dict.fromkeys(replace(strategy, slowest=axis) for axis in slowest))
 
 
 def placed(strategy: Strategy, moved: Callable[[Strategy], Any], *, one_node: bool) -> Strategy:
-    """The order for which `moved` is least, the usual one where it makes no difference.
+    """Return the order for which `moved` is least; the usual one if it makes no difference.
 
-    moved: bytes over all ranks; between nodes, behind what a step takes, where there are several. Raises what it does.
+    moved: bytes over all ranks. With several nodes: what a step takes, then bytes between nodes. Raises what `moved`
+    raises.
     """
     found = orders(strategy, one_node=one_node)
     return min(found, key=moved) if len(found) > 1 else found[0]

@@ -1,10 +1,11 @@
-"""A plan as one rank carries it out: what it cuts out of which tensor for whom, and where what it gets belongs.
+"""Cuts the plan of a switch into rounds, and gives each rank its part of every round.
 
-A plan in rounds: what is exchanged together, so that buffers stay small and memory is let go as it goes.
+Rounds keep buffers small and release memory early. Tensors that move alike are dealt out evenly over the whole
+exchange. So in every round all ranks send that have anything to send. What a rank holds changes linearly from the old
+model to the new one, so an exchange in place hardly ever holds more than the larger of the two.
 
-Tensors that move alike are dealt out evenly over the whole exchange. Every round then has all ranks send that have
-anything to send; and what a rank holds goes in a straight line from the old model to the new one, so that an exchange
-in place hardly ever holds more than the larger of the two.
+`steps` gives the rounds as one rank sees them: which boxes it cuts out of which tensors for which rank, and where the
+boxes that it receives belong.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _WINDOW = 16
 
 
 class RoundPart(NamedTuple):
-    """In one round, every tensor of `keys` makes `moves`; all these tensors are spread alike. relayed: see Alike."""
+    """A part of a round: every tensor of `keys` makes `moves`. All of them are spread alike. relayed: see Alike."""
 
     keys: tuple[str, ...]
     moves: tuple[Move, ...]
@@ -34,7 +35,7 @@ class RoundPart(NamedTuple):
 
 @dataclass
 class Round:
-    """What is exchanged together. closes: the keys that are complete after it; num_bytes: sent in it, by all ranks."""
+    """Parts that are exchanged together. closes: keys that are complete afterwards. num_bytes: sent by all ranks."""
 
     parts: list[RoundPart] = field(default_factory=list)
     closes: list[str] = field(default_factory=list)
@@ -42,11 +43,12 @@ class Round:
 
 
 def rounds(plan: ExchangePlan, *, limit: int, in_place: int | None = None) -> list[Round]:
-    """The exchange of `plan` in rounds in which no rank sends or receives more than `limit` bytes (or one element).
+    """Return the exchange of `plan` in rounds. In each, no rank sends or receives more than `limit` bytes.
 
-    in_place: tensors go one by one, in an order that keeps memory low, and on no rank do the new tensors that a round
-    begins take more bytes than this (or it begins a single one). The same list on every rank; a round of 0 bytes is
-    no matter between ranks. What is handed on comes last, when it is there.
+    A round may exceed `limit` by a single element. in_place: tensors go one by one, in an order that keeps memory low,
+    and the new tensors that a round begins take at most this many bytes on each rank (or it begins a single one).
+    The list is the same on every rank. A round of 0 bytes needs no communication. Relayed parts come last, when their
+    senders have them.
     """
     order = list(_evenly(plan) if in_place is None else _frugally(plan))
     made: list[Round] = []
@@ -71,7 +73,7 @@ def _filled(
                     if (count := into.room(rest, limit, in_place)) > 0:
                         break
                 else:
-                    # In place the order of the tensors is what keeps memory low: one round at a time.
+                    # In place, the order of the tensors keeps memory low, so only one round is filled at a time.
                     if len(filling) == (_OPEN if in_place is None else 1):
                         made.append(filling.pop(0).round)
                     filling.append(into := _Filling(len(plan.new)))
@@ -85,7 +87,10 @@ _Bytes = tuple[tuple[int, int], ...]
 
 
 class _Item(NamedTuple):
-    """Goes into a round as it is, or tensor by tensor. Of each tensor: (rank, bytes) where there are any."""
+    """A part that goes into a round as a whole, or tensor by tensor.
+
+    sent, received, fresh: (rank, bytes) of one tensor, for the ranks that have any.
+    """
 
     part: RoundPart
     sent: _Bytes
@@ -94,14 +99,14 @@ class _Item(NamedTuple):
 
 
 class _Filling:
-    """A round that is being filled; what each rank sends, receives and begins in it so far, in bytes."""
+    """A round that is being filled, with the bytes that each rank sends, receives and begins in it so far."""
 
     def __init__(self, ranks: int) -> None:
         self.round = Round()
         self.sent, self.received, self.fresh = [0] * ranks, [0] * ranks, [0] * ranks
 
     def room(self, item: _Item, limit: int, in_place: int | None) -> int:
-        """Return how many tensors of `item` fit."""
+        """Return how many tensors of `item` fit into the round."""
         count = len(item.part.keys)
         bounds = [(self.sent, item.sent, limit), (self.received, item.received, limit)]
         bounds += [(self.fresh, item.fresh, in_place)] if in_place is not None else []
@@ -126,7 +131,7 @@ def _items(plan: ExchangePlan, group: Alike, keys: tuple[str, ...], limit: int) 
             RoundPart(keys, group.moves, group.relayed), _where_any(group.sent), _where_any(group.received), fresh
         )
         return
-    # Too large for one round: its boxes are cut, and all ranks that send this tensor do so at the same time.
+    # The tensor is too large for one round. Its boxes are cut, and all ranks that send it do so at the same time.
     most = max(1, limit // group.itemsize // 8)
     queues = [[Move(src, dst, box) for box in halves(whole, most)] for src, dst, whole in group.moves]
     turns = [(i / len(queue), n, move) for n, queue in enumerate(queues) for i, move in enumerate(queue)]
@@ -143,7 +148,7 @@ def _where_any(sizes: Sequence[int]) -> _Bytes:
 
 
 def _evenly(plan: ExchangePlan) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(group, some of its keys): those of each group are dealt out evenly from the beginning to the end."""
+    """Yield (group, some of its keys), so that the keys of each group are spread evenly over the exchange."""
     dealt = []
     for number, group in enumerate(plan.groups):
         deals = min(len(group.keys), _DEALS)
@@ -155,11 +160,11 @@ def _evenly(plan: ExchangePlan) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def _frugally(plan: ExchangePlan) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(group, one of its keys): of those whose turn it nearly is, the one that asks least of the fullest rank."""
+    """Yield (group, one of its keys). Of the next few keys, take the one that adds least to the fullest rank."""
     each = [_gain_and_loss(plan, group) for group in plan.groups]
     old = [sum(_size(holding, key, plan.itemsize) for key in holding) for holding in plan.old]
     new = [sum(_size(holding, key, plan.itemsize) for key in holding) for holding in plan.new]
-    # Bytes above the larger of the two models, per rank; what the new one lacks altogether stays to the end.
+    # level: bytes above the larger of the two models, per rank. Tensors that the new model lacks stay to the end.
     level = [before - max(before, after) for before, after in zip(old, new, strict=True)]
     turns = [(0.5 / len(group.keys), number, 0) for number, group in enumerate(plan.groups)]
     heapq.heapify(turns)
@@ -187,7 +192,7 @@ def _strain(
 
 
 def _gain_and_loss(plan: ExchangePlan, group: Alike) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Per rank: bytes that one new tensor takes, and that its old one frees."""
+    """Return the bytes that one new tensor takes, and the bytes that its old one frees, per rank."""
     key = group.keys[0]
     gain, loss = (tuple(_size(holding, key, plan.itemsize) for holding in side) for side in (plan.new, plan.old))
     return gain, loss
@@ -199,7 +204,7 @@ def _size(holding: Holding, key: str, itemsize: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class BoxPair:
-    """`here` of one tensor is `there` of another: two boxes of one shape."""
+    """Two boxes of one shape with the same elements: `here` in one tensor, `there` in another."""
 
     here: Box
     there: Box
@@ -207,7 +212,7 @@ class BoxPair:
 
 @dataclass(frozen=True)
 class Copy:
-    """What a rank holds before and after. here: in the new tensor, there: in the old one."""
+    """Parts that a rank holds both before and after. here: in the new tensor; there: in the old one."""
 
     keys: tuple[str, ...]
     places: tuple[BoxPair, ...]
@@ -215,9 +220,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class WirePiece:
-    """A box on the wire, for each of `keys` one behind the other. here: in the tensor, there: in the box.
+    """A box on the wire: one for each of `keys`, one after the other. here: in the tensor; there: in the box.
 
-    relayed: it is sent from the new tensor, which has got it in an earlier round.
+    relayed: it is sent from the new tensor, which received it in an earlier round.
     """
 
     keys: tuple[str, ...]
@@ -228,9 +233,10 @@ class WirePiece:
 
 @dataclass
 class RankRound:
-    """A round as one rank sees it. sends[r], receives[r]: with rank r, in the order of the wire; sent, received: bytes.
+    """A round as one rank sees it.
 
-    opens, closes: the keys of which this is the first, and the last round, on every rank.
+    sends[r], receives[r]: pieces exchanged with rank r, in the order of the wire. sent, received: their bytes. opens,
+    closes: the keys for which this is the first, or the last, round. They are the same on every rank.
     """
 
     ranks: int
@@ -249,9 +255,9 @@ class RankRound:
 
 
 def steps(plan: ExchangePlan, made: Sequence[Round], rank: int) -> list[RankRound]:
-    """`made`, the rounds of `plan`, as `rank` sees them.
+    """Return the rounds `made` of `plan` as `rank` sees them.
 
-    Raises TrainingError when they would leave an element of the rank's new tensors unfilled, with what is missing.
+    Raises TrainingError, with what is missing, if they would leave an element of the rank's new tensors unfilled.
     """
     old, new = plan.old[rank], plan.new[rank]
     mine: dict[int, list[Move]] = {}

@@ -16,8 +16,10 @@ from nbkit.planner.traffic import Rest, TrafficTerm
 
 @dataclass(frozen=True)
 class Term:
-    """One operation on one axis in a step, as nbkit.records.readings.Row counts it: calls of one rank on average, bytes
-    that all ranks together hand to it."""
+    """An operation on an axis in a step, counted as in nbkit.records.readings.Row.
+
+    calls: of one rank, on average. bytes: what all ranks together hand to the operation.
+    """
 
     op: str
     axis: str
@@ -27,9 +29,9 @@ class Term:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicted for the steps after `step`. memory: of each rank, bytes at rest. traffic: empty where it is unknown.
+    """A prediction for the steps after `step`. memory: bytes at rest of each rank. traffic: empty if unknown.
 
-    between: bytes that go between nodes in a step, of all ranks; None on one node, and where it is unknown.
+    between: bytes that all ranks send between nodes in a step; None on one node, or if unknown.
     """
 
     step: int
@@ -51,7 +53,7 @@ def terms_of(every: Sequence[Iterable[TrafficTerm]]) -> tuple[Term, ...]:
 
 
 def append(run_dir: Path, made: Forecast) -> None:
-    """Write a line. For rank 0."""
+    """Append `made` to the file as a line. Only rank 0 calls this."""
     path = _path(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -59,7 +61,7 @@ def append(run_dir: Path, made: Forecast) -> None:
 
 
 def read(run_dir: Path) -> list[Forecast]:
-    """Return all lines; one that is still being written is left out."""
+    """Return the forecasts of all lines. A line that is still being written is left out."""
     try:
         lines = _path(run_dir).read_text().splitlines()
     except FileNotFoundError:
@@ -83,7 +85,7 @@ def read(run_dir: Path) -> list[Forecast]:
 
 
 def in_force(of: Sequence[Forecast], step: int) -> Forecast | None:
-    """Return the one that speaks of step number `step`: the newest that was made before it."""
+    """Return the forecast for step number `step`: the newest one that was made before it."""
     return next((one for one in reversed(of) if one.step < max(step, 1)), None)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of nbkit's GPT. Apart from the model, so that a plan can be made of it where there is no torch."""
+"""Sizes of nbkit's GPT. They are apart from the model, so that a plan can be made without torch."""
 
 from __future__ import annotations
 

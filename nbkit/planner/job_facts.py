@@ -13,11 +13,11 @@ from nbkit.tensor_layout import Layout
 
 @dataclass(frozen=True)
 class Facts:
-    """Numbers of a model, a batch and a machine; None: unknown, and nothing is concluded from it.
+    """Numbers of a model, a batch and a machine. None means unknown; nothing is concluded from it.
 
-    heads, kv_heads, width, vocab: of a transformer. blocks: units that a pipeline can tell apart, in order; costs: of
-    each, in any unit. sequence: tokens of a sample. batch: samples of a global batch. world: ranks; node: ranks of one
-    node.
+    heads, kv_heads, width, vocab: of a transformer. blocks: number of units that a pipeline can divide, in order.
+    costs: of each block, in any unit. sequence: tokens of a sample. batch: samples of a global batch. world: number of
+    ranks. node: ranks of one node.
     """
 
     heads: int | None = None
@@ -34,13 +34,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the model as one process has it; a tied one is one weight.
+    """A parameter of the model as one process has it. A tied parameter is one weight.
 
-    shape: global. tp_dim: the dim that tensor parallelism cuts, None where every tp rank holds all of it. blocks: those
-    that it lives and dies with in a pipeline: its own block; the first for an embedding, the last for a head, both when
-    the two are tied; none where every stage holds it. outside: of the blocks themselves. trained: has a gradient.
-    summed: axes (tp, cp) over whose ranks its gradient is a sum, because each has seen a part of the sequence.
-    gathered: bytes of an element as zero 3 gathers it, where it is cast before; None: those of the parameter.
+    shape: global. tp_dim: the dim that tensor parallelism cuts; None if every tp rank holds all of it. blocks: the
+    blocks that it goes with in a pipeline: its own block; the first one for an embedding, the last one for a head, both
+    if the two are tied; empty if every stage holds it. outside: True if it is not part of a block itself. trained: True
+    if it has a gradient. summed: axes (tp, cp) over whose ranks its gradient is a sum, because each rank has seen a
+    part of the sequence. gathered: bytes of an element as zero 3 gathers it, if it is cast before; None: those of the
+    parameter.
     """
 
     name: str
@@ -54,18 +55,19 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole weight."""
+        """Return the number of elements of the whole weight."""
         return prod(self.shape)
 
 
 Cuts = Sequence[Sequence[tuple[int, int]]]
-"""For each rank along pp, the ranges of blocks that it holds: what `place` gives."""
+"""The ranges of blocks that each rank along pp holds, as `place` returns them."""
 
 
 def held(weight: Weight, strategy: Strategy, rank: int, cuts: Cuts | None, *, sharded: bool = False) -> int:
-    """Elements of `weight` that `rank` holds. cuts: None where there is no pipeline.
+    """Return the number of elements of `weight` that `rank` holds. cuts: None if there is no pipeline.
 
-    sharded: as one of the sharding group along dp, which cuts dim 0 in balanced parts and leaves scalars whole.
+    sharded: count only its shard in the sharding group along dp. Shards cut dim 0 in balanced parts; scalars stay
+    whole.
     """
     at = strategy.mesh.index(rank)
     if cuts is not None and weight.blocks and at["pp"] not in holders(weight, cuts):
@@ -79,7 +81,7 @@ def held(weight: Weight, strategy: Strategy, rank: int, cuts: Cuts | None, *, sh
 
 
 def holders(weight: Weight, cuts: Cuts) -> list[int]:
-    """The ranks along pp that hold it: several when it is tied."""
+    """Return the ranks along pp that hold `weight`. There are several if it is tied."""
     return [
         rank
         for rank, ranges in enumerate(cuts)
@@ -88,7 +90,7 @@ def holders(weight: Weight, cuts: Cuts) -> list[int]:
 
 
 def cuts_for(weights: Sequence[Weight], strategy: Strategy, cuts: Cuts | None) -> Cuts | None:
-    """`cuts`, or as many blocks for each stage where nothing is known of their costs; None without a pipeline."""
+    """Return `cuts`, or equal numbers of blocks per stage if `cuts` is None; None without a pipeline."""
     if strategy.pp == 1 or cuts is not None:
         return cuts
     return place([1.0] * (1 + max((block for weight in weights for block in weight.blocks), default=0)), strategy)

@@ -1,4 +1,4 @@
-"""Holds the measured speed of the links between the ranks of a cluster, and predicts what operations take on them."""
+"""Holds the measured speed of the links between the ranks of a cluster, and predicts how long operations take."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from nbkit.strategy import Strategy
 
 
 def ranks_of_node(node_of: Sequence[int]) -> int | None:
-    """The most ranks that are neighbours on one node, counted from rank 0; None on one node. node_of: see WorldLinks.
+    """Return how many ranks a node has, or None if there is one node. node_of: see WorldLinks.
 
-    Where nodes have unequal numbers, what divides each of them.
+    If nodes have unequal numbers of ranks, return the largest number that divides each of them.
     """
     sizes = Counter(node_of).values()
     return gcd(*sizes) if len(sizes) > 1 else None
@@ -25,10 +25,10 @@ def ranks_of_node(node_of: Sequence[int]) -> int | None:
 
 @dataclass(frozen=True)
 class OperationSpeed:
-    """latency: seconds of an operation of hardly any bytes. speed: bytes that a rank sends per second, all at once.
+    """Speed of an operation. latency: seconds with hardly any bytes. speed: bytes per second and rank, all sending.
 
-    gap: seconds after which the next operation may follow, which is less where several can be under way (the g of
-    LogGP; Alexandrov et al. 1995); None: the latency.
+    gap: seconds after which the next operation may follow. It is less than the latency if several can be under way
+    (the g of LogGP; Alexandrov et al. 1995). None: equal to the latency.
     """
 
     latency: float
@@ -36,22 +36,22 @@ class OperationSpeed:
     gap: float | None = None
 
     def holds(self, num_bytes: float) -> float:
-        """Seconds in which an operation that sends so much keeps the next one waiting."""
+        """Return the seconds for which an operation that sends `num_bytes` keeps the next one waiting."""
         return (self.latency if self.gap is None else self.gap) + num_bytes / self.speed
 
     def seconds(self, calls: float, num_bytes: float) -> float:
-        """Of `calls` operations that send `num_bytes` together."""
+        """Return the seconds of `calls` operations that send `num_bytes` in total."""
         return calls * self.latency + num_bytes / self.speed
 
 
 @dataclass(frozen=True)
 class WorldLinks:
-    """The links of a world of `ranks`. ways: by operation (all_to_all, all_reduce, all_gather, reduce_scatter, send).
+    """The links of a world of `ranks` ranks.
 
-    near, far: an all-to-all within the nodes alone, and a message of every rank to the one in its place on the next
-    node; None on one node. copy: bytes per second that every rank copies at once, into memory that it has just got.
-    node_of: of each rank, the number of its node. crowded: some ranks share what they compute and send with, so that
-    none is as fast as it would be alone.
+    ways: speeds by operation (all_to_all, all_reduce, all_gather, reduce_scatter, send). near: an all-to-all within
+    nodes only. far: a message from every rank to the rank in its place on the next node. Both are None on one node.
+    copy: bytes per second when all ranks copy at once, each into newly allocated memory. node_of: the node number of
+    each rank. crowded: True if some ranks share a device or a link, so that none is as fast as it would be alone.
     """
 
     ranks: int
@@ -63,28 +63,35 @@ class WorldLinks:
     crowded: bool
 
     def moving(self, sent: Sequence[int], received: Sequence[int], kept: Sequence[int]) -> float:
-        """Return seconds of one exchange: the rank that sends or receives most, and the one that copies most of its
-        own."""
+        """Return the seconds of one exchange.
+
+        sent, received, kept: bytes of each rank. The rank that sends or receives most counts, and the one that copies
+        most of its own.
+        """
         most = max((*sent, *received), default=0)
-        # What is sent is packed, and what arrives is unpacked: two copies beside the way.
+        # Packing what is sent and unpacking what arrives are two more copies.
         carried = self.ways["all_to_all"].seconds(1, most) + 2 * most / self.copy if most else 0.0
         return carried + max(kept, default=0) / self.copy
 
     def way(self, term: TrafficTerm, *, spans_nodes: bool = False, apart: bool = False) -> OperationSpeed:
-        """Of an operation of `term`. spans_nodes: its group has ranks of several nodes; apart: and one on each."""
+        """Return the speed of an operation of `term`.
+
+        spans_nodes: True if its group has ranks on several nodes. apart: True if it also has only one on each.
+        """
         way, one = self.ways.get(term.op, self.ways["all_to_all"]), self.ways["send"]
         latency, gap, speed = way.latency, way.gap, way.speed
         if term.op != "send" and one.latency < latency and self.ranks > 2:
-            # In a ring it grows with the ranks, through a switch it does not: between one message and all ranks' own.
+            # In a ring, latency grows with the ranks; through a switch it does not. So interpolate between one message
+            # and an operation of all ranks.
             share = (term.ranks - 2) / (self.ranks - 2)
             latency = one.latency + share * (latency - one.latency)
             gap = None if gap is None else min(gap, latency)
         if self.far is not None and self.near is not None:
             if not spans_nodes:
-                # All that was measured over the ranks of several nodes went between nodes too, but this.
+                # Only `near` was measured within nodes; all other measurements also went between nodes.
                 closer = min(self.near.latency / self.far.latency, 1.0) if self.far.latency else 1.0
                 return OperationSpeed(closer * latency, self.near.speed, None if gap is None else closer * gap)
-            # In a ring over all ranks one of each node sends to others; here all do, as when `far` was measured.
+            # In a ring over all ranks, one rank of each node sends to other nodes. Here all do, as measured for `far`.
             speed = min(speed, self.far.speed) if apart else speed
         return OperationSpeed(latency, speed, gap)
 
@@ -100,12 +107,12 @@ class WorldLinks:
 
 
 def between_nodes(terms: Sequence[TrafficTerm], strategy: Strategy, rank: int, node_of: Sequence[int]) -> float:
-    """Bytes of `terms` that `rank` sends to other nodes, collectives as rings of their ranks in order."""
+    """Return the bytes of `terms` that `rank` sends to other nodes. Collectives count as rings of ranks in order."""
     return sum(term.wire * _leaving(term, strategy, rank, node_of) for term in terms)
 
 
 def _leaving(term: TrafficTerm, strategy: Strategy, rank: int, node_of: Sequence[int]) -> float:
-    """The share of what `rank` sends for a term that goes to ranks of other nodes."""
+    """Return the share of a term's bytes that `rank` sends to ranks of other nodes."""
     if term.axis == "pp" and term.op == "send":
         stages, line = ranks_of_stages(strategy), strategy.mesh.ranks("pp", rank)
         edges = [(line[a], line[b]) for a, b in pairwise(stages) if a != b]
@@ -120,7 +127,7 @@ def _leaving(term: TrafficTerm, strategy: Strategy, rank: int, node_of: Sequence
 
 
 def _group(term: TrafficTerm, strategy: Strategy, rank: int, node_of: Sequence[int]) -> Sequence[int]:
-    """The ranks that take part."""
+    """Return the ranks that take part in the operation together with `rank`."""
     if term.axis == strategy.summed_axis:
         whole = strategy.summed_group(rank)
         levels = levels_of(whole, node_of) if term.level else None
@@ -130,7 +137,7 @@ def _group(term: TrafficTerm, strategy: Strategy, rank: int, node_of: Sequence[i
     if term.axis == "shard":
         at = line.index(rank) // strategy.shard * strategy.shard
         return line[at : at + strategy.shard]
-    # What is tied lies on the first stage and on the last, where it is not on all.
+    # Tied weights are on the first and the last stage, unless they are on all.
     return line if term.ranks == len(line) else (line[0], line[-1])
 
 

@@ -1,6 +1,32 @@
-"""The pieces of nbkit's GPT by formula, for plans where nothing can run: equal to what model_trace measures of it.
+"""Predicts the bytes that a rank holds at the peak of a step, activations included.
 
-T positions, D width, V vocabulary, over t tensor and c context ranks. In elements of a row, a block keeps for backward:
+The panel, the plan and a switch all use this sum. It starts from what is there all the time
+(nbkit/planner/traffic.py). On top of that come, at each moment of a step, what the pieces of the model keep and take
+(`PeakLines`), and what the data axis has under way:
+
+    zero 0      gradients that arrive beside the buffers of their bucket; they move there when the bucket is complete
+    two levels  copies of up to three buckets, which are summed within the node and between nodes (nbkit.node_levels);
+                over gloo, also what is received for the newest of them
+    zero 1, 2   copies of up to two buckets that are being reduced, and over gloo what is received for them; after the
+                update, what is gathered for two buckets
+    int8        what rounding takes off the gradients, kept for the next step (nbkit/levers.py)
+    sync_every  under Adam and similar optimizers, the weights of the last average and how they move; it is counted for
+                every optimizer
+    zero 3      the unit that computes, whole; the next unit, arriving; the gradients of up to two units that are being
+                reduced; the root
+    a pipeline  gradients of a whole stage beside the buffers; for each micro-batch under way, what its stages keep;
+                hidden states that arrive for the next operations; from an I to its W, also the gradients behind each
+                layer. With zero 3, all its units are whole throughout
+
+Left out: the batch itself, what kernels and communication libraries allocate, and the gaps of the allocator.
+
+A piece is what a pipeline can hold alone: a block, plus what comes before the first block or behind the last one. At
+every moment, the bytes that its forward and its backward hold are linear in the number of rows. So two runs give them
+for any number of rows. nbkit/rank/train/estimate/model_trace.py measures pieces like this.
+
+`GPTPieces` computes the pieces of nbkit's GPT by formula, for plans where nothing can run. They equal what model_trace
+measures. Let T be the positions, D the width, t the tensor ranks and c the context ranks. For backward, a block keeps
+this number of elements per row:
 
     whole                 the inputs of the maps behind both norms                 2 T D / c
     over t                queries, keys, values, attention, residual sums (2)      (4 + 2) T D / (t c), and with c > 1
@@ -9,34 +35,9 @@ T positions, D width, V vocabulary, over t tensor and c context ranks. In elemen
                           the inner layer, before and behind its activation        8 T D / (t c)
     statistics (fp32)     of norms and attention                                   4 T / (t c), T heads / (t c)
 
-With c > 1 all blocks share the masks of causal attention from two of 2 c chunks: of (T / 2 c) (T + T / 2 c) elements.
-The count of Korthikanti et al. 2022 (section 4) without dropout masks and with an attention that keeps no scores.
-
-Bytes that computing takes beside parameters, gradients and optimizer state, piece by piece of a model.
-
-A piece is what a pipeline can hold alone: a block, with what comes before the first one or behind the last one. What
-its forward and its backward hold at every moment is linear in the rows that they compute, so two runs tell it for any
-number of rows. See nbkit/rank/train/estimate/model_trace.py, which measures pieces. Those of a GPT are
-computed here.
-
-Bytes that a rank holds at the peak of a step, with activations: the sum that panel, plan and switch share.
-
-What is there all the time (nbkit/planner/traffic.py), and on top of it, at each moment of a step, what the pieces keep
-and take (`PeakLines`) and what the data axis has under way:
-
-    zero 0      gradients arrive beside the buffers of their bucket, and move into those when it is complete
-    two levels  of up to three buckets, the copy that is summed within the node and between (nbkit.node_levels); of the
-                newest, over gloo, what is received for it
-    zero 1, 2   of up to two buckets, the copy that is being reduced, and over gloo what is received for it; after the
-                update, of two, what is gathered
-    int8        what rounding takes off gradients, kept for the next step (nbkit/levers.py)
-    sync_every  under Adam and its like the weights of the last average, and how they move; counted of all optimizers
-    zero 3      the unit that computes, whole; the next one, arriving; of up to two, gradients being reduced; the root
-    a pipeline  gradients of a whole stage beside the buffers; of each micro-batch under way, what its stages keep;
-                hidden states that arrive for the next operations; from an I to its W also the gradients behind each
-                layer. With zero 3 all its units are whole throughout
-
-Left out: the batch itself, what kernels and communication libraries take for themselves, and an allocator's gaps.
+With c > 1, all blocks share the masks of causal attention from two of 2 c chunks: (T / 2 c) (T + T / 2 c) elements.
+This is the count of Korthikanti et al. 2022 (section 4), without dropout masks and with an attention that keeps no
+scores.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ from nbkit.strategy import Strategy
 
 @dataclass(frozen=True)
 class PeakLine:
-    """Bytes: `fixed`, and `row` more for each row."""
+    """A number of bytes that is linear in the rows: `fixed`, plus `row` for each row."""
 
     fixed: float = 0.0
     row: float = 0.0
 
     def at(self, rows: float) -> float:
-        """For so many rows."""
+        """Return the bytes for this number of rows."""
         return self.fixed + self.row * rows
 
     def __sub__(self, other: PeakLine) -> PeakLine:
@@ -71,27 +72,27 @@ class PeakLine:
 
     @classmethod
     def through(cls, first: tuple[float, float], second: tuple[float, float]) -> PeakLine:
-        """Through two (rows, bytes)."""
+        """Return the line through two points (rows, bytes)."""
         row = (second[1] - first[1]) / (second[0] - first[0])
         return cls(first[1] - row * first[0], row)
 
 
 PeakLines = tuple[PeakLine, ...]
-"""The most of several moments, each of which is a line."""
+"""Lines of several moments; the highest one counts."""
 
 
 def most(peak: PeakLines, rows: float) -> float:
-    """Return bytes at the highest moment."""
+    """Return the bytes at the highest moment."""
     return max((line.at(rows) for line in peak), default=0.0)
 
 
 def upper(lines: Iterable[PeakLine]) -> PeakLines:
-    """Those of `lines` that are the highest for some number of rows >= 0."""
+    """Return those of `lines` that are the highest for some number of rows >= 0."""
     found: list[PeakLine] = []
     for line in sorted(set(lines), key=lambda line: (line.row, line.fixed)):
         while found and found[-1].fixed <= line.fixed:
             found.pop()
-        # The middle one of three is never the highest where the outer two cross above it.
+        # The middle one of three lines is never the highest if the outer two cross above it.
         while len(found) > 1 and _cross(found[-2], line) <= _cross(found[-2], found[-1]):
             found.pop()
         found.append(line)
@@ -99,17 +100,17 @@ def upper(lines: Iterable[PeakLine]) -> PeakLines:
 
 
 def _cross(low: PeakLine, high: PeakLine) -> float:
-    """The rows from which on `high` is higher."""
+    """Return the number of rows from which on `high` is higher than `low`."""
     return (low.fixed - high.fixed) / (high.row - low.row)
 
 
 @dataclass(frozen=True)
 class ModelPiece:
-    """One piece, with all its parameters there. Everything is counted above what there was when its forward began.
+    """Bytes of one piece whose parameters are all present, counted above what there was when its forward began.
 
-    forward, backward: at their highest moments; backward includes what is kept, and the gradients that it makes.
-    kept: from the end of its forward to its backward, with what it hands on. carried: what it hands on alone.
-    deferred: gradients behind each of its layers, which a split backward keeps for those of the weights.
+    forward, backward: at their highest moments. backward includes what is kept, and the gradients that it makes.
+    kept: held from the end of its forward to its backward, including what it hands on. carried: only what it hands on.
+    deferred: gradients behind each layer, which a split backward keeps until it computes the weights' gradients.
     """
 
     forward: PeakLines
@@ -121,7 +122,7 @@ class ModelPiece:
 
 @dataclass(frozen=True)
 class Updating:
-    """Bytes that an optimizer's step takes for a moment, per byte of the largest parameter and per byte of all."""
+    """Temporary bytes of an optimizer's step, per byte of the largest parameter and per byte of all parameters."""
 
     largest: float = 2.0
     all: float = 0.0
@@ -132,11 +133,11 @@ _POSTED = 2
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the parameters of a piece on a rank, whole along the data axis, one by one in the order of their use.
+    """Bytes of each parameter of a piece on a rank, in the order of use, whole along the data axis.
 
-    inside: of the piece's block. outside: of what is before the first or behind the last one, trained or not. partial:
-    bytes of those whose gradients are sums over tp or cp. less_inside, less_outside: by which zero 3 gathers less,
-    since some are cast before.
+    inside: of the piece's block. outside: of what is before the first block or behind the last one, trained or not.
+    partial: bytes of the parameters whose gradients are sums over tp or cp. less_inside, less_outside: how many bytes
+    less zero 3 gathers, since some parameters are cast before.
     """
 
     inside: tuple[int, ...]
@@ -147,27 +148,27 @@ class Weights:
 
     @property
     def total(self) -> int:
-        """Of all."""
+        """Return the bytes of all parameters of the piece."""
         return sum(self.inside) + sum(self.outside)
 
     @property
     def gathered(self) -> int:
-        """Of all, as zero 3 gathers them."""
+        """Return the bytes that zero 3 gathers for all parameters of the piece."""
         return self.total - self.less_inside - self.less_outside
 
     @property
     def gathered_inside(self) -> int:
-        """Of those of the piece's block."""
+        """Return the bytes that zero 3 gathers for the piece's block."""
         return sum(self.inside) - self.less_inside
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of a rank at its highest moment, by what they are for.
+    """Bytes of a rank at its highest moment, by purpose.
 
-    activations: what forward keeps for backward. working: everything else that is there for a moment: what computing
-    and updating take, gradients on their way, parameters that are gathered. moment: "forward", "backward", "sum",
-    "update" or "gather".
+    activations: what forward keeps for backward. working: everything else that is temporary: what computing and
+    updating take, gradients on their way, gathered parameters. moment: "forward", "backward", "sum", "update" or
+    "gather".
     """
 
     parameters: int
@@ -179,13 +180,16 @@ class Peak:
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Return the sum of all bytes."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.working
 
 
 @dataclass(frozen=True)
 class _Moment:
-    """gradients: on one data rank, those that are there; on several they have buffers all the time."""
+    """Bytes at one moment of a step.
+
+    gradients: those present, if there is one data rank. With several ranks, gradients have permanent buffers.
+    """
 
     name: str
     kept: float
@@ -212,17 +216,17 @@ def peak(
     received: bool = False,
     levels: int = 1,
 ) -> Peak:
-    """Of the rank at `place` along pp.
+    """Return the peak of the rank at `place` along pp.
 
-    pieces: as this strategy's tensor and context axes leave them. weights: of each piece. ranges: of pieces that the
-    rank holds, one for each of its stages; all of them without a pipeline. rest: what it holds at rest. rows: of a
-    micro-batch, the largest. micros: forwards of a step. buffers: bytes of the module's buffers. received: whether a
-    reduce-scatter holds what other ranks send it beside what it sends, as over gloo. levels: ranks of a node over which
-    gradients are summed before they are between nodes; 1: in one level.
+    pieces: as the tensor and context axes of this strategy cut them. weights: of each piece. ranges: the pieces that
+    the rank holds, one range for each of its stages; all pieces without a pipeline. rest: what it holds at rest. rows:
+    of the largest micro-batch. micros: forwards in a step. buffers: bytes of the module's buffers. received: True if a
+    reduce-scatter holds what it receives beside what it sends, as over gloo. levels: ranks of a node over which
+    gradients are summed before they are summed between nodes; 1 if they are summed in one level.
     """
     step = _Step(strategy, place, pieces, weights, ranges, rest, rows, micros, updating or Updating(), received, levels)
     highest = max(step.moments(), key=lambda moment: moment.total)
-    # What rounding takes off is kept: of a rank's gradients, and of the sums that it makes.
+    # What rounding takes off is kept, for a rank's gradients and for the sums that it makes.
     kept = rest.gradients * (1 + 1 / strategy.dp) if strategy.levers.compress == "int8" else 0.0
     kept += 2.0 * rest.gradients * (strategy.levers.sync_every > 1)
     return Peak(
@@ -250,7 +254,10 @@ class _Step:
     levels: int
 
     def moments(self) -> Iterator[_Moment]:
-        """Above parameters, optimizer state and, on several data ranks, the buffers of gradients."""
+        """Yield the moments of a step.
+
+        Their bytes come on top of parameters, optimizer state and, with several data ranks, the buffers of gradients.
+        """
         if self.strategy.pp > 1:
             yield from self._pipeline()
         else:
@@ -263,7 +270,7 @@ class _Step:
 
     @property
     def _gradients(self) -> float:
-        """Of all that this rank computes with, whole along the data axis."""
+        """Return the bytes of the gradients of all parameters that this rank computes with, whole along dp."""
         return float(sum(self.weights[i].total for i in self._own))
 
     def _after(self) -> Iterator[_Moment]:
@@ -281,10 +288,10 @@ class _Step:
             yield _Moment("gather", 0.0, sum(sizes) * (1 + 1 / self.strategy.shard))
 
     def _passes(self) -> Iterator[_Moment]:
-        """Forward and backward without a pipeline."""
+        """Yield the moments of forward and backward without a pipeline."""
         rows, count, alone = self.rows, len(self.pieces), self.strategy.dp == 1
         kept = [0.0, *accumulate(piece.kept.at(rows) for piece in self.pieces)]
-        # With several micro-batches, the gradients of those before are there.
+        # With several micro-batches, the gradients of the earlier ones are there.
         before = self._gradients if self.micros > 1 and self.strategy.dp == 1 else 0.0
         for i, piece in enumerate(self.pieces):
             yield _Moment("forward", kept[i], self._gathered(i) + most(piece.forward, rows), before)
@@ -312,7 +319,7 @@ class _Step:
                         under_way = [under_way[1], bucket]
                     elif self.strategy.zero:
                         reduced = self._reduced(bucket)
-                        # They are copied, and go, before any is received.
+                        # Gradients are copied and released before any are received.
                         yield _Moment("backward", kept[i], fresh + max(bucket, reduced - bucket) + under_way[1])
                         under_way = [under_way[1], reduced]
                     fresh -= bucket
@@ -320,8 +327,8 @@ class _Step:
             yield _Moment("backward", 0.0, fresh + self._reduced(fresh) + self._root + under_way[1])
 
     def _reduced(self, size: float) -> float:
-        """Bytes while gradients of `size` are reduce-scattered: a copy of them, and what is received, which between two
-        ranks is the half that is kept (nbkit/rank/comm/gloo/collectives.py)."""
+        """Return the bytes held while gradients of `size` bytes are reduce-scattered: a copy of them, and what is
+        received. Between two ranks, only the half that is kept is received (nbkit/rank/comm/gloo/collectives.py)."""
         ranks = self.levels if self._in_levels else self.strategy.shard
         return size * (1 + self.received * (0.5 if ranks == 2 else 1))
 
@@ -331,8 +338,8 @@ class _Step:
         return self.levels > 1 and not self.strategy.zero and not self.strategy.levers.compress
 
     def _summed(self, newest: float, others: Sequence[float]) -> float:
-        """Bytes while buckets are summed in two levels. others: the two before the newest, whose part is being made."""
-        made = [newest] * (self.received and self.levels > 2) + [*others[:1]]  # of the oldest, it is on its way back
+        """Return the bytes held while buckets are summed in two levels. others: up to two buckets before the newest."""
+        made = [newest] * (self.received and self.levels > 2) + [*others[:1]]  # the oldest's sum is on its way back
         return self._reduced(newest) + sum(others) + sum(made) / self.levels
 
     @property
@@ -340,7 +347,7 @@ class _Step:
         return float(sum(sum(self.weights[i].outside) - self.weights[i].less_outside for i in self._own))
 
     def _gathered(self, i: int, *, backward: bool = False) -> float:
-        """Whole parameters beside the shards while piece i computes, and those that arrive for the next one."""
+        """Return the bytes of whole parameters beside the shards while piece i computes and the next one's arrive."""
         if self.strategy.zero < 3:
             return 0.0
         beside = i - 1 if backward else i + 1
@@ -348,7 +355,7 @@ class _Step:
         return self._root + self.weights[i].gathered_inside + arriving
 
     def _complete(self, i: int) -> list[float]:
-        """Bytes of the buckets that are complete after the backward of piece i, and were not before."""
+        """Return the bytes of each bucket that the backward of piece i completes."""
         order = [(size, j) for j in reversed(range(len(self.weights))) for size in _all(self.weights[j])[::-1]]
         found, at = [], 0
         for bucket in buckets([size for size, _ in order], self.strategy.levers.bucket):
@@ -358,7 +365,7 @@ class _Step:
         return found
 
     def _pipeline(self) -> Iterator[_Moment]:
-        """The operations of this rank, with what its stages keep."""
+        """Yield the moments of this rank's operations in a pipeline, with what its stages keep."""
         rows, total, alone = self.rows, self._gradients, self.strategy.dp == 1
         stages = [_stage(self.pieces, self.weights, lo, hi, rows) for lo, hi in self.ranges]
         schedule = _schedule(self.strategy.schedule or "1f1b", self.strategy.pp, self.micros)
@@ -405,7 +412,7 @@ class _Step:
             yield _Moment("backward", 0.0, total + gathered + self._reduced(largest))
 
     def _arriving(self, homes: Sequence[int], stages: Mapping[int, _Stage]) -> dict[tuple[str, int], float]:
-        """Bytes of what another rank sends for an operation, by its kind and stage."""
+        """Return the bytes that another rank sends for an operation, by the operation's kind and stage."""
         found = {}
         for number, stage in stages.items():
             if number and homes[number - 1] != self.place:
@@ -417,9 +424,12 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Stage:
-    """forward, backward: at the highest moment, above what was there before its forward. again: of a backward that
-    adds to gradients. received, handed: what comes from the stage before, and from the one behind it. deferred: from
-    an I to its W; weights: of the largest gradient that a W makes."""
+    """Bytes of a stage of a pipeline.
+
+    forward, backward: at the highest moment, above what was there before its forward. again: as backward, when it adds
+    to gradients that exist. received, handed: what comes from the stage before, and from the one behind. deferred: held
+    from an I to its W. weights: of the largest gradient that a W makes.
+    """
 
     forward: float
     kept: float
@@ -453,7 +463,7 @@ def _all(weights: Weights) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _schedule(name: str, ranks: int, micros: int) -> Schedule:
-    # What is under way grows no more once the pipeline is full.
+    # Once the pipeline is full, what is under way grows no more.
     return Schedule.of(name, ranks, micros if type_of(name).holds_all else min(micros, 4 * ranks))
 
 
@@ -462,7 +472,11 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class GPTPieces:
-    """Of a GPT. element: bytes of what is computed (2 in bf16). parameter: of a weight. recompute: of the blocks."""
+    """The pieces of a GPT by formula.
+
+    element: bytes of a computed element (2 in bf16). parameter: bytes of a weight's element. recompute: whether blocks
+    are recomputed.
+    """
 
     config: GPTConfig
     element: int = 4
@@ -470,7 +484,7 @@ class GPTPieces:
     recompute: bool = False
 
     def pieces(self, tp: int, cp: int) -> tuple[ModelPiece, ...]:
-        """Return one for each block, on a rank of these axes."""
+        """Return one piece for each block, on a rank with these degrees."""
         of, element = self.config, self.element
         hidden, numbers = of.block * of.width * element, of.block * of.vocab
         part = hidden / (tp * cp)
@@ -478,20 +492,20 @@ class GPTPieces:
         statistics = _FP32 * of.block * (4 + of.heads) / (tp * cp)
         kept = 2 * hidden / cp + (14 + (cp > 1)) * part + keys + statistics
         masks = element * of.block**2 * (2 * cp + 1) / (2 * cp) ** 2 if cp > 1 else 0
-        # Under tp what the outer maps give and take is whole for a moment.
+        # Under tp, the outer maps' inputs and outputs are whole for a moment.
         wide, square = 4 * part + (hidden / cp if tp > 1 else 0), self.parameter * of.width**2 / tp
         top = kept + (2 * hidden / cp if tp > 1 else part)
-        # Behind the activation, the inner map, attention's maps; and at the end, with all gradients of the block.
+        # The moments: behind the activation and the inner map, in attention's maps, and at the end with all gradients.
         backward: tuple[PeakLine, ...] = (
             PeakLine(4 * square, kept + wide),
             PeakLine(8 * square, kept - 3 * hidden / cp),
             PeakLine(12 * square, 5 * hidden / cp),
         )
         if cp > 1:
-            # The gradients of all keys and values, on their way to the ranks they belong to.
+            # The gradients of all keys and values are on their way to the ranks that own them.
             backward = (*backward, PeakLine(9 * square, 6 * part + 5 * hidden / tp))
         if self.recompute:
-            # What is computed again makes its masks again.
+            # Recomputing makes the masks again.
             again = tuple(PeakLine(line.fixed + masks, line.row + part) for line in backward)
             block, masks = ModelPiece((PeakLine(masks, top),), PeakLine(0, part), again, PeakLine(0, part)), 0
         else:
@@ -520,13 +534,13 @@ class GPTPieces:
         return (first, *(block,) * (of.layers - 2), last)
 
     def weights(self, tp: int, cp: int) -> list[Weights]:
-        """Return bytes of the parameters of each piece on a rank."""
+        """Return the bytes of the parameters of each piece, on a rank with these degrees."""
         of, size = self.config, self.parameter
         square = size * of.width**2 // tp
         vectors = (size * of.width,) * 6 + (size * 3 * of.width // tp, size * 4 * of.width // tp)
         inside = (square,) * 4 + (4 * square,) * 2 + vectors
         partial = sum(inside) if cp > 1 else 6 * size * of.width if tp > 1 else 0
-        # What maps alone read is cast before zero 3 gathers it: not the norms, nor the tables of the embedding.
+        # Weights that only maps read are cast before zero 3 gathers them. Norms and embedding tables are not.
         cast = max(size - self.element, 0) if tp == 1 else 0
         less, head = cast * (12 * of.width**2 + 9 * of.width), cast * of.vocab * of.width
         block = Weights(inside, (), partial, less)
@@ -539,25 +553,28 @@ class GPTPieces:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return a description for people."""
         return f"a GPT of {self.parameters() / 1e9:.3g} B parameters"
 
     @property
     def each(self) -> Bytes:
-        """As nbkit trains: in bf16 too, weights and gradients are fp32."""
+        """Return bytes per element as nbkit trains: weights and gradients are fp32, in bf16 too."""
         return Bytes(self.parameter, self.parameter, 2 * self.parameter)
 
     def recomputing(self, recompute: bool) -> GPTPieces:
-        """Return the same, with its blocks recomputed or not."""
+        """Return the same pieces, with blocks recomputed or not."""
         return replace(self, recompute=recompute)
 
     def touched(self, tp: int = 1, cp: int = 1) -> float:
-        """Bytes of a row that a forward reads and writes beside multiplying: norms, sums, the activation, logits."""
+        """Return the bytes per row that a forward reads and writes outside of multiplications.
+
+        They belong to norms, sums, the activation and logits.
+        """
         of = self.config
         return self.element * of.block * (of.layers * 28 * of.width + 4 * of.vocab) / (tp * cp)
 
     def facts(self, batch: int) -> Facts:
-        """For what is checked of a strategy."""
+        """Return the facts that a strategy is checked against."""
         of = self.config
         return Facts(
             heads=of.heads,
@@ -570,27 +587,28 @@ class GPTPieces:
         )
 
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Return the number of parameters of the whole model."""
         of = self.config
         return of.layers * (12 * of.width**2 + 13 * of.width) + (2 * of.vocab + of.block + 2) * of.width
 
     def flops(self, tp: int = 1, cp: int = 1) -> float:
-        """Of a row, forward: two for each multiplication, in the maps and in attention, of which half is masked.
+        """Return the flops of one row's forward: two for each multiplication, in maps and in attention.
 
-        Over cp ranks the head is on each, and of what is masked, attention from a chunk computes the chunk's square.
+        Half of attention is masked. With cp > 1, each cp rank computes the head, and attention also computes the
+        masked part of each chunk's own square.
         """
         of = self.config
         attention = of.layers * of.block * of.width * (1 + 1 / (2 * cp) if cp > 1 else 1)
         return 2.0 * of.block * ((of.layers * 12 * of.width**2 + attention) / cp + of.vocab * of.width) / tp
 
     def costs(self) -> tuple[float, ...]:
-        """Multiplications of each piece: the head is the last one's."""
+        """Return the multiplications of each piece. The head belongs to the last one."""
         of = self.config
         block = 12.0 * of.width**2 + of.block * of.width
         return (block,) * (of.layers - 1) + (block + of.vocab * of.width,)
 
     def refused(self, strategy: Strategy) -> None:
-        """Nothing that its numbers allow."""
+        """Return None: a GPT refuses no strategy that its numbers allow."""
 
 
 def _after(lines: tuple[PeakLine, ...], more: float) -> tuple[PeakLine, ...]:

@@ -1,23 +1,20 @@
-"""Chooses which device takes which stage of a pipeline, where devices are of unequal speed.
+"""Divides the blocks of a model over the stages of a pipeline, and the stages over ranks, also of unequal speed.
 
-Blocks lie in stages one after the other, so whole numbers of them suit a fast device at one place and not at another:
-of blocks that take 4, 1 and 1 the first wants the faster of two devices. A tensor or context group moves as one. Within
-a stage ranks stand in ascending order, as process groups number them.
+`partition` makes the slowest stage as fast as possible. It is a dynamic program over (stage, first block), exact in
+whole numbers: the minimax of contiguous partition, as in PipeDream (Narayanan et al. 2019, section 3.1) without its
+replication of stages.
 
-A pipeline of single ranks, or of single groups, is solved exactly by a dynamic program over which of them are taken.
-With data parallelism every division of the groups over the stages is tried, up to a number of them, and beyond that
-the exchange of any two.
+`best_speeds` divides rows and blocks over ranks of unequal speed, and judges by the simulated time of the schedule. The
+longest stage alone does not determine the time of a step: while a pipeline fills and drains, ranks wait for other
+stages too. So a slow last stage should have a little less than its even share. The search moves one cut by one block
+at a time. Given the stages, no other whole numbers of rows are better.
 
-Divides the blocks of a model over the stages of a pipeline, so that the slowest stage is as fast as can be.
-
-A dynamic program over (stage, first block), exact in whole numbers: the minimax of contiguous partition, as in
-PipeDream (Narayanan et al. 2019, section 3.1) without its replication of stages.
-
-Divides rows and blocks over ranks of unequal speed, judged by the simulated time of the pipeline's schedule.
-
-The longest stage alone does not say how long a step is: while a pipeline fills and drains, other stages are waited for,
-so that a slow last stage is better off with a little less than its even share. Stages are found by moving one cut by
-one block at a time; given the stages, no other whole numbers of rows are better.
+`best_places` chooses which device takes which stage. Stages hold consecutive blocks, so whole numbers of blocks may
+suit a fast device at one place and not at another: if blocks take 4, 1 and 1, the first one needs the faster of two
+devices. A tensor or context group moves as one. Within a stage, ranks stand in ascending order, as process groups
+number them. A pipeline of single ranks, or of single groups, is solved exactly, by a dynamic program over the set of
+ranks that are taken. With data parallelism, every division of the groups over the stages is tried, up to a limit.
+Beyond the limit, only exchanges of two groups are tried.
 """
 
 from __future__ import annotations
@@ -38,12 +35,12 @@ from nbkit.strategy import Strategy
 
 
 def partition(costs: Sequence[float], stages: int, speeds: Sequence[Fraction | int] = ()) -> list[tuple[int, int]]:
-    """First and one past the last block of each stage; every stage holds at least one.
+    """Return (first block, one past the last block) of each stage. Every stage holds at least one block.
 
-    costs: of each block, in any unit. speeds: of each stage, where they are unequal: it takes its cost / speed.
-    The longest stage is as short as any contiguous partition can make it; among those that reach this, the stages are
-    as even as can be (least sum of squares), then earlier stages hold more.
-    Raises StrategyError when there are fewer blocks than stages, or a cost that is none.
+    costs: of each block, in any unit. speeds: of each stage, if they are unequal: a stage takes its cost / speed.
+    The longest stage is as short as any contiguous partition can make it. Among the partitions that reach this, the
+    stages are as even as possible (least sum of squares), then earlier stages hold more.
+    Raises StrategyError if there are fewer blocks than stages, or if a cost is not a number >= 0.
     """
     _check(costs, stages)
     at = [0, *accumulate(_whole(costs))]
@@ -65,22 +62,22 @@ def partition(costs: Sequence[float], stages: int, speeds: Sequence[Fraction | i
 
 
 def ranks_of_stages(strategy: Strategy) -> tuple[int, ...]:
-    """For each stage of the model, in order, its rank along pp.
+    """Return the rank along pp of each stage of the model, in order.
 
-    gpipe and 1f1b have one stage a rank; interleaved and zb deal two rounds of stages out; zbv and dualpipev go down
-    the ranks and back up, so that the first rank holds the first stage and the last.
+    gpipe and 1f1b have one stage per rank. interleaved and zb deal out two rounds of stages. zbv and dualpipev go down
+    the ranks and back up, so the first rank holds the first stage and the last.
     """
     return schedules.type_of(strategy.schedule or "1f1b").ranks_of_stages(strategy.pp)
 
 
 def place(costs: Sequence[float], strategy: Strategy) -> list[list[tuple[int, int]]]:
-    """For each rank along pp, the ranges of blocks that it holds, balanced."""
+    """Return the balanced ranges of blocks that each rank along pp holds."""
     ranks, ranges = ranks_of_stages(strategy), stage_ranges(costs, strategy)
     return [[cut for cut, holder in zip(ranges, ranks, strict=True) if holder == rank] for rank in range(strategy.pp)]
 
 
 def stage_ranges(costs: Sequence[float], strategy: Strategy) -> list[tuple[int, int]]:
-    """First and one past the last block of each stage of a pipeline, balanced by the speeds of its ranks.
+    """Return (first block, one past the last block) of each stage, balanced by the speeds of the ranks.
 
     Raises StrategyError as `partition` does.
     """
@@ -93,7 +90,7 @@ def stage_ranges(costs: Sequence[float], strategy: Strategy) -> list[tuple[int, 
 
 
 def too_few(strategy: Strategy, blocks: int) -> tuple[str, str, str]:
-    """Return what is said where a pipeline has more stages than the model has blocks: what, numbers, hint."""
+    """Return the error texts for a pipeline with more stages than the model has blocks: (what, numbers, hint)."""
     pp, schedule, stages = strategy.pp, strategy.schedule, len(ranks_of_stages(strategy))
     each = stages // pp
     hint = f"pp={blocks // each} or fewer" if blocks >= 2 * each else ""
@@ -125,16 +122,19 @@ def _check(costs: Sequence[float], stages: int) -> None:
 
 
 def _whole(values: Sequence[float | Fraction]) -> list[int]:
-    """Return the values times one common factor. Equal sums stay equal, which they do not in floating point."""
+    """Return the values times one common factor. Unlike in floating point, equal sums stay equal."""
     exact = [Fraction(value) for value in values]
     factor = lcm(*(value.denominator for value in exact))
     return [int(value * factor) for value in exact]
 
 
 def _shortest_longest(at: list[int], slow: list[int]) -> int:
-    """The shortest that the longest stage can be. at: sum of costs before each block; slow: time for a cost."""
+    """Return the least time of the longest stage.
+
+    at: sum of costs before each block. slow: time of each stage per unit of cost.
+    """
     blocks, never, stages = len(at) - 1, at[-1] * max(slow) + 1, len(slow)
-    # longest[start]: of blocks start.. over the stages from the present one on.
+    # longest[start]: the least longest time when blocks start.. are divided over stages stage...
     longest = [never] * blocks + [0]
     for stage in reversed(range(stages)):
         later = stages - stage - 1
@@ -142,7 +142,7 @@ def _shortest_longest(at: list[int], slow: list[int]) -> int:
         for start in range(stage, blocks - later):
             least = never
             for stop in range(start + 1, blocks - later + 1):
-                # Each later cut makes this stage longer. What is left behind it need not get faster: no stage is empty.
+                # Each later cut makes this stage longer. The rest may not get faster, since no stage may be empty.
                 if (time := slow[stage] * (at[stop] - at[start])) >= least:
                     break
                 if (most := following[stop]) < least:
@@ -152,7 +152,10 @@ def _shortest_longest(at: list[int], slow: list[int]) -> int:
 
 
 def _evenest(at: list[int], slow: list[int], limit: int) -> list[list[int]]:
-    """[stage][start]: the least sum of squared times of blocks start.. over stages stage.., none above `limit`."""
+    """Return [stage][start]: the least sum of squared times for blocks start.. over stages stage..
+
+    No stage takes longer than `limit`.
+    """
     blocks, stages = len(at) - 1, len(slow)
     never = stages * limit**2 + 1
     rest = [[never] * (blocks + 1) for _ in range(stages)] + [[never] * blocks + [0]]
@@ -174,19 +177,19 @@ _FORWARD = 1 / 3
 """A backward pass takes twice as long as its forward."""
 _FINE = 100
 _MOST, _MANY, _FEW = 64, 1024, 32
-"""Stages times micro-batches up to which a division is worth its simulations, and a forecast is worth one, of equal
-stages too."""
+"""Limits on stages times micro-batches: up to _MOST, a search of divisions is worth its simulations; up to _MANY, a
+forecast is worth one simulation; up to _FEW, even for equal stages."""
 _EQUAL = 1e-6
 _SIMULATED = 0.03
-"""Of a step, by which a division has to win. Unequal stages wait longer than simulated: with 9 and 3 blocks on two
-ranks, the second at half speed, a step was 9 % longer, with 8 and 4 less than 1 % (python -m bench slow_rank)."""
+"""The share of a step that a division has to save. Unequal stages wait longer than simulated: with 9 and 3 blocks on
+two ranks, the second at half speed, a step was 9 % longer; with 8 and 4, less than 1 % (python -m bench slow_rank)."""
 
 
 def computing_seconds(strategy: Strategy, batch: int, costs: Sequence[float], speeds: Sequence[float]) -> float:
-    """Of a step of `batch` rows, from its first forward to its last backward, with what ranks wait for each other.
+    """Return the seconds of a step of `batch` rows, from its first forward to its last backward.
 
-    costs: of each block, in any unit. speeds: of each rank, in rows of the whole model per second, forward and
-    backward. Links take no time.
+    They include the time that ranks wait for each other. Links take no time. costs: of each block, in any unit. speeds:
+    of each rank, in rows of the whole model per second, forward and backward together.
     """
     ranges = stage_ranges(costs, strategy) if strategy.pp > 1 else [(0, len(costs))]
     rows = [stop - start for start, stop in strategy.rows(batch)]
@@ -194,10 +197,9 @@ def computing_seconds(strategy: Strategy, batch: int, costs: Sequence[float], sp
 
 
 def best_speeds(strategy: Strategy, batch: int, costs: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return what `speeds=` has to be for the shortest step on ranks of such speeds; arguments as of
-    `computing_seconds`.
+    """Return the `speeds=` that give the shortest step on ranks of these speeds. Arguments as of `computing_seconds`.
 
-    The measured speeds themselves, unless another division is shorter by more than what a simulation leaves out.
+    These are the measured speeds, unless another division saves more than a simulation may leave out.
     """
     fastest = max(speeds)
     own = tuple(max(round(_FINE * speed / fastest), 1) for speed in speeds)
@@ -229,10 +231,11 @@ def makespan(
     ranks: int = 0,
     forward: float = _FORWARD,
 ) -> float:
-    """Return seconds of a pipeline's step. stages: of each, for all micro-batches, forward and backward.
+    """Return the seconds of a pipeline's step.
 
-    transfer: of a message between two ranks. schedule: None where there is no pipeline. ranks: 0 where the schedule
-    says how many stages each has. forward: the share of a stage before its backward.
+    stages: seconds of each stage, for all micro-batches, forward and backward. transfer: seconds of a message between
+    two ranks. schedule: None if there is no pipeline. ranks: 0 if each has as many stages as the schedule says.
+    forward: the share of forward in the seconds of a stage.
     """
     if schedule is None:
         return sum(stages)
@@ -246,7 +249,7 @@ def makespan(
 
 
 def _is_sum(schedule: str, micros: int, stages: Sequence[float], transfer: float, ranks: int) -> bool:
-    """Return True if no simulation is needed, or worth its time."""
+    """Return True if no simulation is needed, or if one is not worth its time."""
     if schedule not in ("gpipe", "1f1b", "interleaved"):
         return False
     operations = micros * len(stages)
@@ -260,14 +263,17 @@ def _is_sum(schedule: str, micros: int, stages: Sequence[float], transfer: float
 
 
 def _full(schedule: str, micros: int, stages: Sequence[float], transfer: float, ranks: int) -> float:
-    """The same as a sum, exact where stages are equal but for a longer last one: full, the busiest rank is never waited
-    for, and each of the others is passed once on the way in and out."""
+    """Return the makespan as a sum. It is exact if all stages are equal, or only the last one is longer.
+
+    While the pipeline is full, the busiest rank never waits. Each other stage adds one pass, on the way in and out.
+    """
     sums = [sum(stages[rank::ranks]) for rank in range(ranks)]
     filling = (sum(stages[:ranks]) - max(stages[:ranks])) / micros
     waits = 2 * (len(stages) - 1) * transfer
     if schedule == "1f1b" and ranks > 1:
-        # With as few under way as there are ranks, each comes back to the first before that one goes on: so many
-        # micro-batches take all stages and all messages, if that is longer than what the busiest rank computes.
+        # Only as many micro-batches are under way as there are ranks, so the first rank waits until one comes back.
+        # That many micro-batches take the time of all stages and messages, if this is longer than what the busiest
+        # rank computes.
         around = (sum(stages) + 2 * (ranks - 1) * transfer * micros) / ranks
         waits = max(waits, around - max(sums) + 2 * (ranks - 2) * transfer)
     return max(sums) + filling + waits
@@ -276,7 +282,7 @@ def _full(schedule: str, micros: int, stages: Sequence[float], transfer: float, 
 def _row_seconds(
     strategy: Strategy, ranges: Sequence[tuple[int, int]], costs: Sequence[float], speeds: Sequence[float]
 ) -> list[float]:
-    """Of each replica: seconds of its pipeline for each row."""
+    """Return the seconds per row of each replica's pipeline."""
     mesh, whole, homes = strategy.mesh, sum(costs), ranks_of_stages(strategy)
     found = []
     for first in mesh.ranks("dp", 0):
@@ -290,7 +296,7 @@ def _row_seconds(
 
 
 def _neighbours(ranges: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Every way to move one cut by one block."""
+    """Yield every way to move one cut by one block."""
     cuts = [0, *(stop for _, stop in ranges)]
     for i in range(1, len(cuts) - 1):
         for step in (-1, 1):
@@ -305,7 +311,7 @@ def _spelled(
     costs: Sequence[float],
     speeds: Sequence[float],
 ) -> tuple[int, ...]:
-    """Speeds whose even shares are these stages, and the rows that suit them."""
+    """Return speeds whose even shares are these stages and the rows that suit them."""
     mesh, whole = strategy.mesh, sum(costs)
     seconds = _row_seconds(strategy, ranges, costs, speeds)
     rows = rows_by_speed(batch, tuple(1 / Fraction(each) for each in seconds))
@@ -320,10 +326,10 @@ _SAME = 1e-6
 
 @lru_cache(maxsize=32)
 def best_places(strategy: Strategy, batch: int, costs: tuple[float, ...]) -> Strategy:
-    """`strategy` with the `places=` for which its slowest rank has least to do, then those of the shortest step.
+    """Return `strategy` with the best `places=`: the slowest rank has the least to do, then the step is the shortest.
 
-    batch: rows of a global batch. costs: of each block, in any unit. Links take no time. The places that it has, where
-    no others are better.
+    The places stay as they are if no others are better. Links take no time. batch: rows of a global batch. costs: of
+    each block, in any unit.
     """
     if strategy.pp == 1 or not strategy.speeds or len(costs) < len(ranks_of_stages(strategy)):
         return strategy
@@ -347,7 +353,10 @@ def best_places(strategy: Strategy, batch: int, costs: tuple[float, ...]) -> Str
 
 
 def rank_seconds(strategy: Strategy, batch: int, costs: Sequence[float]) -> list[float]:
-    """Return what each rank computes in a step, in whole rows / speed, with stages and rows as `speeds=` has them."""
+    """Return what each rank computes in a step, as rows of the whole model / speed.
+
+    Stages and rows are divided as `speeds=` says.
+    """
     mesh, rows = strategy.mesh, strategy.rows(batch)
     cost = [0.0] * strategy.pp
     for home, (start, stop) in zip(ranks_of_stages(strategy), stage_ranges(costs, strategy), strict=True):
@@ -362,7 +371,7 @@ def _less(a: tuple[float, float], b: tuple[float, float]) -> bool:
 
 
 def _units(strategy: Strategy) -> list[list[tuple[int, ...]]]:
-    """[stage][replica]: the ranks of a group along cp and tp, in the order of the mesh."""
+    """Return [stage][replica]: the ranks of a group along cp and tp, in the order of the mesh."""
     mesh = strategy.mesh
     stages: list[list[list[int]]] = [[[] for _ in range(strategy.dp)] for _ in range(strategy.pp)]
     at = {rank: mesh.index(rank) for rank in range(mesh.size)}
@@ -372,7 +381,7 @@ def _units(strategy: Strategy) -> list[list[tuple[int, ...]]]:
 
 
 def _placed(strategy: Strategy, stages: Sequence[Sequence[tuple[int, ...]]]) -> Strategy | None:
-    """`strategy` with these groups at its places; None where ranks would not ascend along an axis."""
+    """Return `strategy` with these groups at its places, or None if ranks would not ascend along an axis."""
     plain = replace(strategy, places=(), speeds=())
     places = [0] * strategy.mesh.size
     for at, unit in zip(
@@ -387,7 +396,7 @@ def _placed(strategy: Strategy, stages: Sequence[Sequence[tuple[int, ...]]]) -> 
 
 
 def _divisions(strategy: Strategy, costs: Sequence[float]) -> Iterator[list[list[tuple[int, ...]]]]:
-    """Ways to divide the groups over the stages that are worth a look."""
+    """Yield the divisions of the groups over the stages that are worth trying."""
     now = _units(strategy)
     units = sorted(unit for stage in now for unit in stage)
     count = factorial(len(units)) // factorial(strategy.dp) ** strategy.pp
@@ -396,7 +405,7 @@ def _divisions(strategy: Strategy, costs: Sequence[float]) -> Iterator[list[list
     elif count <= _DIVISIONS:
         yield from _every(units, strategy.dp)
     else:
-        # Groups of one speed in one stage, the fastest first; and the exchange of any two of what there is.
+        # Groups of one speed in one stage, the fastest first or last; then every exchange of two present groups.
         by_speed = sorted(units, key=lambda unit: (-strategy.speeds[unit[0]], unit))
         for order in (by_speed, by_speed[::-1]):
             yield [sorted(order[start : start + strategy.dp]) for start in range(0, len(order), strategy.dp)]
@@ -417,9 +426,10 @@ def _every(units: Sequence[tuple[int, ...]], each: int) -> Iterator[list[list[tu
 def _of_a_line(
     strategy: Strategy, units: Sequence[tuple[int, ...]], costs: Sequence[float]
 ) -> Iterator[list[list[tuple[int, ...]]]]:
-    """The division whose slowest stage is the shortest of all, exactly: how far blocks come with a set of the groups.
+    """Yield the division whose slowest stage is the shortest of all, then its exchanges of two groups.
 
-    Groups of one speed are one kind, so a set is how many of each kind are taken.
+    The first is exact: it follows from how many blocks each set of groups can hold. Groups of one speed are one kind,
+    so a set is a number of groups of each kind. Yields nothing if there are too many sets.
     """
     kinds = sorted({strategy.speeds[unit[0]] for unit in units})
     of_kind = [[unit for unit in units if strategy.speeds[unit[0]] == kind] for kind in kinds]
@@ -438,21 +448,20 @@ def _of_a_line(
     left = [list(own) for own in of_kind]
     found = [left[kind].pop(0) for kind in _within(limits[low], at, kinds, counts)]
     yield [[unit] for unit in found]
-    # Others may be as good, and wait less while the pipeline fills.
+    # Others may be as good, and may wait less while the pipeline fills.
     for a, b in combinations(range(len(found)), 2):
         other = {found[a]: found[b], found[b]: found[a]}
         yield [[other.get(unit, unit)] for unit in found]
 
 
 def _within(limit: Fraction, at: Sequence[Fraction], speeds: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Return which kind of device each stage has, so that none takes longer than `limit`; [] where there is no such
-    order.
+    """Return the kind of device for each stage so that none takes longer than `limit`; [] if there is no such order.
 
-    at: sum of costs before each block. counts: devices of each of `speeds`.
+    at: sum of costs before each block. counts: number of devices of each of `speeds`.
     """
     blocks, all_of_them = len(at) - 1, tuple(counts)
-    # Of a set: the blocks at which its last stage may end, as bits. To end farther is not always better, since no later
-    # stage may be empty, and its device may be too slow for the block that comes next.
+    # For each set: the blocks at which its last stage may end, as bits. Ending farther is not always better: no later
+    # stage may be empty, and the next device may be too slow for the next block.
     ends: dict[tuple[int, ...], int] = {}
 
     def reach(start: int, kind: int) -> int:

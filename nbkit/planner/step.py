@@ -1,36 +1,36 @@
-"""The work of a step from what was measured of another one: parts of the present step, scaled by what they follow from.
+"""Predicts the seconds of a step.
+
+Every prediction of seconds uses one sum, `step_parts`. A rank's work and its links come from measurements (`predicted`)
+or from data sheets (nbkit/planner/choose/load.py). The sum has these parts:
+
+compute     what the slowest rank computes: forward, backward and recomputation
+exposed     what it waits for: traffic of tp and cp, messages of a pipeline, and the part of the data axis that nothing
+            hides. `elapsed` simulates that part
+bubble      what the schedule of a pipeline leaves idle, simulated with its own stages (planner/stages.py)
+optimizer, other    as given
+
+`elapsed` simulates a rank without a pipeline, from its first forward to its last gradient. The link of a rank carries
+one operation at a time, in the order in which they begin. The next one may follow before the first has arrived, where
+latency allows it:
+
+    zero 0, 1, 2  a bucket of gradients leaves when backward has made its last gradient. Under zero 1 and 2, at most two
+                  are under way. So are all-gathers of updated parameters, during the next forward (in `fit` without
+                  callbacks; otherwise after the step, where nothing hides them)
+    compress      the sums of a bucket leave when the next bucket does; backward waits for them at its end
+    zero 3        the next unit is gathered while one computes; the gradients of a unit leave after its backward
+    tp, cp        between the maps of a unit, which waits for them; on the link of the data axis they queue behind it
+
+A pipeline sends all of its data axis after its last backward, and needs no simulation of it.
+
+`predicted` scales the parts of a measured step by what they depend on:
 
 compute     the work of a rank: rows, positions, features and blocks divided over the axes, by the speeds of the ranks
-exposed     the traffic over the measured link; the data axis scaled by what hides it now, beside what is told of it
+exposed     the traffic over the measured link; for the data axis, also how its measured wait compares with the model
 optimizer   the elements that a rank updates
 data        the rows that a rank reads
-other       as it is
+other       unchanged
 
-Before the first step the blocks' own seconds stand for the present one: those of one process.
-
-How long a rank without a pipeline takes from its first forward to its last gradient, over a link that is shared.
-
-The link of a rank carries one operation at a time, in the order in which they are begun, and the next one follows
-before the first has arrived where latency allows it:
-
-    zero 0, 1, 2  a bucket of gradients leaves when backward has made the last of them; under zero 1 and 2 two are under
-                  way at most; so are all-gathers of updated parameters, behind the next forward (in `fit` without
-                  callbacks; else behind the step, where nothing hides them)
-    compress      of a bucket, the sums leave when the next bucket does, and are waited for behind backward
-    zero 3        the next unit is gathered while one computes, and gradients of a unit leave behind its backward
-    tp, cp        between the maps of a unit, and waited for; on the link of the data axis, behind what is on it
-
-A pipeline sends all of its data axis behind its last backward, and has no need of this.
-
-The seconds of a step: the one sum of all who predict any, whatever they know a rank's work and its links from.
-
-compute     what the slowest rank computes, forward, backward and what is computed again
-exposed     what it waits for: what tp and cp send, messages of a pipeline, and of the data axis what nothing hides,
-            which is simulated  (`simulated`)
-bubble      what a pipeline's schedule, simulated with its own stages (planner/stages.py), leaves idle
-optimizer, other    as they are given
-
-A rank's work comes from what was measured, or in nbkit/planner/choose/load.py from data sheets.
+Before the first step, the blocks' own seconds in one process stand in for a measured step.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from nbkit.planner.traffic import TrafficTerm
 from nbkit.strategy import Strategy
 
 FORWARD = 1 / 3
-"""The share of a forward in what computing takes: a backward multiplies twice as much."""
+"""The share of forward in the compute: a backward multiplies twice as much."""
 
 
 @dataclass(frozen=True)
 class MessageTime:
-    """Seconds of an operation: in which it holds the link, and from then on until it has arrived."""
+    """Seconds of an operation. holds: it occupies the link. late: from then until it has arrived."""
 
     holds: float
     late: float = 0.0
 
     @property
     def total(self) -> float:
-        """From its beginning to its arrival, where the link is free."""
+        """Return the seconds from its beginning to its arrival on a free link."""
         return self.holds + self.late
 
     def __add__(self, other: MessageTime) -> MessageTime:
@@ -72,10 +72,10 @@ Took = Callable[[str, float], MessageTime]
 
 @dataclass(frozen=True)
 class StepUnit:
-    """A piece of the model. share: of the computing. sizes: bytes of each of its parameters, in the order of use.
+    """A piece of the model. share: of the compute. sizes: bytes of each of its parameters, in the order of use.
 
-    outside: bytes of those that are in no block, which zero 3 gathers first and lets go last. gathered: of the bytes of
-    the others, the share that zero 3 gathers, where they are cast before.
+    outside: bytes of the parameters that are in no block; zero 3 gathers them first and releases them last. gathered:
+    the share of the other bytes that zero 3 gathers, which is less than 1 where parameters are cast first.
     """
 
     share: float
@@ -85,15 +85,15 @@ class StepUnit:
 
     @property
     def inside(self) -> int:
-        """Bytes of those that are in a block."""
+        """Return the bytes of the parameters that are in a block."""
         return sum(self.sizes) - self.outside
 
 
 @dataclass(frozen=True)
 class Within:
-    """What tp and cp send between the maps of a unit. calls: in a forward of one, and again in its backward.
+    """Traffic of tp and cp between the maps of a unit. calls: in the forward of a unit, and again in its backward.
 
-    shared: over the link of the data axis.
+    shared: True if it uses the link of the data axis.
     """
 
     calls: int = 0
@@ -111,8 +111,10 @@ def elapsed(
     forward: float = FORWARD,
     within: Within | None = None,
 ) -> float:
-    """Return seconds of a step but for its update. computing: of these. passes: forwards of a step. forward: share of
-    one."""
+    """Return the seconds of a step without its update.
+
+    computing: seconds of compute in the step. passes: forwards in a step. forward: the share of forward in the compute.
+    """
     run = _Run(units, forward * computing / passes, (1 - forward) * computing / passes, took, within or Within())
     if strategy.zero == 3:
         return passes * run.zero3()
@@ -121,20 +123,20 @@ def elapsed(
 
 
 class _Wire:
-    """free: when it could take the next operation."""
+    """A link. free: the time at which it can take the next operation."""
 
     def __init__(self) -> None:
         self.free = 0.0
 
     def send(self, begun: float, message: MessageTime) -> float:
-        """Return when it has arrived."""
+        """Send `message` at `begun` or as soon as the link is free, and return when it has arrived."""
         self.free = max(self.free, begun) + message.holds
         return self.free + message.late
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A forward and a backward, in seconds."""
+    """The simulation of one forward and one backward, in seconds."""
 
     units: Sequence[StepUnit]
     forward: float
@@ -143,7 +145,7 @@ class _Run:
     within: Within
 
     def replicated(self, strategy: Strategy) -> float:
-        """zero 0, 1 and 2, of the last pass."""
+        """Return the seconds of the last pass under zero 0, 1 or 2."""
         wire, zero, levers, cut = _Wire(), strategy.zero, strategy.levers, list(self._buckets(strategy))
         now = self._forward(wire, cut[::-1] if zero else [])
         done, arrived = len(self.units), list[float]()
@@ -170,8 +172,10 @@ class _Run:
         return max([now, *arrived])
 
     def _forward(self, wire: _Wire, updated: Sequence[tuple[int, int]]) -> float:
-        """Return when forward is through. updated: (bytes, the first unit that reads it) of what is gathered
-        meanwhile."""
+        """Return when forward is done.
+
+        updated: (bytes, first unit that reads them) for each bucket of parameters that is gathered meanwhile.
+        """
         now, coming = 0.0, [wire.send(0.0, self.took("all_gather", size)) for size, _ in updated[:2]]
         come = 0
         for i, unit in enumerate(self.units):
@@ -182,7 +186,7 @@ class _Run:
         return now
 
     def _buckets(self, strategy: Strategy) -> Iterator[tuple[int, int]]:
-        """(bytes, the unit whose backward completes it) of each bucket of gradients, in their order."""
+        """Yield (bytes, unit whose backward completes it) for each bucket of gradients, in order."""
         left = [(size, i) for i in reversed(range(len(self.units))) for size in reversed(self.units[i].sizes)]
         at = 0
         for bucket in buckets([size for size, _ in left], strategy.levers.bucket):
@@ -190,7 +194,7 @@ class _Run:
             yield sum(bucket), left[at - 1][1]
 
     def zero3(self) -> float:
-        """Return one pass."""
+        """Return the seconds of one pass under zero 3."""
         units, wire = self.units, _Wire()
         root = sum(unit.outside for unit in units)
 
@@ -219,7 +223,7 @@ class _Run:
         return max([now, *under_way])
 
     def _compute(self, now: float, seconds: float, wire: _Wire) -> float:
-        """When a unit is through, with what is sent between its maps."""
+        """Return when a unit is done, including what is sent between its maps."""
         calls, each = self.within.calls, self.within.each
         if not calls or not self.within.shared:
             return now + seconds + calls * each.total
@@ -244,18 +248,18 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """Their sum."""
+        """Return the sum of all parts."""
         return self.compute + self.exposed + self.bubble + self.optimizer + self.other
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step gives the ranks to do.
+    """The work that a step gives the ranks.
 
-    stages: of each replica, seconds of computing of each stage of its pipeline (of one without a pipeline), for all its
-    rows. forward: the share of that before backward. terms: what the busiest rank sends. units: the model as a rank
-    without a pipeline computes with it; without them nothing hides the data axis. passes: forwards of a step without a
-    pipeline. optimizer, other: seconds. waiting: of what the data axis is waited for, the share that counts.
+    stages: for each replica, the compute seconds of each stage of its pipeline, for all its rows; a single stage
+    without a pipeline. forward: the share of forward in these seconds. terms: what the busiest rank sends. units: the
+    model as a rank without a pipeline computes with it; without units nothing hides the data axis. passes: forwards in
+    a step without a pipeline. optimizer, other: seconds. waiting: a factor on the seconds waited for the data axis.
     """
 
     stages: Sequence[Sequence[float]]
@@ -270,28 +274,28 @@ class Work:
 
 @dataclass(frozen=True)
 class OperationPath:
-    """The way that an operation takes. wire: equal for those that hold the same link."""
+    """The path of an operation. wire: a number that is equal for paths over the same link."""
 
     way: OperationSpeed
     wire: int = 0
 
     def message(self, term: TrafficTerm, size: float | None = None) -> MessageTime:
-        """One call of `term`, of `size` bytes in place of its own part."""
+        """Return the time of one call of `term`. size: bytes of the call, in place of an equal part of the term."""
         share = 1 / term.calls if size is None else size / term.bytes if term.bytes else 0.0
         holds = self.way.holds(term.wire * share)
         return MessageTime(holds, max(self.way.seconds(1, term.wire * share) - holds, 0.0))
 
     def seconds(self, term: TrafficTerm) -> float:
-        """Of all its calls, each of which is waited for."""
+        """Return the seconds of all calls of `term` when each one is waited for."""
         return self.way.seconds(term.calls, term.wire)
 
 
 Lines = Callable[[TrafficTerm], OperationPath]
-"""Of a term, the line that it takes."""
+"""A function from a term to its path."""
 
 
 def step_parts(work: Work, strategy: Strategy, lines: Lines) -> Parts:
-    """Of a step under `strategy`."""
+    """Return the seconds of a step under `strategy`, by part."""
     inner = [term for term in work.terms if term.axis not in (*DATA, "pp")]
     within = sum(lines(term).seconds(term) for term in inner)
     if strategy.pp == 1:
@@ -305,11 +309,11 @@ def step_parts(work: Work, strategy: Strategy, lines: Lines) -> Parts:
 
 
 def _pipeline(work: Work, strategy: Strategy, lines: Lines, within: float) -> tuple[float, float, float]:
-    """(compute, bubble, exposed) of the slowest replica, from its first forward until its ranks have met."""
+    """Return (compute, bubble, exposed) of the slowest replica, from its first forward until its ranks have met."""
     sends = [term for term in work.terms if term.axis == "pp" and term.op == "send" and term.calls]
     transfer = max((lines(term).message(term).total for term in sends), default=0.0)
     met = max((lines(term).way.latency for term in sends), default=0.0) * (strategy.pp - 1).bit_length()
-    # Whatever is hidden, all of it has to leave the rank.
+    # Even messages that are hidden have to leave the rank.
     leaving = sum(term.calls * lines(term).message(term).holds for term in sends)
     micros = strategy.microbatches or 1
     found = (0.0, 0.0, 0.0)
@@ -327,7 +331,7 @@ def _pipeline(work: Work, strategy: Strategy, lines: Lines, within: float) -> tu
 
 
 def _longest(stages: Sequence[float], strategy: Strategy) -> float:
-    """Seconds of the rank that computes longest, of all its stages."""
+    """Return the compute seconds of all stages of the rank that computes longest."""
     homes = ranks_of_stages(strategy)
     if len(homes) != len(stages):  # more rounds than nbkit's own schedules have
         homes = tuple(i % strategy.pp for i in range(len(stages)))
@@ -340,11 +344,11 @@ def _longest(stages: Sequence[float], strategy: Strategy) -> float:
 def _data(
     work: Work, strategy: Strategy, lines: Lines, compute: float, inner: Sequence[TrafficTerm], within: float
 ) -> float:
-    """Seconds that a rank waits for its data axis."""
+    """Return the seconds that a rank waits for its data axis."""
     terms = [term for term in work.terms if term.axis in DATA]
     if not terms or not work.units or strategy.pp > 1 or strategy.levers.sync_every > 1:
         return sum(lines(term).seconds(term) for term in terms)
-    # What is all-reduced, in one level or two: all of it, or of what is sharded a rank's part.
+    # `whole`: what is all-reduced, in one level or two. Where gradients are sharded, it is a rank's part of them.
     whole = [term for term in terms if term.axis == strategy.summed_axis]
     own = {term.op: term for term in terms if term.axis != strategy.summed_axis}
     largest = max((term.bytes for term in whole), default=0)
@@ -368,7 +372,7 @@ def _data(
 
 
 def _within(work: Work, inner: Sequence[TrafficTerm], within: float, lines: Lines, *, shared: bool) -> Within:
-    """Return what tp and cp send, level over the units and both directions."""
+    """Return what tp and cp send, spread evenly over the units and over both directions."""
     if not within:
         return Within()
     places = 2 * work.passes * len(work.units)
@@ -378,12 +382,12 @@ def _within(work: Work, inner: Sequence[TrafficTerm], within: float, lines: Line
 
 
 _EVERY = 1 << 12
-"""Rows of which the shares of ranks of unequal speed are read off."""
+"""Rows of a made-up batch, from which the shares of ranks of unequal speed are read off."""
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Rank 0's step as it was measured: seconds by part (see nbkit.records.records.StepRecord), under `strategy`."""
+    """A measured step of rank 0 under `strategy`: seconds by part (see nbkit.records.records.StepRecord)."""
 
     strategy: Strategy
     parts: Mapping[str, float]
@@ -391,10 +395,10 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What a rank sends in a step, and bytes of optimizer state that it updates.
+    """The traffic of a rank in a step. updates: bytes of optimizer state that it updates.
 
-    units: of the model without a pipeline, where they are known: bytes of parameters as this rank computes with them.
-    passes: forwards of a step without a pipeline.
+    units: of the model without a pipeline, if known, with bytes of parameters as this rank computes with them.
+    passes: forwards in a step without a pipeline.
     """
 
     terms: Sequence[TrafficTerm]
@@ -413,11 +417,14 @@ def predicted(
     *,
     recomputed: tuple[bool, bool] = (False, False),
 ) -> Parts:
-    """Of a step under `strategy`. costs: of each block, in any unit, for pipelines. recomputed: whether blocks are
-    computed again in the backward pass, now and then."""
+    """Return the predicted seconds of a step under `strategy`, by part.
+
+    costs: of each block, in any unit, for pipelines. recomputed: whether blocks are recomputed in the backward pass,
+    in the measured step and in the predicted one.
+    """
     old = seen.strategy
     part = {name: seen.parts.get(name, 0.0) for name in ("compute", "exposed", "data", "optimizer", "other")}
-    # What one rank, as fast as rank 0 is, would compute for the whole batch.
+    # `whole`: compute seconds of the whole batch on a single rank that is as fast as rank 0.
     before, after = (1 + FORWARD * again for again in recomputed)
     whole = part["compute"] / _work(old, costs, 0) * after / before
     waiting = 1.0
@@ -441,7 +448,7 @@ def predicted(
 def _stages(
     strategy: Strategy, costs: Sequence[float], whole: float, speeds: Sequence[float]
 ) -> list[tuple[float, ...]]:
-    """Of each replica, or without a pipeline of each rank, seconds of each stage."""
+    """Return the seconds of each stage, for each replica; without a pipeline, for each rank."""
     mesh = strategy.mesh
     if strategy.pp == 1:
         return [(whole * _share(strategy, rank) / speeds[rank],) for rank in range(mesh.size)]
@@ -455,14 +462,14 @@ def _stages(
 
 
 def _share(strategy: Strategy, rank: int) -> float:
-    """Of the batch, the positions and the features: what a rank has of each of its blocks."""
+    """Return the share of each of its blocks that a rank computes: by rows, positions and features."""
     rows = strategy.rows(_EVERY)[strategy.mesh.index(rank)["dp"]] if strategy.replica_speeds else (0, 1)
     whole = _EVERY if strategy.replica_speeds else strategy.dp
     return (rows[1] - rows[0]) / whole / (strategy.tp * strategy.cp)
 
 
 def _work(strategy: Strategy, costs: Sequence[float], rank: int) -> float:
-    """The share of the model's work that a rank has."""
+    """Return the share of the model's work that a rank has."""
     at, share = strategy.mesh.index(rank)["pp"], _share(strategy, rank)
     if strategy.pp == 1:
         return share
@@ -471,13 +478,13 @@ def _work(strategy: Strategy, costs: Sequence[float], rank: int) -> float:
 
 
 def _speeds(old: Strategy, strategy: Strategy) -> list[float]:
-    """Of each rank, beside rank 0: as `speeds=` says now, or else as the strategy that is asked for has it."""
+    """Return the speed of each rank relative to rank 0, from `speeds=` of `old`, or else of `strategy`."""
     said = old.speeds or strategy.speeds
     return [speed / said[0] for speed in said] if said else [1.0] * strategy.mesh.size
 
 
 def link_seconds(strategy: Strategy, terms: Sequence[TrafficTerm], link: WorldLinks) -> float:
-    """Return what all that a rank sends in a step takes on the links, one after the other."""
+    """Return the seconds that a rank's traffic in a step takes on the links, one operation after the other."""
     lines = _lines(strategy, link)
     return sum(lines(term).seconds(term) for term in terms)
 
@@ -491,7 +498,7 @@ def _lines(strategy: Strategy, link: WorldLinks) -> Lines:
 
 
 def _spans(term: TrafficTerm, strategy: Strategy, link: WorldLinks) -> tuple[bool, bool]:
-    """Whether groups along the axis have ranks of several nodes, and whether all of them have one on each."""
+    """Return whether a group along the term's axis spans several nodes, and whether all groups have one rank a node."""
     if len(set(link.node_of)) == 1 or term.level:
         return term.level == BETWEEN, term.level == BETWEEN
     axis = term.axis if term.axis in ("tp", "cp", "pp") else "dp"

@@ -1,7 +1,8 @@
-"""Computes the peak memory of a switch, and whether it goes in place because memory does not hold both models.
+"""Computes the peak memory of a switch, and whether it runs in place because memory does not hold both models.
 
-Beside each other, a rank holds the old model, the new one and the buffers of the exchange. In place it leads tensor
-after tensor over and lets go as it goes: it holds the larger of the two models and SPARE_BYTES at most.
+Normally, a rank holds the old model, the new model and the buffers of the exchange at the same time. In place, it
+moves one tensor after the other and releases each old one. It then holds at most the larger of the two models plus
+SPARE_BYTES.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 SPARE_BYTES = 64 << 20
-"""Beside the larger model: buffers of a round, and the tensors, old and new, that are on their way in it."""
+"""Bytes beside the larger model: the buffers of a round, and the old and new tensors that move in it."""
 
 
 class During(NamedTuple):
-    """num_bytes: per rank, at the peak of the switch. in_place: whether all ranks go in place."""
+    """Memory of a switch. num_bytes: per rank, at the peak. in_place: True if all ranks switch in place."""
 
     num_bytes: tuple[int, ...]
     in_place: bool
@@ -24,8 +25,8 @@ def during(old: Sequence[int], new: Sequence[int], *, buffers: int, left: Sequen
     """Return what each rank holds at the peak of a switch.
 
     old, new: bytes of a rank's model (weights, optimizer state, and the gradients that it keeps between steps).
-    buffers: of the exchange, see Exchange.buffer_bytes. left: bytes that a rank can still take while it holds the old
-    model, None where that is not known. Where one rank has no room for both, all go in place.
+    buffers: of the exchange, see Exchange.buffer_bytes. left: bytes that a rank can still allocate while it holds the
+    old model; None if unknown. If one rank has no room for both models, all ranks switch in place.
     """
     both_fit = all(fits(after, buffers=buffers, left=free) for after, free in zip(new, left, strict=True))
     pairs = zip(old, new, strict=True)
@@ -35,6 +36,5 @@ def during(old: Sequence[int], new: Sequence[int], *, buffers: int, left: Sequen
 
 
 def fits(new: int, *, buffers: int, left: int | None) -> bool:
-    """Return True if a rank that can still take `left` bytes has room for a second model of `new` bytes beside its
-    own."""
+    """Return True if a rank that can still allocate `left` bytes has room for a second model of `new` bytes."""
     return left is None or new + buffers <= left

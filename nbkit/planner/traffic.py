@@ -1,14 +1,14 @@
-"""Bytes that a rank sends in a step, by axis and operation, from the formulas of the literature.
+"""Computes the bytes that a rank sends in a step and holds at rest, from the formulas of the literature.
 
-Sizes follow nccl-tests (doc/PERFORMANCE.md): S is the whole tensor of a collective: what an all-reduce reduces, what an
-all-gather ends with, what a reduce-scatter begins with. Over n ranks each must send 2(n-1)/n S in an all-reduce,
-(n-1)/n S in the other two, whatever the algorithm.
+`per_step` gives the bytes sent, by axis and operation. Sizes follow nccl-tests (doc/PERFORMANCE.md). S is the whole
+tensor of a collective: what an all-reduce reduces, what an all-gather ends with, what a reduce-scatter begins with.
+Over n ranks, each must send 2(n-1)/n S in an all-reduce and (n-1)/n S in the other two, whatever the algorithm.
 
     axis  per step                                                                          source
     dp    zero=0: all-reduce of the gradients                                               Rajbhandari et al. 2020, 7.1
           zero=1, 2: reduce-scatter of the gradients, all-gather of the parameters          the same, 7.2.1
           zero=3: all-gather of the parameters for forward and for backward, reduce-scatter the same, 7.2.2
-          under autocast, what matrix products alone read in its dtype; gradients as ever   Micikevicius et al. 2018
+          autocast: what only matrix products read, in its dtype; gradients unchanged       Micikevicius et al. 2018
           compress: all-to-all and all-gather of their bytes, rounded                     Seide et al. 2014
           sync_every: all-reduce of the parameters, a step's share of one                 Stich 2019
           hsdp: the same within a group, and an all-reduce of the shards across             Zhao et al. 2023, 3.2.2
@@ -20,25 +20,24 @@ all-gather ends with, what a reduce-scatter begins with. Over n ranks each must 
           with tp, each rank its part of them                                               the same, 4.1
     cp    a block: all-gathers of keys and values, reduce-scatters of their gradients       Dubey et al. 2024, 3.3.2
 
-Every gradient that is a partial sum over tp or cp, and that of a weight tied over stages, is all-reduced once. Over
-tp those of whole weights outside of the blocks go in every forward: a norm's all-reduced, a table of positions'
-gathered. Left out: the few scalars of loss, norm and agreement, and the padding of uneven parts. Buckets may split one
-call into many.
+A gradient that is a partial sum over tp or cp is all-reduced once, and so is the gradient of a weight tied over stages.
+Gradients of weights outside of the blocks that are whole along tp are sent for every forward: all-reduced for a norm,
+gathered for a table of positions. Left out: the few scalars of loss, norm and agreement, and the padding of uneven
+parts. Buckets may split one call into many.
 
-Bytes that a rank holds at rest: at the end of a step, with gradients, without activations.
-
-Per trained element, over a sharding group of N ranks, with p bytes of parameter, g of gradient, o of optimizer state
-(Adam in fp32: 4, 4, 8; mixed precision with fp32 master weights: 2, 2, 12), after ZeRO (Rajbhandari et al. 2020, table
-1 and section 5):
+`Rest` has the bytes that a rank holds at rest: at the end of a step, with gradients, without activations. The table
+gives them per trained element, over a sharding group of N ranks, with p bytes of parameter, g of gradient and o of
+optimizer state (Adam in fp32: 4, 4, 8; mixed precision with fp32 master weights: 2, 2, 12), after ZeRO (Rajbhandari et
+al. 2020, table 1 and section 5):
 
     zero=0   p + g + o        16
     zero=1   p + g + o/N      8 + 8/N
     zero=2   p + (g + o)/N    4 + 12/N
     zero=3   (p + g + o)/N    16/N
 
-The pipeline takes away what other stages hold, tensor parallelism divides what it cuts (Shoeybi et al. 2019; norms and
-some biases stay whole), context parallelism changes nothing. A frozen element has p alone. Left out: the step counters
-of an optimizer (4 bytes per parameter tensor), buffers, and the padding of collectives, which is gone at rest.
+With a pipeline, a rank holds only its own stages. Tensor parallelism divides what it cuts (Shoeybi et al. 2019; norms
+and some biases stay whole). Context parallelism changes nothing. A frozen element has only p. Left out: the step
+counters of an optimizer (4 bytes per parameter tensor), buffers, and the padding of collectives, which is gone at rest.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from nbkit.tensor_layout import bounds
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of one element: of the parameter, its gradient, its optimizer state (with a master copy where one is)."""
+    """Bytes per element of a parameter, of its gradient and of its optimizer state (including any master copy)."""
 
     parameter: int
     gradient: int
@@ -69,7 +68,7 @@ ADAM = Bytes(4, 4, 8)
 
 @dataclass(frozen=True)
 class Rest:
-    """Bytes of one rank."""
+    """Bytes that one rank holds at rest."""
 
     parameters: int
     gradients: int
@@ -77,7 +76,7 @@ class Rest:
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Return the sum of all bytes."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -86,9 +85,9 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class TrafficTerm:
-    """One term of a step: `calls` of `op` in groups of `ranks` along `axis`; `bytes` is S, over all calls together.
+    """A term of a step: `calls` of `op` in groups of `ranks` ranks along `axis`. bytes: S, summed over all calls.
 
-    level: WITHIN or BETWEEN nodes, where it is a part of an all-reduce in two levels.
+    level: WITHIN or BETWEEN nodes, if the term is part of an all-reduce in two levels.
     """
 
     axis: str
@@ -101,13 +100,13 @@ class TrafficTerm:
 
     @property
     def wire(self) -> float:
-        """Bytes that a rank sends, at the least."""
+        """Return the least bytes that a rank sends."""
         n = self.ranks
         return self.bytes * {"all_reduce": 2 * (n - 1) / n, "send": 1.0}.get(self.op, (n - 1) / n)
 
     @property
     def given(self) -> float:
-        """Bytes of the tensors that a rank hands to the operation, which is what telemetry counts."""
+        """Return the bytes of the tensors that a rank hands to the operation. Telemetry counts these."""
         return self.bytes / self.ranks if self.op == "all_gather" else self.bytes
 
 
@@ -124,12 +123,12 @@ def per_step(
     sequence_parallel: bool = True,
     node_of: Sequence[int] = (),
 ) -> tuple[TrafficTerm, ...]:
-    """Return what `rank` sends in a step of `facts.batch` samples; nothing on axes of degree 1.
+    """Return what `rank` sends in a step of `facts.batch` samples. Axes of degree 1 have no terms.
 
-    cuts: which blocks the ranks of a pipeline hold; None: as many each. each, hidden: bytes of an element of weights
-    and gradients, of the hidden states. accumulation: forward passes of a step where there is no pipeline. node_of: of
-    each rank, the number of its node; () for one node.
-    Raises StrategyError when a number of `facts` that it needs is unknown: batch, sequence, width for tp, pp and cp.
+    cuts: the blocks that the ranks of a pipeline hold; None: equally many each. each: bytes per element of weights and
+    gradients. hidden: bytes per element of hidden states. accumulation: forward passes in a step without a pipeline.
+    node_of: the node number of each rank; () for one node.
+    Raises StrategyError if a needed number of `facts` is unknown: batch, sequence and width for tp, pp and cp.
     """
     cuts = cuts_for(weights, strategy, cuts)
     step = _Step(weights, facts, strategy, rank, cuts, each, hidden, accumulation, sequence_parallel, node_of)
@@ -138,12 +137,12 @@ def per_step(
 
 
 def wire_bytes(terms: Sequence[TrafficTerm], axis: str | None = None) -> float:
-    """Bytes that a rank sends in all of `terms`, or in those of one axis."""
+    """Return the bytes that a rank sends in all of `terms`, or in those of one axis."""
     return sum(term.wire for term in terms if axis in (None, term.axis))
 
 
 def summed(strategy: Strategy, size: int, what: str, rank: int, node_of: Sequence[int]) -> Iterator[TrafficTerm]:
-    """An all-reduce of `size` bytes over `rank` and those who hold the same, in one level or two."""
+    """Yield an all-reduce of `size` bytes over `rank` and the ranks that hold the same, in one level or two."""
     axis, group = strategy.summed_axis, strategy.summed_group(rank)
     levels = levels_of(group, node_of)
     if levels is None:
@@ -169,7 +168,7 @@ class _Step:
     node_of: Sequence[int]
 
     def data(self) -> Iterator[TrafficTerm]:
-        """The data axis; in hsdp its halves."""
+        """Yield the terms of the data axis, or of its halves in hsdp."""
         s, g, p = self.strategy, self.each.gradient, self.each.parameter
         trained = [weight for weight in self.weights if weight.trained]
         if s.levers.compress:
@@ -197,13 +196,13 @@ class _Step:
         size = passes * self._gathered(self.weights)
         yield TrafficTerm(axis, "all_gather", s.shard, passes, size, "parameters, forward")
         if s.pp == 1:
-            # What lies outside the blocks is needed last and first: it stays from forward to backward.
+            # Weights outside the blocks are needed last in forward and first in backward, so they stay gathered.
             again = [weight for weight in self.weights if not weight.outside]
             size = passes * self._gathered(again)
             yield TrafficTerm(axis, "all_gather", s.shard, passes, size, "parameters, backward")
 
     def tensor(self) -> Iterator[TrafficTerm]:
-        """Blocks, vocabulary, and gradients that are partial sums."""
+        """Yield the terms of tp: blocks, vocabulary, and gradients that are partial sums."""
         n, m = self.strategy.tp, self._forwards
         if n == 1:
             return
@@ -217,7 +216,7 @@ class _Step:
         if self.facts.vocab is not None and self._has_last:
             for op in pair:
                 yield TrafficTerm("tp", op, n, m, size, "head")
-            # The largest logit, the sum of exponentials, the target's logit: each a number per token.
+            # One number per token each: the largest logit, the sum of exponentials and the target's logit.
             yield TrafficTerm("tp", "all_reduce", n, 3 * m, 3 * _FP32 * self._rows * self._sequence, "loss")
         if self.sequence_parallel:
             yield self._sum_of_parts("tp")
@@ -225,7 +224,7 @@ class _Step:
                 yield from self._outside()
 
     def _outside(self) -> Iterator[TrafficTerm]:
-        """Gradients of what is whole on every rank along tp and used before the first block or behind the last."""
+        """Yield the gradients of weights that are whole along tp and used before the first block or after the last."""
         n, m, width = self.strategy.tp, self._forwards, _known(self.facts.width, "width")
         for weight in self.weights:
             if weight.outside and weight.trained and weight.tp_dim is None and self._held([weight]):
@@ -238,7 +237,7 @@ class _Step:
                     yield TrafficTerm("tp", "all_gather", n, m, m * size, f"gradient of {weight.name}")
 
     def pipeline(self) -> Iterator[TrafficTerm]:
-        """Boundaries with other ranks, and tied weights."""
+        """Yield the terms of pp: boundaries with other ranks, and tied weights."""
         if self.cuts is None:
             return
         at, m, stages = self._at["pp"], self._forwards, ranks_of_stages(self.strategy)
@@ -254,7 +253,7 @@ class _Step:
                 yield TrafficTerm("pp", "all_reduce", len(sharing), 1, size, f"gradient of {weight.name}, tied")
 
     def context(self) -> Iterator[TrafficTerm]:
-        """Keys and values, the ends of the split region, and gradients that are partial sums."""
+        """Yield the terms of cp: keys and values, ends of the split region, and gradients that are partial sums."""
         n, m = self.strategy.cp, self._forwards
         if n == 1:
             return
@@ -272,7 +271,7 @@ class _Step:
     def _sum_of_parts(self, axis: str) -> TrafficTerm:
         parts = [weight for weight in self.weights if weight.trained and axis in weight.summed]
         sizes = [self._held([weight], sharded=self.strategy.zero > 0) for weight in parts]
-        # With each gradient goes a number that says whether this rank has one.
+        # Each gradient is sent with a number that says whether this rank has one.
         size = self.each.gradient * sum(size + 1 for size in sizes if size)
         return TrafficTerm(
             axis, "all_reduce", self.strategy.mesh.degree(axis), 1, size, "gradients that are partial sums"
@@ -282,11 +281,11 @@ class _Step:
         return sum(held(weight, self.strategy, self.rank, self.cuts, sharded=sharded) for weight in weights)
 
     def _gathered(self, weights: Sequence[Weight]) -> int:
-        """Bytes, as zero 3 gathers them."""
+        """Return the bytes of `weights` as zero 3 gathers them."""
         return sum((weight.gathered or self.each.parameter) * self._held([weight]) for weight in weights)
 
     def _hidden_bytes(self, tokens: int) -> int:
-        """Of all rows that this rank sees in a step."""
+        """Return the bytes of hidden states at `tokens` positions, for all rows that this rank sees in a step."""
         return self._rows * tokens * _known(self.facts.width, "width") * self.hidden
 
     @property
@@ -303,7 +302,7 @@ class _Step:
 
     @property
     def _tokens(self) -> int:
-        """Positions between the first block and the last."""
+        """Return the number of positions that this rank has between the first block and the last."""
         return _part(self._sequence, self.strategy.cp, self._at["cp"])
 
     @property
@@ -312,7 +311,7 @@ class _Step:
 
     @property
     def _blocks(self) -> int:
-        """Return how many this rank runs."""
+        """Return the number of blocks that this rank runs."""
         if self.cuts is None:
             return _known(self.facts.blocks, "blocks")
         return sum(stop - start for start, stop in self.cuts[self._at["pp"]])

@@ -14,9 +14,9 @@ from nbkit.tensor_layout import bounds
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that `strategy` runs into. error: it cannot run; otherwise it runs, and this is good to know.
+    """A remark on a strategy. error: True if the strategy cannot run; otherwise the remark is only good to know.
 
-    what: one sentence. numbers: the arithmetic. hint: what to type instead, "" for nothing.
+    what: one sentence. numbers: the arithmetic. hint: what to type instead, or "".
     """
 
     error: bool
@@ -29,7 +29,7 @@ class Finding:
 
 
 def validate(strategy: Strategy, facts: Facts) -> list[Finding]:
-    """All that is to be said of `strategy` on a job of which `facts` are known; errors first."""
+    """Return all findings on `strategy` for a job with these `facts`, errors first."""
     found = [*_world(strategy, facts), *_tensor(strategy, facts), *_pipeline(strategy, facts)]
     found += [*_batch(strategy, facts), *_context(strategy, facts)]
     if (deviation := strategy.levers.deviation) is not None:
@@ -39,7 +39,7 @@ def validate(strategy: Strategy, facts: Facts) -> list[Finding]:
 
 
 def refuse(strategy: Strategy, facts: Facts) -> list[Finding]:
-    """The remarks on a strategy that can run. Raises StrategyError with the first reason why it cannot."""
+    """Return the remarks on a strategy that can run. Raises StrategyError with the first reason if it cannot."""
     found = validate(strategy, facts)
     for finding in found:
         if finding.error:
@@ -58,7 +58,7 @@ def _world(strategy: Strategy, facts: Facts) -> Iterator[Finding]:
             f"{degrees} = {size} rank{'s' * (size != 1)}, the world has {facts.world}",
             "strategy='ddp', which takes the world",
         )
-    # Ranks with the same tp group are neighbours: a group stays within a node when tp divides the node.
+    # Ranks of a tp group are neighbours, so a group stays within a node if tp divides the node.
     if facts.node is not None and strategy.tp > 1 and (facts.node % strategy.tp or strategy.order == "tp"):
         yield Finding(
             False,

@@ -1,10 +1,10 @@
-"""Runs user code for a look at a model while the model trains, where it cannot reach what trains.
+"""Runs user code that inspects a model while the model trains, isolated from what trains.
 
-A look runs the model, the loss or the optimizer: to fill the panel, to prepare a switch. User code may reach more than
-the copy that it is given: a lambda in a list calls the blocks of the model that it was made from, a forward counts its
-calls in a global. So a look runs in a fork of this process, of which nothing but the result comes back. A fork of a
-process that has used an accelerator cannot run a backward pass. There a look stays in its thread, and every operation
-on the memory of what trains raises: then the look waits for a boundary between two steps.
+Such a look runs the model, the loss or the optimizer, for example to fill the panel or to prepare a switch. User code
+may reach more than the copy that it is given: a lambda in a list may call blocks of the original model, and a forward
+may count its calls in a global. So a look runs in a fork of this process, and only its result comes back. A fork of a
+process that has used an accelerator cannot run a backward pass. In that case the look stays in its thread, and every
+operation on the memory of what trains raises. The look then waits for a boundary between two steps.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from nbkit.rank.watching_mode import WatchingMode
 T = TypeVar("T")
 
 STILL_SECONDS = 10.0
-"""A fork that uses no CPU for so long waits for a lock that a thread of this process held when it was forked."""
+"""A fork that uses no CPU for so long is waiting for a lock that a thread of this process held during the fork."""
 
 
 class NotAside(Exception):
-    """The look could not be made beside the training, which says nothing about what it looks at."""
+    """The look could not run beside the training. This says nothing about the inspected model."""
 
 
 def aside(work: Callable[[], T], *, device: torch.device, live: Callable[[], Iterable[Tensor]]) -> T:
-    """Return what `work` returns; raise what it raises. Nothing that it does is seen by this process.
+    """Return what `work` returns, or raise what it raises. It has no other effect on this process.
 
-    live: the tensors that train; asked for where `work` cannot have a process of its own. What `work` returns and
-    raises has to be picklable. Raises NotAside where it reached a live tensor, or its process was ended or stuck.
+    live: returns the tensors that train; called only if `work` cannot have its own process. What `work` returns or
+    raises has to be picklable. Raises NotAside if `work` reached a live tensor, or if its process was ended or stuck.
     """
     if not accelerator().holds(device):
         return _in_a_fork(work)
@@ -52,7 +52,7 @@ def aside(work: Callable[[], T], *, device: torch.device, live: Callable[[], Ite
 
 
 class _Apart(WatchingMode):
-    """Raises NotAside before an operation on the memory of `live`. Covers backward passes, and this thread alone."""
+    """A mode that raises NotAside before an operation on the memory of `live`, in this thread and backward passes."""
 
     def __init__(self, live: Iterable[Tensor]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def _read(reader: int, pid: int) -> bytes:
 
 
 def _ticks(pid: int) -> int:
-    """CPU time of a process so far; 0 where nothing tells."""
+    """Return the CPU time of a process so far; 0 if it is unknown."""
     with suppress(OSError), open(f"/proc/{pid}/stat") as text:
         fields = text.read().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
@@ -110,7 +110,10 @@ def _ticks(pid: int) -> int:
 
 
 def _answer(work: Callable[[], object], writer: int) -> NoReturn:
-    """Run in the fork, which has one thread, no connection and no output, and ends with the process it came from."""
+    """Run `work` in the fork and write its answer. The fork has one thread, no connections and no output.
+
+    It ends when its parent ends.
+    """
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -141,7 +144,7 @@ def _end_with_parent() -> None:
 
 
 def _close_all_but(kept: int) -> None:
-    """Close sockets and pipes, which tell others that the parent has ended when the last copy is closed."""
+    """Close sockets and pipes except `kept`. Others learn that the parent has ended when the last copy is closed."""
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         fd = int(name)
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Threads beside a training: those that compute in Python on the same interpreter, and those that may never end."""
+"""Helps with threads beside a training: those that compute in Python, and those that may never end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _before = 0.0
 
 @contextmanager
 def giving_way() -> Iterator[None]:
-    """Within it, a thread that wants the interpreter gets it after 0.1 ms instead of 5 ms.
+    """Let a thread that wants the interpreter get it after 0.1 ms instead of 5 ms, inside the `with`.
 
-    Torch lets go of the interpreter in every operation. Beside a thread that computes in Python, a training waits for a
-    whole switch interval after each of them: its steps took 2 to 5 times as long. May be entered from several threads.
+    Torch releases the interpreter in every operation. If another thread computes in Python, a training waits for a
+    whole switch interval after each operation; its steps took 2 to 5 times as long. Several threads may enter this.
     """
     global _inside, _before
     with _lock:
@@ -36,9 +36,9 @@ def giving_way() -> Iterator[None]:
 
 
 def started(work: Callable[[], object], name: str, *, after_s: float = 0.0) -> threading.Thread | None:
-    """A thread that does `work`, which ends with the process; None when the interpreter ends.
+    """Start a daemon thread that runs `work`, and return it; None if the interpreter is shutting down.
 
-    Python 3.12 and later makes no thread then, in `atexit` either.
+    Python 3.12 and later start no threads during shutdown, nor in `atexit`.
     """
     thread: threading.Thread = threading.Timer(after_s, work) if after_s else threading.Thread(target=work)
     thread.name, thread.daemon = name, True

@@ -1,4 +1,4 @@
-"""How much memory this host's processes can still take: what the kernel has, or what the tightest cgroup leaves."""
+"""Finds how much memory this host's processes can still take: what the kernel or the tightest cgroup leaves."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from pathlib import Path
 import psutil
 
 _UNLIMITED = 1 << 60
-"""Version 1 writes a number near 2^63 where there is no limit."""
+"""Limits from here on mean no limit: cgroup version 1 then writes a number near 2^63."""
 
 
 def free_on_host() -> int | None:
-    """Bytes that this host's processes can take together; None where nothing says."""
+    """Return the bytes that this host's processes can still take together; None if unknown."""
     return min((free for free in (of_machine(), of_cgroups()) if free is not None), default=None)
 
 
 def of_machine() -> int | None:
-    """Bytes that the kernel could give away without swapping."""
+    """Return the bytes that the kernel could give away without swapping."""
     return int(psutil.virtual_memory().available)
 
 
 def of_cgroups(proc: Path = Path("/proc"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return bytes below the limit of the tightest of this process's cgroups (version 1 or 2); None where there is
-    none.
+    """Return the bytes left in the tightest of this process's cgroups (version 1 or 2); None if there is no limit.
 
-    Pages of files that nobody uses count as free: the kernel takes them back before it refuses any.
+    Inactive file pages count as free: the kernel reclaims them before it refuses memory.
     """
     return min((max(free, 0) for free in _each_cgroup(proc, mounted)), default=None)
 
@@ -41,7 +40,7 @@ def _each_cgroup(proc: Path, mounted: Path) -> Iterator[int]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         )
         own = top / path.lstrip("/")
-        # A container sees its own group at the top, whatever its path outside is called.
+        # A container sees its own group at the top, whatever its path outside is.
         for folder in dict.fromkeys([own, *(each for each in own.parents if each.is_relative_to(top)), top]):
             most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
             if most.isdigit() and used.isdigit() and int(most) < _UNLIMITED:

@@ -1,7 +1,7 @@
-"""Every private symbol of torch that nbkit uses, with what it is for and what happens where it is missing.
+"""Lists every private symbol of torch that nbkit uses, with its purpose and what happens if it is missing.
 
-Code elsewhere takes functions and classes from here. Attributes of torch's objects (`module._parameters`) are used by
-their own name; they are listed here and checked too. A test compares this list with the code.
+Other code imports functions and classes from here. Attributes of torch's objects (`module._parameters`) are used by
+their own names; they are listed and checked here too. A test compares this list with the code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SYMBOLS: list[Symbol] = []
 
 
 def _symbol(path: str, purpose: str, without: str, *, parameters: tuple[str, ...] = (), fallback: Any = None) -> Any:
-    """List a symbol, and return it; or `fallback` where it is missing; or what raises at its first use."""
+    """List a symbol and return it. If it is missing, return `fallback`, or an object that raises at its first use."""
     symbol = Symbol(path, purpose, without, parameters)
     SYMBOLS.append(symbol)
     try:
@@ -35,27 +35,27 @@ def _symbol(path: str, purpose: str, without: str, *, parameters: tuple[str, ...
 
 
 def _later(path: str, purpose: str, without: str, *, parameters: tuple[str, ...] = ()) -> Symbol:
-    """List a symbol of a module that takes long to import. `__getattr__` below resolves it when it is first taken."""
+    """List a symbol of a module that takes long to import. `__getattr__` below resolves it at its first use."""
     SYMBOLS.append(symbol := Symbol(path, purpose, without, parameters))
     return symbol
 
 
 def _attributes(owner: str, names: str, purpose: str, without: str, *, at_use: bool = False) -> list[Symbol]:
-    """List attributes of a module ("torch.utils.checkpoint:") or of a class ("torch:Tensor."), by their names."""
+    """List the named attributes of a module ("torch.utils.checkpoint:") or of a class ("torch:Tensor.")."""
     SYMBOLS.extend(symbols := listed(owner, names, purpose, without, at_use=at_use))
     return symbols
 
 
 def problems() -> list[str]:
-    """Return one sentence for each symbol that this torch does not have, or has with other arguments.
+    """Return one sentence for each symbol that this torch lacks, or has with other arguments.
 
-    Imports what it looks at, which takes seconds; `problems_so_far` looks only at what is imported.
+    This imports the modules of all symbols, which takes seconds. `problems_so_far` checks only imported modules.
     """
     return problems_of(SYMBOLS)
 
 
 def problems_so_far() -> list[str]:
-    """Return the same of the modules that this process has imported."""
+    """Return the same for the modules that this process has imported."""
     return problems_of(SYMBOLS, imported=True)
 
 
@@ -88,7 +88,7 @@ def _assert_now(condition: Tensor, message: str) -> None:
 
 
 def _softmax_of_masked(scores: Tensor, dim: int) -> Tensor:
-    """A row in which everything is masked gives zeros, where softmax gives nan."""
+    """Return softmax of `scores`, with zeros for rows that are masked completely. Plain softmax gives nan there."""
     masked = (scores == -torch.inf).all(dim, keepdim=True)
     return torch.where(masked, 0.0, torch.softmax(scores, dim))
 
@@ -119,7 +119,7 @@ safe_softmax: Callable[[Tensor, int], Tensor] = _symbol(
 
 
 def _graph_task_by_frames() -> int:
-    """0 where a frame of this thread runs a backward pass, else -1. CUDA's backward threads have no such frame."""
+    """Return 0 if a frame of this thread runs a backward pass, else -1. CUDA's backward threads have no such frame."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in ("_engine_run_backward", "run_backward"):
@@ -156,7 +156,7 @@ _without_one_mode: Any = _symbol(
 
 @contextmanager
 def no_function_modes() -> Iterator[None]:
-    """Leave all function modes that are entered, for the time of a `with`."""
+    """Leave all entered function modes for the time of a `with`."""
     with ExitStack() as stack:
         for _ in range(_number_of_modes()):
             stack.enter_context(_without_one_mode())
@@ -164,7 +164,7 @@ def no_function_modes() -> Iterator[None]:
 
 
 class _NoMode:
-    """Stand in as the base class of modes."""
+    """A stand-in for the base class of modes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         Missing(_DISPATCH_MODE)()
@@ -267,7 +267,7 @@ DropoutNd: Any = _symbol(
 def _mask_of_zeros(
     mask: Tensor | None, mask_name: str, other_type: Any, other_name: str, target_type: torch.dtype, *_: Any
 ) -> Tensor | None:
-    """A mask as one that is added to scores: True becomes -inf."""
+    """Return a mask that can be added to scores: True becomes -inf."""
     if mask is None or mask.is_floating_point():
         return mask
     return torch.zeros_like(mask, dtype=target_type).masked_fill_(mask, -torch.inf)
@@ -280,7 +280,7 @@ canonical_mask: Any = _symbol(
 
 
 def dtype_of(mask: Tensor | None) -> torch.dtype | None:
-    """Return the dtype of a mask, None of none, as `canonical_mask` takes it."""
+    """Return the dtype of a mask, or None without a mask, as `canonical_mask` takes it."""
     return None if mask is None else mask.dtype
 
 
@@ -318,7 +318,7 @@ CAN_DELEGATE_GROUPS: bool = all(
         )),
     ]
 )  # fmt: skip
-"""Where it is False, groups are torch's own."""
+"""If this is False, groups are torch's own."""
 
 group_tables: Any = (
     SimpleNamespace(
@@ -333,7 +333,7 @@ group_tables: Any = (
 CAN_BATCH_P2P: bool = all(
     [_c10d("_check_p2p_op_list", "p2p_op_list"), _c10d("_coalescing_manager", "group", "device", "async_ops")]
 )
-"""Where it is False, `batch_isend_irecv` is torch's own."""
+"""If this is False, `batch_isend_irecv` is torch's own."""
 
 default_store: Any = _symbol(
     "torch.distributed.distributed_c10d:_get_default_store", "meet in the store of torchrun's world",
@@ -394,7 +394,7 @@ _NOT_READ = ("read checkpoints of torch", "they are not read")
 
 @dataclass
 class _StorageInfo:
-    """Where a checkpoint has a tensor: in which file, at which byte, how many bytes."""
+    """The place of a tensor in a checkpoint: the file, the first byte and the number of bytes."""
 
     relative_path: str
     offset: int

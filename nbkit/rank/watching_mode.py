@@ -1,4 +1,4 @@
-"""The base of what watches a model's operations (TorchDispatchMode)."""
+"""The base class of modes that watch a model's operations (TorchDispatchMode)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from nbkit.rank.torch_private import TorchDispatchMode
 
 
 class WatchingMode(TorchDispatchMode):  # type: ignore[misc]
-    """Sees every operation and lets it through.
+    """A mode that sees every operation and lets it through.
 
-    Torch's own base imports its compiler at the first operation, which takes seconds, to keep it out of the method.
+    Torch's own base class imports its compiler at the first operation, to keep it out of the method. That takes
+    seconds, so this class skips it.
     """
 
     @classmethod

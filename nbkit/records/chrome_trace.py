@@ -1,8 +1,8 @@
 """Steps of all ranks as one trace in Chrome's JSON format, which Perfetto and chrome://tracing open.
 
-A process per rank; its threads: the steps, what the training thread does, the pipeline's operations, and each axis'
-communication, on as many lines as overlap. Arrows lead from sends to their receives. Times are microseconds on rank
-0's clock. The format: Duque and Sigelman, "Trace Event Format", Google 2016.
+Each rank is a process of the trace. Its threads are the steps, the states of the training thread, the operations of the
+pipeline, and the communication of each axis, on as many lines as overlap. Arrows lead from sends to their receives.
+Times are microseconds on rank 0's clock. The format: Duque and Sigelman, "Trace Event Format", Google 2016.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def chrome_trace(
     groups: Iterable[Group] = (),
     steps: Iterable[tuple[int, StepRecord]] = (),
 ) -> dict[str, Any]:
-    """The trace of what `details` holds of each rank. steps: (rank, record), for the numbers of the steps."""
+    """Return the trace of the `details` of each rank. steps: (rank, record), for the numbers of the steps."""
     known = {group.label: group for group in groups}
     records = {(rank, record.step): record for rank, record in steps}
     first = _first_issued(details, headers)
@@ -58,7 +58,7 @@ def chrome_trace(
 
 
 def compressed(trace: dict[str, Any]) -> bytes:
-    """Return the contents of a trace's file: both viewers open it as it is."""
+    """Return the contents of a trace file, compressed. Both viewers open it as it is."""
     return gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), mtime=0)
 
 
@@ -73,7 +73,7 @@ class _Track:
         self._free: dict[int, int] = {}  # thread -> when its last event ends
 
     def named(self) -> list[Event]:
-        """Return what the viewer shows as names, in this order."""
+        """Return the events that name and sort the lines in the viewer."""
         host = f" on {self._header.host}" if self._header.host else ""
         named = [self._name("process_name", name=f"rank {self.rank}{host}")]
         named.append(self._name("process_sort_index", sort_index=self.rank))
@@ -83,7 +83,7 @@ class _Track:
         return named
 
     def add_step(self, detail: Detail, record: StepRecord | None) -> None:
-        """The step itself, its states and its pipeline's operations."""
+        """Add the step itself, its states and the operations of its pipeline."""
         if detail.laps:
             args: dict[str, Any] = {}
             if record is not None:
@@ -99,7 +99,7 @@ class _Track:
             self._span(_PIPELINE, "pipeline", name, op.start_ns, op.stop_ns, where)
 
     def add_call(self, call: TimedCall, group: Group | None, first: Mapping[tuple[str, str, int], int]) -> Event:
-        """A collective or message, from its issue to its end. What was not timed has no length, and says so."""
+        """Add a collective or message, from its issue to its end. A call without a time has no length, and says so."""
         axis = group.axis if group is not None else call.group
         stop = call.done if call.done is not None else call.issued
         args: dict[str, Any] = {"bytes": call.bytes, "group": call.group, "number": call.place}
@@ -118,7 +118,7 @@ class _Track:
         return self._span(line, self._threads[line], name, call.issued, stop, args)
 
     def _line(self, axis: str, start: int, stop: int) -> int:
-        """The first of the axis' lines that is free: events of one thread must not overlap."""
+        """Return the first free line of the axis. Events of one thread must not overlap."""
         above = 0
         while True:
             thread = self._lines.setdefault((axis, above), _LINES + len(self._lines))
@@ -151,7 +151,7 @@ def _moments(detail: Detail) -> Iterator[int]:
 def _first_issued(
     details: Mapping[int, Sequence[Detail]], headers: Mapping[int, Header]
 ) -> dict[tuple[str, str, int], int]:
-    """Return when the first rank issued each collective: how much later the others did shows who is late."""
+    """Return when the first rank issued each collective. The delay of the others shows who is late."""
     first: dict[tuple[str, str, int], int] = {}
     for rank, those in details.items():
         for call in (call for one in those for call in one.calls if call.peer is None):
@@ -161,13 +161,13 @@ def _first_issued(
 
 
 def _arrows(sent: Mapping[tuple[Any, ...], Event], taken: Mapping[tuple[Any, ...], Event]) -> list[Event]:
-    """Return an arrow from sending to arrival of a message; a viewer ties each end to the event that it lies in."""
+    """Return an arrow from send to arrival for each message. A viewer ties each end to the event at that time."""
     arrows: list[Event] = []
     for number, key in enumerate(sorted(sent.keys() & taken.keys(), key=str)):
         send, recv = sent[key], taken[key]
         common = {"name": "message", "cat": "message", "id": number}
         arrows.append({**common, "ph": "s", "ts": send["ts"], "pid": send["pid"], "tid": send["tid"]})
-        # The last nanosecond: at the end itself the event is over.
+        # The arrow ends in the last nanosecond: at the end itself the event is over.
         end = max(recv["ts"], round(recv["ts"] + recv["dur"] - 0.001, 3))
         arrows.append({**common, "ph": "f", "bp": "e", "ts": end, "pid": recv["pid"], "tid": recv["tid"]})
     return arrows

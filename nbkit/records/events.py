@@ -16,7 +16,7 @@ class Event:
 
 @dataclass(frozen=True)
 class StepDone(Event):
-    """One finished step. `record` is the entry of `history`: loss, lr, seconds, tokens, ..."""
+    """A finished step. `record` is the entry of `history`: loss, lr, seconds, tokens, ..."""
 
     kind: ClassVar[str] = "step"
     record: dict[str, Any] = field(default_factory=dict)
@@ -63,10 +63,10 @@ class Checkpointed(Event):
 class Switched(Event):
     """The strategy changed. moved_bytes: over all ranks.
 
-    beside_s: what was made ready in another thread, while the old strategy made steps: no part of the pause.
-    pause_s: how long no step could be made, without proof_s, the time that training stood for the proof; prepare_s: of
-    it, before anything moved. identical: whether weights and optimizer state are the same as before; None when that
-    was not checked. in_place: memory did not hold both sides, and tensor after tensor gave way to its successor.
+    beside_s: preparation in another thread while the old strategy made steps; not part of the pause. pause_s: how long
+    no step could be made, without proof_s. proof_s: how long the training stood still for the proof. prepare_s: the
+    part of pause_s before anything moved. identical: whether weights and optimizer state are the same as before; None
+    if that was not checked. in_place: memory did not hold both sides, so tensors were replaced one after the other.
     """
 
     kind: ClassVar[str] = "switch"
@@ -83,9 +83,9 @@ class Switched(Event):
 
 @dataclass(frozen=True)
 class Rebalanced(Event):
-    """Ranks were found to be slower or faster than they were taken for, and the work is divided anew.
+    """Ranks are slower or faster than was assumed, so the work is divided anew.
 
-    speeds: of each rank, relative. gain: part of the computing seconds of a step that is expected to be saved.
+    speeds: of each rank, relative. gain: the share of the compute seconds of a step that this should save.
     """
 
     kind: ClassVar[str] = "rebalanced"
@@ -111,7 +111,7 @@ class Replaced(Event):
 
     @property
     def said(self) -> str:
-        """A sentence about it, and one about a device."""
+        """A sentence about the event, and one about a new device."""
         were = "were" if "," in self.ranks else "was"
         lost = f"{self.steps_lost} step{'s' * (self.steps_lost != 1)}"
         return (
@@ -137,7 +137,7 @@ class Resized(Event):
 
     @property
     def said(self) -> str:
-        """One sentence about it."""
+        """A sentence about the event."""
         return (
             f"{self.old_ranks} → {self.ranks} ranks after step {self.step}: {self.old} → {self.new}, "
             f"{self.moved_bytes / 1e6:.3g} MB moved, {self.pause_s:.1f} s without a step."
@@ -146,12 +146,12 @@ class Resized(Event):
 
 @dataclass(frozen=True)
 class OutOfMemory(Event):
-    """A step ran out of memory and was taken back; then another one: the training goes on with another setting.
+    """A step ran out of memory and was taken back. A second event tells with which setting the training goes on.
 
-    rank: the one that ran out; None: several. what: its first line, and what else the numbers tell. changes: of the
-    setting: "microbatch_size=4"; "" in the first of the two. old_peak, peak: bytes of the fullest rank in a step before
-    and now, predicted; room: what it can hold; step_s: seconds of a step now, predicted. 0: not known. seconds: until
-    the step is made again.
+    rank: the one that ran out; None if several. what: the first line of the error, and more that the numbers tell.
+    changes: of the setting, such as "microbatch_size=4"; "" in the first of the two events. old_peak, peak: predicted
+    bytes of the fullest rank in a step before and now. room: bytes that it can hold. step_s: predicted seconds of a
+    step now. 0: not known. seconds: until the step is made again.
     """
 
     kind: ClassVar[str] = "out_of_memory"
@@ -166,7 +166,7 @@ class OutOfMemory(Event):
 
     @property
     def said(self) -> str:
-        """One sentence about it."""
+        """A sentence about the event."""
         sizes = ""
         if self.peak and self.room:
             before = f", {self.old_peak / 1e6:,.4g} MB before" if self.old_peak else ""
@@ -180,8 +180,8 @@ class OutOfMemory(Event):
 class Failed(Event):
     """An error ended a run, or a switch failed and the old strategy went on.
 
-    rank: the one that it began on; None: all alike, or not known. error: the name of its class; "" on a rank that only
-    heard of it. what: its first line.
+    rank: where it began; None if it was the same on all, or is not known. error: the name of its class; "" on a rank
+    that only heard of it. what: its first line.
     """
 
     kind: ClassVar[str] = "failure"

@@ -2,12 +2,10 @@
 
 Pure arithmetic over nbkit.records.records, the same for the widget, TensorBoard, the terminal and a report.
 
-Find the rank that the others wait for, and why, from the bars of all ranks.
-
-A rank is late when what it does itself takes longer than on the ranks that do the same, and those stand still for as
-long. Ranks that do the same are those along dp, cp and tp. The stages of a pipeline do not: a rank that has more to do
-than those of other stages is named only when none is late beside its equals. Where nobody has more to do, but some
-ranks' own transfers take longer, these ranks are named, all that stand at the same slow link.
+`late_rank` finds the rank that the others wait for. A rank is late if its own work takes longer than on the ranks that
+do the same work, and these stand still for as long. Ranks along dp, cp and tp do the same work. Stages of a pipeline do
+not: a rank with more work than other stages is named only if no rank is late among its equals. If no rank has more
+work, but transfers of some ranks take longer, all ranks at that slow link are named.
 """
 
 from __future__ import annotations
@@ -19,16 +17,16 @@ from statistics import median
 from nbkit.records.records import Group, StepRecord, Traffic
 
 _OWN = ("data", "compute", "optimizer", "other")
-_SHARE = 0.5  # of what the others wait, that a cause must explain
+_SHARE = 0.5  # of the others' waiting that a cause must explain
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Seconds of one rank's step; everything but `seconds` adds up to it.
+    """Seconds of one rank's step. All parts add up to `seconds`.
 
     exposed: standing still while data was on its way. waiting: standing still because another rank of the group was not
-    there yet. bubble: idle in the pipeline's schedule. other: what was in none of the rest.
-    peers: the ranks that do the same work, itself among them; empty where that is not known.
+    there yet. bubble: idle in the pipeline's schedule. other: everything else. peers: the ranks that do the same work,
+    itself included; empty if not known.
     """
 
     rank: int
@@ -44,22 +42,22 @@ class Bar:
 
     @property
     def idle(self) -> float:
-        """Seconds in which it waited for another rank."""
+        """Seconds for which the rank waited for other ranks."""
         return self.waiting + self.bubble
 
     @property
     def own(self) -> float:
-        """Seconds of what it does itself."""
+        """Seconds of the rank's own work."""
         return self.data + self.compute + self.optimizer + self.other
 
 
 @dataclass(frozen=True)
 class Late:
-    """The rank the others wait for. seconds: by how much, per step. cause: the part of its step that is longer.
+    """The rank that the others wait for. seconds: by how much, per step. cause: the part of its step that is longer.
 
-    beside: the other ranks at the same slow link, where the cause is "exposed". took: seconds of that part on it;
-    twins_took on its twins, the ranks that do the same work, 0 where there are none; others_took on the ranks that do
-    other work, or on all others where its twins are as late. They are as long as the bars they come from.
+    beside: the other ranks at the same slow link, if the cause is "exposed". took: seconds of that part on the rank.
+    twins: the ranks that do the same work. twins_took: seconds of the part on them, 0 if there are none. others_took:
+    on the ranks that do other work, or on all others if its twins are as late. All are as shown in the bars.
     """
 
     rank: int
@@ -73,14 +71,14 @@ class Late:
 
     @property
     def alone(self) -> bool:
-        """Return True if its twins are not as late, so that its share of the work is not what makes it so."""
+        """Return True if its twins are not as late, so that its share of the work is not the cause."""
         return bool(self.twins) and self.took - self.twins_took >= self.seconds / 2
 
     @property
     def longer(self) -> float:
-        """Seconds that the part takes more than on its twins, or elsewhere where these are as late.
+        """Seconds by which the part is longer than on its twins, or than elsewhere if the twins are as late.
 
-        The difference of both as they are shown, of three digits: who subtracts them finds it.
+        Both are rounded to three digits, as they are shown, so that the shown numbers have this difference.
         """
         return _shown(self.took) - _shown(self.twins_took if self.alone else self.others_took)
 
@@ -90,7 +88,7 @@ def _shown(seconds: float) -> float:
 
 
 def late_rank(of: Sequence[Bar], *, at_least: float = 0.05) -> Late | None:
-    """The rank the others wait for, when the median of them idles `at_least` of a step longer than it does."""
+    """Return the rank that the others wait for: their median must idle `at_least` of a step longer than this rank."""
     if len(of) < 2:
         return None
     floor = at_least * median(bar.seconds for bar in of)
@@ -135,7 +133,7 @@ def _late_among(of: Sequence[Bar], floor: float) -> Late | None:
     if first.own - median(bar.own for bar in others) >= _SHARE * behind:
         excess = {part: getattr(first, part) - median(getattr(bar, part) for bar in others) for part in _OWN}
         return Late(first.rank, behind, max(excess, key=lambda part: excess[part]))
-    # Nobody has more to do: some of them stand longer for transfers of their own, and the rest for them.
+    # No rank has more work: some wait longer for their own transfers, and the rest wait for them.
     usual = min(bar.exposed for bar in others)
     if first.exposed - usual < _SHARE * behind:
         return None
@@ -152,12 +150,12 @@ Members = Mapping[str, Sequence[int]]  # label of a group -> global ranks in it
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """One operation on one axis, per step, summed over groups and ranks. calls: of one rank, on average.
+    """An operation on one axis, per step, summed over groups and ranks. calls: of one rank, on average.
 
-    bytes: of the tensors that ranks hand to it. sent: what they send for it, of collectives what they would in a ring.
-    seconds: mean duration of a call, peers that came late included; None when none was timed. algbw and busbw: bytes/s
-    as nccl-tests define them (busbw: what each link carries). overlap: the share of that time in which this rank did
-    something else; None where nothing was timed. blocked: seconds for which the ranks stood still for it.
+    bytes: of the tensors that ranks hand to it. sent: bytes that they send for it; for collectives, as if in a ring.
+    seconds: mean duration of a call, including the wait for late peers; None if no call was timed. algbw, busbw:
+    bytes/s as nccl-tests define them (busbw: the load of each link). overlap: the share of that time in which this rank
+    did something else; None if no call was timed. blocked: seconds for which the ranks stood still for it.
     """
 
     op: str
@@ -174,23 +172,23 @@ class TrafficRow:
 
 @dataclass(frozen=True)
 class TrafficMatrix:
-    """Bytes from rank to rank in one step. sent: messages, exact. modelled: collectives, as if each ran in a ring."""
+    """Bytes from rank to rank in a step. sent: of messages, exact. modelled: of collectives, as if all ran in rings."""
 
     sent: tuple[tuple[float, ...], ...]
     modelled: tuple[tuple[float, ...], ...]
 
 
 def members_of(groups: Iterable[Group]) -> dict[str, tuple[int, ...]]:
-    """label -> global ranks."""
+    """Return {label: global ranks}."""
     return {group.label: group.members for group in groups}
 
 
 def bars(steps: Steps, members: Members) -> list[Bar]:
-    """The bar of each rank, of the ranks whose step was measured.
+    """Return the bar of each rank whose step was measured.
 
-    Waiting is told from transfer by the rank of the group that stood still the least for the same operations: it came
-    last, so what it waited was transfer, and what others waited longer, they waited for peers. An estimate from below
-    where different ranks are late in turns within one step.
+    Waiting is separated from transfer in this way: the rank of a group that stood still the least for an operation came
+    last, so its time was transfer. The additional time of other ranks was waiting for peers. This is a lower bound if
+    different ranks are late in turns within one step.
     """
     least: dict[tuple[str, str], float] = {}
     here: dict[str, int] = {}
@@ -209,7 +207,7 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
         waiting = sum(
             row.blocked - least[row.op, row.group]
             for row in record.traffic
-            # Where the others' records are missing, nobody knows who was late.
+            # If records of other ranks are missing, nobody knows who was late.
             if _collective(row) and row.group in members and here[row.group] == len(members[row.group])
         )
         parts = dict(record.parts)
@@ -220,11 +218,10 @@ def bars(steps: Steps, members: Members) -> list[Bar]:
 
 
 def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
-    """Return the median of each part over several steps, of each rank: one step that was broken by chance changes
-    nothing.
+    """Return for each rank the median of each part over several steps, so that one unusual step changes nothing.
 
-    Each is as long as the step by the clock, by which tokens per second are counted too: what a rank does between two
-    steps is in "other". Medians of parts do not add up to that of the step: they are stretched alike until they do.
+    Each bar is as long as the step by the clock, which tokens per second use too. Time between two steps is in "other".
+    Medians of parts do not add up to the median of the step, so all are scaled by the same factor until they do.
     """
     usual = median(clock(one) for one in steps) if steps and all(map(clock, steps)) else None
     every: dict[int, list[Bar]] = {}
@@ -242,13 +239,13 @@ def usual_bars(steps: Sequence[Steps], members: Members) -> list[Bar]:
 
 
 def clock(of: Steps) -> float:
-    """Return seconds from the step before to this one; 0 where they were not recorded."""
+    """Return the seconds from the previous step to this one; 0 if they were not recorded."""
     seconds = of[min(of)].numbers.get("seconds")
     return float(seconds) if isinstance(seconds, (int, float)) else 0.0
 
 
 def adding_up(bar: Bar, by_clock: float | None) -> Bar:
-    """With parts that add up to its seconds, and these to what the clock says, where that is known."""
+    """Return `bar` with parts that add up to its seconds, which are those of the clock if known."""
     parts = {name: getattr(bar, name) for name in Bar.__dataclass_fields__ if name not in ("rank", "seconds", "peers")}
     whole, seconds = sum(parts.values()), bar.seconds if by_clock is None else by_clock
     if whole <= 0:
@@ -261,7 +258,8 @@ def adding_up(bar: Bar, by_clock: float | None) -> Bar:
 def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list[TrafficRow]:
     """Operations by axis, the most bytes first. Messages count where they are sent.
 
-    near: other steps of the same strategy; what no rank timed in `steps` took as long as in the first where one did.
+    near: other steps of the same strategy. An operation that was not timed in `steps` gets its time from the first of
+        them in which it was timed.
     """
     every: dict[tuple[str, str], list[Traffic]] = {}
     for record in steps.values():
@@ -271,7 +269,7 @@ def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list
     for (op, axis), rows in every.items():
         calls, size = sum(row.calls for row in rows), sum(row.bytes for row in rows)
         timed, seconds = sum(row.timed for row in rows), sum(row.seconds for row in rows)
-        # Bytes and waiting of the calls that were timed: those of one kind are taken for alike.
+        # Bytes and waiting of the timed calls: calls of one kind are taken to be equal.
         moved = [(row.bytes * row.timed / row.calls, len(members.get(row.group, (0,)))) for row in rows if row.calls]
         alg = sum(size * _whole(op, n) for size, n in moved)
         bus = sum(size * _whole(op, n) * _bus_factor(op, n) for size, n in moved)
@@ -300,7 +298,7 @@ def table(steps: Steps, members: Members, *, near: Iterable[Steps] = ()) -> list
 
 
 def _timed_as(row: TrafficRow, other: TrafficRow | None) -> TrafficRow:
-    """With the seconds of a call of the same kind in another step, whose calls may have had another size."""
+    """Return `row` with the times of the same operation in another step, scaled to the size of its calls."""
     if row.seconds is not None or other is None or other.seconds is None:
         return row
     larger = (row.bytes / row.calls) / (other.bytes / other.calls) if row.calls and other.bytes else 1.0
@@ -309,7 +307,7 @@ def _timed_as(row: TrafficRow, other: TrafficRow | None) -> TrafficRow:
 
 
 def sent_by(row: Traffic, members: Members) -> float:
-    """Bytes that a rank sends for it: a message as it is, a collective as in a ring, an all-to-all to each peer."""
+    """Return the bytes that a rank sends: for a message its own, for a collective as in a ring or to each peer."""
     if not _collective(row):
         return row.bytes
     n = len(members.get(row.group, ()))
@@ -317,8 +315,10 @@ def sent_by(row: Traffic, members: Members) -> float:
 
 
 def traffic_matrix(steps: Steps, members: Members, world_size: int) -> TrafficMatrix:
-    """Return bytes from each rank (row) to each other (column) in this step. world_size: now; the step may have had
-    more."""
+    """Return the bytes from each rank (row) to each other rank (column) in this step.
+
+    world_size: the current one; the step may have had more ranks.
+    """
     rows = [row for record in steps.values() for row in record.traffic]
     named = [*steps, *(row.peer or 0 for row in rows), *(one for row in rows for one in members.get(row.group, ()))]
     size = max([world_size, *(rank + 1 for rank in named)])
@@ -334,11 +334,11 @@ def traffic_matrix(steps: Steps, members: Members, world_size: int) -> TrafficMa
 
 
 def _peers(steps: Steps, members: Members) -> dict[int, tuple[int, ...]]:
-    """rank -> the ranks that do the same work: joined by groups along other axes than the pipeline's, itself too."""
+    """Return {rank: the ranks that do the same work, itself included}, joined by groups of other axes than pp."""
     axes = {row.group: row.axis for record in steps.values() for row in record.traffic}
     if "pp" not in axes.values():
         return dict.fromkeys(steps, tuple(sorted(steps)))
-    # The world is made of all stages: its groups join nobody.
+    # Groups of the whole world contain all stages, so they do not count here.
     joined = [set(members.get(group, ())) for group, axis in axes.items() if axis in _ALIKE]
     found: dict[int, tuple[int, ...]] = {}
     for rank in steps:
@@ -355,7 +355,7 @@ def _collective(row: Traffic) -> bool:
 
 
 def _whole(op: str, n: int) -> float:
-    """nccl-tests speak of the whole of an all-gather, of which a rank contributes a part."""
+    """Return the factor from one rank's bytes to the whole: nccl-tests count the whole of an all-gather."""
     return n if op in ("all_gather", "gather", "scatter") else 1
 
 
@@ -366,7 +366,7 @@ def _bus_factor(op: str, n: int) -> float:
 
 
 def _model(row: Traffic, rank: int, members: Members, into: list[list[float]]) -> None:
-    """What this rank hands to its right neighbour in a ring; in an all-to-all, to everyone."""
+    """Add the bytes that this rank sends to its right neighbour in a ring, or to everyone in an all-to-all."""
     those, sent = members.get(row.group, ()), sent_by(row, members)
     if len(those) < 2 or rank not in those:
         return

@@ -1,11 +1,10 @@
-"""Reading the record files of a run while they are written: with a cursor, never the whole history again.
+"""Reads the record files of a run, also while they are written.
 
-A line that is still being written is left for the next time; a part that was begun meanwhile is followed.
+`read_since` reads with a cursor, so it never reads the whole history again. It leaves a line that is still being
+written for the next call, and follows to a part that was begun meanwhile.
 
-One record out of the files of a run, wherever in them it lies, without reading them all.
-
-The files are searched as bytes for how a line begins: 16 MiB take some milliseconds. What is older than the two parts
-is there as the overview's mean.
+`step_at`, `detail_near` and others find single records without reading all files. They search the bytes for the
+beginning of a line: 16 MiB take some milliseconds. Steps older than the two parts exist only as means in the overview.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from nbkit.records.records import (
 )
 
 START = (-1, 0)
-"""The cursor of everything that is there."""
+"""The cursor that reads everything."""
 
-Cursor = tuple[int, int]  # part of the file, bytes of it that have been read
+Cursor = tuple[int, int]  # (part of the file, bytes of it that were read)
 
 _STEP = b'{"kind":"step",'
 
 
 def rank_files(run_dir: Path) -> dict[int, Path]:
-    """rank -> its file, of those that are there."""
+    """Return {rank: its file} for the files that exist."""
     found = {}
     for path in (run_dir / "telemetry").glob("rank*.jsonl"):
         number = path.stem.removeprefix("rank")
@@ -49,7 +48,7 @@ def rank_files(run_dir: Path) -> dict[int, Path]:
 
 
 def check_format(run_dir: Path) -> None:
-    """Raises UsageError for a run that another release has recorded in a format of its own."""
+    """Raise UsageError for a run that another release has recorded in another format."""
     for path in rank_files(run_dir).values():
         try:
             with path.open("rb") as file:
@@ -70,34 +69,34 @@ def old_part(path: Path) -> Path:
 
 
 def overview_of(path: Path) -> Path:
-    """The path of the overview of the whole run."""
+    """Return the path of the overview of the whole run."""
     return path.with_suffix(".overview.jsonl")
 
 
 def written(path: Path) -> tuple[float, float]:
-    """When a rank's overview last grew (0 before the first step), then its file; by Unix time.
+    """Return when a rank's overview last grew (0 before the first step), and when its file did, as Unix time.
 
-    A Trainer that makes no steps goes on noting what its process sends, so that the second alone says little. In a
-    long run the overview grows every 2, 4, 8, ... steps only.
+    A Trainer that makes no steps still records the traffic of its process, so the second time alone says little. In a
+    long run the overview grows only every 2, 4, 8, ... steps.
     """
     return changed(overview_of(path)), changed(path)
 
 
 def changed(path: Path) -> float:
-    """When a file was last written, by Unix time; 0 where it is not there."""
+    """Return when a file was last written, as Unix time; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
-    except OSError:  # not there yet; or a new part takes its place at this moment
+    except OSError:  # does not exist yet, or is being replaced by a new part
         return 0.0
 
 
 def read_since(path: Path, cursor: Cursor = START, *, steps: int | None = None) -> tuple[list[Record], Cursor]:
-    """(records written since `cursor`, the cursor to go on from).
+    """Return (records written since `cursor`, the cursor for the next call).
 
-    steps: of the step records only so many of the newest; to read the others would cost the most.
-    Where more than one part was written meanwhile, what lay between is gone; the records then begin with a Header.
+    steps: return only so many of the newest step records, since reading these costs the most. If more than one part
+    was written meanwhile, the records between are gone; the records then begin with a Header.
     """
-    # The newest part first: when a new one is begun while we read, the other one is then the part before it.
+    # Read the newest part first. If a new part is begun while we read, the other one is the part before it.
     part, data = _part(path, cursor)
     if part is None:
         part, data = _part(old_part(path), cursor)
@@ -113,9 +112,9 @@ def read_since(path: Path, cursor: Cursor = START, *, steps: int | None = None) 
 
 
 def cursor_near_end(path: Path, *, num_bytes: int = 256 << 10) -> Cursor:
-    """A cursor `num_bytes` before the end of the newest part, so that opening a long run costs nothing.
+    """Return a cursor `num_bytes` before the end of the newest part, so that opening a long run costs nothing.
 
-    Header and groups are then not read again: `read_since(path)[0]` of a short file, or `read_head`, gives them.
+    Header and groups are not read from there. Get them with `read_head`, or `read_since(path)[0]` for a short file.
     """
     try:
         with path.open("rb") as file:
@@ -133,7 +132,7 @@ def cursor_near_end(path: Path, *, num_bytes: int = 256 << 10) -> Cursor:
 
 
 def read_head(path: Path) -> list[Record]:
-    """The Header of the newest part, and the Groups that were known when it began."""
+    """Return the Header of the newest part, and the Groups that were known when it began."""
     head: list[Record] = []
     try:
         with path.open("rb") as file:
@@ -148,7 +147,10 @@ def read_head(path: Path) -> list[Record]:
 
 
 def read_overview(path: Path, *, about: int | None = None) -> list[StepRecord]:
-    """The whole run, the oldest first, each record the mean of `span` steps. about: evenly spaced, so many of them."""
+    """Return the whole run, the oldest first, each record the mean of `span` steps.
+
+    about: return about so many records, evenly spaced.
+    """
     lines = overview_lines(path)
     if about is not None:
         # Counted from the end, so that all ranks choose the same steps and the newest is among them.
@@ -157,7 +159,7 @@ def read_overview(path: Path, *, about: int | None = None) -> list[StepRecord]:
 
 
 def overview_lines(path: Path) -> list[bytes]:
-    """The overview as it is written; [] where there is none."""
+    """Return the lines of the overview; [] if there is none."""
     try:
         return overview_of(path).read_bytes().splitlines()
     except FileNotFoundError:
@@ -165,14 +167,14 @@ def overview_lines(path: Path) -> list[bytes]:
 
 
 def newest_run(parent: Path) -> Path | None:
-    """The run in a directory that made the newest step; the directory itself when it is a run."""
+    """Return the run with the newest step in a directory, or the directory itself if it is a run; None if none."""
     folders = [parent, *sorted(parent.glob("*"))] if parent.is_dir() else []
     found = [(written(file), folder) for folder in folders for file in folder.glob("telemetry/rank*.jsonl")]
     return max(found)[1] if found else None
 
 
 def _part(path: Path, cursor: Cursor) -> tuple[int | None, bytes | None]:
-    """(which part this is, its bytes from the cursor on, or all of them when the cursor lies in another one)."""
+    """Return (number of this part, its bytes from the cursor on). All its bytes if the cursor is in another part."""
     try:
         with path.open("rb") as file:
             head = from_line(file.readline())
@@ -202,7 +204,7 @@ R = TypeVar("R", bound=Record)
 
 
 def step_at(path: Path, step: int) -> StepRecord | None:
-    """Return the record of a step; an overview's mean over the steps around it where that is all there is; or None."""
+    """Return the record of a step. If it is gone, return the overview's mean of the steps around it, or None."""
     if (exact := _newest(path, StepRecord, b'"step":%d,' % step)) is not None:
         return exact
     for line in overview_lines(path):
@@ -214,7 +216,7 @@ def step_at(path: Path, step: int) -> StepRecord | None:
 
 
 def detail_near(path: Path, step: int) -> Detail | None:
-    """The detailed record of the last step up to `step` that has one, else of the first after it."""
+    """Return the detailed record of the last step up to `step` that has one, else of the first after it."""
     before: tuple[int, Record | None] | None = None
     after: tuple[int, Record | None] | None = None
     for data in _parts(path):
@@ -231,12 +233,12 @@ def detail_near(path: Path, step: int) -> Detail | None:
 
 
 def newest_memory(path: Path) -> MemoryRecord | None:
-    """The last time that memory was counted."""
+    """Return the newest record of memory, or None."""
     return _newest(path, MemoryRecord)
 
 
 def events_of(path: Path) -> list[EventRecord]:
-    """Return every event of a rank's two parts, the oldest first."""
+    """Return the events of a rank's two parts, the oldest first, at most the newest _AT_MOST."""
     found: list[EventRecord] = []
     for data in _parts(path):
         found = _every(data, EventRecord) + found
@@ -244,13 +246,13 @@ def events_of(path: Path) -> list[EventRecord]:
 
 
 def groups_of(path: Path) -> list[Group]:
-    """The groups that a rank has made calls on: a part begins with those that were known, later ones follow."""
+    """Return the groups that a rank has used. A part begins with the known groups; later ones follow."""
     found = {one.label: one for data in _parts(path) for one in _every(data, Group)}
     return list(found.values())
 
 
 def _newest(path: Path, kind: type[R], field: bytes = b"") -> R | None:
-    """The last record of a kind that begins with `field`, of the newest part that has one."""
+    """Return the last record of a kind that begins with `field`, from the newest part that has one."""
     for data in _parts(path):
         at = data.rfind(_beginning(kind) + field)
         if at >= 0 and isinstance(found := _line(data, at + 1), kind):
@@ -268,7 +270,7 @@ def _beginning(kind: type[Record]) -> bytes:
 
 
 def _parts(path: Path) -> Iterator[mmap.mmap]:
-    """The newest part, then the one before it."""
+    """Yield the newest part, then the one before it."""
     for part in (path, old_part(path)):
         try:
             with part.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -1,8 +1,8 @@
-"""Records of what was measured, to and from JSON lines: one file per rank, written as a job runs, read while it does.
+"""Records of measurements, and their form as JSON lines. Each rank writes a file, which is read while the job runs.
 
-<run>/telemetry/rank3.jsonl is the newest part of rank 3's file and rank3.old.jsonl the part before it; older parts are
-gone. Each part begins with a Header and the Groups, so that it can be read alone. rank3.overview.jsonl holds
-the whole run in a bounded number of lines, each the mean of `span` steps. Times are ns of the rank's perf_counter;
+<run>/telemetry/rank3.jsonl is the newest part of rank 3's file, and rank3.old.jsonl the part before it. Older parts are
+deleted. Each part begins with a Header and the Groups, so that it can be read alone. rank3.overview.jsonl holds the
+whole run in a bounded number of lines, each the mean of `span` steps. Times are ns of the rank's perf_counter;
 `Header.unix` puts those of all ranks on one axis.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 FORMAT = 1
-"""Of a record file, in its Header; files without a number have this one, too. New fields and kinds do not count it up,
-since readers pass over what they do not know."""
+"""The format of a record file, in its Header. Files without a number have this format too. New fields and kinds do not
+change it, since readers skip what they do not know."""
 
 LISTEN_EVERY = 5
-"""Asynchronous collectives tell when they end in one of so many steps, and in those that are kept moment by moment."""
+"""The end of asynchronous collectives is measured in one of so many steps, and in steps that are kept in detail."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Header(Record):
-    """The first line of a part. part: counts up. clock: "host", or "cuda" where steps are on the device's own time.
+    """The first line of a part. part: its number. clock: "host", or "cuda" if steps have times of the device's clock.
 
     unix_s and clock_ns: the same moment by the wall clock of this rank's host and by its perf_counter.
-    offset_ns: what has to be added to this rank's perf_counter to get rank 0's. base_bytes: what the process held
-    before the job.
+    offset_ns: to add to this rank's perf_counter to get rank 0's. base_bytes: memory of the process before the job.
     """
 
     kind: ClassVar[str] = "header"
@@ -60,7 +59,7 @@ class Header(Record):
 
 @dataclass(frozen=True)
 class Group(Record):
-    """A group of ranks, by the label that all of its members know it by. members: global ranks in its order."""
+    """A group of ranks. label: the same on all its members. members: global ranks, in the group's order."""
 
     kind: ClassVar[str] = "group"
     label: str
@@ -90,13 +89,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepRecord(Record):
-    """One finished step (an overview's: the mean of `span` steps, the last of which is `step`).
+    """A finished step. In an overview: the mean of `span` steps, the last of which is `step`.
 
     start_ns: when it began. seconds: how long it took this rank. parts: seconds by what the training thread did:
-    compute, exposed (standing in a wait for communication), bubble, data, optimizer, other; together they are
-    `seconds`. Empty where it was not measured. numbers: loss, lr, tokens and what else the history holds.
-    cpu_seconds: of all threads of this process. own_seconds: what measuring and writing took. lost: calls
-    that were written over before they were read.
+    compute, exposed (waiting for communication), bubble, data, optimizer, other. They add up to `seconds`. Empty if not
+    measured. numbers: loss, lr, tokens and the other values of the history. cpu_seconds: of all threads of this
+    process. own_seconds: spent on measuring and writing. lost: calls that were overwritten before they were read.
     """
 
     kind: ClassVar[str] = "step"
@@ -114,7 +112,7 @@ class StepRecord(Record):
 
 @dataclass(frozen=True)
 class Outside(Record):
-    """Traffic between the steps, or without a training. step: finished steps then."""
+    """Traffic between the steps, or without a training. step: number of finished steps at that time."""
 
     kind: ClassVar[str] = "outside"
     step: int
@@ -123,9 +121,9 @@ class Outside(Record):
 
 @dataclass(frozen=True)
 class TimedCall:
-    """One operation of a step. place: its number in the group (in the pair, for messages), equal on all its ranks.
+    """An operation of a step. place: its number in the group (for messages: in the pair), the same on all its ranks.
 
-    issued, waited and done in ns; waited: when this rank began to wait for it. None: not known.
+    issued, waited, done: in ns. waited: when this rank began to wait for it. None: not known.
     """
 
     op: str
@@ -141,8 +139,10 @@ class TimedCall:
 
 @dataclass(frozen=True)
 class PipelineOp:
-    """One forward ("F") or backward ("B") of a micro-batch, or one of a backward's halves: the gradient of the input
-    ("I"), those of the weights ("W"). Times in ns."""
+    """A forward ("F") or backward ("B") of a micro-batch, or half a backward. Times in ns.
+
+    The halves are the gradient of the input ("I") and the gradients of the weights ("W").
+    """
 
     op: str
     stage: int
@@ -153,7 +153,7 @@ class PipelineOp:
 
 @dataclass(frozen=True)
 class Detail(Record):
-    """Every moment of one step, of every so many. laps: (state, start_ns, stop_ns) without gaps."""
+    """A step in every detail; only some steps are kept so. laps: (state, start_ns, stop_ns) without gaps."""
 
     kind: ClassVar[str] = "detail"
     step: int
@@ -171,7 +171,7 @@ class Detail(Record):
 class MemoryRecord(Record):
     """Bytes of a rank after a backward pass. Tensors that share memory count once.
 
-    now and peak: of the allocator ("cuda"), or of the process ("rss"), where Header.base_bytes were there before.
+    now, peak: of the allocator ("cuda"), or of the process ("rss"), which includes Header.base_bytes from before.
     """
 
     kind: ClassVar[str] = "memory"
@@ -190,13 +190,13 @@ class MemoryRecord(Record):
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
     def rest(self, base: int = 0) -> int:
-        """Bytes at the peak beyond what is known and `base`: activations, buffers of communication, the allocator's."""
+        """Return bytes at the peak beyond `known` and `base`: activations, communication buffers, the allocator's."""
         return max(0, self.peak - self.known - base)
 
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """A GPU at a moment; None: the driver does not tell. busy: share of the time. slowed: what lowers its clocks."""
+    """The state of a GPU. None: the driver does not say. busy: share of the time. slowed: why its clocks are low."""
 
     uuid: str
     index: int
@@ -211,10 +211,10 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class HealthRecord(Record):
-    """The state of a rank at a moment, and on the first rank of a host also of the host (cores > 0) and its GPUs.
+    """The state of a rank at a moment. On the first rank of a host also of the host (cores > 0) and its GPUs.
 
-    cpu: cores that this process used on average since the last one. rss: bytes. gpu: UUID of the rank's, "" without.
-    load: processes that wanted to run, over a minute. mhz: mean clock of the cores.
+    cpu: cores that this process used on average since the last record. rss: bytes. gpu: UUID of the rank's GPU, or "".
+    load: mean number of processes that wanted to run, over a minute. mhz: mean clock of the cores.
     """
 
     kind: ClassVar[str] = "health"
@@ -245,11 +245,11 @@ _KINDS: dict[str, type[Record]] = {
 _ROWS: dict[str, type] = {"traffic": Traffic, "calls": TimedCall, "pipeline": PipelineOp, "gpus": GpuHealth}
 _FIELDS = {kind: tuple(column.name for column in fields(kind)) for kind in _KINDS.values()}
 _COLUMNS = {row: tuple(column.name for column in fields(row)) for row in _ROWS.values()}
-_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode  # json.dumps makes such an object for each line
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode  # json.dumps would make this object for each line
 
 
 def to_line(record: Record) -> str:
-    """One line of JSON, with its end. Rows of tables are lists, seconds are rounded to the tenth of a microsecond."""
+    """Return a line of JSON with its newline. Rows of tables are lists. Seconds are rounded to 0.1 microseconds."""
     values: dict[str, Any] = {"kind": record.kind}
     for column in _FIELDS[type(record)]:
         value = getattr(record, column)
@@ -262,8 +262,10 @@ def to_line(record: Record) -> str:
 
 
 def from_line(line: str | bytes) -> Record | None:
-    """Return the record of a line; None for one that was cut short, or of a kind or format that another release
-    writes."""
+    """Return the record of a line.
+
+    Returns None if the line was cut short, or has a kind or format of another release.
+    """
     try:
         values = json.loads(line)
         kind = _KINDS[values.pop("kind")]

@@ -1,12 +1,13 @@
-"""Find what costs a step the most, from the bars of all ranks; one sentence on it with what one could try.
+"""Finds what costs a step the most, from records of all ranks. Pure: no torch, any process.
 
-The delay of each link between two ranks of a pipeline, from one detailed step of all its ranks.
+`largest_loss` finds it from the bars of all ranks, and `reading` makes a sentence of it, with advice.
 
-A message is on its way from when it has been sent, and its receiver stands still for it from when it has begun to wait:
-the later of the two until it is there is transfer that hides behind nothing. What the receiver waited before was
-idleness in the schedule.
+`links` returns the delay of each link between two ranks of a pipeline, from one detailed step of all its ranks. A
+message is on its way after it was sent, and its receiver stands still after it has begun to wait. From the later of the
+two until the arrival, the transfer is not hidden by other work. Earlier waiting of the receiver is idle time of the
+schedule.
 
-Finds the ranks that are behind, from their fingerprints (`groups.fingerprint`). Pure: no torch, any process.
+`differences` finds ranks that are behind, from their fingerprints (`delegating_group.fingerprint`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TIMES_THE_REST = 3.0
 
 @dataclass(frozen=True)
 class PipelineLink:
-    """Messages of one step from one rank to another. seconds: that the receiver stood still for transfers."""
+    """The messages of a step from one rank to another. seconds: for which the receiver stood still for transfers."""
 
     source: int
     target: int
@@ -32,10 +33,10 @@ class PipelineLink:
 
 
 def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = None) -> list[PipelineLink]:
-    """Return each direction of each pair of ranks between which messages went, the longest stood for first.
+    """Return the links with messages, for each pair of ranks and direction, the one with the longest delay first.
 
-    offsets: ns to add to a rank's times to get rank 0's (Header.offset_ns); default: all share a clock.
-    Messages of which one end is not in the records, or for which nobody waited, are left out.
+    offsets: ns to add to a rank's times to get rank 0's (Header.offset_ns); default: all share a clock. Messages are
+    left out if one end is not in the records, or if nobody waited for them.
     """
     shift = offsets or {}
     sent = {(rank, *key): call for rank, one in details.items() for key, call in _messages(one.calls, "send")}
@@ -45,7 +46,7 @@ def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = Non
             issued = sent.get((source, target, group, place))
             if issued is None or arrived.waited is None:
                 continue
-            # Where nobody knows when it was there, it was when the wait was over, or before.
+            # If the arrival was not recorded, it was at the end of the wait, or before.
             done = arrived.done if arrived.done is not None else arrived.waited + arrived.blocked
             left = issued.issued + shift.get(source, 0)
             here = shift.get(target, 0)
@@ -59,13 +60,13 @@ def links(details: Mapping[int, Detail], offsets: Mapping[int, int] | None = Non
 
 
 def slow_link(of: Iterable[PipelineLink], step: float, *, at_least: float = 0.05) -> PipelineLink | None:
-    """The link that takes `at_least` of a step of `step` seconds, and several times what the next one takes.
+    """Return the link that takes `at_least` of a step of `step` seconds, and several times as long as the next one.
 
-    The next one is between two other ranks, since what slows a link mostly slows both of its directions. Where there
-    are only two ranks it is the other direction.
+    The next one is between two other ranks, since a slow link is mostly slow in both directions. With only two ranks it
+    is the other direction.
     """
     every = sorted(of, key=lambda link: -link.seconds)
-    # One that takes longer than the step has its moments from another step, which was slower.
+    # A link that takes longer than the step was measured in another, slower step.
     if not every or not at_least * step < every[0].seconds < step:
         return None
     ends = {every[0].source, every[0].target}
@@ -75,7 +76,7 @@ def slow_link(of: Iterable[PipelineLink], step: float, *, at_least: float = 0.05
 
 
 def _messages(calls: Iterable[TimedCall], op: str) -> Iterable[tuple[tuple[int, str, int], TimedCall]]:
-    """((rank at the other end, group, number in the pair), call) of each message."""
+    """Yield ((rank at the other end, group, number in the pair), call) for each message."""
     for call in calls:
         if call.op == op and call.peer is not None and call.peer >= 0:
             yield (call.peer, call.group, call.place), call
@@ -87,11 +88,11 @@ _SHARED = ("exposed", "bubble", "data", "optimizer", "other")
 
 
 def largest_loss(of: Sequence[Bar], *, slow: PipelineLink | None = None) -> PipelineLink | Late | str:
-    """A slow link (see links.slow_link), a late rank, or the part of the step that takes the most beside compute;
-    "compute" where none takes much.
+    """Return what costs the most: a slow link (see `slow_link`), a late rank, or a part of the step.
 
-    Neither rank nor link is named for a little where every rank, were it not for them, would still lose more to one and
-    the same part: of a pipeline's bubble the rank that is late has what remains without its lateness.
+    A part is the one that takes the most time besides compute, or "compute" if none takes much. A rank or link is not
+    named if all ranks would lose more to one part even without it. The late rank itself shows that: its bubble is what
+    would remain without its lateness.
     """
     if not of:
         return "compute"
@@ -115,9 +116,9 @@ def reading(
     slow: PipelineLink | None = None,
     alike: bool = True,
 ) -> str:
-    """One sentence on where the step goes, and what one could try. "" without bars.
+    """Return a sentence on where the time of a step goes, and what to try. "" without bars.
 
-    slow: see links.slow_link. alike: ranks of one stage have equal shares of the work. What it says of a late rank are
+    slow: see `slow_link`. alike: ranks of one stage have equal shares of the work. Its numbers on a late rank are
     lengths of parts in these bars, and their difference.
     """
     whole = sum(bar.seconds for bar in of)
@@ -140,7 +141,7 @@ def reading(
     what, advice = _SPOKEN[loss], _ADVICE[loss]
     moved = [row for row in rows if row.op not in MESSAGES and row.bytes]
     if loss == "exposed" and moved:
-        longest = max(moved, key=lambda row: row.blocked)  # what is hidden behind compute is not what costs
+        longest = max(moved, key=lambda row: row.blocked)  # time hidden behind compute costs nothing
         what = f"exposed {longest.op.replace('_', '-')} on {longest.axis}"
         advice = _EXPOSED.get(longest.axis, advice)
     return f"{share:.0%} of the step is {what}: {advice}"
@@ -151,7 +152,7 @@ def _plain(late: Late, step: float) -> str:
 
 
 def _why(late: Late, step: float) -> str:
-    """Return what makes its compute long is told by the ranks that have the same share of the work."""
+    """Return why a rank is late. Ranks with the same share of the work tell what makes its compute long."""
     if late.cause != "compute" or not late.twins:
         return _plain(late, step)
     several = len(late.twins) > 1
@@ -178,7 +179,7 @@ def _more(late: Late, step: float) -> str:
 
 
 def _spoken(seconds: float) -> str:
-    """With the digits that bars have at their ends."""
+    """Return seconds in words, with as many digits as the bars show."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
@@ -221,10 +222,10 @@ _CAUSES = {
 
 
 def differences(fingerprints: Sequence[Mapping[str, int]]) -> list[str]:
-    """Return what does not match between the ranks' fingerprints (index == rank); empty when all is matched.
+    """Return the differences between the ranks' fingerprints (index == rank); empty if all match.
 
-    A line per group whose members issued different numbers of collectives, and per pair of ranks with a send
-    that nobody received, or the other way round.
+    There is a line for each group whose members issued different numbers of collectives, and for each pair of ranks
+    with a send that nobody received, or a receive that nobody sent.
     """
     lines = []
     transfers: dict[str, dict[str, int]] = {"sent": {}, "received": {}}
@@ -243,7 +244,7 @@ def differences(fingerprints: Sequence[Mapping[str, int]]) -> list[str]:
 
 
 def _unmatched(sent: Mapping[str, int], received: Mapping[str, int]) -> list[str]:
-    # A receive from "any" can take any pair's messages: such a destination is compared in total.
+    # A receive from "any" can take messages of any pair, so such a destination is compared in total.
     anyone = {key.replace("any->", "*->") for key in received if ": any->" in key}
 
     def totals(counts: Mapping[str, int]) -> dict[str, int]:

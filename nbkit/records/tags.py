@@ -1,7 +1,7 @@
-"""The one spelling of every TensorBoard tag: whoever writes or reads one takes it from here.
+"""The names of all TensorBoard tags. Code that writes or reads a tag takes it from here.
 
-Of the whole job, in the run's own directory: train/, eval/, speed/ and logged/. Of one rank, in a directory below it
-(rank0, rank1, ...): step/, communication/ and memory/.
+Tags of the whole job are in the run's own directory: train/, eval/, speed/ and logged/. Tags of one rank are in a
+directory below it (rank0, rank1, ...): step/, communication/ and memory/.
 """
 
 from __future__ import annotations
@@ -29,24 +29,27 @@ def logged(name: str) -> str:
 
 
 def part(name: str) -> str:
-    """Return seconds of a step that a rank spent in a part of it: compute, exposed, bubble, data, optimizer, other."""
+    """Return the tag of the seconds of a part of a step: compute, exposed, bubble, data, optimizer, other."""
     return f"step/{name}_seconds"
 
 
 def moved(op: str, axis: str, what: str) -> str:
-    """Of one operation on one axis in a step. what: bytes, calls, call_seconds, algbw, busbw (bytes/s), overlap."""
+    """Return the tag of one operation on one axis in a step.
+
+    what: bytes, calls, call_seconds, algbw, busbw (bytes/s), overlap.
+    """
     return f"communication/{axis}/{op}/{what}"
 
 
 def memory(name: str) -> str:
-    """Return bytes of a rank: parameters, gradients, optimizer, buffers, now, peak."""
+    """Return the tag of bytes of a rank: parameters, gradients, optimizer, buffers, now, peak."""
     return f"memory/{name}"
 
 
 def layout() -> dict[str, Any]:
     """Return the first page of the tab "Custom Scalars": category -> title -> [kind, expressions for tags].
 
-    TensorBoard draws a line for each tag and run that match, so that ranks are compared in one chart.
+    TensorBoard draws a line for each matching tag and run, so one chart compares the ranks.
     """
     parts = "compute|exposed|bubble|data|optimizer|other"
     return {

@@ -1,4 +1,4 @@
-"""Pipeline schedules: what each rank does with which micro-batch, in which order. Pure arithmetic, no torch.
+"""Pipeline schedules: the operations of each rank on each micro-batch, in order. Pure arithmetic, no torch.
 
 `Schedule.of("zbv", ranks=4, microbatches=8)` gives the lists of operations that the executor follows and that
 `simulate` turns into a planned timeline. `register("mine", build)` adds a schedule of your own.

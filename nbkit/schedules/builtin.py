@@ -1,15 +1,15 @@
 """The schedules that nbkit brings: GPipe, 1F1B, interleaved 1F1B, two zero-bubble schedules, and DualPipeV.
 
-A list from which every operation of some micro-batches is taken out is still a valid list: nothing else waits for
-them. So rules that want a multiple of the ranks, or at least twice as many micro-batches as ranks, are asked for
-more than there are, and the rest is dropped.
+A list stays valid if all operations of some micro-batches are removed: nothing else waits for them. So a rule that
+needs a multiple of the ranks, or at least twice as many micro-batches as ranks, is asked for more micro-batches than
+there are, and the rest is dropped.
 
 Zero-bubble schedules split a backward pass: the gradients of weights fill the time in which a rank would wait.
 Qi et al. 2023 (arXiv 2401.10241, ZB) and 2024 (arXiv 2405.15362, ZB-V) write these lists by hand or find them with
-an integer program. Here they come out of a greedy scheduler on a grid of equal costs: whenever a rank is free it
-takes an input gradient that is ready, else a forward while it holds fewer than `limit` activations, else a weight
-gradient. Which of several stages goes first, and the limit, are tried in order until the last rank is never idle
-after its first forward can begin, which no list can better.
+an integer program. Here a greedy scheduler on a grid of equal costs makes them: a free rank takes an input
+gradient that is ready, else a forward while it holds fewer than `limit` activations, else a weight gradient. It tries
+the orders of stages, and the limits, one after the other, until the last rank is never idle once its first forward can
+begin. No list can be better than that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def gpipe(ranks: int, microbatches: int, rank: int) -> list[Op]:
 
 
 def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """A backward as soon as there is one, so that rank r holds at most ranks - r activations.
+    """Return 1F1B: each backward as soon as possible, so that rank r holds at most ranks - r activations.
 
     PipeDream-Flush, Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1.
     """
@@ -40,7 +40,7 @@ def one_f_one_b(ranks: int, microbatches: int, rank: int) -> list[Op]:
 
 
 def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) -> list[Op]:
-    """1F1B with several stages on each rank, stage s on rank s mod ranks: the bubble is as many times smaller.
+    """Return 1F1B with several stages on each rank, stage s on rank s mod ranks. The bubble is that many times smaller.
 
     Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2: groups of `ranks` micro-batches pass one stage of this
     rank after the other.
@@ -57,10 +57,10 @@ def interleaved(ranks: int, microbatches: int, rank: int, stages_per_rank: int) 
 
 
 def dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
-    """Two stages on each rank, r and 2 ranks - 1 - r, whose forwards and backwards alternate.
+    """Return DualPipeV: stages r and 2 ranks - 1 - r on each rank, whose forwards and backwards alternate.
 
-    DeepSeek's "cut-in-half" DualPipe (github.com/deepseek-ai/DualPipe, dualpipev.py), its eight steps. What they
-    run side by side, a forward and a backward, is run one after the other here.
+    DeepSeek's "cut-in-half" DualPipe (github.com/deepseek-ai/DualPipe, dualpipev.py), its eight steps. It
+    runs a forward and a backward side by side; here they run one after the other.
     """
     return [op for op in _dualpipev(ranks, max(microbatches, 2 * ranks), rank) if op.micro < microbatches]
 
@@ -95,7 +95,7 @@ def _dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
         do("B", 1)
         do("F", 1)
         do("B", 0)
-    # The second half of the backwards that end the pipeline leaves its weights for later.
+    # In the last backwards of the pipeline, the second half leaves the gradients of weights for later.
     endings = [half for _ in range(rank + 1) for half in (1, 0)]
     for number, half in enumerate(endings):
         do("I" if number > rank else "B", half)
@@ -106,7 +106,7 @@ def _dualpipev(ranks: int, microbatches: int, rank: int) -> list[Op]:
 
 
 def _one_by_one(forwards: list[Op], backwards: list[Op], warm: int) -> list[Op]:
-    """`warm` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Return `warm` forwards, then a forward and a backward in turn, then the remaining backwards."""
     steady = chain.from_iterable(zip(forwards[warm:], backwards, strict=False))
     return [*forwards[:warm], *steady, *backwards[len(forwards) - warm :]]
 
@@ -125,8 +125,8 @@ def zbv(ranks: int, microbatches: int, rank: int) -> list[Op]:
 def zero_bubble(ranks: int, microbatches: int, stages_per_rank: int, *, v_shaped: bool) -> list[list[Op]]:
     """Return the lists of all ranks.
 
-    In flight on a rank: `stages_per_rank` x `ranks` activations (those of 1F1B's first rank), and at most `ranks` more
-    where that ends earlier. Raises StrategyError when nothing fits, which would be a mistake here.
+    A rank holds `stages_per_rank` x `ranks` activations at once (as 1F1B's first rank does), and up to `ranks` more if
+    that ends earlier. Raises StrategyError if no schedule is found, which would be a bug here.
     """
     ideal = 3 * stages_per_rank * microbatches + ranks - 1
     least: tuple[int, list[list[Op]]] | None = None
@@ -146,7 +146,7 @@ def zero_bubble(ranks: int, microbatches: int, stages_per_rank: int, *, v_shaped
 
 
 class _Grid:
-    """Ticks of equal length; in each, every rank does one operation or none."""
+    """A greedy scheduler with ticks of equal length. In each tick a rank does one operation or none."""
 
     def __init__(
         self,
@@ -166,14 +166,14 @@ class _Grid:
             placed[rank_of(stage, ranks, v_shaped=v_shaped)].append(stage)
         self.forward_order = [sorted(stages, reverse=late_forward) for stages in placed]
         self.backward_order = [sorted(stages, reverse=late_backward) for stages in placed]
-        # How many micro-batches have passed, per stage; arrivals of the present tick count from the next one on.
+        # Micro-batches that have passed each stage. Those of the current tick count from the next tick on.
         self.forwards, self.backwards = [0] * num_stages, [0] * num_stages
         self.weights: list[deque[Op]] = [deque() for _ in range(ranks)]
         self.held = [0] * ranks
         self.ops: list[list[Op]] = [[] for _ in range(ranks)]
 
     def run(self, below: int) -> int | None:
-        """The tick at which everything is done, None when that is not before `below`."""
+        """Return the tick at which everything is done, or None if that is not before `below`."""
         left = 3 * self.microbatches * len(self.forwards)
         for tick in range(below):
             if not left:

@@ -1,6 +1,6 @@
-"""Pipeline schedules by name: what each rank does with which micro-batch, in which order.
+"""Pipeline schedules by name: the operations of each rank on each micro-batch, in order.
 
-`register` adds one. The schedules that nbkit brings are registered in the same way, in builtin.py.
+`register` adds a schedule. nbkit's own schedules are registered in the same way, in builtin.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class Op(NamedTuple):
-    """What is done with one micro-batch at one stage.
+    """An operation on one micro-batch at one stage.
 
     kind: F forward, B whole backward, I gradient of the stage's input, W gradients of its weights (B = I then W).
     """
@@ -32,7 +32,7 @@ class Op(NamedTuple):
 
 
 def before(op: Op, num_stages: int, *, split: bool) -> tuple[Op, ...]:
-    """Return what must be done before `op`. split: whether the stage after this one has I and W instead of B."""
+    """Return the operations that must come before `op`. split: the stage after this one has I and W instead of B."""
     kind, stage, micro = op
     if kind == "F":
         return (Op("F", stage - 1, micro),) if stage else ()
@@ -58,12 +58,12 @@ class ScheduleType:
 
     @property
     def is_built_in(self) -> bool:
-        """Return True if nbkit brings it."""
+        """Return True if this is one of nbkit's own schedules."""
         return self.build.__module__ == "nbkit.schedules.builtin"
 
     @property
     def takes_stages(self) -> bool:
-        """Return True if any number of stages on a rank, from `stages_per_rank` on, is possible."""
+        """Return True if a rank can have any number of stages >= `stages_per_rank`."""
         return "stages_per_rank" in inspect.signature(self.build).parameters
 
     @cached_property
@@ -143,7 +143,7 @@ def register(
 
 
 def add(kind: ScheduleType) -> None:
-    """Add a schedule that was checked where it was registered."""
+    """Add a schedule without a check: it was checked where it was registered."""
     _types[kind.name] = kind
     _made.cache_clear()
 
@@ -163,7 +163,7 @@ def type_of(name: str) -> ScheduleType:
 
 
 def registered() -> list[ScheduleType]:
-    """Return the schedules that users have registered: a new rank needs them too."""
+    """Return the schedules that users have registered. A new rank needs them too."""
     return [each for each in _types.values() if not each.is_built_in]
 
 
@@ -174,9 +174,9 @@ def rank_of(stage: int, ranks: int, *, v_shaped: bool) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of a pipeline does, in order.
+    """The operations of every rank of a pipeline, in order.
 
-    name: one of `names()`. ranks: of the pipeline. virtual: stages on each rank. ops: for each rank its list.
+    name: one of `names()`. ranks: of the pipeline. virtual: stages on each rank. ops: the list of each rank.
     """
 
     name: str
@@ -187,10 +187,10 @@ class Schedule:
 
     @classmethod
     def of(cls, name: str, ranks: int, microbatches: int, virtual: int | None = None) -> Schedule:
-        """Return the schedule of that name. virtual: stages on each rank, where the schedule takes any number.
+        """Return the schedule of that name. virtual: stages on each rank, if the schedule takes any number.
 
-        Any number of micro-batches >= 1 is allowed. Raises StrategyError for another name, and for stages that
-        the schedule cannot have.
+        Any number of micro-batches >= 1 is allowed. Raises StrategyError for an unknown name, and for a number of
+        stages that the schedule cannot have.
         """
         kind = type_of(name)
         if ranks < 1 or microbatches < 1:
@@ -238,12 +238,12 @@ class Schedule:
 
 
 def most_held(schedule: Schedule) -> int:
-    """Return the most micro-batches whose activations a rank holds at once, counted for each of its stages."""
+    """Return the largest number of activations that a rank holds at once. Each stage of a micro-batch counts."""
     return max(peak_of(ops) for ops in schedule.ops)
 
 
 def peak_of(ops: Sequence[Op]) -> int:
-    """Return the most activations that a rank holds at once, from F to the end of B or W."""
+    """Return the largest number of activations that a rank holds at once, from F to the end of B or W."""
     held = peak = 0
     for op in ops:
         held += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
@@ -252,8 +252,10 @@ def peak_of(ops: Sequence[Op]) -> int:
 
 
 def check_lists(schedule: Schedule) -> None:
-    """Raise StrategyError if an operation is missing, twice, or on the wrong rank, or if the ranks would wait for each
-    other for ever."""
+    """Raise StrategyError if the lists are wrong.
+
+    An operation is missing, twice, or on the wrong rank, or the ranks would wait for each other for ever.
+    """
     split = check_complete(schedule)
     done: set[Op] = set()
     at = [0] * schedule.ranks
@@ -279,7 +281,7 @@ def check_done(schedule: Schedule, done: Sequence[int]) -> None:
 
 
 def check_complete(schedule: Schedule) -> set[tuple[int, int]]:
-    """Return the (stage, micro) whose backward is split.
+    """Return the pairs (stage, micro) whose backward is split.
 
     Raises StrategyError if an operation is missing, twice, or on the wrong rank.
     """

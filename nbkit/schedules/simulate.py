@@ -1,9 +1,10 @@
-"""Simulates a schedule with given costs of its stages: when each operation begins and ends, if it can run at all.
+"""Simulates a schedule with given costs of its stages, and plans the order in which a pipeline generates.
 
-The order in which a pipeline generates: a sequence enters the first stage again when the last one has its token.
+`simulate` returns when each operation begins and ends, or fails if the schedule cannot run.
 
-Sequences follow one another through the stages, so that as many of them as there are stages keep every rank at work;
-of one alone each rank waits for all others.
+`token_rounds` is the order for generation. A sequence enters the first stage again when the last stage has its token.
+Sequences follow one another through the stages. As many sequences as stages keep every rank busy; with only one, each
+rank waits for all others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class OpTime(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """A schedule in time. spans, idle, peak: one entry for each rank.
+    """A simulated schedule: when each operation runs. spans, idle, peak: one entry for each rank.
 
     idle: the share of the makespan in which the rank does nothing. peak: the most micro-batches whose activations
     it held at once, counted for each of its stages, from F to the end of B or W.
@@ -93,10 +94,10 @@ def _each(cost: Cost, num_stages: int) -> list[float]:
 
 @lru_cache(maxsize=64)
 def token_rounds(schedule: Schedule, sequences: int, rounds: int) -> tuple[tuple[Op, ...], ...]:
-    """For each rank its forwards. Micro-batch n is round n // sequences of sequence n % sequences.
+    """Return the forwards of each rank. Micro-batch n is round n // sequences of sequence n % sequences.
 
-    schedule: says which rank holds which stage. In time of equal stages: of the operations that could run, a rank
-    takes the one that is nearest to a token. Every stage takes micro-batches in the order of their numbers.
+    schedule: says which rank holds which stage. All stages are taken to need equal time. Of the operations that could
+    run, a rank takes the one nearest to a token. Every stage takes micro-batches in the order of their numbers.
     """
     last, total = schedule.num_stages - 1, sequences * rounds
     done = [0] * (last + 1)  # micro-batches that have passed each stage

@@ -1,4 +1,4 @@
-"""What a rank says when it is asked what it does: where its code is, what it waits in, what it has issued so far."""
+"""The activity of a rank, as it reports it: where its code is, what it waits for, and what it has issued so far."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ANYONE = -1
-"""The peer of a message that is taken from whoever sends first."""
+"""The peer of a receive that takes a message from any rank."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,10 @@ class CodeLine:
 class Operation:
     """A collective, a message, or the making of a group ("new_group"), as one rank has issued it.
 
-    group: the label that the group has on all ranks. members: its global ranks. number: how many collectives the group,
-    for a message the pair, had had with it. peer: the global rank at the other end of a message. bytes: what this rank
-    contributes. root: the global rank that a broadcast or the like has for its root. seconds: since it was issued.
+    group: the label of the group, the same on all ranks. members: its global ranks. number: its number among the
+    collectives of the group, or among the messages of the pair. peer: the global rank at the other end of a message.
+    bytes: contributed by this rank. root: the global rank that is the root of a broadcast or the like. seconds: since
+    it was issued.
     """
 
     op: str
@@ -48,12 +49,12 @@ class Operation:
 
     @property
     def where(self) -> str:
-        """The axis; a group of the user's has torch's number for a name."""
+        """The axis, or "group N" for a user's own group, which is named by torch's number."""
         return f"group {self.axis}" if self.axis.isdigit() else self.axis
 
     @property
     def name(self) -> str:
-        """ "all_reduce #17 on dp", "recv #2 from rank 3"."""
+        """The operation in words: "all_reduce #17 on dp", "recv #2 from rank 3"."""
         if self.peer is None:
             return f"{self.op} #{self.number}" + (f" on {self.where}" if self.axis else "")
         whom = "any rank" if self.peer == ANYONE else f"rank {self.peer}"
@@ -62,10 +63,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class GroupLog:
-    """What a rank has issued in one group since this generation of the world began.
+    """The operations that a rank has issued in one group since this generation of the world began.
 
-    issued: its collectives; sent, received: its messages, by the other's global rank. operations, messages: the newest
-    of them, the oldest first.
+    issued: number of its collectives. sent, received: numbers of its messages, by the other's global rank.
+    operations, messages: the newest of them, the oldest first.
     """
 
     axis: str
@@ -79,13 +80,13 @@ class GroupLog:
 
 @dataclass(frozen=True)
 class Activity:
-    """What one rank does at a moment.
+    """The state of one rank at a moment: what it runs and what it waits for.
 
-    cell: the number of the cell that it runs, None without one. line: the innermost line of the user's own code.
-    waits: what it waits in; on_device: its device does, and the host has gone on. step: of its training, None without
-    one. prompt: it asks for a line that a person types ("breakpoint", "post-mortem"), "" where it does not. stacks: of
-    every thread, "" unless they were asked for. cells: file -> cell number. split_call: the line of the user's own code
-    that calls, outside of a step, a model of which each rank holds a part; split_by: the strategy that has split it.
+    cell: the number of the running cell, or None. line: the innermost line of the user's own code. waits: the operation
+    that it waits for. on_device: only its device waits, and the host has gone on. step: of its training, or None.
+    prompt: the kind of prompt at which it waits for a person ("breakpoint", "post-mortem"), or "". stacks: of every
+    thread, "" unless they were asked for. cells: file -> cell number. split_call: the line of the user's own code that
+    calls, outside of a step, a model of which each rank holds a part. split_by: the strategy that has split it.
     """
 
     rank: int

@@ -15,8 +15,8 @@ COMM_TYPES = frozenset({"comm_open", "comm_msg", "comm_close"})
 """Messages between a widget and the pages that show it."""
 
 SIGNATURES_KEPT = 1000
-"""How many signatures of messages each process remembers, so as to refuse a message that comes twice. Connections are
-encrypted, so nobody else can send one again; 65,536, as many as Jupyter keeps, are 8 MB in each process."""
+"""How many message signatures each process remembers, to refuse a message that comes twice. Connections are encrypted,
+so nobody else can repeat a message. Jupyter keeps 65,536, which take 8 MB in each process."""
 
 ENGINE_OPTIONS = (
     "--IPEngine.enable_nanny=False",  # the parent that forked the ranks is their nanny
@@ -24,7 +24,7 @@ ENGINE_OPTIONS = (
     "--IPEngine.max_heartbeat_misses=0",  # the parent watches the controller; a busy rank never leaves
     f"--Session.digest_history_size={SIGNATURES_KEPT}",
 )
-"""Of ipyparallel's engines, to which cells are sent: ranks, and those of benchmarks that stand in for them."""
+"""Options of the ipyparallel engines to which cells are sent: ranks, and their stand-ins in benchmarks."""
 
 LONG_SECONDS = 2.0  # the notebook acknowledges a longer cell, so that a later one does not show it again
 
@@ -35,7 +35,7 @@ class CellRequest:
 
     id: unique in the cluster. number: the notebook's execution count, so that tracebacks read "Cell In[5], line 2".
     ranks: all that run it. requests: how many requests to a running training had been sent before this cell. detached:
-    the notebook does not wait for it. post_mortem: not the source is run, but a prompt in the frames of the cell that
+    the notebook does not wait for it. post_mortem: instead of the source, run a prompt in the frames of the cell that
     failed last.
     """
 
@@ -50,10 +50,10 @@ class CellRequest:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rank asks for a line which a person types in the notebook.
+    """A question of a rank for a line that a person types in the notebook.
 
-    cell: the id of the cell that asks. number: of this question on this rank; the answer names it. where: the line of
-    code, as a person reads it: "cell 4 line 2".
+    cell: the id of the cell that asks. number: of this question on this rank; the answer has it too. where: the line of
+    code in words: "cell 4 line 2".
     """
 
     cell: str
@@ -68,9 +68,9 @@ class Failure:
     """Why a cell ended early on one rank. traceback: lines with ANSI colours, as IPython shows them.
 
     moment: time.time() when it happened; the earliest of several is the root cause.
-    line: in the cell, 0 if unknown. where: the collective the rank was in, or "". stopped: nbkit has ended the cell,
-    which was asked for. saved, saved_step: the newest checkpoint of the rank's newest training, "" without one.
-    device_lost: what the rank's device says when it computes nothing any more, else "".
+    line: in the cell, 0 if unknown. where: the collective the rank was in, or "". stopped: nbkit has ended the cell
+    because that was requested. saved, saved_step: the newest checkpoint of the rank's newest training, or "".
+    device_lost: the message of the rank's device if it does not compute any more, else "".
     """
 
     ename: str
@@ -87,10 +87,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class CellRecord:
-    """How a cell ended on one rank.
+    """The record of a cell that ended on one rank.
 
     outputs: how many output messages it published; the screen is complete when that many have arrived.
-    value: the last expression, if it is plain data; bundle: the same as a mime bundle, or None.
+    value: of the last expression, if it is plain data. bundle: the same as a mime bundle, or None.
     dirty: why the world must be formed anew, or "". counts: collectives issued per group.
     """
 
@@ -108,19 +108,19 @@ class CellRecord:
 
 
 def record_text(record: CellRecord) -> str:
-    """A record for a message, whose content must be JSON: values of any plain type survive."""
+    """Return a record as text for a JSON message. Values of all plain types are kept."""
     return base64.b64encode(pickle.dumps(record)).decode()
 
 
 def record_from(text: str) -> CellRecord:
-    """The record that `record_text` has made a text of."""
+    """Return the record from the text that `record_text` has made."""
     record = pickle.loads(base64.b64decode(text))
     assert isinstance(record, CellRecord)
     return record
 
 
 def first_line(source: str, length: int = 40) -> str:
-    """The first line of a cell that says something, cut to `length` characters."""
+    """Return the first line of a cell with content, cut to `length` characters."""
     lines = (line.strip() for line in source.splitlines())
     first = next((line for line in lines if line and not line.startswith("# %%")), "")
     return first if len(first) <= length else first[: length - 1] + "…"
@@ -133,12 +133,12 @@ def first_rank(magic_line: str) -> int:
 
 
 def ranks_named(ranks: tuple[int, ...] | list[int]) -> str:
-    """`Rank 2` or `Ranks 0-2,5`: how a sentence about them begins."""
+    """Return `Rank 2` or `Ranks 0-2,5`, for the beginning of a sentence."""
     return f"Rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
 
 
 def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
-    """`(0, 1, 2, 5)` -> `"0-2,5"`: how ranks are written wherever a person reads them."""
+    """Return ranks as people read them: `(0, 1, 2, 5)` -> `"0-2,5"`."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:

@@ -1,9 +1,9 @@
-"""An interrupt of a rank from outside: SIGINT, and beside it, in a file, the cell that it is meant for.
+"""An interrupt of a rank from outside: SIGINT, and a file with the cell that it is meant for.
 
-A rank in code that keeps the interpreter to itself (a C call, a regular expression) hears no request, because none of
-its threads runs. A signal reaches it all the same: code that looks for signals now and then, as `re` does, ends with
-KeyboardInterrupt, as it would in a plain kernel. A signal names no cell, so the rank reads the name from the file: an
-interrupt that comes when its cell has ended hits nobody else.
+A rank in code that holds the interpreter (a C call, a regular expression) hears no request, because none of its threads
+runs. A signal still reaches it. Code that checks for signals now and then, like `re`, ends with KeyboardInterrupt, as
+in a plain kernel. A signal names no cell, so the rank reads the cell from the file. An interrupt that comes after its
+cell has ended hits no other cell.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 def send(folder: Path, rank: int, cell: str, deliver: Callable[[int], object]) -> None:
     """Interrupt `rank` in `cell`. folder: where its output is kept. deliver: sends its process a signal."""
-    with suppress(OSError):  # without the file it is still an interrupt, only one that names no cell
+    with suppress(OSError):  # without the file it is an interrupt that names no cell
         _named(folder, rank).write_text(cell)
     deliver(signal.SIGINT)
 
 
 def meant_for(folder: Path, rank: int) -> str | None:
-    """On the rank, when SIGINT has come: the cell it is meant for, once; None if nobody sent it from outside."""
+    """Return the cell that a SIGINT is meant for, once; None if it did not come from `send`. Called on the rank."""
     path = _named(folder, rank)
     try:
         cell = path.read_text()

@@ -1,8 +1,8 @@
 """A line between two processes of a cluster: JSON lines over a socket.
 
-Between the parent that forked the ranks and one rank it is a socket pair. It exists before the rank does, so it needs
-no address, no port and no key, and it works when no notebook is there and when ipyparallel's channels are stuck behind
-a busy interpreter. Between hosts it is a TCP connection, and every message is signed: see `SignedLink`.
+Between the parent of the ranks and a rank it is a socket pair. It exists before the rank does, so it needs no address,
+no port and no key. It works without a notebook, and while ipyparallel's channels are stuck behind a busy interpreter.
+Between hosts it is a TCP connection, and every message is signed: see `SignedLink`.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-SEND_SECONDS = 20  # in which the other end takes something of a message
-SILENT_SECONDS = 4  # a host that acknowledges nothing for so long is taken for gone
+SEND_SECONDS = 20  # in which the other end must take a part of a message
+SILENT_SECONDS = 4  # a host that acknowledges nothing for so long counts as gone
 
 
 class Link:
-    """One end of the line. Sending is thread-safe; a vanished other end is silent (its process is ending)."""
+    """An end of the line. Sending is thread-safe. Sending to a vanished end does nothing: its process is ending."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        # The network, or the other host, did not answer: here, or there, where this host was given up (a reset).
-        # A process that ended closes its end, which is neither.
+        # The network or the other host did not answer, or the other host has given this one up (a reset).
+        # False if the other process just ended: it closes its end.
         self.broke = False
-        self.closed = False  # in order, by the other end or the system behind it
+        self.closed = False  # closed in order, by the other end or its system
         self._lock = threading.Lock()
         self._rest = b""
-        # Nobody waits for ever for a process that reads nothing, such as one that was suspended.
+        # Do not wait forever for a process that reads nothing, such as a suspended one.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_SECONDS, 0))
 
     def send(self, **message: Any) -> None:
         with self._lock:
             try:
                 self.sock.sendall(self._packed(json.dumps(message).encode()) + b"\n")
-            except BlockingIOError:  # a part of the message is on its way: nothing that follows could be read
+            except BlockingIOError:  # a part of the message was sent: nothing after it could be read
                 with suppress(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 return
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Messages that have arrived; blocks for the first. None: the other end is gone."""
+        """Return the messages that have arrived; blocks for the first. Returns None if the other end is gone."""
         try:
             data = self.sock.recv(65536)
         except OSError as error:
@@ -58,7 +58,7 @@ class Link:
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
             return [json.loads(self._unpacked(line)) for line in lines]
-        except ValueError:  # not ours: nothing that comes after it is believed either
+        except ValueError:  # not our message: do not trust anything after it
             return None
 
     def _packed(self, text: bytes) -> bytes:
@@ -80,10 +80,12 @@ class Link:
 
 
 class SignedLink(Link):
-    """A line between hosts. A message carries an HMAC of its direction, its number and its text, so that who does not
-    know the key can neither add, change, repeat nor reorder one.
+    """A line between hosts.
 
-    key: of this connection alone, see `key_of`. opened: whether this end has made the connection. sent, received: how
+    Each message carries an HMAC of its direction, its number and its text. Without the key nobody can add, change,
+    repeat or reorder messages.
+
+    key: of this connection only, see `key_of`. opened: whether this end has opened the connection. sent, received: how
     many messages have gone each way, for an end that a process hands to its successor.
     """
 
@@ -91,7 +93,7 @@ class SignedLink(Link):
         super().__init__(sock)
         self.key, self.opened, self.sent, self.received = key, opened, sent, received
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The kernel asks the other host, so that neither a busy nor a suspended process seems to be gone.
+        # The kernels ask each other, so a busy or suspended process does not seem to be gone.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", SILENT_SECONDS - 1)):
             if hasattr(socket, name):
@@ -117,6 +119,8 @@ class SignedLink(Link):
 
 
 def key_of(secret: str, nonce: str) -> str:
-    """Return the key of one connection. nonce: what its listening end has drawn, so that no message fits another
-    one."""
+    """Return the key of one connection.
+
+    nonce: a random text of its listening end, so that no message is valid on another connection.
+    """
     return hmac.new(secret.encode(), nonce.encode(), hashlib.sha256).hexdigest()

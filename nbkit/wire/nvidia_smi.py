@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 CSV = "--format=csv,noheader,nounits"
-# Where PATH often does not look: the driver of WSL, and that of a Kubernetes node put into a container.
+# Often not on PATH: the driver of WSL, and the driver of a Kubernetes node that is put into a container.
 _ELSEWHERE = ("/usr/lib/wsl/lib/nvidia-smi", "/usr/local/nvidia/bin/nvidia-smi")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
@@ -24,10 +24,10 @@ _END_SECONDS = 1.0
 
 
 def ask(smi: str, *questions: Sequence[str], seconds: float = 60.0) -> list[str]:
-    """Return the answers to questions (arguments), all asked at once: without persistence mode each wakes every GPU.
+    """Return the answers to questions (arguments). All run at once: without persistence mode each wakes every GPU.
 
-    "" where the driver sees no GPU. Raises OSError, subprocess.TimeoutExpired after `seconds` for one of them, or
-    subprocess.SubprocessError with nvidia-smi's own complaint.
+    An answer is "" if the driver sees no GPU. Raises OSError, subprocess.TimeoutExpired after `seconds` for one of
+    them, or subprocess.SubprocessError with nvidia-smi's own complaint.
     """
     running = [
         subprocess.Popen([smi, *question], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -39,7 +39,7 @@ def ask(smi: str, *questions: Sequence[str], seconds: float = 60.0) -> list[str]
         for process in running:
             if process.poll() is None:
                 process.kill()
-                with suppress(subprocess.TimeoutExpired):  # one that a broken driver holds does not end
+                with suppress(subprocess.TimeoutExpired):  # a process that a broken driver holds does not end
                     process.wait(_END_SECONDS)
     for process, (out, err) in zip(running, said, strict=True):
         # 6: the driver works and sees no GPU.
@@ -56,6 +56,6 @@ def rows(answer: str) -> list[list[str]]:
 
 
 def number(text: str) -> float | None:
-    """The number that a cell begins with; None for "[N/A]" and the like."""
+    """Return the number at the beginning of a cell; None for "[N/A]" and the like."""
     found = _NUMBER.match(text.strip())
     return float(found[0]) if found else None

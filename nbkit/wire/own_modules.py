@@ -1,7 +1,7 @@
 """Keeps files of the user's folder, such as a queue.py or a random.py, from hiding modules of Python's own.
 
-`python -m` looks in the working directory first, so that one such file would end a process before it has begun. A
-notebook looks there behind the standard library, and so do ranks.
+`python -m` looks in the working directory first, so one such file could break a process at its start. A notebook looks
+there after the standard library, and so do ranks.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 OWN_MODULES = ("-P", "-m")
-"""Options of Python's by which nbkit starts a module of its own."""
+"""Options of Python with which nbkit starts its own modules."""
 
 
 def look_in(folder: str) -> None:
-    """Import from `folder` too ("": where the process is), before installed packages, behind the standard library."""
+    """Import from `folder` too, after the standard library and before installed packages. "": the working directory."""
     if folder and folder in sys.path:
         return
-    sys.path[:] = [path for path in sys.path if path != folder]  # "" was put in front of all
+    sys.path[:] = [path for path in sys.path if path != folder]  # "" was in front of all
     packages = (number for number, path in enumerate(sys.path) if path.endswith(("site-packages", "dist-packages")))
     sys.path.insert(next(packages, len(sys.path)), folder)
 

@@ -1,8 +1,8 @@
-"""Values on their way between the notebook and a rank: one file in shared memory, read where it lies.
+"""Parcels: values on their way between the notebook and a rank, each in a file in shared memory.
 
-A value is pickled with its buffers out of band (PEP 574), so an array of 100 MB is copied once, into the file;
-the receiver maps the file copy-on-write and builds the array on that memory without another copy. Tensors travel
-as arrays: the notebook need not have torch to receive one. The file is unlinked as soon as it is mapped.
+A value is pickled with its buffers out of band (PEP 574), so an array of 100 MB is copied once, into the file. The
+receiver maps the file copy-on-write and builds the array on that memory without another copy. Tensors travel as arrays,
+so the notebook needs no torch to receive one. The file is unlinked as soon as it is mapped.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from nbkit.wire.processes import Process, boot_id
 _SHARED = Path("/dev/shm")
 _ALIGN = 64
 _SPARE = 16 << 20  # of shared memory, left for others
-_ROUNDS = 100  # to remove a folder into which others write; one that cannot be removed stays
+_ROUNDS = 100  # attempts to remove a folder into which others write; after that it stays
 LIMIT_BYTES = 1 << 30
-LEFT_AFTER = 600.0  # seconds; a process of another container, which shares /dev/shm, cannot be looked up here
+LEFT_AFTER = 600.0  # seconds; processes of another container that shares /dev/shm cannot be looked up here
 
 
 class _Packer(pickle.Pickler):
-    """Pickles tensors as arrays, CUDA tensors by way of the CPU."""
+    """Pickles tensors as arrays. CUDA tensors go through the CPU."""
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -45,13 +45,13 @@ class _Packer(pickle.Pickler):
         name = str(tensor.dtype).removeprefix("torch.")
         try:
             array = tensor.numpy()
-        except TypeError:  # bfloat16 and the float8 kinds have no numpy twin: their bits travel
+        except TypeError:  # numpy has no bfloat16 and float8 types: send the bits
             array = tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16).numpy()
         return _tensor, (array, name, value.requires_grad)
 
 
 def _tensor(array: Any, dtype: str, requires_grad: bool) -> Any:
-    """A tensor where torch is imported, an array where it is not."""
+    """Return a tensor if torch is imported, else an array."""
     torch = sys.modules.get("torch")
     if torch is None:
         return _without_torch(array, dtype)
@@ -70,8 +70,10 @@ def _without_torch(array: Any, dtype: str) -> Any:
 
 
 def folder(size: int = 0) -> Path:
-    """Where a parcel of `size` bytes lies: shared memory where there is enough (containers often have 64 MB), else
-    the temporary folder."""
+    """Return the folder for a parcel of `size` bytes.
+
+    This is shared memory if there is enough of it (containers often have 64 MB), else the temporary folder.
+    """
     if _SHARED.is_dir() and os.access(_SHARED, os.W_OK) and shutil.disk_usage(_SHARED).free > size + _SPARE:
         return _SHARED
     return Path(tempfile.gettempdir())
@@ -86,12 +88,12 @@ def pack(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
 
 
 def size_of(packed: tuple[bytes, list[pickle.PickleBuffer]]) -> int:
-    """Bytes that will travel."""
+    """Return the number of bytes to send."""
     return len(packed[0]) + sum(buffer.raw().nbytes for buffer in packed[1])
 
 
 def reserve() -> str:
-    """Return a new token: parcels named `token/...` can be written until `discard(token)`, and none after it."""
+    """Return a new token. Parcels named `token/...` can be written until `discard(token)`, and not after it."""
     token = _new_name()
     for place in _places():
         (place / token).mkdir(mode=0o700)
@@ -99,9 +101,9 @@ def reserve() -> str:
 
 
 def write(packed: tuple[bytes, list[pickle.PickleBuffer]], name: str = "") -> str:
-    """Write a packed value to a new private file; returns its path. Whoever reads it last unlinks it.
+    """Write a packed value to a new private file; returns its path. The last reader unlinks it.
 
-    Raises FileNotFoundError when `name` lies under a token that was discarded.
+    Raises FileNotFoundError if `name` is under a token that was discarded.
     """
     head, buffers = packed
     parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
@@ -121,18 +123,18 @@ def write(packed: tuple[bytes, list[pickle.PickleBuffer]], name: str = "") -> st
 
 
 def packed_bytes(packed: tuple[bytes, list[pickle.PickleBuffer]]) -> list[bytes]:
-    """Return a packed value as it travels to another host: the pickle, then its buffers."""
+    """Return a packed value in the form for another host: the pickle, then its buffers."""
     head, buffers = packed
     return [head, *(bytes(buffer.raw()) for buffer in buffers)]
 
 
 def unpack(parts: list[bytes]) -> Any:
-    """The value whose `packed_bytes` these are. Arrays in it are writable."""
+    """Return the value from its `packed_bytes`. Arrays in it are writable."""
     return pickle.loads(parts[0], buffers=[bytearray(part) for part in parts[1:]])
 
 
 def discard(token: str) -> None:
-    """Unlink the parcels under `token`, also those that a rank is about to write: their folder is gone."""
+    """Unlink the parcels under `token`. A rank that is about to write one fails, since the folder is gone."""
     for place in _places():
         # A parcel created between the listing and the removal of its folder takes another round.
         for _ in range(_ROUNDS):
@@ -144,7 +146,7 @@ def discard(token: str) -> None:
 def remove_left() -> int:
     """Remove this user's parcels whose notebook died before it could; returns how many there were."""
     removed = 0
-    # Not `_places`: shared memory that is full counts as none there, and is what wants to be cleaned.
+    # Do not use `_places`: it leaves out full shared memory, which needs cleaning most.
     for path in (path for place in (_SHARED, Path(tempfile.gettempdir())) for path in place.glob("nbkit-*-*-*")):
         try:
             pid, started = map(int, path.name.split("-")[1:3])
@@ -162,7 +164,10 @@ def remove_left() -> int:
 
 
 def _new_name() -> str:
-    """Of a parcel that this process answers for: its pid and start tell, later, whether anybody still does."""
+    """Return a name for a parcel of this process.
+
+    It has the pid and the start of the process, so that `remove_left` can tell whether the process still lives.
+    """
     own = Process.of(os.getpid())
     return f"nbkit-{own.pid}-{own.started:.0f}-{uuid.uuid4().hex}"
 
@@ -178,7 +183,7 @@ def _write_all(file: Any, data: Any) -> None:
 
 
 def read(path: str, *, unlink: bool = True) -> Any:
-    """Return the value in a parcel. Arrays in it lie on the mapped file, writable and private to this process."""
+    """Return the value in a parcel. Its arrays use the mapped file as memory, writable and private to this process."""
     with open(path, "rb") as file:
         if unlink:
             os.unlink(path)

@@ -1,7 +1,7 @@
-"""A process that does not answer, seen from outside: what the system says of it, and the stack that it dumps.
+"""The state of a process that does not answer: what the system says about it, and the stack that it dumps.
 
-A thread that keeps the interpreter to itself lets no other Python of its process run. faulthandler answers even then:
-its signal handler is C code that appends the stack of the main thread to a file. See `watchdog.dump_on_signal`.
+A thread that holds the interpreter lets no other Python code of its process run. faulthandler answers even then: its
+signal handler is C code that appends the stack of the main thread to a file. See `failure_alarm.dump_on_signal`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class Frame:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """stopped: by a signal or a debugger. state: the system's word for it. kernel: where in the system it sleeps.
+    """The state of a process, seen from outside.
 
-    stack: of the main thread, innermost first; () where none was dumped.
+    stopped: by a signal or a debugger. state: the system's word for it. kernel: the kernel function in which it sleeps.
+    stack: of the main thread, innermost first; () if none was dumped.
     """
 
     stopped: bool
@@ -44,9 +45,10 @@ class ProcessState:
 
 
 def look(process: Process, log: Path, seconds: float = 1.0) -> ProcessState | None:
-    """Return what a process of this host does that dumps its stack into `log` on SIGUSR1; it is given so many seconds.
+    """Return the state of a process of this host that dumps its stack into `log` on SIGUSR1.
 
-    None when it has ended, or is not of this host. One that is stopped is not asked for its stack.
+    Returns None if it has ended, or is not on this host. A stopped process is not asked for its stack. seconds: how
+    long to wait for the stack.
     """
     if not process.is_alive():
         return None
@@ -65,7 +67,7 @@ def look(process: Process, log: Path, seconds: float = 1.0) -> ProcessState | No
 def _main_stack(process: Process, log: Path, seconds: float) -> tuple[Frame, ...]:
     try:
         before = log.stat().st_size
-    except OSError:  # it has no handler of ours, and the signal would end it
+    except OSError:  # it has not installed our handler, so the signal would end it
         return ()
     process.end(signal.SIGUSR1)
     deadline, text = time.monotonic() + seconds, ""

@@ -1,7 +1,7 @@
-"""A process by a name that nobody else gets: its pid together with when it started.
+"""The unique identity of a process: its pid together with its start time.
 
-The system gives pids away again. Whoever signals a process of a cluster later (the notebook, the parent of the
-ranks, `nbkit clean`) asks here first whether it is still the same one.
+The system reuses pids. Code that signals a process of a cluster later (the notebook, the parent of the ranks,
+`nbkit clean`) checks here first whether it is still the same process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from pathlib import Path
 import psutil
 
 STOP_SIGNAL = signal.SIGUSR1
-"""By which the user's stop ends the parent of the ranks at once. SIGTERM comes from a batch system: see Parent."""
+"""The signal with which a user's stop ends the parent of the ranks at once. Batch systems send SIGTERM: see Parent."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """started: in clock ticks since the boot called `boot`; on systems other than Linux seconds since the epoch.
+    """A process, by pid and start time.
 
-    Ticks, because the time of day of a start moves when the clock is set, and the process would seem another one.
+    started: in clock ticks since the boot called `boot`; on systems other than Linux in seconds since the epoch. Ticks
+    are used because the time of day of a start changes when the clock is set: the process would seem another one.
     """
 
     pid: int
@@ -33,12 +34,12 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """The process that has this pid now. Raises ProcessLookupError."""
+        """Return the process that has this pid now. Raises ProcessLookupError."""
         started, _ = _look(pid)
         return cls(pid, started, boot_id())
 
     def is_alive(self) -> bool:
-        """Return True if it still runs; a zombie does not."""
+        """Return True if the process still runs. A zombie does not."""
         try:
             started, zombie = _look(self.pid)
         except ProcessLookupError:
@@ -46,7 +47,7 @@ class Process:
         return not zombie and self._is(started)
 
     def end(self, number: int = signal.SIGTERM, *, group: bool = False) -> None:
-        """Send a signal, if it is still this process. group: to all of the process group that it leads."""
+        """Send a signal, if the pid is still this process. group: send it to the process group that it leads."""
         if self.is_alive():
             try:
                 (os.killpg if group else os.kill)(self.pid, number)
@@ -60,10 +61,10 @@ class Process:
 
 
 def followers(leader: int, folder: str | os.PathLike[str]) -> list[Process]:
-    """Return what still runs of the session that process `leader` leads or led, itself left out.
+    """Return the running processes of the session that process `leader` leads or led, without the leader.
 
-    folder: only what was started with this folder, or one below it, in its environment. When all of a session have
-    ended, its number may come to mean somebody else's.
+    folder: return only processes with this folder, or one below it, in their environment. When a whole session has
+    ended, its number may be reused for another session.
     """
     found = []
     for pid in psutil.pids():
@@ -76,13 +77,13 @@ def followers(leader: int, folder: str | os.PathLike[str]) -> list[Process]:
 
 
 def _look(pid: int) -> tuple[float, bool]:
-    """(when it started, whether it is a zombie). Raises ProcessLookupError."""
+    """Return (start time, whether the process is a zombie). Raises ProcessLookupError."""
     if sys.platform == "linux":
         try:
             text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except OSError:
             raise ProcessLookupError(f"there is no process {pid}") from None
-        # The command's name may hold spaces and brackets: fields are counted from its closing bracket.
+        # The command's name may contain spaces and brackets, so fields are counted from its closing bracket.
         fields = text.rpartition(")")[2].split()
         return float(fields[19]), fields[0] in "ZX"
     try:
@@ -97,14 +98,13 @@ def _was_given(pid: int, folder: str) -> bool:
 
 
 def node_name() -> str:
-    """Return what this machine is called: in a job of Slurm's as Slurm calls it, since one machine may be several
-    nodes."""
+    """Return the name of this machine. In a Slurm job this is Slurm's name, since one machine may be several nodes."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 @cache
 def boot_id() -> str:
-    """Return what the kernel calls this boot, "" where it does not."""
+    """Return the kernel's id of this boot, or ""."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""A function on a rank, by name: how the notebook wing calls the bridge without importing it."""
+"""Functions on ranks by name, so that the notebook package can call the bridge without importing it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Remote:
-    """`Remote("nbkit.bridge.calls:run_cell")(...)` imports the module where it runs and calls the function there."""
+    """A function on a rank, by name.
+
+    `Remote("nbkit.bridge.calls:run_cell")(...)` imports the module in the process where it is called, and calls the
+    function there.
+    """
 
     target: str
 

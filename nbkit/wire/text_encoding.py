@@ -1,4 +1,4 @@
-"""Text that every encoder takes: Jupyter's messages are UTF-8, and a Python string may hold what UTF-8 cannot."""
+"""Make text encodable. Jupyter's messages are UTF-8, and a Python string may hold surrogates, which UTF-8 cannot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def encodable(value: Any) -> Any:
-    """`value` (text, or dicts and lists of it) with lone surrogates written as escapes, a backslash and five more."""
+    """Return `value` (text, or dicts and lists of it) with lone surrogates as escapes: a backslash and five more."""
     if isinstance(value, str):
         try:
             value.encode()

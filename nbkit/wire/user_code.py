@@ -1,4 +1,4 @@
-"""Which source files are the user's own: cells, scripts and modules, not the interpreter's, a package's or nbkit's."""
+"""Tell the user's own source files (cells, scripts, modules) from those of Python, packages and nbkit."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A prompt in the notebook on a rank: `breakpoint()` in a cell, and the frames of a cell that has failed."""
+"""A debugger prompt on a rank: for `breakpoint()` in a cell, and for the frames of a cell that has failed."""

@@ -1,7 +1,4 @@
-"""Questions to the system about the child processes of the ranks' parent.
-
-The log of the ranks' parent: what it prints, with the time.
-"""
+"""How the parent of the ranks asks the system about its child processes, ends them, and writes its log."""
 
 from __future__ import annotations
 
@@ -15,8 +12,10 @@ import psutil
 
 
 def has_ended(pid: int) -> bool:
-    """Return True if a child has ended, without reaping it: until it is reaped, nobody else gets its pid or its
-    group's."""
+    """Return True if a child has ended, without reaping it.
+
+    Until it is reaped, no other process gets its pid, or the id of its group.
+    """
     if hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
@@ -32,9 +31,9 @@ def kill_group(pid: int) -> None:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """The number of processes that the kernel has ended for want of memory; 0 where it does not say.
+    """Return how many processes the kernel has killed because memory ran out; 0 if it does not say.
 
-    Of this cgroup, by version 2 (a container's own is the root that it sees) or 1; else of the whole machine.
+    Counts those of this cgroup, version 2 (a container sees its own as the root) or 1; else of the whole machine.
     """
     own = _own_cgroup(root)
     places = (
@@ -53,14 +52,14 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 
 class Ends:
-    """How ranks end, in words. One per parent: what the kernel had ended before it began is not of its ranks."""
+    """Says in words how ranks ended. There is one per parent: it does not count processes that were killed before."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._oom_kills = oom_kills(root)
 
     def how(self, status: int, device: str) -> str:
-        """status: of os.waitpid. device: what the rank had said of its device, which does not compute any more."""
+        """Return in words how a rank ended. status: of os.waitpid. device: its words on a failed device, or ""."""
         if device:
             return f"its device failed: {device}"
         if not os.WIFSIGNALED(status):
@@ -83,5 +82,5 @@ def _own_cgroup(root: Path) -> str:
 
 
 def log(text: str) -> None:
-    with suppress(OSError):  # over SSH nobody may read it any more
+    with suppress(OSError):  # the SSH connection that reads it may be closed
         print(f"{time.strftime('%H:%M:%S')} parent: {text}", flush=True)

@@ -1,18 +1,17 @@
-"""A rank is replaced on a cluster of several hosts: the parent of the first host decides, for the ranks of all of them.
+"""The parent's side of a cluster on several hosts: its line to the coordinator, and ranks on other hosts.
 
-Each parent forks and reaps the ranks of its own host. What they say of a training, and how they end, goes to the first
-host's; what that wants done with one of them comes back. Both go through the coordinator, which keeps their order.
+The coordinator runs on the notebook's host (nbkit/notebook/cluster/hosts). It passes messages about ranks between the
+parents: a cell that failed, a rank that died. So the ranks of all hosts are released without the notebook.
+
+When ranks are replaced, the parent of the first host decides for the ranks of all hosts. Each parent forks and reaps
+the ranks of its own host. It tells the first host's parent what they say about a training, and how they end. Commands
+for these ranks come back. Both go through the coordinator, which keeps their order.
 
     of_rank   started   placed   lost   to the first host's parent
-    start_rank   to_rank   dismiss      from it, to whoever has that rank
+    start_rank   to_rank   dismiss      from it, to the parent of that rank
 
-A host in reserve has a parent too, which has no ranks until the coordinator says whose place it takes (`take_place`):
-then its ranks are started as any that is replaced.
-
-The coordinator of a cluster on several hosts, as the parent of one host's ranks sees it.
-
-It passes on between the parents what each of them tells of its ranks: a cell that failed, a rank that died. So the
-ranks of all hosts are released without the notebook. It runs on the notebook's host (nbkit/notebook/cluster/hosts).
+A host in reserve has a parent too. It has no ranks until the coordinator tells it to take the place of another host
+(`take_place`). Then its ranks are started like any rank that is replaced.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from nbkit.bridge.parent.child_processes import kill_group, log
 from nbkit.bridge.parent.spec import CoordinatorAddress, write_pins
 from nbkit.wire.link import SignedLink
 
-SEEN_SECONDS = 10.0  # between two messages that somebody uses the cluster
+SEEN_SECONDS = 10.0  # between two messages that the cluster is in use
 LOG_LINES = 15
 
 
 class CoordinatorLine:
-    """The line to it. gone: it has ended, or its host cannot be reached."""
+    """The line to the coordinator. gone: the coordinator has ended, or its host cannot be reached."""
 
     def __init__(self, line: CoordinatorAddress) -> None:
         os.set_inheritable(line.fd, False)
@@ -43,7 +42,7 @@ class CoordinatorLine:
         self._told = 0.0
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return what it has sent; blocks for the first message."""
+        """Return the messages that have come; blocks for the first."""
         messages = self.link.receive()
         self.gone = messages is None
         return messages or []
@@ -66,7 +65,7 @@ _FROM_FIRST = ("start_rank", "to_rank", "dismiss")
 
 
 class HostParent(Protocol):
-    """nbkit.bridge.parent.parent's, which imports this file: what is used of it."""
+    """The part of `Parent` that is used here. nbkit.bridge.parent.parent imports this file."""
 
     coordinator: CoordinatorLine | None
     ending: bool
@@ -84,7 +83,7 @@ class HostParent(Protocol):
 
 
 class RankElsewhere:
-    """A rank of another host, as the first host's parent sees it: what it uses of a Child (see parent.py).
+    """A rank of another host, as the first host's parent sees it. It can be used like a Child (see parent.py).
 
     pid: 0 until its own parent has said that it is started.
     """
@@ -93,14 +92,14 @@ class RankElsewhere:
         self.rank, self.pid, self._line = rank, 0, coordinator.link
         self.seat: Any = None
         self.dismissed = False
-        self.link = self  # what is sent to a rank
+        self.link = self  # so that `link.send` reaches the rank
 
     def send(self, **word: Any) -> None:
-        """Tell the rank."""
+        """Send a message to the rank."""
         self._line.send(event="to_rank", rank=self.rank, word=word)
 
     def start(self, cell: str, death: dict[str, Any]) -> None:
-        """Have it started in the place of one that has died in that cell, on the device that its host chooses."""
+        """Have it started in the place of a rank that died in that cell, on the device that its host chooses."""
         self._line.send(event="start_rank", rank=self.rank, cell=cell, death=death)
 
     def dismiss(self) -> None:
@@ -110,17 +109,18 @@ class RankElsewhere:
 
 
 class OtherHosts:
-    """One per parent. ranks: of the other hosts, at the first host's parent; empty elsewhere and on one host.
+    """The ranks of other hosts, and the messages about them. There is one per parent.
 
-    undecided: at another host's parent, its ranks that have ended, until it hears what becomes of them. in_reserve: it
-    has had no ranks yet. taken: the ranks of a host whose place it takes, which have not died on its devices.
+    ranks: at the first host's parent, the ranks of the other hosts; empty elsewhere and on a single host.
+    undecided: at another host's parent, its ranks that have ended, until it hears what becomes of them. in_reserve:
+    this host has had no ranks yet. taken: ranks of a host whose place this one takes; they did not die on its devices.
     """
 
     def __init__(self, parent: HostParent) -> None:
         self.parent, spec = parent, parent.spec
         self.ranks: dict[int, RankElsewhere] = {}
         self.undecided: set[int] = set()
-        self._to_start: dict[int, dict[str, Any]] = {}  # rank -> in the place of whom, and in which cell
+        self._to_start: dict[int, dict[str, Any]] = {}  # rank -> message: whom it replaces, in which cell
         self._line = parent.coordinator
         self.in_reserve = not spec.pins
         self.taken: set[int] = set()
@@ -132,34 +132,34 @@ class OtherHosts:
     # At another host's parent
 
     def tell(self, event: str, rank: int, **more: Any) -> None:
-        """Tell the first host's parent of a rank of this host."""
+        """Tell the first host's parent about a rank of this host."""
         if self._line is not None and not self.decides:
             self._line.link.send(event=event, rank=rank, **more)
 
     def tell_said(self, child: Any, said: dict[str, Any]) -> None:
-        """A rank of this host says where it is in a training."""
+        """Pass on a message of a rank of this host about its training."""
         if self.decides:
             self.parent.replacer.hear(child, said)
         else:
             self.tell("of_rank", child.rank, pid=child.pid, said=said)
 
     def tell_left(self, child: Any) -> None:
-        """The cell of a rank of another host than the first has ended, and with it a training."""
+        """Say that the cell of a rank has ended, and with it a training. Does nothing on the first host."""
         self.tell("of_rank", child.rank, pid=child.pid, said={"event": "seat", "cell": "", "why": ""})
 
     def tell_lost(self, death: dict[str, Any]) -> None:
-        """A rank of this host has ended: the first host's parent says what becomes of it."""
+        """Say that a rank of this host has ended. The first host's parent decides what becomes of it."""
         self.undecided.add(death["rank"])
         self.tell("lost", **death)
 
     @property
     def awaited(self) -> bool:
-        """Return True if this parent has to stay although none of its ranks may be left."""
+        """Return True if this parent has to stay even if it has no ranks left."""
         waits = bool(self.undecided) or self.in_reserve
         return waits and not self.parent.ending and self._line is not None and not self._line.gone
 
     def go_on(self) -> None:
-        """Start what is to be started, once the rank of that number has been reaped."""
+        """Start the ranks that are due, once the old rank of that number has been reaped."""
         for rank in sorted(set(self._to_start) - set(self.parent.children)):
             asked = self._to_start.pop(rank)
             if not self.parent.ending:
@@ -172,7 +172,7 @@ class OtherHosts:
     # At the first host's parent
 
     def begin(self, rank: int, cell: str, death: dict[str, Any]) -> None:
-        """Have a rank started, on its own host, in the place of one that has died in a training in that cell."""
+        """Have a rank started on its own host, in the place of one that died in a training in that cell."""
         if self._line is None or rank in self.parent.spec.ranks:
             self.parent.replacer.placed(rank, self.parent.spares.place(cell, death))
             self.parent.start_rank(rank, replaces=True)
@@ -183,13 +183,13 @@ class OtherHosts:
     # Both
 
     def forget(self, rank: int, how: str) -> None:
-        """A rank of another host, or of this one, was declared dead there."""
+        """Forget a rank that was declared dead, on another host or on this one."""
         self.undecided.discard(rank)
         if self.ranks.pop(rank, None):
             self.parent.replacer.lost(rank, how)
 
     def hear(self, event: str, message: dict[str, Any]) -> bool:
-        """Return True if a message of the coordinator is of this, and done."""
+        """Handle a message of the coordinator. Returns False if it is not about ranks of other hosts."""
         if event == "take_place":
             self._take_place(message["base"], message["count"])
             return True
@@ -205,7 +205,7 @@ class OtherHosts:
             there.pid = message["pid"]
         elif event == "placed":
             self.parent.replacer.placed(there.rank, message["said"])
-        elif message["pid"] not in (there.pid, 0):  # of a process whose place has been taken meanwhile
+        elif message["pid"] not in (there.pid, 0):  # about a process that was replaced meanwhile
             return
         elif event == "of_rank":
             self.parent.replacer.hear(there, message["said"])
@@ -216,7 +216,7 @@ class OtherHosts:
                 self.parent.declare_dead(death)
 
     def _take_place(self, base: int, count: int) -> None:
-        """This host, in reserve so far, holds `count` ranks from now on; the first host's parent has them started."""
+        """Take `count` ranks on this host, which was in reserve. The first host's parent has them started."""
         spec = self.parent.spec
         self.parent.spec = replace(spec, base=base, pins=spec.spares[:count], spares=spec.spares[count:])
         self.taken = {*self.parent.spec.ranks}

@@ -1,29 +1,29 @@
-"""The parent of the ranks: imports torch once, forks every rank from itself, reaps them, and lets go in the end.
-
-It is what stays when the notebook is gone. It holds no socket of zmq and no thread, so that it can fork at any
-time, and it does five things: it names how a rank ended; it releases the ranks of a cell in which one failed;
-it replaces a rank that died in a training (replacement.py);
-it ends a rank that answers to nothing when a notebook asks for that; and it ends the cluster when the
-controller is gone or nobody has used it for its time to live.
-
-A cluster on several hosts has a parent on each. It tells the coordinator what it tells its own ranks, and tells them
-what it hears from there; when to end, the coordinator says, and who is replaced, the first host's parent
-(other_hosts.py).
+"""The parent of the ranks: it imports torch once, forks every rank from itself, reaps them, and ends with the last one.
 
     python -m nbkit.bridge.parent.parent FOLDER
 
-The controller of ipyparallel's, as the parent of the ranks sees it: a process that the notebook started.
+The parent stays when the notebook is gone. It has no zmq socket and no thread, so that it can fork at any time. It does
+five things:
 
-The end of the ranks of one host that their user has not asked for: a training is saved at its next step boundary.
+- It says how a rank ended.
+- It releases the ranks of a cell in which one rank failed.
+- It replaces a rank that died in a training (replacement.py).
+- It ends a rank that does not answer at all, when a notebook asks for that.
+- It ends the cluster when the controller is gone, or when nobody has used it for its time to live.
 
-Batch systems ask so by SIGTERM before they kill: at a job's time limit, or for a job that goes before it. Some say it
-twice. On a cluster of several hosts the coordinator is told, which knows more about why, and tells the other hosts.
+A cluster on several hosts has a parent on each host. It tells the coordinator what it tells its own ranks, and tells
+them what it hears from there. The coordinator decides when to end. The first host's parent decides which ranks are
+replaced (other_hosts.py).
 
-Devices in reserve, as the parent of the ranks sees them: a rank whose own device may be bad goes on on one of them.
+`EndInOrder` ends the ranks of a host when their user has not asked for it: a training is saved at its next step
+boundary. Batch systems send SIGTERM before they kill: at a job's time limit, or to make room for another job. Some send
+it twice. On a cluster of several hosts the coordinator is told. It knows more about the reason and tells the other
+hosts.
 
-It may be where the rank itself has said that its device does not compute any more, and where the rank has died twice on
-it in one cell. One death alone is not the device's: mostly it is a kill, memory that ran out, or the program. A device
-that was left is never taken again. Each host of a cluster has its own, and the parent there gives them out.
+`Spares` are the devices in reserve. A rank moves to one of them if its own device may be bad: if the rank has said that
+its device does not compute any more, or if the rank has died twice on it in one cell. One death alone does not point to
+the device: mostly it is a kill, memory that ran out, or the program. A device that was left is never used again. Each
+host has its own spares, and the parent there assigns them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def controller_of(folder: Path) -> Process | None:
 
 
 def end_schedulers(folder: Path, controller: Process | None) -> None:
-    """End what a controller that was killed has left. One that lives ends its schedulers itself."""
+    """End the schedulers of a controller that was killed. A living controller ends its schedulers itself."""
     if controller and not controller.is_alive():
         for scheduler in followers(controller.pid, folder):
             scheduler.end(signal.SIGKILL)
@@ -75,7 +75,8 @@ def end_schedulers(folder: Path, controller: Process | None) -> None:
 def unregister(engine_file: Path, rank: int) -> None:
     """Have the hub forget engine `rank`, so that its clients learn of it and the id is free again.
 
-    As its own nanny process would (ipyparallel/engine/nanny.py). For a process of its own: the parent is without zmq.
+    ipyparallel's own nanny process would do the same (ipyparallel/engine/nanny.py). Call it in a separate process: the
+    parent must not use zmq.
     """
     import zmq
     from jupyter_client.session import Session
@@ -94,11 +95,11 @@ def unregister(engine_file: Path, rank: int) -> None:
     context.term()
 
 
-END_SECONDS = 600.0  # for a training to reach a boundary and to be saved; whoever sends SIGTERM gives less
+END_SECONDS = 600.0  # for a training to reach a boundary and be saved; the sender of SIGTERM waits less
 
 
 class EndingParent(Protocol):
-    """nbkit.bridge.parent.parent's, which imports this file: what is used of it. children: by rank."""
+    """The part of `Parent` that `EndInOrder` uses. children: by rank."""
 
     coordinator: CoordinatorLine | None
     ending: bool
@@ -110,16 +111,19 @@ class EndingParent(Protocol):
 
 
 class EndInOrder:
-    """One per parent. asked: by a signal, which does nothing else, so that it can come at any time."""
+    """Ends the ranks in order. There is one per parent.
+
+    asked: set by the signal handler, which does nothing else, so that the signal can come at any time.
+    """
 
     def __init__(self, parent: EndingParent) -> None:
         self.parent = parent
         self.asked, self.why, self.deadline = False, "", float("inf")
 
     def go_on(self) -> None:
-        """Do what the signal has asked for, and do not wait forever for what was begun."""
+        """Begin the end that a signal has asked for. End all ranks at once if that takes too long."""
         if self.asked:
-            self.asked = False  # what comes again finds that the end was begun
+            self.asked = False  # a second signal finds that the end was begun
             if self.parent.coordinator:
                 self.parent.coordinator.link.send(event="told_to_end")
             if not self.parent.ending:
@@ -129,12 +133,12 @@ class EndInOrder:
             self.parent.end_all("the training did not end in time")
 
     def begin(self, why: str, *, now: bool = True) -> None:
-        """End every rank: one that trains after its next step boundary, where it is saved; if none does, at once.
+        """End every rank. A training is saved at its next step boundary, and its rank ends after that.
 
-        now: what runs besides trainings is not waited for.
+        If no rank runs a cell, all end at once. now: do not wait for cells that do not train.
         """
         parent = self.parent
-        if parent.ending and not self.why:  # at once, and that was begun
+        if parent.ending and not self.why:  # they are being ended at once already
             return
         if not parent.ending and not any(child.cells for child in parent.children.values()):
             parent.end_all(why)
@@ -145,7 +149,7 @@ class EndInOrder:
         self.tell(why, now=now)
 
     def tell(self, why: str, *, now: bool) -> None:
-        """Tell the ranks to end, once for each reason. now: one that does not train ends at once."""
+        """Tell the ranks to end, once for each reason. now: a rank that does not train ends at once."""
         if why != self.why:
             self.why = why
             log(f"a training is to end in order: {why}")
@@ -153,11 +157,11 @@ class EndInOrder:
                 child.link.send(do="end", why=why, now=now)
 
 
-DEATHS = 2  # of one rank on one device in one cell, which may be the device's
+DEATHS = 2  # so many deaths of one rank on one device in one cell may be the device's fault
 
 
 class PlacingParent(Protocol):
-    """nbkit.bridge.parent.parent's, which imports this file: what is used of it."""
+    """The part of `Parent` that `Spares` uses."""
 
     spec: EngineSpec
     folder: Path
@@ -165,17 +169,17 @@ class PlacingParent(Protocol):
 
 
 class Spares:
-    """One per parent, for the ranks of its host."""
+    """The devices in reserve for the ranks of a host. There is one per parent."""
 
     def __init__(self, parent: PlacingParent) -> None:
         self.parent = parent
-        self._pids: defaultdict[tuple[str, int, str], set[int]] = defaultdict(set)  # (cell, rank, device) -> who died
+        self._pids: defaultdict[tuple[str, int, str], set[int]] = defaultdict(set)  # (cell, rank, device) -> dead pids
 
     def place(self, cell: str, death: dict[str, Any]) -> str:
-        """Another process is to take the place of a rank that died: choose its device. What is told of it, or "".
+        """Choose the device of the process that replaces a dead rank. Returns a sentence about a change, or "".
 
-        death: as for Replacer.takes; also once more, for a further process in its place. On several hosts it is told
-        to the coordinator too, for the first host's parent and for the notebook.
+        death: as for Replacer.takes; it may come again, for a further process in its place. On several hosts the
+        coordinator is told too, for the first host's parent and for the notebook.
         """
         said = self._placed(cell, death)
         line, spec = self.parent.coordinator, self.parent.spec
@@ -219,18 +223,21 @@ def _counted(count: int) -> str:
     return "no spare is" if not count else "1 spare is" if count == 1 else f"{count} spares are"
 
 
-START_SECONDS = 180.0  # for the controller to write where it is; as long as the notebook waits
-GRACE_SECONDS = 0.25  # the other ranks of a failed cell may end by themselves in this time
+START_SECONDS = 180.0  # for the controller to write its address; the notebook waits as long
+GRACE_SECONDS = 0.25  # in which the other ranks of a failed cell may end by themselves
 TICK_SECONDS = 1.0
-FAILED_KEPT = 50  # cells; ranks begin one within moments of each other
-_COORDINATOR = "coordinator"  # among the ranks that the selector knows
+FAILED_KEPT = 50  # cells; all ranks begin a cell at nearly the same time
+_COORDINATOR = "coordinator"  # its key in the selector, beside the ranks
 
 
 @dataclass
 class Child:
-    """A rank as its parent sees it. seat: where a newcomer could enter what it runs. replaces: it is a newcomer.
-    dismissed: it was ended because its replacement begins again or was given up. failed: what it has said of its
-    device, which does not compute any more."""
+    """A rank as its parent sees it.
+
+    seat: where a newcomer could enter the cell that it runs. replaces: it is a newcomer. dismissed: it was ended
+    because its replacement begins again or was given up. failed: its words on its device, which does not compute any
+    more.
+    """
 
     rank: int
     pid: int
@@ -240,7 +247,7 @@ class Child:
     dismissed: bool = False
     failed: str = ""
     seat: Seat | None = None
-    cells: dict[str, list[int]] = field(default_factory=dict)  # those that run: id -> its ranks
+    cells: dict[str, list[int]] = field(default_factory=dict)  # running cells: id -> its ranks
 
     def dismiss(self) -> None:
         """End it, without declaring it dead."""
@@ -249,7 +256,7 @@ class Child:
 
 
 class Parent:
-    """See the module's text."""
+    """The parent of the ranks of one host. See the docstring of the module."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -264,7 +271,7 @@ class Parent:
         self.replacer, self.resizer, self.spares = Replacer(self), Resizer(self), Spares(self)
         self.elsewhere = OtherHosts(self)
         self.due: dict[str, tuple[float, str]] = {}  # cell -> (when to release it, why)
-        self.failed: dict[str, str] = {}  # the last cells in which a rank has failed -> why the others are released
+        self.failed: dict[str, str] = {}  # latest cells in which a rank has failed -> why the others are released
         self.seen = time.monotonic()
         self.ends = Ends()
         self.selector = selectors.DefaultSelector()
@@ -274,7 +281,7 @@ class Parent:
         self.controller: Process | None = None
 
     def run(self) -> None:
-        """Until every rank has ended."""
+        """Start the ranks, and handle events until every rank has ended."""
         wake, woken = socket.socketpair()
         wake.setblocking(False)
         woken.setblocking(False)
@@ -292,7 +299,7 @@ class Parent:
             self.start_rank(rank)
         if self.listener:
             self.listener.close()
-        if self.ending or self.end_in_order.asked:  # the signal may have come while one was being forked
+        if self.ending or self.end_in_order.asked:  # the signal may have come during a fork
             self.end_all("the cluster was stopped while it started")
         while self.children or self.elsewhere.awaited:
             for key, _ in self.selector.select(self._patience()):
@@ -312,9 +319,9 @@ class Parent:
         log("every rank has ended")
 
     def start_rank(self, rank: int, *, replaces: bool = False) -> None:
-        """Fork a rank from this process, which has torch in memory; where forking is unsafe, start it afresh.
+        """Fork a rank from this process, which has torch in memory. If forking is unsafe, start it afresh.
 
-        replaces: another one of this number has died, or the ranks that are there have been in a world without it.
+        replaces: another rank of this number has died, or the other ranks already have a world without this one.
         """
         mine, theirs = socket.socketpair()
         listener = self.listener if rank == 0 and not replaces else None
@@ -335,13 +342,13 @@ class Parent:
 
     @property
     def members(self) -> dict[int, Child | RankElsewhere]:
-        """The ranks that may take part in a training, as far as this parent sees to them."""
+        """The ranks that may take part in a training and that this parent handles."""
         return {**self.children, **self.elsewhere.ranks}
 
     def _become(self, rank: int, theirs: socket.socket, listener: socket.socket | None, replaces: bool) -> None:
-        """In the child: drop what belongs to the parent, then be a rank."""
+        """Drop what belongs to the parent, then be a rank. Runs in the forked child, and never returns."""
         try:
-            os.setsid()  # so that what this rank starts can be ended with it
+            os.setsid()  # so that processes of this rank can be ended with it
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, STOP_SIGNAL):
                 signal.signal(number, signal.SIG_DFL)
@@ -387,7 +394,7 @@ class Parent:
         elif event == "device_failed":
             child.failed = message["said"]
         elif event == "training_ended":
-            if self.coordinator and child.rank == self.spec.base:  # the ranks of a host say the same
+            if self.coordinator and child.rank == self.spec.base:  # all ranks of a host say the same
                 self.coordinator.link.send(**message)
         elif event in ("waits", "replaced") and self.resizer.takes(child, message):
             pass
@@ -417,7 +424,7 @@ class Parent:
             elif event == "died":
                 self.dead.add(message["rank"])
                 self.elsewhere.forget(message["rank"], message["how"])
-                if message.pop("unregister"):  # its own parent cannot
+                if message.pop("unregister"):  # its own parent cannot do it
                     self.tell_hub(message["rank"])
                 self.spread_death(message)
             elif event in ("interrupt", "end") and (child := self.children.get(message["rank"])):
@@ -434,7 +441,7 @@ class Parent:
             log("the line to the coordinator is closed")
             if self.spec.fenced and not self.coordinator.link.closed:
                 self.end_all("this host was out of reach, and other ranks may have taken the place of these")
-            elif self.coordinator.link.broke:  # nobody can reach the ranks any more, or stop what they wait in
+            elif self.coordinator.link.broke:  # nobody can reach the ranks any more, or stop their waits
                 for child in self.children.values():
                     for cell in child.cells:
                         child.link.send(do="release", cell=cell, reason="the notebook's host does not answer")
@@ -443,10 +450,10 @@ class Parent:
 
     def _began(self, child: Child, cell: str, ranks: list[int]) -> None:
         child.cells[cell] = ranks
-        # It was on its way when the rank died, and nothing else would end its wait for that one.
+        # The cell was on its way when the rank died. Nothing else would end its wait for the dead rank.
         for rank in self.dead.intersection(ranks):
             child.link.send(do="release", cell=cell, reason=f"rank {rank} died")
-        # Another rank has failed in it before this one began, and nobody was there to be released.
+        # Another rank has failed in the cell before this one began, so this one was not released then.
         if cell in self.failed:
             child.link.send(do="release", cell=cell, reason=self.failed[cell])
 
@@ -480,7 +487,7 @@ class Parent:
         for child in list(self.children.values()):
             if not has_ended(child.pid):
                 continue
-            kill_group(child.pid)  # its process group: DataLoader workers and commands it had started
+            kill_group(child.pid)  # its process group: also DataLoader workers and commands that it had started
             del self.children[child.rank]
             _, status = os.waitpid(child.pid, 0)
             self._close(child)
@@ -491,7 +498,7 @@ class Parent:
         self.messengers = [pid for pid in self.messengers if os.waitpid(pid, os.WNOHANG)[0] == 0]
 
     def _close(self, child: Child) -> None:
-        """Read the last words of a rank that has ended, the cells it had begun among them."""
+        """Read the last messages of a rank that has ended, such as that it has begun a cell."""
         if child.link.sock in self.selector.get_map():
             self.selector.unregister(child.link.sock)
         child.link.sock.setblocking(False)
@@ -501,7 +508,7 @@ class Parent:
         child.link.sock.close()
 
     def _tell_dead(self, child: Child, how: str) -> None:
-        """A rank ended that should not have: tell everybody, and release those that wait for it."""
+        """Handle the unexpected end of a rank: have it replaced, or tell everybody and release waiting ranks."""
         death = {"rank": child.rank, "pid": child.pid, "how": how, "when": time.time(), "cells": sorted(child.cells)}
         death |= {"failed": child.failed}
         self.resizer.give_up(f"rank {child.rank} died ({how})", gone=child)
@@ -519,7 +526,7 @@ class Parent:
             self.elsewhere.tell_lost(death)
 
     def declare_dead(self, death: dict[str, Any]) -> None:
-        """Nobody takes the place of this rank: tell everybody, on all hosts."""
+        """Tell everybody, on all hosts, that a rank is dead and is not replaced."""
         self.dead.add(death["rank"])
         self.note(death)
         if self.coordinator:
@@ -528,29 +535,32 @@ class Parent:
         self.tell_hub(death["rank"])
 
     def note(self, death: dict[str, Any], **more: Any) -> None:
-        """Write what the notebook reads of a death. replaced: "under way", or "done" with what is told of it."""
+        """Write the report of a death for the notebook.
+
+        more: `replaced`, which is "under way" or "done", and details of the replacement.
+        """
         path = self.folder / f"rank{death['rank']}.end.json"
         scratch = path.with_suffix(".tmp")
         try:
             scratch.write_text(json.dumps({**death, **more}))
             scratch.replace(path)
-        except OSError as error:  # a full disk ends no cluster; the ranks tell of the death too
+        except OSError as error:  # a full disk must not end the cluster; the ranks report the death too
             log(f"what is told of rank {death['rank']} could not be written: {error}")
-        if self.coordinator and more:  # the notebook reads it there; of plain deaths it is told otherwise
+        if self.coordinator and more:  # the notebook gets it there; plain deaths have their own message
             self.coordinator.link.send(event="note", **death, **more)
 
     def spread_death(self, death: dict[str, Any]) -> None:
-        """Tell the ranks, and release those whose cell the dead one was in."""
+        """Tell the ranks of a death, and release those that ran a cell with the dead rank."""
         dead = death["rank"]
         for child in self.children.values():
             child.link.send(do="died", **death)
-            # Of a host that is out of reach nobody knows which cells its ranks were in.
+            # If a host is out of reach, nobody knows which cells its ranks were in.
             shared = [cell for cell, ranks in child.cells.items() if dead in ranks]
             for cell in shared if death["cells"] is None else death["cells"]:
                 child.link.send(do="release", cell=cell, reason=f"rank {dead} died")
 
     def tell_hub(self, rank: int) -> None:
-        """Tell ipyparallel's hub, which would otherwise wait for heartbeats, from a process of its own."""
+        """Tell ipyparallel's hub of a death, from a separate process. The hub would otherwise wait for heartbeats."""
         if pid := os.fork():
             self.messengers.append(pid)
             return
@@ -582,7 +592,7 @@ class Parent:
             self.end_all(f"no notebook and no cell for {self.spec.ttl:.0f} s")
 
     def end_all(self, why: str) -> None:
-        """End every rank: at once, because an idle rank has nothing to put in order."""
+        """End every rank at once. An idle rank has nothing to save."""
         self.ending, self.end_in_order.deadline = True, float("inf")
         log(f"ending the ranks: {why}")
         for child in self.children.values():
@@ -604,14 +614,14 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended while it started"))
         serve(parent)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # made for this host alone: see nbkit.notebook.cluster.hosts.agent
+        shutil.rmtree(folder, ignore_errors=True)  # made for this host only: see nbkit.notebook.cluster.hosts.agent
 
 
 def serve(parent: Parent) -> None:
     """Import torch, wait for the controller, and be the parent of the ranks until they have ended."""
     folder, began = parent.folder, time.monotonic()
-    # What ranks need, imported once; every fork has it for nothing. CUDA stays untouched: a forked child
-    # could not use it any more.
+    # Import once what ranks need, so that every fork has it for free. Do not touch CUDA: a forked child could not
+    # use it any more.
     import torch.distributed
     import torch.distributed.fsdp
     import torch.distributed.pipelining
@@ -631,7 +641,7 @@ def serve(parent: Parent) -> None:
                 controller.end(signal.SIGTERM)
             return
     gc.collect()
-    gc.freeze()  # pages that no collection touches stay shared
+    gc.freeze()  # forks share memory pages that no garbage collection touches
     parent.run()
 
 

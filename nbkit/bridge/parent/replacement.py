@@ -1,21 +1,24 @@
-"""The replacement of ranks that died in a training, as their parent sees it: who is forked, who waits, how it ends.
+"""The parent's side of replacing ranks that died in a training (`Replacer`), and of resizing (`Resizer`).
 
-1. A rank dies while all ranks make the steps of one `fit` that newcomers can enter (each has said so when it began).
-   The survivors are broken out of their collectives, and wait; the newcomer is forked and registers its engine.
+Replacing a rank:
+
+1. A rank dies while all ranks make the steps of one `fit` that newcomers can enter. Each rank has said so when it began
+   the `fit`. The survivors are broken out of their collectives and wait. The newcomer is forked and registers its
+   engine.
 2. When everyone waits, all are told to form the next generation of the world. From here on nobody counts as dead.
-3. A survivor says that the training goes on. Whoever dies before that begins the same again, for both.
+3. A survivor says that the training goes on. If another rank dies before that, all of this begins again, for both.
 
-It is given up where a survivor has left the training, nobody survives, one does not come in time, or the same rank has
-died three times at one step: then the ranks are dead, as if nobody had tried. On several hosts the parent of the first
-one sees to the ranks of all of them: see other_hosts.py.
+It is given up if a survivor has left the training, if nobody survives, if a rank does not come in time, or if the same
+rank has died three times at one step. Then the ranks are dead, as without a replacement. On several hosts the parent of
+the first host handles the ranks of all hosts: see other_hosts.py.
 
-The number of ranks changes, as their parent sees it: who is forked, who waits, who leaves.
+Changing the number of ranks:
 
-1. The ranks say that they wait, and for how many; the first to say so begins it. New ranks are forked.
-2. When all wait, those of the new world are told to form it. The others go on waiting.
-3. A rank says that all go on. The others are told to leave, and ended when their cell has.
+1. The ranks say that they wait, and for which number of ranks. The first to say so begins it. New ranks are forked.
+2. When all wait, the ranks of the new world are told to form it. The others go on waiting.
+3. A rank says that all go on. The others are told to leave, and are ended when their cell has ended.
 
-It is given up where a rank dies or does not come in time. Then nothing has changed, unless the world was being formed.
+It is given up if a rank dies or does not come in time. Then nothing has changed, unless the world was being formed.
 """
 
 from __future__ import annotations
@@ -40,12 +43,12 @@ if TYPE_CHECKING:
     Member: TypeAlias = Child | RankElsewhere
 
 WAIT_SECONDS = 60.0  # for every survivor to leave its step, and for the newcomers to start
-SAME_STEP = 3  # deaths of one rank at one step that are its program's
+SAME_STEP = 3  # so many deaths of one rank at one step are the fault of its program
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a newcomer can enter: the statement of the cell that calls `fit`."""
+    """The place where a newcomer can enter: the statement of the cell that calls `fit`."""
 
     cell: str
     statement: int
@@ -53,9 +56,12 @@ class Seat:
 
 @dataclass
 class Replacement:
-    """One that is under way. deaths: rank -> what is told of its death. waits: rank -> what it said when it was ready
-    to form the world. fresh: those that have died since it was formed last. starts: how often each rank was begun.
-    devices: rank -> what is told of the device that it has got. left: who will not come."""
+    """A replacement that is under way.
+
+    deaths: rank -> the report of its death. waits: rank -> its message that it is ready to form the world. fresh: ranks
+    that have died since the world was last formed. starts: how often each rank was started. devices: rank -> the
+    sentence about its new device. left: why a rank will not come, or "".
+    """
 
     seat: Seat
     deaths: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -68,7 +74,7 @@ class Replacement:
     deadline: float = 0.0
 
     def add(self, death: dict[str, Any]) -> None:
-        """A rank has died: whatever was formed is void, and all wait again."""
+        """Add a rank that has died. A world that was formed is void, and all ranks have to wait again."""
         rank = death["rank"]
         self.deaths[rank] = {**death, "cells": sorted({self.seat.cell, *(death["cells"] or ())})}
         self.fresh.add(rank)
@@ -80,11 +86,11 @@ class Replacement:
 
     @property
     def step(self) -> int:
-        """The finished steps of the survivor that is least far."""
+        """The number of finished steps of the survivor that has made the fewest; -1 if not known."""
         return min((said["step"] for said in self.waits.values() if said["step"] >= 0), default=-1)
 
     def form(self) -> dict[str, Any]:
-        """Everyone waits: what all are told."""
+        """Return the message to all ranks to form the world. Called when everyone waits."""
         self.formed = True
         self.fresh.clear()
         return {
@@ -101,17 +107,21 @@ class Replacement:
 
 
 class Replacer:
-    """One per parent; on several hosts the first host's sees to all ranks."""
+    """Replaces ranks. There is one per parent; on several hosts that of the first host handles all ranks."""
 
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
         self.under_way: Replacement | None = None
         self._died: list[tuple[str, int, int]] = []  # (cell, rank, finished steps), over all replacements
-        self._stand: dict[tuple[int, int], float] = {}  # (rank, pid) -> seconds that it has waited for others
-        self._hung: dict[tuple[int, int], str] = {}  # those that were ended for it -> how they ended
+        self._stand: dict[tuple[int, int], float] = {}  # (rank, pid) -> seconds for which it has waited for others
+        self._hung: dict[tuple[int, int], str] = {}  # (rank, pid) that was ended because it hung -> how it ended
 
     def hear(self, child: Member, message: dict[str, Any]) -> None:
-        """A rank is in a `fit` that can be entered, or is not any more; it waits; the training goes on."""
+        """Handle a message of a rank.
+
+        seat: the rank is in a `fit` that can be entered, or has left it. waits: it is ready to form the world.
+        replaced: the training goes on. stands: it has waited for other ranks for so long.
+        """
         if message["event"] == "seat" and message["cell"]:
             child.seat = Seat(message["cell"], message["statement"])
         elif message["event"] == "seat":
@@ -126,7 +136,7 @@ class Replacer:
                 self._end_hung(message["seconds"])
 
     def _end_hung(self, seconds: float) -> None:
-        """Some ranks have waited for others for so long: end those that do not wait. None where all do."""
+        """End the ranks that do not wait, after the others have waited for `seconds`. If all wait, none is ended."""
         members = list(self.parent.members.values())
         moves = [child for child in members if not self._stand.get((child.rank, child.pid))]
         in_step = all(child.seat is not None and not child.dismissed for child in members)
@@ -141,29 +151,28 @@ class Replacer:
                 self.parent.coordinator.link.send(event="end", rank=child.rank, cell="")
 
     def leave(self, child: Member, why: str = "") -> None:
-        """A rank has left the training; if others wait to go on with it, they wait in vain."""
+        """Note that a rank has left the training. If others wait to go on with it, the replacement is given up."""
         child.seat = None
         if self.under_way and not self._is_new(child):
-            # Acted on when all that has come is read: another one may have said before that the training goes on.
+            # `go_on` acts on it, after all messages are read: another rank may have said that the training goes on.
             self.under_way.left = self.under_way.left or why or f"rank {child.rank} has left the training"
 
     def placed(self, rank: int, said: str) -> None:
-        """What is told of the device that a new rank has got; "" where it is the one of before."""
+        """Note the sentence `said` about the device of a new rank; "" if it is the same device as before."""
         if said and self.under_way:
             self.under_way.devices[rank] = said
 
     def lost(self, rank: int, how: str) -> None:
-        """The host of a rank is gone, and the rank with it: no other one takes its place."""
+        """Note that a rank is gone together with its host. It is not replaced."""
         if self.under_way:
             self.under_way.left = self.under_way.left or f"rank {rank} is lost: {how}"
 
     def takes(self, child: Member, death: dict[str, Any]) -> bool:
-        """Return True if the death of `child` is seen to here: its rank is replaced, or a replacement has failed by
-        it."""
+        """Handle the death of `child`. Returns True if its rank is replaced, or if its death ends a replacement."""
         parent, replacement = self.parent, self.under_way
         self._stand.pop((child.rank, child.pid), None)
         death["how"] = self._hung.pop((child.rank, child.pid), death["how"])
-        # One that is being ended, such as a new rank of a resize that was given up, is no part of the training.
+        # A rank that is being ended, such as a new rank of a resize that was given up, is not part of the training.
         there = [other for other in parent.members.values() if not other.dismissed]
         survivors = [other for other in there if not self._is_new(other)]
         seats = {other.seat for other in survivors} | (set() if self._is_new(child) else {child.seat})
@@ -175,7 +184,7 @@ class Replacer:
             self._give_up(f"rank {child.rank} died as well")
             return True
         replacement = self.under_way = replacement or Replacement(seat)
-        if replacement.formed:  # what the newcomers have begun is void
+        if replacement.formed:  # the newcomers have to start again
             self._dismiss(replacement.deaths)
         replacement.add(death)
         if replacement.starts[child.rank] > SAME_STEP:
@@ -188,7 +197,7 @@ class Replacer:
         return True
 
     def go_on(self) -> None:
-        """Do what is due in a replacement that is under way."""
+        """Do the next step of the replacement, if it is due."""
         parent, replacement = self.parent, self.under_way
         if replacement is None or parent.ending:
             return
@@ -212,18 +221,18 @@ class Replacer:
             child.link.send(**word)
 
     def _too_often(self, replacement: Replacement) -> str:
-        """Why one of the ranks that have died is not replaced once more, or ""."""
+        """Return why one of the dead ranks is not replaced once more, or ""."""
         cell, step = replacement.seat.cell, replacement.step
         for rank in replacement.fresh:
             self._died.append((cell, rank, step))
-            # A survivor may have made the step that another one was broken out of.
+            # A survivor may have finished the step that another survivor was broken out of.
             same = sum(where == [cell, rank] and abs(when - step) <= 1 for *where, when in self._died)
             if same >= SAME_STEP:
                 return f"rank {rank} has died {same} times at step {step + 1}, so it is the program"
         return ""
 
     def _end(self, told: dict[str, Any]) -> None:
-        """A survivor says that the training goes on: nobody is dead any more."""
+        """End the replacement: a survivor says that the training goes on, so nobody is dead any more."""
         replacement, self.under_way = self.under_way, None
         if replacement is None:
             return
@@ -234,7 +243,7 @@ class Replacer:
             child.link.send(do="replaced")
 
     def _give_up(self, why: str) -> None:
-        """The ranks that died are dead, and the survivors' cell ends as it does without a replacement."""
+        """Give up: the ranks that died are dead, and the survivors' cell ends as without a replacement."""
         replacement, self.under_way = self.under_way, None
         assert replacement is not None
         log(f"no replacement: {why}")
@@ -254,13 +263,13 @@ class Replacer:
                 child.dismiss()
 
 
-RESIZE_WAIT_SECONDS = 60.0  # for every rank to stand, and for the new ones to start
+RESIZE_WAIT_SECONDS = 60.0  # for every rank to wait, and for the new ones to start
 LEAVE_SECONDS = 3.0  # for the cell of a rank that leaves to end
 
 
 @dataclass
 class ResizeUnderWay:
-    """One that is under way. before: the spec of the ranks that are there. pins: of all of the new world."""
+    """A resize that is under way. before: the spec of the current ranks. pins: of all ranks of the new world."""
 
     size: int
     cell: str
@@ -277,15 +286,15 @@ class ResizeUnderWay:
 
 
 class Resizer:
-    """One per parent."""
+    """Changes the number of ranks. There is one per parent."""
 
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
         self.under_way: ResizeUnderWay | None = None
-        self._leaving: dict[int, float] = {}  # rank -> until when its cell may go on
+        self._leaving: dict[int, float] = {}  # rank -> time until which its cell may go on
 
     def takes(self, child: Child, message: dict[str, Any]) -> bool:
-        """Return True if what a rank says is of this: it waits, or all go on."""
+        """Handle the message of a rank that it waits, or that all go on. Returns False if it is not about a resize."""
         if "size" in message and self.under_way is None:
             self._begin(message)
         if (resizing := self.under_way) is None:
@@ -297,7 +306,7 @@ class Resizer:
         return True
 
     def go_on(self) -> None:
-        """Do what is due."""
+        """Do the next step of the resize, if it is due, and end ranks that have to leave."""
         for rank, until in list(self._leaving.items()):
             child = self.parent.children.get(rank)
             if child is None or not child.cells or time.monotonic() > until:
@@ -334,7 +343,7 @@ class Resizer:
                 child.link.send(**word)
 
     def give_up(self, why: str, gone: Child | None = None) -> None:
-        """All go on as they were, as far as they can. gone: the rank that has died; of a new one nobody is told."""
+        """Give up: all ranks go on as before, if they can. gone: the rank that died, reported unless it is new."""
         resizing, self.under_way = self.under_way, None
         if resizing is None:
             return
@@ -361,7 +370,7 @@ class Resizer:
             self._leaving[rank] = 0.0  # its number is wanted again
 
     def _end(self, told: dict[str, Any]) -> None:
-        """A rank says that all go on."""
+        """End the resize: a rank says that all go on."""
         resizing, self.under_way = self.under_way, None
         assert resizing is not None
         pids = {child.rank: child.pid for child in self.parent.children.values() if child.rank < resizing.size}

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from nbkit.wire.own_modules import OWN_MODULES
 
-_started: list[subprocess.Popen[bytes]] = []  # kept, or subprocess would reap them before the parent has seen their end
+_started: list[subprocess.Popen[bytes]] = []  # kept, or subprocess would reap them before the parent does
 
 
 def start(
     folder: Path, port: int, rank: int, line: socket.socket, listener: socket.socket | None, *, replaces: bool
 ) -> int:
-    """Start rank `rank` in a session of its own; returns its pid. It inherits its end of the line."""
+    """Start rank `rank` in its own session. It inherits its end of the line. Returns its pid."""
     fds = [line.fileno()] + ([listener.fileno()] if listener else [])
     process = subprocess.Popen(
         [sys.executable, *OWN_MODULES, __name__, str(folder), str(port), str(rank), str(int(replaces)), *map(str, fds)],

@@ -16,7 +16,10 @@ _DEVICES = ("pins", "spares", "retired")
 
 @dataclass(frozen=True)
 class RankPin:
-    """env: set before anything starts. cores: to bind to, () for all. threads: for torch. label, why: for people."""
+    """The device, cores and threads of a rank.
+
+    env: set before anything starts. cores: to bind to, () for all. threads: for torch. label, why: for people.
+    """
 
     env: dict[str, str]
     cores: tuple[int, ...]
@@ -29,7 +32,7 @@ class RankPin:
 class CoordinatorAddress:
     """The connection to the coordinator of a cluster on several hosts; see SignedLink.
 
-    fd: of the open connection. key, sent, received: of the link on it, as the process before this one has left it.
+    fd: of the open connection. key, sent, received: the state of its link, as the previous process has left it.
     """
 
     fd: int
@@ -40,17 +43,19 @@ class CoordinatorAddress:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """folder: of the cluster; engine_file: the controller's connection file for engines, which may not exist yet.
+    """The specification of a cluster for one of its hosts.
 
-    pins: of the ranks of this host, the first of which is rank `base` of `world_size`; of a host in reserve none.
-    spares: devices in reserve. retired: devices that ranks were taken off. fenced: its ranks end where the coordinator
-    cannot be reached, since others may have taken their place.
+    folder: of the cluster. engine_file: the controller's connection file for engines, which may not exist yet.
 
-    ttl: seconds without notebook and without a running cell after which the cluster ends. launcher: the notebook,
-    whose end gives up a start. forked: ranks are forks of the parent; else each is started afresh. address: of this
-    host, where its ranks may listen. hosts: every address of every host, which the store of a generation admits; () for
-    this one alone. port: of the first generation's store, filled in by the parent. line: None where all ranks are on
-    the notebook's host; else the ranks register first and form the world when the notebook says so.
+    pins: of the ranks of this host, the first of which is rank `base` of `world_size`; empty for a host in reserve.
+    spares: devices in reserve. retired: devices that ranks were moved away from. fenced: the ranks of this host end if
+    the coordinator cannot be reached, since other ranks may have taken their place.
+
+    ttl: seconds without a notebook and without a running cell after which the cluster ends. launcher: the notebook; if
+    it ends, the start is given up. forked: ranks are forks of the parent; else each is started afresh. address: of this
+    host, where its ranks may listen. hosts: every address of every host, which the store of a generation admits; () if
+    this is the only host. port: of the first generation's store, filled in by the parent. line: None if all ranks are
+    on the notebook's host; else the ranks register first and form the world when the notebook says so.
     """
 
     name: str
@@ -78,7 +83,7 @@ class EngineSpec:
 
     @property
     def ranks(self) -> range:
-        """Those of this host."""
+        """The ranks of this host."""
         return range(self.base, self.base + len(self.pins))
 
     def pin(self, rank: int) -> RankPin:
@@ -88,8 +93,8 @@ class EngineSpec:
         return RankPlace(
             rank=rank,
             world_size=self.world_size,
-            # One GPU is visible to each rank, as cuda:0, and code written for torchrun goes to cuda:LOCAL_RANK.
-            # torchrun has the same way of pinning: --virtual-local-rank.
+            # Each rank sees one GPU, as cuda:0, and code written for torchrun uses cuda:LOCAL_RANK.
+            # torchrun can pin in the same way: --virtual-local-rank.
             local_rank=rank - self.base if self.device == "cpu" else 0,
             local_world_size=len(self.pins),
             device=self.device,
@@ -107,7 +112,7 @@ def read(path: Path, **changes: Any) -> EngineSpec:
 
 
 def pins_of(saved: Iterable[Mapping[str, Any]]) -> tuple[RankPin, ...]:
-    """As the notebook has written them."""
+    """Return the pins that were saved as JSON."""
     return tuple(RankPin(**{**pin, "cores": tuple(pin["cores"])}) for pin in saved)
 
 

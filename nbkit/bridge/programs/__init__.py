@@ -1,1 +1,1 @@
-"""What programs find otherwise on a rank than in a process of their own."""
+"""The ways in which a rank differs from a plain process, for the programs that run on it."""

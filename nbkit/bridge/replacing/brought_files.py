@@ -1,4 +1,4 @@
-"""What `%cluster sync` has brought, for a rank that is new: it has it from a rank that was there before."""
+"""The files of `%cluster sync` for a new rank, which gets them from a rank that was there before."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from nbkit.bridge.replacing.handing import broadcast, gathered
 
 
 def hand_on(project: BroughtProject | None, giver: int, *, new: bool) -> None:
-    """Have a new rank import from the files that the others import from. Collective.
+    """Have a new rank import from the same files as the others. Collective.
 
-    Before names are read there, which may be modules of it. project: None where nothing was brought.
+    This must come before the new rank reads names, since these may be modules of the project. project: None if no files
+    were copied.
     """
     if project is None:
         return

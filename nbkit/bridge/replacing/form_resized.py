@@ -20,14 +20,14 @@ FORM_SECONDS = 30.0
 
 
 class RankLeft(Stopped):
-    """This rank has left: it ends its cell where it stands, and then its process ends."""
+    """Raised on a rank that leaves: its cell ends here, and then its process ends."""
 
     def _render_traceback_(self) -> list[str]:
-        return [str(self)]  # nobody reads it, and IPython takes seconds for one with frames
+        return [str(self)]  # nobody reads it, and a traceback with frames takes IPython seconds
 
 
 def form_resized(rank: SurvivingRank, word: dict[str, Any], trainer: Any, span: FitRange | None) -> tuple[int, ...]:
-    """Form the world that `word` says, and give its new ranks what they enter the cell with; those are returned."""
+    """Form the world that `word` describes, and hand its new ranks what they need. Returns the new ranks."""
     here, size, newcomers = world.current(), word["size"], word["newcomers"]
     assert here is not None
     place = replace(here.place, world_size=size, local_world_size=size)
@@ -46,7 +46,7 @@ def form_resized(rank: SurvivingRank, word: dict[str, Any], trainer: Any, span: 
 
 
 def take_pin(pin: dict[str, Any]) -> None:
-    """Cores and threads as planned for the new number of ranks; a GPU stays the one that it is."""
+    """Use the cores and threads that are planned for the new number of ranks. The GPU stays the same."""
     if pin["cores"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, pin["cores"])
     os.environ["OMP_NUM_THREADS"] = str(pin["threads"])

@@ -1,4 +1,4 @@
-"""What ranks tell each other about names, beside new ones that have a world and no training yet."""
+"""Collectives in which ranks tell each other about names. New ranks take part that have a world but no training yet."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Handed = TypeVar("Handed")
 
 
 def gathered(told: Told) -> list[Told]:
-    """Return what each rank tells, in their order. Collective."""
+    """Return the values of all ranks, in rank order. Collective."""
     assert calls.place is not None
     device = accelerator().device(calls.place.device)
     return all_gather_objects(told, world_size=calls.place.world_size, device=device)
 
 
 def broadcast(handed: Handed | None, giver: int) -> Handed:
-    """Return what the giver hands to all. Collective."""
+    """Return the value that rank `giver` hands to all. Collective."""
     assert calls.place is not None
     told: list[Any] = [handed]
     dist.broadcast_object_list(told, src=giver, device=accelerator().device(calls.place.device))

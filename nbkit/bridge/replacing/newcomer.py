@@ -1,6 +1,6 @@
-"""A rank that is new in a world that is there: it joins, gets names and a Trainer, and enters the cell.
+"""A new rank of an existing world: it joins, gets names and a Trainer, and enters the cell.
 
-It takes the place of one that died, or there are more ranks from now on.
+It takes the place of a rank that died, or the number of ranks grows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nbkit.wire.processes import Process
 
 
 class ReplacementRank:
-    """One per rank that is new."""
+    """A new rank, until it has entered the cell. There is one object per new rank."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -40,9 +40,9 @@ class ReplacementRank:
         self.runner.link.send(event="waits", generation=0, step=-1, process=process, **listening)
 
     def take_over(self, word: dict[str, Any]) -> None:
-        """Join, and run the cell from the statement that trains. In the main thread.
+        """Join the world, and run the cell from the statement that trains. Call it in the main thread.
 
-        Raises what ends this process: another rank has died meanwhile, or the state of the training is lost.
+        An error ends this process: another rank has died meanwhile, or the state of the training is lost.
         """
         place, newcomers, statement = calls.place, tuple(word["newcomers"]), word["statement"]
         assert place is not None

@@ -1,4 +1,4 @@
-"""The statement of a cell that calls `fit`, by which a new rank enters the cell: found on a survivor, run by the new.
+"""The statement of a cell that calls `fit`. A survivor finds it, and a new rank enters the cell there.
 
 history = trainer.fit(500)          the new rank runs this and what follows; its fit makes the steps that are left
 """
@@ -11,16 +11,16 @@ from types import FrameType
 from typing import Any
 
 NOWHERE = -1
-"""In the place of a statement: a new rank takes part until the training is saved, and runs nothing of the cell."""
+"""Used instead of a statement: a new rank takes part until the training is saved, and runs nothing of the cell."""
 _SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign)
 _MANY = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.IfExp, ast.BoolOp, ast.Await)
 
 
 def statement_of(source: str, frame: FrameType, is_trainer: Callable[[str], bool]) -> int | None:
-    """Return which top-level statement of the cell `source` calls NAME.fit(...) in `frame`; None if it cannot be
-    entered.
+    """Return the index of the top-level statement of `source` that calls NAME.fit(...) in `frame`.
 
-    It can be where nothing but `fit` would have to be called before: then a new rank has nothing to catch up with.
+    Returns None if a new rank cannot enter there. It can enter if the statement calls nothing else before `fit`: then
+    there is nothing to catch up with.
     """
     positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     for index, statement in enumerate(ast.parse(source).body):
@@ -41,21 +41,23 @@ def _can_be_entered(statement: ast.stmt, call: ast.Call, is_trainer: Callable[[s
 
 
 def _fit_of(call: ast.Call) -> str | None:
-    """NAME of a call NAME.fit(...)."""
+    """Return NAME of a call NAME.fit(...), or None for another call."""
     function = call.func
     is_fit = isinstance(function, ast.Attribute) and function.attr == "fit" and isinstance(function.value, ast.Name)
     return function.value.id if is_fit else None  # type: ignore[attr-defined]
 
 
 class Entering(ast.NodeTransformer):
-    """Leaves of a cell the statement with number `index` and what follows. Of the call of `fit` it drops the arguments:
-    what they say has been said, and what they name may not be here."""
+    """Reduces a cell to the statement with number `index` and the statements after it.
+
+    It drops the arguments of the call of `fit`: the training already has them, and their names may not exist here.
+    """
 
     def __init__(self, index: int) -> None:
         self._index: int | None = index
 
     def visit_Module(self, node: ast.Module) -> Any:
-        """Acts once: cells that run within this one are left alone."""
+        """Cut the cell, the first time only: cells that run within this one are left alone."""
         index, self._index = self._index, None
         if index == NOWHERE:
             node.body = []

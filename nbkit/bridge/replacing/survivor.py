@@ -1,6 +1,6 @@
-"""A rank whose training is broken off because another one died: it waits for its parent's word, and goes on.
+"""A rank whose training is broken off because another rank died. It waits for a message of its parent, and goes on.
 
-The words come on the link's thread, and are taken by the main thread, in which the training runs.
+The messages come on the thread of the link. The main thread, in which the training runs, takes them from a queue.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nbkit.rank.world import failure_alarm, world
 from nbkit.rank.world.meeting import PARTED
 from nbkit.wire.cells import CellRequest
 
-NEWS_SECONDS = 3.0  # a peer's end is felt before it is told
+NEWS_SECONDS = 3.0  # a failed collective shows a peer's end before its death is reported
 WORD_SECONDS = 120.0  # twice as long as the parent waits for anybody
 FORM_SECONDS = 30.0
 _TICK = 0.05
@@ -44,10 +44,10 @@ _TICK = 0.05
 
 @dataclass(frozen=True)
 class CellHandover:
-    """What a new rank gets before it has a Trainer.
+    """The data that a new rank gets before it has a Trainer.
 
-    trains: there will be one. span: of the `fit` under way, or None. dtype: torch's default. names: pickled. bound: see
-    Names. lacks: names that it does not get. project: what it is to import from, where that was brought.
+    trains: it will get a Trainer. span: of the `fit` under way, or None. dtype: torch's default. names: pickled. bound:
+    see RankNames. lacks: names that it does not get. project: the copied files to import from, or None.
     """
 
     request: CellRequest
@@ -72,7 +72,10 @@ class SurvivingRank:
     # From the link's thread
 
     def hear(self, word: dict[str, Any]) -> None:
-        """died: another rank, which is being replaced; form: everyone waits; kept: it is not replaced after all."""
+        """Take a message of the parent.
+
+        died: another rank has died and is being replaced. form: everyone waits. kept: it is not replaced after all.
+        """
         if word["do"] == "died":
             self._broken = True
             failure_alarm.break_out(f"rank {word['rank']} died")
@@ -83,7 +86,7 @@ class SurvivingRank:
 
     def leave_device(self, said: str) -> None:
         self.link.send(event="device_failed", said=said)
-        os._exit(1)  # without what Python and CUDA put in order at an exit, which waits for a device
+        os._exit(1)  # skips the cleanup of Python and CUDA at exit, which would wait for the device
 
     def asks(self) -> bool:
         return self.runner.prompts.open is not None
@@ -106,8 +109,10 @@ class SurvivingRank:
         return OwnLoop(job) if self._seat(None) else None
 
     def _seat(self, statement: int | None) -> bool:
-        """Say where a new rank can enter the cell; None: it takes part until the training is saved. False: no rank is
-        replaced in this cell."""
+        """Tell the parent where a new rank can enter the cell. Returns False if no rank is replaced in this cell.
+
+        statement: None if a new rank takes part only until the training is saved.
+        """
         running = self.runner.running
         if len(running) != 1 or calls.place is None:
             return False
@@ -115,7 +120,7 @@ class SurvivingRank:
         if not len(request.ranks) == calls.place.world_size > 1:
             return False
         while not self._words.empty():
-            self._words.get()  # of an earlier training
+            self._words.get()  # left from an earlier training
         self._broken, self.enterable = False, statement is not None
         self.link.send(event="seat", cell=request.id, statement=NOWHERE if statement is None else statement)
         return True
@@ -184,9 +189,10 @@ class SurvivingRank:
         return form_resized(self, word, trainer, span)
 
     def _form(self, error: BaseException, step: int, **about: Any) -> dict[str, Any]:
-        """Say that this rank waits, and wait for the word to form the world. Raises `error` if it does not come.
+        """Say that this rank waits, and return the message to form the world, or that this rank leaves.
 
-        about: what else is said. The word may be that this rank leaves.
+        Raises `error` if the dead rank is not replaced, and ClusterError if the number of ranks stays, or if no message
+        comes. about: what else to say, for a resize.
         """
         here = world.current()
         assert here is not None
@@ -218,7 +224,7 @@ class SurvivingRank:
     def _join(self, word: dict[str, Any]) -> None:
         here = world.current()
         assert here is not None
-        self._broken = not self._words.empty()  # one that has died since is told by a further word
+        self._broken = not self._words.empty()  # a rank that has died since is in a further message
         if self._broken:
             raise ClusterError("Another rank has died.")
         listener = calls.take_listener() if here.place.rank == 0 else None
@@ -227,7 +233,7 @@ class SurvivingRank:
         )
 
     def hand_over(self, trainer: Any, span: FitRange | None, newcomers: list[int]) -> None:
-        """Give the new ranks the names that are equal here, and where the cell is. Collective, of all ranks."""
+        """Give the new ranks the names that are equal on all survivors, and the cell. Collective, on all ranks."""
         shell, place = self.runner.shell, calls.place
         assert place is not None
         own = names_of(shell.user_ns, shell.user_ns_hidden, trainer)

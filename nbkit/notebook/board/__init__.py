@@ -1,1 +1,1 @@
-"""TensorBoard beside the notebook."""
+"""TensorBoard in the notebook."""

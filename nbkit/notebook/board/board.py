@@ -1,9 +1,9 @@
-"""TensorBoard beside the notebook: started, checked, shown and ended by us.
+"""Start TensorBoard for a notebook, check that it answers, show it and end it.
 
-TensorBoard's own notebook extension takes up whatever process its info files name, with whatever log directory
-that one has; here each notebook has its own, and it is shown only after it has answered.
+TensorBoard's own notebook extension reuses any process that its info files name, with that process's log directory.
+Here each notebook has its own TensorBoard, which is shown only after it has answered.
 
-The address of a port of this machine for the browser: direct, or through the notebook server in front of it.
+This module also finds the address of a local port for the browser: direct, or through the notebook server.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from nbkit.wire.own_modules import OWN_MODULES
 
 
 def browser_url(port: int, environment: Mapping[str, str], base_url: str = "") -> str:
-    """Return the address to open, always with a trailing slash: TensorBoard's page asks for the rest relative to it.
+    """Return the address to open, always with a trailing slash: TensorBoard's page uses URLs relative to it.
 
-    environment: TENSORBOARD_PROXY_URL (with %PORT%), JUPYTERHUB_SERVICE_PREFIX, VSCODE_PROXY_URI (code-server's, with
-    {{port}}) and CODESPACE_NAME are looked at, in that order. VS Code on a remote machine forwards the plain address.
-    base_url: of the Jupyter server if it forwards ports, "" if not. Behind a server the address has no host, so that
-    it is right under whatever name the user's browser knows the server.
+    environment: these variables are checked in this order: TENSORBOARD_PROXY_URL (with %PORT%),
+    JUPYTERHUB_SERVICE_PREFIX, VSCODE_PROXY_URI (code-server's, with {{port}}) and CODESPACE_NAME. VS Code on a remote
+    machine forwards the plain address. base_url: the base URL of the Jupyter server if it forwards ports, else "".
+    Behind a server the address has no host, so it works with any name by which the browser knows the server.
     """
     if template := environment.get("TENSORBOARD_PROXY_URL"):
         return template.replace("%PORT%", str(port)).rstrip("/") + "/"
@@ -67,22 +67,22 @@ def server_base_url(environment: Mapping[str, str], runtime_dir: Path) -> str:
 
 
 def runtime_dir() -> Path:
-    """The folders where Jupyter servers of this user write that they run."""
+    """Return the folders where this user's Jupyter servers record that they run."""
     from jupyter_core.paths import jupyter_runtime_dir
 
     return Path(jupyter_runtime_dir())
 
 
 def in_colab(environment: Mapping[str, str]) -> bool:
-    """Return True if this kernel runs in Google Colab, where only its own page knows the address of a port."""
+    """Return True if this kernel runs in Google Colab, where only Colab's own page knows the address of a port."""
     return "COLAB_RELEASE_TAG" in environment
 
 
 def colab_html(port: int, height: int, page: str = "") -> str:
-    """Return a link and a frame for Colab: the browser asks Colab for the address of `port`. page: what follows the
-    slash.
+    """Return a link and a frame for Colab. The browser asks Colab for the address of `port`.
 
-    After TensorBoard's own notebook extension (tensorboard/notebook.py).
+    page: the part of the address after the slash. Based on TensorBoard's own notebook extension
+    (tensorboard/notebook.py).
     """
     return (
         f"<div id='nbkit-board-{port}'></div><script>(async () => {{"
@@ -97,7 +97,7 @@ def colab_html(port: int, height: int, page: str = "") -> str:
 
 
 def other_way(port: int, environment: Mapping[str, str]) -> str:
-    """Return what to do where the address of `browser_url` does not open. environment: as there."""
+    """Return what the user can do if the address of `browser_url` does not open. environment: as in `browser_url`."""
     if "JUPYTERHUB_SERVICE_PREFIX" in environment:
         return "if the Hub does not find it: pip install jupyter-server-proxy   where the server is, then start it anew"
     return f"from another machine: {_ssh_line(port)}   then open http://127.0.0.1:{port}/"
@@ -113,20 +113,20 @@ def _ssh_line(port: int) -> str:
 
 _current: Board | None = None
 _LOG_LINES = 12
-# TensorBoard sorts its groups by name, which puts what one came for below the fold.
+# TensorBoard sorts its groups by name, which would put the interesting ones below the fold.
 _PINNED = [{"plugin": "scalars", "tag": tag} for tag in (tags.LOSS, tags.TOKENS_PER_SECOND)]
 
 
 class Board:
-    """A TensorBoard of this notebook. Made by `Board.start`; shows itself as text, and in a notebook as a page.
+    """A TensorBoard of this notebook, made by `Board.start`. It shows itself as text, and in a notebook as a page.
 
-    logdir: absolute. port: on 127.0.0.1. url: what to open in the browser. height: of the frame, in pixels.
+    logdir: absolute. port: on 127.0.0.1. url: the address to open in the browser. height: of the frame, in pixels.
     """
 
     def __init__(self, logdir: Path, height: int) -> None:
         self.logdir, self.height = logdir, height
         self._outputs: list[Any] = []  # of cells that show it
-        # Of our own session: the notebook's interrupt goes to the kernel's whole process group.
+        # In its own session, because the notebook's interrupt goes to the kernel's whole process group.
         self._log: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [sys.executable, *OWN_MODULES, "nbkit.notebook.board.serve", str(os.getpid()), str(logdir)],
@@ -147,9 +147,9 @@ class Board:
 
     @classmethod
     def start(cls, logdir: str | Path | None = None, *, height: int = 700) -> Board:
-        """Start TensorBoard on `logdir`, or take up the one this notebook has there; another logdir replaces it.
+        """Start TensorBoard on `logdir`, or reuse this notebook's TensorBoard there. Another logdir replaces it.
 
-        logdir: by default runs, or that of nbkit.toml.
+        logdir: by default runs, or the one in nbkit.toml.
 
         Returns when it has answered over HTTP. Raises BoardError, with nothing left running.
         """
@@ -173,7 +173,7 @@ class Board:
 
     @staticmethod
     def end() -> str:
-        """Stop this notebook's TensorBoard, if there is one; says what was done."""
+        """Stop this notebook's TensorBoard, if there is one, and return what was done."""
         global _current
         if _current is None or not _current.is_alive():
             return "This notebook has no TensorBoard."
@@ -183,7 +183,7 @@ class Board:
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """Return the process id."""
         return self._process.pid
 
     def is_alive(self) -> bool:
@@ -201,7 +201,7 @@ class Board:
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._log.close()
-        for output in self._outputs:  # a saved notebook would keep the frame of a port where nobody answers
+        for output in self._outputs:  # else a saved notebook would keep a frame for a dead port
             output.update(self._bundle(), raw=True)
         self._outputs.clear()
 
@@ -215,9 +215,9 @@ class Board:
         return port
 
     def _check_answer(self) -> None:
-        """Raise BoardError unless the server on the port is ours: it names our log directory."""
+        """Raise BoardError unless the server on the port is ours, that is, unless it names our log directory."""
         where = f"http://127.0.0.1:{self.port}/data/environment"
-        # A proxy set in the environment would be asked for a port of its own machine.
+        # A proxy from the environment would look for the port on the proxy's machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         deadline = time.monotonic() + 20
         problem = ""

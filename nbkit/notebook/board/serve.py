@@ -1,9 +1,9 @@
-"""TensorBoard as a process of its own: `python -m nbkit.notebook.board.serve PARENT_PID LOGDIR`.
+"""Run TensorBoard as its own process: `python -m nbkit.notebook.board.serve PARENT_PID LOGDIR`.
 
-It loads TensorBoard's own plugins and ours only: a third-party plugin that cannot be imported would end TensorBoard at
-start. It takes a free port, writes its address as the first line of stdout, and ends when its parent does.
+It loads only TensorBoard's own plugins and nbkit's: a third-party plugin that cannot be imported would end TensorBoard
+at start. It takes a free port, writes its address as the first line of stdout, and ends when its parent does.
 
-TensorBoard's own tabs made to follow a training: one script more in its page, which presses its reload button.
+A script added to TensorBoard's page presses its reload button, so that TensorBoard's own tabs follow a training.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(parent: int, logdir: str) -> None:
         window_title="TensorBoard · nbkit",
     )
     print(board.launch(), flush=True)
-    # Nobody reads the pipe any more; what comes now belongs in the log.
+    # Nobody reads the pipe any more; later output belongs in the log.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     while True:
         time.sleep(3600)
@@ -62,7 +62,7 @@ App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 def following(app: App) -> App:
-    """`app` with the script in its first page. Whatever does not look as expected passes unchanged."""
+    """Return `app` with the script added to its first page. A page of unexpected form is passed on unchanged."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ.get("PATH_INFO", "") not in _PAGES or environ.get("REQUEST_METHOD") != "GET":
@@ -73,7 +73,7 @@ def following(app: App) -> App:
             begun[:] = [status, headers, *rest]
             return lambda data: None
 
-        # Compressed it could not be read.
+        # A compressed page could not be read.
         parts = app({**environ, "HTTP_ACCEPT_ENCODING": "identity"}, hold)
         page = b"".join(parts)
         if callable(close := getattr(parts, "close", None)):

@@ -1,12 +1,11 @@
-"""The cluster as a user has it: start, run, stop. Every magic is one call of this.
+"""The cluster as a user has it: start, run, stop. Every magic is one call of this module.
 
 cluster = Cluster.start(n=4, name="lesson")
 cluster.run("x = torch.ones(1) * rank; dist.all_reduce(x); x")
 cluster.stop()
 
-Push and pull: values between the notebook and the ranks: in shared memory, never through the controller.
-
-Ranks that may be on another host share no memory with the notebook; there a value goes the way that cells go.
+`push` and `pull` move values between the notebook and the ranks through shared memory, never through the controller.
+Ranks that may be on another host share no memory with the notebook; their values travel as cells do.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ from nbkit.wire.cells import CellRequest, ranks_text
 def push(
     client: Client, values: dict[str, Any], ranks: Sequence[int], *, force: bool = False, shared: bool = True
 ) -> None:
-    """Assign `values` by name on `ranks`. shared: one copy into shared memory, however many ranks read it.
+    """Assign `values` by name on `ranks`. shared: make one copy in shared memory, however many ranks read it.
 
-    Raises TransferError for what cannot be pickled, or is over 1 GB and not forced.
+    Raises TransferError for a value that cannot be pickled, or is over 1 GB and not forced.
     """
     names = " ".join(values)
     _identifiers(values)
@@ -95,7 +94,7 @@ def push(
 def pull(
     client: Client, expression: str, ranks: Sequence[int], *, force: bool = False, shared: bool = True
 ) -> list[Any]:
-    """Return the value of `expression` on each of `ranks`. A tensor is an array unless this process has torch."""
+    """Return the value of `expression` on each of `ranks`. A tensor becomes an array unless this process has torch."""
     limit = 1 << 62 if force else parcel.LIMIT_BYTES
     token = parcel.reserve() if shared else ""
     try:
@@ -151,7 +150,7 @@ _observers: list[Callable[[Cluster, Execution], object]] = [lambda cluster, cell
 
 
 def current() -> Cluster:
-    """The cluster that cells of this notebook run on. Raises ClusterError if there is none."""
+    """Return the cluster that cells of this notebook run on. Raises ClusterError if there is none."""
     if _current is None or _current.ended:
         raise ClusterError(
             "This notebook has no cluster.",
@@ -167,7 +166,7 @@ def is_current(name: str) -> bool:
 
 
 def observe_cells(observer: Callable[[Cluster, Execution], object]) -> None:
-    """Call `observer` with the cluster and the execution of each ordinary cell when it has been sent."""
+    """Call `observer` with the cluster and the execution of each ordinary cell after it was sent."""
     if observer not in _observers:
         _observers.append(observer)
 
@@ -189,7 +188,7 @@ class Cluster:
 
     @property
     def entry(self) -> ClusterEntry:
-        """The cluster as it is registered."""
+        """Return the cluster as it is registered."""
         return self.connection.entry
 
     @property
@@ -213,12 +212,12 @@ class Cluster:
     ) -> Cluster:
         """Start a cluster on this machine, or `on` others, and make it the notebook's.
 
-        n: ranks; default one per idle GPU, one where others use GPUs, two without a GPU. gpus: "2,3" to choose. spares:
-        so many GPUs, or sets of cores, more on each host, in reserve for a rank whose own device fails in a training;
-        of `gpus` the last ones. ttl: seconds, or "12h", without a notebook and a running cell after which it lets go
-        (two hours, unless nbkit.toml says otherwise). on: a SlurmRequest or an SshRequest, which says how many ranks.
-        Returns when every rank has answered and the process group has done an all-reduce. Raises ClusterError,
-        ClusterExists or UsageError, with nothing left running.
+        n: ranks; default one per idle GPU, one if others use the GPUs, two without a GPU. gpus: a choice such as "2,3".
+        spares: this many extra GPUs, or sets of cores, on each host, in reserve for a rank whose own device fails in a
+        training; taken from the end of `gpus`. ttl: seconds, or "12h", without a notebook and a running cell after
+        which the cluster ends (two hours, unless nbkit.toml says otherwise). on: a SlurmRequest or an SshRequest, which
+        gives the number of ranks. Returns when every rank has answered and the process group has done an all-reduce.
+        Raises ClusterError, ClusterExists or UsageError, with nothing left running.
         """
         check_platform()
         settings = site_settings.read()
@@ -238,9 +237,9 @@ class Cluster:
         return cls(launched(name or made_up_name(), plan, ttl, options))
 
     def _taken_again(self, options: dict[str, object]) -> Cluster | None:
-        """This nameless cluster, if its cell is run once more; a second one would only hold devices. None: it is gone.
+        """Return this nameless cluster if its cell is run again, or None if it is gone.
 
-        Raises ClusterExists if it was started with other options.
+        A second one would only hold devices. Raises ClusterExists if it was started with other options.
         """
         if self.ended or self.connection.deaths or self.entry.options.get("named") or not self.entry.is_alive():
             return None
@@ -255,10 +254,10 @@ class Cluster:
 
     @classmethod
     def submit(cls, on: Request, *, name: str | None = None, ttl: str | float | None = None) -> ClusterList:
-        """Ask for the hosts of a cluster and return at once, with the list in which it stands; `attach` takes it up.
+        """Request the hosts of a cluster and return at once, with the list that shows it; `attach` takes it up.
 
-        It starts when there are hosts, whether this notebook lives or not; `ttl` counts from then. Arguments and errors
-        are those of `start`.
+        It starts when there are hosts, whether this notebook is alive or not; `ttl` counts from then. Arguments and
+        errors are those of `start`.
         """
         check_platform()
         ttl = site_settings.read().ttl_of(ttl)
@@ -271,9 +270,9 @@ class Cluster:
     def attach(cls, name: str, *, take: bool = False) -> Cluster:
         """Take up a running cluster, with the output of its running cell that this notebook has missed.
 
-        One that was submitted is waited for, as by `start`; an interrupt leaves it in the queue. take: even from
-        another notebook that is using it. Raises ClusterNotFound, naming the clusters that do run, and ClusterError
-        if another notebook uses it: two that send cells at once would have ranks wait for each other.
+        A submitted cluster is waited for, as by `start`; an interrupt leaves it in the queue. take: attach even if
+        another notebook is using it. Raises ClusterNotFound, naming the running clusters, and ClusterError if another
+        notebook uses it: with two notebooks that send cells at once, ranks would wait for each other.
         """
         found = registry.running(name)
         if found.is_attached() and found.kernel.pid != os.getpid() and not take:
@@ -300,12 +299,13 @@ class Cluster:
         return cluster
 
     def resize(self, n: int, *, strategy: str = "") -> ControlResult:
-        """Go on with `n` ranks, also while a Trainer makes steps: between two of them, with the same global batch.
+        """Go on with `n` ranks.
 
-        strategy: default: the one in force, whose tp, pp and cp stay and whose dp takes the rest. New ranks have what
-        is equal on all ranks, and the Trainer; ranks that go lose what they have. Raises, with what would fit,
-        UsageError for more ranks than there are devices, or several hosts, and StrategyError or TrainingError where
-        the training cannot go on so: then nothing has changed.
+        While a Trainer makes steps, this happens between two of them, with the same global batch. strategy: by default
+        the current one; its tp, pp and cp stay, and dp takes the remaining ranks. New ranks receive what is equal on
+        all ranks, and the Trainer; removed ranks lose what they have. Raises UsageError for more ranks than there are
+        devices, or for several hosts, and StrategyError or TrainingError if the training cannot go on so. The error
+        says what would fit, and nothing has changed.
         """
         self.connection.check_open()
         if self.pinning is None:
@@ -331,7 +331,7 @@ class Cluster:
             self.connection.client.soon(self.connection.read_size)
             time.sleep(0.02)
         self.pinning, client = pinning, self.connection.client
-        if self.connection.busy() is None:  # what is sent to a rank before it is connected is lost
+        if self.connection.busy() is None:  # messages to a rank that is not connected yet are lost
             client.reach(range(n), REACH_SECONDS, self.entry.parent.is_alive)
         else:
             client.listen_to(range(n), REACH_SECONDS)
@@ -343,7 +343,10 @@ class Cluster:
         return ClusterList(registry.entries(), registry.unreadable())
 
     def stop(self) -> None:
-        """End the cluster: its ranks, its controller, and nothing else. ClusterError: another notebook has taken it."""
+        """End the cluster: its ranks and its controller, nothing else.
+
+        Raises ClusterError if another notebook has taken it.
+        """
         self.connection.check_ours()
         waiting, self.before_stop = self.before_stop, []
         try:
@@ -387,9 +390,9 @@ class Cluster:
         """Run source text on the ranks (all, or e.g. "0,2-3") and show what they print as it comes.
 
         timeout: seconds, or "30s", after which the cell is stopped. detach: do not wait, return a CellHandle. at_step:
-        at the next step boundary of the running training, on all ranks. queue: wait for a cell that runs, instead of
-        refusing. tabs: what a rank prints goes into a tab of its own, in a notebook. Returns Results. Raises CellError
-        (the rank that failed first), CellRunning, UsageError.
+        run at the next step boundary of the running training, on all ranks. queue: wait for a running cell instead of
+        refusing. tabs: in a notebook, show each rank's output in its own tab. Returns Results. Raises CellError (the
+        rank that failed first), CellRunning, UsageError.
         """
         timeout = seconds_given(timeout)
         while queue and self.connection.busy():
@@ -414,7 +417,7 @@ class Cluster:
         queue: bool = False,
         tabs: bool = False,
     ) -> Any:
-        """`run`, to be awaited: meanwhile the notebook's kernel goes on answering widgets."""
+        """Do `run` as a coroutine. Meanwhile the notebook's kernel goes on answering widgets."""
         timeout = seconds_given(timeout)
         while queue and self.connection.busy():
             await asyncio.sleep(0.02)
@@ -430,7 +433,7 @@ class Cluster:
         return await wait_async(self.connection, execution, timeout)
 
     def _again(self, request: CellRequest, screen: display.Screen) -> Execution:
-        """Send a cell anew that ran on ranks which are gone; nobody waits for it, and `screen` gets its output."""
+        """Send a cell again whose ranks are gone. Nobody waits for it, and `screen` gets its output."""
         new = request_for(self.connection, request.source, request.ranks, detached=True)
         return self._send(replace(new, number=request.number), "", at_step=False, tabs=False, screen=screen)
 
@@ -447,16 +450,15 @@ class Cluster:
         return execution
 
     def wait(self, timeout: str | float | None = None) -> Results | None:
-        """Wait for the cell that runs, as Run All must before it goes on. Raises what the cell raised.
+        """Wait for the running cell, as Run All must before it goes on. Raises what the cell raised.
 
-        The stop button ends the waiting only; so does `timeout` (seconds, or "30s"), with a TimeoutError.
+        The stop button ends only the waiting; so does `timeout` (seconds, or "30s"), with a TimeoutError.
         """
         busy = self.connection.busy()
         return wait_for(self.connection, busy, timeout) if busy else None
 
     def switch(self, strategy: str) -> ControlResult:
-        """Train on under another strategy, also while a training runs: see TrainingClient.switch; `.training` has
-        more."""
+        """Change the strategy, also while a training runs; see TrainingClient.switch. `.training` has more controls."""
         return self.training.switch(strategy)
 
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> TraceFile:
@@ -471,13 +473,13 @@ class Cluster:
         self.connection.check_idle("push")
         chosen = chosen_ranks(ranks, self.entry.n)
         self.connection.check_alive(chosen)
-        # As they are before they travel: the notebook may change them at once.
+        # Record the values before they are sent: the notebook may change them at once.
         sent = SentValues.of(notebook_number(), chosen, values)
         push(self.connection.client, values, chosen, force=force, shared=not self.entry.is_spread)
         self.sent.append(sent)
 
     def pull(self, name: str, ranks: Sequence[int] | str | int | None = 0, *, force: bool = False) -> Any:
-        """Return the value of a name (or expression) on one rank; several ranks, or None for all, give a list."""
+        """Return the value of a name (or expression) on one rank. Several ranks, or None for all, give a list."""
         self.connection.check_open()
         self.connection.check_idle("pull")
         chosen = chosen_ranks([ranks] if isinstance(ranks, int) else ranks, self.entry.n)
@@ -486,9 +488,10 @@ class Cluster:
         return values[0] if isinstance(ranks, int) else values
 
     def sync(self, path: str | os.PathLike[str] = ".") -> Synced:
-        """Bring the files of a folder of the notebook's directory to hosts that do not see them; `import` finds them.
+        """Copy the files of a folder in the notebook's directory to hosts that do not see them; `import` finds them.
 
-        .gitignore holds, and what has not changed stays. Raises UsageError for what is not there or too large.
+        .gitignore applies, and unchanged files are not copied. Raises UsageError if there is nothing, or it is too
+        large.
         """
         self.connection.check_open()
         self.connection.check_idle("sync")
@@ -505,18 +508,19 @@ class Cluster:
         return Status(entry, rows, self.connection.generation.number, self.notes)
 
     def why(self, *, stacks: bool = False) -> Why:
-        """Return who is stuck where: what every rank does, and one sentence; within 5 s, whatever they do.
+        """Return who is stuck where: what every rank does, and a one-sentence summary. Takes at most 5 s.
 
-        stacks: with the stack of every thread.
+        stacks: include the stack of every thread.
         """
         self.connection.check_open()
         return ask_why(self.entry, self.connection.client, self.connection.deaths, stacks=stacks)
 
     def debug(self, rank: int | None = None) -> None:
-        """A prompt on a rank, with the commands of pdb, which are read with `input()` until the person leaves it.
+        """Open a prompt on a rank, with the commands of pdb.
 
-        Of a cell that stands at a `breakpoint()`, else in the frames of the cell that failed last. rank: default: the
-        one that asks, or has failed, first. Raises UsageError where no rank is at either, or nobody can type here.
+        They are read with `input()` until the person leaves the prompt. The prompt is of a cell that stands at a
+        `breakpoint()`, else in the frames of the cell that failed last. rank: by default the first rank that asks or
+        failed. Raises UsageError if no rank is at either, or nobody can type here.
         """
         self.connection.check_open()
         debug(self.connection, rank)

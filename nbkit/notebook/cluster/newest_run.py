@@ -15,7 +15,10 @@ _PIECES = 8  # of a megabyte, of one file at a time
 
 
 class NewestRun:
-    """Call it for the directory as it is now. mirror: copy the files even where they could be read directly."""
+    """A callable that returns the directory as it is now.
+
+    mirror: copy the files even if they could be read directly.
+    """
 
     def __init__(self, connection: Connection, *, mirror: bool = False) -> None:
         self._connection, self._mirror = connection, mirror
@@ -23,7 +26,10 @@ class NewestRun:
         self._copies: dict[str, _Copy] = {}
 
     def __call__(self) -> Path | None:
-        """None while there is no training. While no rank answers, the directory that was found last."""
+        """Return the directory, None while there is no training.
+
+        While no rank answers, return the last directory found.
+        """
         run = self._ask([0]).get(0, {}).get("run")
         if not run:
             return self._known
@@ -49,7 +55,7 @@ class NewestRun:
 
 
 class _Copy:
-    """A copy of the files of a run, made piece by piece. run: its directory on the ranks' disk."""
+    """A copy of the files of a run, made in pieces. run: its directory on the ranks' disk."""
 
     def __init__(self, run: str) -> None:
         self._run, self._home = run, tempfile.TemporaryDirectory(prefix="nbkit-run-")
@@ -58,7 +64,7 @@ class _Copy:
         self._heads: dict[str, str] = {}
 
     def bring(self, ask: Any, ranks: int) -> Path:
-        """Copy what is new in all ranks' files; returns the directory of the copy."""
+        """Copy what is new in all ranks' files. Return the directory of the copy."""
         for rank in range(ranks):
             self._follow(ask, rank, "records", f"rank{rank}.jsonl")
         self._follow(ask, 0, "plan", "plan.jsonl")
@@ -82,7 +88,7 @@ class _Copy:
                 here.write(base64.b64decode(answer["data"]))
 
     def _end_part(self, ask: Any, rank: int, path: Path, head: str) -> None:
-        """The ranks began a new part: copy the rest of the one that we have, and give it its new name."""
+        """Finish the current part because the ranks began a new one: copy the rest of it and give it its new name."""
         with path.open("ab") as here:
             while True:
                 answer = ask([rank], file="old", offset=here.tell()).get(rank, {})

@@ -7,10 +7,11 @@
       logs/              controller, parent, one per rank
       output/            what each rank has printed, as text (rankN.out) and as messages (rankN.jsonl)
 
-A process is named by pid and start together (nbkit/wire/processes.py), so that a pid which the system has given to
-somebody else since then is never mistaken for one of ours.
+A process is identified by its pid together with its start time (nbkit/wire/processes.py), so a pid that the system has
+given to another process since then is never mistaken for one of ours.
 
-Small questions with one answer: which ranks are meant, what a nameless cluster is called.
+Small helpers are here too: the ranks that a user means (`chosen_ranks`), and the name of a nameless cluster
+(`made_up_name`).
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class ClusterEntry:
-    """One cluster as the registry knows it. host: where its processes are. ttl: seconds. born: time.time().
+    """A cluster as the registry knows it.
 
-    labels, reasons: what each rank is pinned to and why, in rank order. spares: the devices that are still in reserve.
-    spare_hosts: the hosts that are.
+    host: where its processes run. ttl: seconds. born: time.time(). labels, reasons: what each rank is pinned to and
+    why, in rank order. spares: the devices still in reserve. spare_hosts: the hosts still in reserve.
     """
 
     name: str
@@ -83,17 +84,20 @@ class ClusterEntry:
         return "on" in self.options
 
     def is_alive(self) -> bool:
-        """Return True if ranks and controller run; a cluster of another host is taken at its word."""
+        """Return True if ranks and controller run. A cluster of another host is assumed to be alive."""
         return not self.is_here or (self.parent.is_alive() and self.controller.is_alive())
 
     def left(self) -> list[Process]:
-        """Its processes that still run. A killed controller leaves its schedulers, which only its session names."""
+        """Return its processes that still run.
+
+        A killed controller leaves its schedulers, which are found only by its session.
+        """
         known = [process for process in (self.parent, self.controller, *self.ranks) if process.is_alive()]
         return [*known, *followers(self.controller.pid, self.folder)]
 
     @property
     def is_awaited(self) -> bool:
-        """Return True if it was started with --detach, and no notebook has taken it up since."""
+        """Return True if it was started with --detach and no notebook has attached to it since."""
         return bool(self.options.get(DETACHED)) and not self.ranks
 
     def is_attached(self) -> bool:
@@ -101,7 +105,7 @@ class ClusterEntry:
 
     @property
     def state(self) -> str:
-        """In a word or two; of one that is awaited, how far it is."""
+        """Return the state in a word or two. For a cluster that is being started, return how far it is."""
         if not self.is_alive():
             return "ended"
         if self.is_awaited:
@@ -111,7 +115,7 @@ class ClusterEntry:
 
 
 def home() -> Path:
-    """The folder that holds the folders of all clusters."""
+    """Return the folder that holds the folders of all clusters."""
     if base := os.environ.get("NBKIT_HOME") or home_here():
         return user_path(base)
     data = Path(os.environ.get("XDG_DATA_HOME") or user_path("~/.local/share"))
@@ -121,7 +125,7 @@ def home() -> Path:
 
 
 def check_home() -> Path:
-    """Return the folder of all clusters, made if it was not there. Raises ClusterError where that cannot be."""
+    """Return the folder of all clusters, and create it if needed. Raises ClusterError if that fails."""
     folder = home()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +141,7 @@ def check_home() -> Path:
 
 
 def save(entry: ClusterEntry) -> None:
-    """Write an entry in one step."""
+    """Write an entry atomically."""
     path = entry.folder / "cluster.json"
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps({"format": FORMAT, **asdict(entry)}))
@@ -145,7 +149,7 @@ def save(entry: ClusterEntry) -> None:
 
 
 def find(name: str) -> ClusterEntry | None:
-    """The entry called `name`, if there is one. Raises ClusterError for one that this release cannot read."""
+    """Return the entry called `name`, or None. Raises ClusterError for one that this release cannot read."""
     if name != path_part(name):  # no cluster's: it might lead out of the folder of clusters
         return None
     try:
@@ -175,7 +179,7 @@ def _entry(saved: dict[str, Any]) -> ClusterEntry:
 
 
 def entries() -> list[ClusterEntry]:
-    """Every cluster of this user that this release can read, by name."""
+    """Return every cluster of this user that this release can read, by name."""
     found = []
     for name in _names():
         with suppress(ClusterError):
@@ -184,7 +188,7 @@ def entries() -> list[ClusterEntry]:
 
 
 def unreadable() -> list[str]:
-    """Return what is to be said of each cluster that `entries` leaves out."""
+    """Return a line about each cluster that `entries` leaves out."""
     said = []
     for name in _names():
         try:
@@ -199,7 +203,7 @@ def _names() -> list[str]:
 
 
 def running(name: str) -> ClusterEntry:
-    """Return the running cluster called `name`. Raises ClusterNotFound, naming those that do run."""
+    """Return the running cluster called `name`. Raises ClusterNotFound, naming the running ones."""
     entry = find(name)
     if entry and entry.is_alive():
         return entry
@@ -213,7 +217,7 @@ def running(name: str) -> ClusterEntry:
 
 
 def the_only_one() -> ClusterEntry:
-    """The running cluster, where there is one. Raises ClusterNotFound for none, UsageError for several."""
+    """Return the only running cluster. Raises ClusterNotFound if there is none, UsageError if there are several."""
     alive = [entry for entry in entries() if entry.is_alive()]
     if not alive:
         raise ClusterNotFound("No cluster is running.", hint="nbkit list")
@@ -224,7 +228,7 @@ def the_only_one() -> ClusterEntry:
 
 
 def how_ended(entry: ClusterEntry) -> str:
-    """Why a cluster has ended that was not stopped, and what was saved of a training in it; "" if that is not known."""
+    """Return why a cluster ended without being stopped, and what was saved of a training in it; "" if unknown."""
     end = cluster_end.read(entry.folder)
     return end.words if end is not None and end.step >= 0 else progress.how_ended(entry.folder)
 
@@ -259,7 +263,7 @@ def forget(name: str) -> None:
 
 
 def clean() -> list[str]:
-    """End what half-dead clusters of this host have left, and forget them; remove values that never arrived.
+    """End what half-dead clusters of this host have left, and forget them. Remove values that never arrived.
 
     Returns a line about each cluster, and one about the values.
     """
@@ -279,7 +283,10 @@ _SECOND = ("brook", "cedar", "comet", "delta", "ember", "finch", "harbor", "lark
 
 
 def chosen_ranks(ranks: Sequence[int] | str | None, n: int) -> tuple[int, ...]:
-    """`"0,2-3"`, `[0, 2, 3]` or None (all of `n`) as sorted ranks. Raises UsageError for what is not a rank."""
+    """Return `"0,2-3"`, `[0, 2, 3]` or None (all of `n`) as sorted ranks.
+
+    Raises UsageError for anything that is not a rank.
+    """
     if ranks is None:
         return tuple(range(n))
     if isinstance(ranks, str):
@@ -308,7 +315,7 @@ def _parsed(text: str, n: int) -> list[int]:
 
 
 def made_up_name() -> str:
-    """A name that no cluster of this user has."""
+    """Return a name that no cluster of this user has."""
     while True:
         name = f"{random.choice(_FIRST)}-{random.choice(_SECOND)}"
         if not (home() / name).exists():
@@ -316,7 +323,7 @@ def made_up_name() -> str:
 
 
 def notebook_number() -> int:
-    """The number of the notebook cell that runs now; 0 outside of a notebook."""
+    """Return the number of the notebook cell that runs now; 0 outside of a notebook."""
     shell = notebook_shell()
     if shell is None:
         return 0
@@ -326,12 +333,12 @@ def notebook_number() -> int:
 
 
 def names_of_notebook() -> frozenset[str]:
-    """Names that are defined in the notebook's own namespace."""
+    """Return the names that are defined in the notebook's own namespace."""
     shell = notebook_shell()
     return frozenset(shell.user_ns) if shell is not None else frozenset()
 
 
 def notebook_shell() -> Any:
-    """IPython's shell; None outside of IPython, which is not imported for the question."""
+    """Return IPython's shell; None outside of IPython. Never imports IPython."""
     module = sys.modules.get("IPython")
     return module.get_ipython() if module else None

@@ -1,4 +1,4 @@
-"""What the parent of the ranks wrote when their number changed, as the notebook takes it over."""
+"""Take over what the parent of the ranks wrote when their number changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nbkit.wire.processes import Process
 
 
 def read(folder: Path, *, since: float) -> dict[str, Any] | None:
-    """Return what was written after `since` (time.time()); None where nothing was."""
+    """Return what was written after `since` (time.time()), or None."""
     with suppress(OSError, ValueError):
         found: dict[str, Any] = json.loads((folder / "resized.json").read_text())
         return found if found["when"] > since else None
@@ -22,7 +22,7 @@ def read(folder: Path, *, since: float) -> dict[str, Any] | None:
 
 
 def entry_of(entry: ClusterEntry, read: dict[str, Any]) -> ClusterEntry:
-    """The entry of the cluster as it is now, which is registered."""
+    """Return the entry of the cluster as it is now, and register it."""
     with suppress(ProcessLookupError):
         ranks = tuple(map(Process.of, read["pids"]))
         pins, labels, reasons = read["pins"], entry.labels[: read["n"]], entry.reasons[: read["n"]]

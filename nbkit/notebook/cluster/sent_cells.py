@@ -1,6 +1,6 @@
-"""What went from the notebook to the ranks of a cluster, in order: cells and values. A script is made of it.
+"""The cells and values that the notebook sent to the ranks of a cluster, in order. A script can be made from them.
 
-It begins anew when the ranks do, as their variables do.
+The list begins anew when the ranks are started anew, as their variables do.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ LONGEST_LITERAL = 2_000  # characters; a longer one is data, and no setting
 
 
 class SentCell:
-    """A cell. live: it ran within a training, at a step boundary. state: "ok", "running", "interrupted" (stopped by
-    somebody), or what it failed with. Its results are not kept: they may be large."""
+    """A cell that was sent.
+
+    live: it ran within a training, at a step boundary. state: "ok", "running", "interrupted" (somebody stopped it), or
+    the error it failed with. Its results are not kept: they may be large.
+    """
 
     def __init__(self, request: CellRequest, live: bool, done: Future[Results]) -> None:
         self.request, self.live, self.state = request, live, "running"
@@ -32,7 +35,7 @@ class SentCell:
 
 @dataclass(frozen=True)
 class SentValues:
-    """Values that were pushed. literals: name -> its text in Python; others: name -> what it is instead."""
+    """Values that were pushed. literals: name -> its text in Python. others: name -> a description of the value."""
 
     number: int
     ranks: tuple[int, ...]
@@ -41,14 +44,14 @@ class SentValues:
 
     @classmethod
     def of(cls, number: int, ranks: tuple[int, ...], values: Mapping[str, Any]) -> SentValues:
-        """As they are now."""
+        """Return the values as they are now."""
         literals = {name: text for name, value in values.items() if (text := literal_text(value))}
         others = {name: type_text(value) for name, value in values.items() if name not in literals}
         return cls(number, ranks, literals, others)
 
 
 def literal_text(value: Any) -> str:
-    """`value` as a literal of Python that has the same value and types; "" if it is none, or a very long one."""
+    """Return `value` as a Python literal with the same value and types; "" if it is not one, or is very long."""
     try:
         text = repr(value) if _is_plain(value) else ""
         return text if len(text) <= LONGEST_LITERAL and ast.literal_eval(text) == value else ""
@@ -57,7 +60,7 @@ def literal_text(value: Any) -> str:
 
 
 def type_text(value: Any) -> str:
-    """Return what a value is, for people: `numpy.ndarray`, `a list of 5000`."""
+    """Return what kind of value it is, for people: `numpy.ndarray`, `a list of 5000`."""
     kind = type(value)
     if kind in (list, tuple, dict, set, str, bytes):
         return f"a {kind.__name__} of {len(value):,}"

@@ -3,16 +3,16 @@
     max_ranks = 8       # ranks that one user's clusters have together
     max_gpus = 4        # GPUs, likewise
     max_ttl = "12h"     # longest time to live of a cluster without notebook and cell
-    ttl = "2h"          # the one that it gets without --ttl
+    ttl = "2h"          # the default without --ttl
     home = "/scratch"   # where clusters have their folders, one below it for each user; not in a project
     runs = "/data/runs" # where trainings are recorded without log_dir=, in a folder for each user
-    max_disk = "20GB"   # what may lie in the folder of runs before no checkpoint is written and no run begun
+    max_disk = "20GB"   # size of the folder of runs above which no checkpoint is written and no run begun
 
     [clusters]          # %cluster start --on lab
     lab = "--slurm -n 16 --partition gpu --time 4:00:00 -- --account=lab"
 
-A later file wins, but what begins with max_ can only be lowered by it. The limits keep people from taking too much by
-accident; who means to can get around them.
+A later file wins, but it can only lower settings that begin with max_. The limits prevent accidents; they do not stop a
+user who wants to get around them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _NAME = "nbkit.toml"
 
 @dataclass(frozen=True)
 class Site:
-    """ttl, max_ttl: seconds. max_disk: bytes. runs: of this user. clusters: name -> options.
+    """The settings in force.
 
-    sources: key -> the file that it is from. notes: what has no effect, and why.
+    ttl, max_ttl: seconds. max_disk: bytes. runs: this user's folder. clusters: name -> options. sources: key -> the
+    file that set it. notes: settings without effect, and why.
     """
 
     max_ranks: int | None = None
@@ -53,7 +54,7 @@ class Site:
     notes: tuple[str, ...] = ()
 
     def options_of(self, cluster: str) -> str:
-        """The options of %cluster start that `cluster` stands for. Raises UsageError, naming those that there are."""
+        """Return the options of %cluster start that `cluster` stands for. Raises UsageError, naming the known ones."""
         if cluster not in self.clusters:
             raise UsageError(
                 f"No {_NAME} describes a cluster called {cluster!r}.",
@@ -63,7 +64,7 @@ class Site:
         return self.clusters[cluster]
 
     def ttl_of(self, asked: str | float | None) -> float:
-        """The time to live of a cluster. Raises UsageError for one that is longer than it may be."""
+        """Return the time to live of a cluster. Raises UsageError if it is longer than allowed."""
         asked = seconds_given(asked)
         if asked is None:
             return self.ttl if self.max_ttl is None else min(self.ttl, self.max_ttl)
@@ -77,13 +78,13 @@ class Site:
 
 
 def files() -> tuple[Path, Path, Path]:
-    """Of the machine, of the user, of the project."""
+    """Return the settings files of the machine, of the user and of the project."""
     config = os.environ.get("XDG_CONFIG_HOME") or user_path("~/.config")
     return Path("/etc") / _NAME, Path(config) / _NAME, Path.cwd() / _NAME
 
 
 def read(paths: Sequence[Path] | None = None) -> Site:
-    """The settings as they are now. Raises UsageError, naming file and key, for one that is not as it should be."""
+    """Return the settings as they are now. Raises UsageError, naming file and key, for an invalid one."""
     machine, user, project = paths or files()
     limits = {key: value for key, value in _load(machine).items() if key.startswith("max_")}
     values: dict[str, Any] = {}
@@ -104,7 +105,7 @@ def read(paths: Sequence[Path] | None = None) -> Site:
 
 @cache
 def home_here() -> Path | None:
-    """The folder of clusters that a file names, as it was when it was first asked for: clusters do not move."""
+    """Return the folder of clusters that a file names. The first answer is kept, because clusters do not move."""
     home = read((*files()[:2], Path(os.devnull))).home
     return home and home / getpass.getuser() / "nbkit"
 

@@ -21,7 +21,10 @@ COLUMNS = ("rank", "pid", "device", "memory", "state", "cell", "age")
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank. memory: "1.2 / 23.9 GiB", of its GPU, or of the machine for CPU ranks. age: of the cell, in seconds."""
+    """A rank's row in the status table.
+
+    memory: "1.2 / 23.9 GiB", of its GPU, or of the machine for CPU ranks. age: seconds since its cell began.
+    """
 
     rank: int
     pid: int
@@ -76,7 +79,7 @@ class Status:
 
 @dataclass(frozen=True)
 class ClusterList:
-    """The clusters of this user. unreadable: what is to be said of those that another release has started."""
+    """The clusters of this user. unreadable: lines about those that another release has started."""
 
     entries: Sequence[ClusterEntry]
     unreadable: Sequence[str] = ()
@@ -112,8 +115,7 @@ class ClusterList:
 
 
 def rank_rows(entry: ClusterEntry, answers: Mapping[int, dict[str, Any]], deaths: Mapping[int, Death]) -> list[RankRow]:
-    """Return one row for each rank. answers: rank -> its answer to "status"; a rank without one is said not to
-    answer."""
+    """Return one row for each rank. answers: rank -> its answer to "status". A missing answer is shown as such."""
     memory = _memory_by_rank(entry, answers)
     rows = []
     for rank in range(entry.n):
@@ -139,7 +141,7 @@ def _state(answer: dict[str, Any]) -> str:
 
 
 def _memory_by_rank(entry: ClusterEntry, answers: Mapping[int, dict[str, Any]]) -> dict[int, str]:
-    """A GPU's memory as its driver sees it; for CPU ranks, the rank's own against the machine's."""
+    """Return a GPU's memory as its driver sees it; for CPU ranks, the rank's own against the machine's."""
     if entry.backend == "gloo" and not any(label.startswith("GPU") for label in entry.labels):
         total = psutil.virtual_memory().total
         return {rank: _of(answer["memory"], total) for rank, answer in answers.items()}
@@ -157,7 +159,7 @@ def _of(used: int, total: int) -> str:
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell."""
+    """Return the rows as text, with columns as wide as their widest cell."""
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -167,7 +169,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], titles: Sequence[str] = ()) -> str:
-    """Return a plain table; it takes its colours from the notebook's theme. titles: a tooltip for each row."""
+    """Return a plain table that takes its colours from the notebook's theme. titles: a tooltip for each row."""
     head = "".join(f"<th style='text-align:left'>{html.escape(column)}</th>" for column in columns)
     body = ""
     for i, row in enumerate(rows):

@@ -1,9 +1,8 @@
 """Control a training from the notebook: switch, undo, try, pause, resume, save, stop, trace; estimate strategies.
 
-While the ranks are between two steps, a control goes to all of them as a request, and they act at the step they agree
-on. Otherwise it runs at once, as a cell of its own, on the newest Trainer. Either way one result comes back.
-
-The result of a switch, a try, a pause: one line of text, a small table of predicted beside measured, or an error.
+While the ranks are between two steps, a control goes to all of them as a request, and they act at a step they agree on.
+Otherwise it runs at once, as its own cell, on the newest Trainer. Either way one result comes back: a line of text, a
+small table of predicted beside measured values, or an error.
 """
 
 from __future__ import annotations
@@ -31,12 +30,14 @@ _DONE = {"pause": "paused", "resume": "going on", "save": "saved", "stop": "stop
 
 @dataclass(frozen=True)
 class ControlResult:
-    """As the ranks return it. strategy: the one in force afterwards. error: the name of its class, "" when it was done.
-    served: False when the training ended before it came to the control, which then waits for nothing any more.
+    """Result of a training control, as the ranks return it.
 
-    result: of a switch or undo the fields of nbkit.records.events.Switched, of a try and a comparison what the Trainer
-    returns. predicted: moved_bytes and switch_s of a switch, as predicted before it, and why the latter was not; {}
-    where nothing was.
+    strategy: the strategy in force afterwards. error: the name of its class, "" on success. served: False if the
+    training ended before it came to the control; nothing waits for it any more.
+
+    result: for a switch or undo, the fields of nbkit.records.events.Switched; for a try or a comparison, what the
+    Trainer returns. predicted: moved_bytes and switch_s as predicted before a switch, and the reason if switch_s was
+    not predicted; {} if nothing was.
     """
 
     id: str
@@ -54,7 +55,7 @@ class ControlResult:
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise what the ranks raised."""
+        """Raise the error that the ranks raised, if any."""
         if self.ok:
             return
         kind = getattr(errors, self.error, NbkitError)
@@ -63,7 +64,7 @@ class ControlResult:
 
     @property
     def line(self) -> str:
-        """One line."""
+        """Return the result as one line of text."""
         if not self.ok:
             return " ".join(part for part in (self.what, f"({self.numbers})" * bool(self.numbers)) if part)
         if self.do in ("switch", "undo"):
@@ -93,7 +94,7 @@ class ControlResult:
 
     @property
     def figures(self) -> list[tuple[str, str, str]]:
-        """(what, predicted, measured) of a switch; a prediction may be unknown."""
+        """Return (name, predicted, measured) for a switch. A prediction may be unknown."""
         if not self.ok or self.do not in ("switch", "undo"):
             return []
         pause = self.predicted.get("switch_s")
@@ -111,7 +112,7 @@ class ControlResult:
 
     @property
     def compared(self) -> list[tuple[str, ...]]:
-        """The rows of a comparison, the first of them its head."""
+        """Return the rows of a comparison; the first one is the header."""
         head = "strategy", "a step", "95 % of the median", "memory beyond before", "sent a step"
         return [head, *(_compared(row) for row in self.result["strategies"])]
 
@@ -137,7 +138,7 @@ def _compared(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _lined_up(rows: list[tuple[str, ...]]) -> list[str]:
-    # What refuses a strategy is as long as it likes, and stands alone.
+    # The reason for refusing a strategy may be long, so it is on a line of its own.
     widths = [max(len(row[at]) for row in rows if row[-1]) for at in range(len(rows[0]))]
     return [
         "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -145,12 +146,12 @@ def _lined_up(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def stopped(step: int) -> ControlResult:
-    """Of a training that was stopped, after so many steps."""
+    """Return the result for a training that was stopped after `step` steps."""
     return ControlResult("", "stop", {}, step, "", True, "", "", "", "", {})
 
 
 def proof(switched: Mapping[str, Any]) -> str:
-    """Whether the state is the same as before."""
+    """Return in words whether the state is the same as before."""
     words = {True: "state identical, bit for bit", False: "STATE DIFFERS", None: "state not compared"}
     return words[switched.get("identical")]
 
@@ -181,7 +182,7 @@ TABLE_SECONDS = 1.0
 
 
 class TrainingClient:
-    """The training on a cluster's ranks, as the notebook sees it. Every method may be called from any thread."""
+    """The training on a cluster's ranks, as the notebook sees it. All methods are thread-safe."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -190,26 +191,26 @@ class TrainingClient:
         self.switched: list[ControlResult] = []  # every switch and undo that the ranks have made, in order
 
     def switch(self, strategy: str) -> ControlResult:
-        """Switch to another strategy, e.g. "zero3" or "pp=2 schedule=1f1b"; the result has bytes moved and seconds.
+        """Switch to another strategy, e.g. "zero3" or "pp=2 schedule=1f1b". The result has bytes moved and seconds.
 
-        Raises StrategyError or SwitchError when it was refused: the old strategy goes on, and nothing has changed.
+        Raises StrategyError or SwitchError if it was refused: the old strategy goes on, and nothing has changed.
         """
         return self.ask("switch", strategy=strategy)
 
     def undo(self) -> ControlResult:
-        """Go back to the strategy before the last switch, with the weights of now."""
+        """Go back to the strategy before the last switch, with the current weights."""
         return self.ask("undo")
 
     def try_out(self, strategy: str, steps: int = 10) -> ControlResult:
-        """Measure a strategy for so many steps on the live job, then go back to where it was."""
+        """Measure a strategy for this many steps on the live job, then return to the previous state."""
         return self.ask("try", strategy=strategy, steps=steps)
 
     def compare(self, *strategies: str, steps: int = 20) -> ControlResult:
-        """Measure strategies in turns, from one state on the same batches, then go back to where it was."""
+        """Measure strategies in turns, from one state on the same batches, then return to the previous state."""
         return self.ask("compare", strategies=list(strategies), steps=steps)
 
     def pause(self) -> ControlResult:
-        """Hold the training at its next step boundary, until `resume` or Stop; switches act meanwhile."""
+        """Hold the training at its next step boundary until `resume` or Stop. Switches still work meanwhile."""
         return self.ask("pause")
 
     def resume(self) -> ControlResult:
@@ -217,31 +218,31 @@ class TrainingClient:
         return self.ask("resume")
 
     def fit(self, number: int = 0) -> ControlResult:
-        """After a step ran out of memory: go on with row `number` of what was offered; 0: the first that fits."""
+        """After a step ran out of memory, go on with row `number` of the offered options; 0: the first that fits."""
         return self.ask("fit", number=number)
 
     def save(self, path: str = "") -> ControlResult:
-        """Write a checkpoint at the next step boundary; default: checkpoint in the run's directory."""
+        """Write a checkpoint at the next step boundary, by default to checkpoint in the run's directory."""
         return self.ask("save", path=path)
 
     def wait(self) -> None:
-        """Wait for the cell that runs: see Cluster.wait."""
+        """Wait for the running cell; see Cluster.wait."""
         if (execution := self._connection.busy()) is not None:
             wait_for(self._connection, execution)
 
     def stop(self) -> ControlResult:
-        """Stop the cell that runs, a training at its next step boundary, and wait for that: see CellHandle.stop."""
+        """Stop the running cell, a training at its next step boundary, and wait for it; see CellHandle.stop."""
         if (handle := handle_of(self._connection)) is None:
             raise UsageError("No cell runs, so there is nothing to stop.", hint="%cluster status")
         handle.stop()
         return stopped(self.look().get("step", 0))
 
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> TraceFile:
-        """Trace the next `steps` steps of all ranks into one file for Perfetto; returns when it is written.
+        """Trace the next `steps` steps of all ranks into one file for Perfetto. Returns when it is written.
 
-        path: default trace-RUN-FIRST-LAST.json.gz where the notebook is. Raises UsageError where nothing makes steps
-        or nothing is recorded, TrainingError when the training ends before one of the steps, ClusterError when a rank
-        has died.
+        path: default trace-RUN-FIRST-LAST.json.gz in the notebook's directory. Raises UsageError if nothing makes steps
+        or nothing is recorded, TrainingError if the training ends before one of the steps, ClusterError if a rank has
+        died.
         """
 
         def begin() -> tuple[int, int]:
@@ -251,11 +252,11 @@ class TrainingClient:
         return trace(NewestRun(self._connection), begin, self._check, path)
 
     def runs(self) -> bool:
-        """Return True if a training makes steps. Asks for nothing that would have to be found out about its model."""
+        """Return True if a training makes steps. Does not make the ranks compute anything about its model."""
         return bool(self._ask_one("status").get("training"))
 
     def look(self) -> dict[str, Any]:
-        """Return what a rank answers about its training, whatever it is doing: see bridge/requests.py. {}: no answer.
+        """Return a rank's answer about its training, even if it is busy; see bridge/requests.py. {} means no answer.
 
         "table" is the estimate for every strategy, {} while it is being computed.
         """
@@ -267,11 +268,11 @@ class TrainingClient:
         return {**answer, "table": self._table}
 
     def option(self, strategy: str) -> dict[str, Any]:
-        """The row that the table of `look` would have for a strategy; {} where there is none, or no answer yet."""
+        """Return the row that the table of `look` would have for a strategy; {} if there is none, or no answer yet."""
         return self._ask_one("option", strategy=strategy).get("row") or {}
 
     def look_well(self, patience: float = TABLE_SECONDS) -> dict[str, Any]:
-        """The table of the strategy in force, {} if it takes longer than `patience` seconds."""
+        """Return the table of the strategy in force, {} if it takes longer than `patience` seconds."""
         deadline = time.monotonic() + patience
         while (answer := self.look()).get("job") and time.monotonic() < deadline:
             if table := _in_force(answer):
@@ -280,15 +281,15 @@ class TrainingClient:
         return {}
 
     def ask(self, do: str, **args: Any) -> ControlResult:
-        """Have all ranks serve a request at the same boundary, or now when none makes steps.
+        """Have all ranks serve a request at the same boundary, or now if none makes steps.
 
-        A training that ends before it comes to the request does not lose it: the newest Trainer serves it then.
+        If a training ends before it comes to the request, the request is not lost: the newest Trainer serves it then.
         """
         self._check()
         result = self._at_boundary(do, args) if self._makes_steps() else None
         if result is None or not result.served:
             while result is not None and self._connection.busy() is not None:
-                time.sleep(TICK_SECONDS)  # for what else the training's cell does
+                time.sleep(TICK_SECONDS)  # let the training's cell do the rest of its work
             result = self._as_cell(do, args)
         result.check()
         if do in ("switch", "undo"):
@@ -296,7 +297,7 @@ class TrainingClient:
         return result
 
     def _ask_one(self, what: str, **values: Any) -> dict[str, Any]:
-        """The answer of the first rank that lives; {}: none came."""
+        """Return the answer of the first live rank; {} if none came."""
         connection = self._connection
         first = min(set(range(connection.entry.n)) - set(connection.deaths), default=0)
         return dict(connection.client.ask([first], what, ANSWER_SECONDS, **values).get(first, {}))
@@ -306,10 +307,10 @@ class TrainingClient:
         self._connection.check_alive(range(self._connection.entry.n))
 
     def _makes_steps(self) -> bool:
-        """Return whether all ranks are between two steps.
+        """Return True if all ranks are between two steps.
 
-        A cell that has just been sent is given time to get there; one that calls `fit`, or loops over `batches`, as
-        long as it runs: what is asked is kept for when its training begins.
+        A cell that has just been sent is given time to get there. A cell that calls `fit`, or loops over `batches`, is
+        given as long as it runs: the request is kept until its training begins.
         """
         connection = self._connection
         n = connection.entry.n
@@ -343,7 +344,7 @@ class TrainingClient:
     def _result(self, id: str) -> ControlResult:
         """Wait for the result. The stop button ends only the waiting.
 
-        Raises ClusterError where a rank has died, or where none knows of the request any more: those that did have
+        Raises ClusterError if a rank has died, or if no rank knows of the request any more, because those that did have
         been replaced.
         """
         known = time.monotonic()
@@ -370,7 +371,7 @@ def _new_id() -> str:
 
 
 def _in_force(answer: dict[str, Any]) -> dict[str, Any]:
-    """The table, if it is that of the strategy in force, and it counts the optimizer's state where there is some."""
+    """Return the table if it is for the strategy in force and counts the optimizer's state, if there is one."""
     table: dict[str, Any] = answer.get("table") or {}
     same = table and table["strategy"] == answer["strategy"] and bool(table["step"]) == bool(answer["step"])
     return table if same else {}

@@ -1,14 +1,11 @@
-"""Watches a running cell, and says in its output who is stuck when nothing has moved for a while.
+"""Watch a running cell, and say in its output who is stuck when nothing has moved for a while.
 
-What one rank does, as far as anybody can tell: it says so itself, or it is seen from outside.
-
-Ask every rank what it does, and look from outside at those that do not answer; a few seconds, whatever they do.
-
-Where the ranks of a group have not issued the same: another operation, size, type, order or number.
-
-One sentence from what all ranks do: who waits in what, and who keeps them waiting. Pure: states in, words out.
-
-What `%nbkit why` shows: the sentence, a row for each rank, and the stacks if they were asked for.
+- `collect` asks every rank what it does, and looks from outside at those that do not answer. It takes a few seconds,
+  whatever the ranks do.
+- `first_mismatch` and `skipped` find where the ranks of a group have not issued the same operations: another operation,
+  size, type, order or number.
+- `verdict` makes one sentence from it: who waits in what, and who keeps them waiting. It is pure: states in, words out.
+- `Why` is what `%nbkit why` shows: the sentence, a row for each rank, and the stacks if requested.
 """
 
 from __future__ import annotations
@@ -42,10 +39,11 @@ StateKind = Literal["answers", "native", "stopped", "silent", "dead"]
 
 @dataclass(frozen=True)
 class RankState:
-    """kind: "native" is a rank that keeps the interpreter to itself, "stopped" one that the system has stopped.
+    """State of one rank, from its own answer or as seen from outside.
 
-    how: in words, what is known of one that does not answer. line: of the user's code. activity: of one that answers.
-    stacks: text, "" where it was not asked for.
+    kind: "native" is a rank that does not release its interpreter, "stopped" one that the system has stopped. how: what
+    is known, in words, about a rank that does not answer. line: of the user's code. activity: of a rank that answers.
+    stacks: text, "" if not requested.
     """
 
     rank: int
@@ -57,11 +55,11 @@ class RankState:
 
     @property
     def waits(self) -> Operation | None:
-        """Return what it waits in."""
+        """Return the operation in which it waits."""
         return self.activity.waits if self.activity else None
 
     def log(self, group: str) -> GroupLog | None:
-        """Return what it has issued in a group; None where that is not known."""
+        """Return what it has issued in a group; None if that is not known."""
         return self.activity.groups.get(group) if self.activity else None
 
     @property
@@ -71,7 +69,7 @@ class RankState:
 
     @property
     def prompt(self) -> str:
-        """Return what for it asks for a line that a person types; "" for none."""
+        """Return the reason why it asks a person for a line; "" if it does not."""
         return self.activity.prompt if self.activity else ""
 
     def is_doing(self) -> str:
@@ -102,7 +100,7 @@ LATE_SECONDS = 1.0  # for an answer that comes while one looks from outside
 def collect(
     entry: ClusterEntry, client: Client, deaths: Mapping[int, Death], *, stacks: bool = False
 ) -> dict[int, RankState]:
-    """Return the state of each rank, from any thread. stacks: with the stack of every thread."""
+    """Return the state of each rank. May be called from any thread. stacks: include the stack of every thread."""
     alive = [rank for rank in range(entry.n) if rank not in deaths]
     replies = client.request(alive, "why", stacks=stacks)
     settle(replies.values(), ANSWER_SECONDS)
@@ -140,7 +138,11 @@ def _activity(reply: Future[Any]) -> Activity:
 def looks_from_outside(
     entry: ClusterEntry, client: Client, silent: Iterable[int], answering: list[int]
 ) -> dict[int, ProcessState]:
-    """Of processes of this host directly, of others by a rank beside them that answers; none where they are unknown."""
+    """Return the states of silent processes, seen from outside.
+
+    Processes on this host are read directly. Others are read by an answering rank on their host. Unknown processes are
+    left out.
+    """
     silent = [rank for rank in silent if rank < len(entry.ranks)]  # a cluster that is being started has none yet
     if entry.is_here and not entry.is_spread:
         logs = entry.folder / "logs"
@@ -182,9 +184,10 @@ _SEVERAL_SIZES = ("all_gather", "gather", "scatter", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A place at which ranks differ. what: in which respect. sides: operation -> its ranks, the most common first.
+    """A place at which ranks differ.
 
-    missing: ranks that have not issued what the first side has issued, and have gone on.
+    what: the respect in which they differ. sides: operation -> its ranks, the most common first. missing: ranks that
+    have not issued what the first side has issued, and have gone on.
     """
 
     what: str
@@ -193,7 +196,7 @@ class Mismatch:
 
     @property
     def odd(self) -> tuple[int, ...]:
-        """The ranks that are not with the most; with as many on both sides all of them."""
+        """Return the ranks in the minority. If both sides have the same number of ranks, return all of them."""
         if self.missing:
             return self.missing
         most = len(self.sides[0][1])
@@ -202,7 +205,7 @@ class Mismatch:
 
 
 def first_mismatch(states: Mapping[int, RankState], group: str) -> Mismatch | None:
-    """The first collective of a group that differs between ranks, as far back as they remember."""
+    """Return the first collective of a group that differs between ranks, as far back as they remember."""
     by_number: dict[int, dict[int, Operation]] = {}
     for rank, state in states.items():
         for operation in log.operations if (log := state.log(group)) is not None else ():
@@ -217,7 +220,7 @@ def first_mismatch(states: Mapping[int, RankState], group: str) -> Mismatch | No
 
 
 def message_mismatch(sent: Operation, received: Operation, sender: int, receiver: int) -> Mismatch | None:
-    """Whether the two ends of a message differ."""
+    """Return how the two ends of a message differ, or None if they agree."""
     if sent.tag != received.tag:
         what = "tag"
     elif sent.bytes != received.bytes:
@@ -230,13 +233,13 @@ def message_mismatch(sent: Operation, received: Operation, sender: int, receiver
 
 
 def _first_difference(operations: Sequence[Operation]) -> str:
-    """In what they differ, "" if they are alike."""
+    """Return the first property in which the operations differ, "" if they are alike."""
     first = operations[0]
     if any(other.op != first.op for other in operations):
         return "operation"
     if any(other.root != first.root for other in operations):
         return "root"
-    # A barrier has no tensor; whoever gives one none has no type either.
+    # A barrier has no tensor, so it has no dtype. A rank that passes no tensor has none either.
     if len({other.dtype for other in operations if other.dtype}) > 1:
         return "dtype"
     if first.op != "all_to_all" and any(other.bytes != first.bytes for other in operations):
@@ -254,8 +257,11 @@ def _sides(issued: Mapping[int, Operation]) -> tuple[tuple[Operation, tuple[int,
 
 
 def skipped(states: Mapping[int, RankState], group: str) -> Mismatch | None:
-    """Return what some ranks have left out: they have issued fewer, and what they lack is one stretch of what the
-    others have issued, in the same lines, and not at its end."""
+    """Return what some ranks have left out.
+
+    They have issued fewer operations. What they lack is one stretch of what the others have issued, in the same lines,
+    and it is not at the end.
+    """
     logs = {rank: log for rank, state in states.items() if (log := state.log(group)) is not None and log.operations}
     most = max((log.issued for log in logs.values()), default=0)
     full = next((log for log in logs.values() if log.issued == most), None)
@@ -275,8 +281,10 @@ def skipped(states: Mapping[int, RankState], group: str) -> Mismatch | None:
 
 
 def _stretch_left_out(full: Sequence[Operation], short: Sequence[Operation], lacking: int) -> int | None:
-    """Return where in `full` the `lacking` operations begin without which it is `short`; None: nowhere but at its
-    end."""
+    """Return where in `full` the `lacking` operations begin without which it equals `short`.
+
+    Return None if they are only at the end, or nowhere.
+    """
     start = max(full[0].number, short[0].number)
     long = [operation for operation in full if operation.number >= start]
     less = [operation for operation in short if operation.number >= start]
@@ -304,11 +312,11 @@ _CLAUSES = 4  # of a sentence, about ranks that wait in different things
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """kind: "mismatch": ranks have not issued the same; "late": some wait for others, who do not wait; "circle": they
-    wait for each other; "held": nobody waits for a rank, but one is stopped or answers nothing; "prompt": some wait for
-    a rank at which a person types, and nothing is wrong; "free": none of these.
+    """The conclusion from all ranks' states.
 
-    ranks: those that are the cause.
+    kind: "mismatch": ranks have not issued the same; "late": some wait for others, who do not wait; "circle": they wait
+    for each other; "held": nobody waits for a rank, but one is stopped or does not answer; "prompt": some wait for a
+    rank at which a person types, and nothing is wrong; "free": none of these. ranks: those that are the cause.
     """
 
     kind: Kind
@@ -317,12 +325,12 @@ class HangVerdict:
 
     @property
     def stuck(self) -> bool:
-        """Return True if a rank waits for another, or is held, and no person is at it."""
+        """Return True if a rank waits for another, or is held, and no person is typing at a prompt."""
         return self.kind not in ("free", "prompt")
 
 
 def verdict(states: Mapping[int, RankState]) -> HangVerdict:
-    """Return what it comes to. states: of all ranks."""
+    """Return the conclusion. states: of all ranks."""
     found = _found(states)
     return replace(found, sentence=found.sentence + _of_split_model(states)) if found.stuck else found
 
@@ -343,7 +351,7 @@ def _found(states: Mapping[int, RankState]) -> HangVerdict:
         if len({operation.group for operation in waiting.values() if operation.peer is None}) > 1:
             ending += ", for they do not issue these in the same order"
         return HangVerdict("circle", f"{_sentence(_waits(waiting))[:-1]}: {ending}.", tuple(waiting))
-    # Whoever waits for ranks that wait has them for a cause.
+    # A rank that waits for waiting ranks is blocked by them.
     first = {rank: operation for rank, operation in waiting.items() if not blockers[rank]}
     long = max(operation.seconds for operation in first.values()) > _UNDER_WAY_SECONDS
     under_way = "all ranks of it have come: it is under way" + (", or the network holds it" if long else "")
@@ -364,9 +372,9 @@ def _nobody_waits(states: Mapping[int, RankState]) -> HangVerdict:
 
 
 def _blockers(rank: int, operation: Operation, states: Mapping[int, RankState]) -> tuple[int, ...]:
-    """The ranks that have not come to the operation in which `rank` waits."""
+    """Return the ranks that have not come to the operation in which `rank` waits."""
     others = [other for other in operation.members if other != rank and other in states]
-    if not operation.group:  # of all ranks, and no collective: to make a group, or to come together for a fit
+    if not operation.group:  # all ranks meet without a collective: to make a group, or for a fit
         return tuple(other for other in others if not _comes_too(states[other], operation))
     if operation.peer is None:
         return tuple(other for other in others if _issued(states[other], operation.group) < operation.number)
@@ -387,17 +395,17 @@ def _issued(state: RankState, group: str) -> int:
 
 
 def _other_end(state: RankState | None, rank: int, operation: Operation) -> int:
-    """Return how many messages the other rank has issued at the other end of such an operation of `rank`."""
+    """Return how many messages the other rank has issued at the other end of `rank`'s operation."""
     log = state.log(operation.group) if state is not None else None
     if log is None:
         return 0
-    if operation.op == "send":  # whoever takes from anyone may have taken this one
+    if operation.op == "send":  # a receive from anyone may have taken this message
         return log.received.get(rank, 0) + log.received.get(ANYONE, 0)
     return log.sent.get(rank, 0)
 
 
 def _causes(waiting: Mapping[int, Operation], blockers: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """The ranks that somebody waits for, and that wait for nobody: nothing goes on before they do."""
+    """Return the ranks that others wait for and that wait for nobody. Nothing goes on before they do."""
     return tuple(sorted({other for found in blockers.values() for other in found if other not in waiting}))
 
 
@@ -414,7 +422,7 @@ def _mismatch(
         if operation.peer is not None and (found := _of_message(rank, operation, states)) is not None:
             return found
     for rank, operation in waiting.items():
-        # Whoever is late and on the way may still come to it; one that has gone on does not.
+        # A late rank may still come to it; a rank that has gone on does not.
         if operation.peer is None and any(_has_gone_on(states[other], operation) for other in blockers[rank]):
             if (found := skipped(states, operation.group)) is not None:
                 return found
@@ -426,7 +434,7 @@ def _has_gone_on(state: RankState, operation: Operation) -> bool:
 
 
 def _of_message(rank: int, operation: Operation, states: Mapping[int, RankState]) -> Mismatch | None:
-    """Whether the other end of a message that `rank` waits in has been issued, and is another one."""
+    """Return the mismatch if the other end of the message that `rank` waits in was issued but differs; else None."""
     other, peer = states.get(operation.peer or 0), operation.peer
     log = other.log(operation.group) if other is not None else None
     if log is None or peer is None:
@@ -451,7 +459,7 @@ def _sentence(clauses: Iterable[str]) -> str:
 
 
 def _waits(waiting: Mapping[int, Operation]) -> list[str]:
-    """A clause for each operation that ranks wait in, with the line if it is one for all of them."""
+    """Return a clause for each operation that ranks wait in, with the line if all of them wait in the same one."""
     together: dict[tuple[object, ...], list[int]] = {}
     for rank, operation in waiting.items():
         together.setdefault((operation.name, operation.group, operation.peer), []).append(rank)
@@ -469,7 +477,7 @@ def _waits(waiting: Mapping[int, Operation]) -> list[str]:
 
 
 def _doings(ranks: Iterable[int], states: Mapping[int, RankState], waiting: Mapping[int, Operation]) -> list[str]:
-    """A clause for each thing that ranks do. waiting: what others wait in for them."""
+    """Return a clause for each thing that ranks do. waiting: what others wait in for them."""
     together: dict[str, list[int]] = {}
     for rank in sorted(ranks):
         doing = states[rank].is_doing()
@@ -488,7 +496,7 @@ def _owed(rank: int, waiting: Mapping[int, Operation]) -> str:
 
 
 def _of_split_model(states: Mapping[int, RankState]) -> str:
-    """A sentence more, where some ranks call a model of which all have a part, and others are past it; else ""."""
+    """Return an extra sentence if some ranks call a model that is split among all, and others are past it; else ""."""
     activities = [state.activity for state in states.values() if state.activity is not None]
     calling = next((each for each in activities if each.split_call is not None), None)
     are_past = any(each.cell is None or (each.waits and each.split_call is None) for each in activities)
@@ -503,7 +511,7 @@ def _of_split_model(states: Mapping[int, RankState]) -> str:
 
 
 def _of_mismatch(mismatch: Mismatch, waiting: Mapping[int, Operation]) -> str:
-    """Return what differs, and who waits in something else than that."""
+    """Return what differs, and who waits in something else."""
     ends = {(operation.op, operation.group, operation.number) for operation, _ in mismatch.sides}
     others = {r: each for r, each in waiting.items() if (each.op, each.group, each.number) not in ends}
     here = [each.seconds for rank, each in waiting.items() if rank not in others]
@@ -539,7 +547,7 @@ _PLURALS = {"waits": "wait", "is": "are", "has": "have", "reads": "read", "runs"
 
 
 def _verb(ranks: Sequence[int], words: str) -> str:
-    """`words`, which begin with a verb, for one rank or for several."""
+    """Return `words`, which begin with a verb, in the form for one rank or for several."""
     verb, space, rest = words.partition(" ")
     if len(ranks) > 1:
         verb = _PLURALS.get(verb, verb)
@@ -552,7 +560,7 @@ COLUMNS = ("rank", "does", "operation", "ranks of the group", "bytes", "since", 
 
 @dataclass(frozen=True)
 class Why:
-    """Who is stuck where, at one moment. seconds: that it took to find out."""
+    """A finding about who is stuck where, at one moment. seconds: how long it took to find out."""
 
     states: Mapping[int, RankState]
     verdict: HangVerdict
@@ -560,7 +568,7 @@ class Why:
 
     @property
     def sentence(self) -> str:
-        """Return what it comes to."""
+        """Return the conclusion in one sentence."""
         return self.verdict.sentence
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -579,7 +587,7 @@ class Why:
 
 
 def ask_why(entry: ClusterEntry, client: Client, deaths: Mapping[int, Death], *, stacks: bool = False) -> Why:
-    """Ask all ranks of a cluster. stacks: with the stack of every thread. Answers within 5 s."""
+    """Ask all ranks of a cluster. Answers within 5 s. stacks: include the stack of every thread."""
     began = time.monotonic()
     states = collect(entry, client, deaths, stacks=stacks)
     return Why(states, verdict(states), time.monotonic() - began)
@@ -617,10 +625,11 @@ _ANSWER_SECONDS = 2.0
 
 
 class QuietWatch:
-    """Of one cell. Nothing moves when no rank issues an operation, makes a step or shows anything.
+    """A watch on one cell that reports when nothing moves.
 
-    It speaks once each time that nothing moves, and only if a rank waits for another or is held: who computes for long
-    on all ranks is not stuck. Its methods run on the client's thread, but for the asking.
+    Nothing moves when no rank issues an operation, makes a step or shows anything. The watch reports once each time
+    this happens, and only if a rank waits for another or is held. A long computation on all ranks is not a hang. Its
+    methods run on the client's thread, except for the questions to the ranks.
     """
 
     def __init__(self, entry: ClusterEntry, client: Client, deaths: Mapping[int, Death], execution: Execution) -> None:
@@ -630,13 +639,13 @@ class QuietWatch:
         self.since, self.spoken = time.monotonic(), False
 
     def begin(self) -> None:
-        """Look every few seconds from now on, until the cell has ended. From the client's thread."""
+        """Look every few seconds from now on, until the cell has ended. Call it from the client's thread."""
         self.client.later(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
         if self.execution.done.done():
             return
-        self.begin()  # first: what fails once is tried again
+        self.begin()  # scheduled first, so that a failure is retried
         replies = self.client.request(self.execution.request.ranks, "moved")
         self.client.later(_ANSWER_SECONDS, self._compare, replies)
 
@@ -658,5 +667,5 @@ class QuietWatch:
             self.client.soon(self.execution.say, text)
 
     def _more(self) -> str:
-        """Return where there is more; the kernel is busy with a cell that it waits for."""
+        """Return how the user gets more details; the kernel is busy with a cell that it waits for."""
         return "→ %nbkit why" if self.execution.request.detached else f"→ nbkit why {self.entry.name}   in a terminal"

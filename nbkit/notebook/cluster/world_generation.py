@@ -1,7 +1,7 @@
 """The generation of the ranks' world, as the notebook knows it: when it is spoilt, and how a new one is formed.
 
-A world is spoilt when a rank was broken out of a collective, when one died, or when ranks have issued different
-collectives (the next one would meet the wrong partner). The next cell first forms a new generation, and says so.
+A world is spoilt when a rank was broken out of a collective, when a rank died, or when ranks have issued different
+collectives (the next one would meet the wrong partner). The next cell then first forms a new generation, and says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def form(client: Client, n: int, generation: int) -> None:
 
 
 class WorldGeneration:
-    """The state of one cluster's world. spoilt: why the next cell needs a new generation, "" if it does not."""
+    """State of one cluster's world. spoilt: why the next cell needs a new generation, "" if it does not."""
 
     def __init__(self, client: Client, n: int) -> None:
         self._client, self._n = client, n
@@ -31,7 +31,7 @@ class WorldGeneration:
         self.counts: dict[int, Mapping[str, int]] = {}
 
     def resized(self, n: int) -> None:
-        """The world has been formed with `n` ranks."""
+        """Record that the world has been formed with `n` ranks."""
         self._n = n
         self.counts.clear()
 
@@ -59,7 +59,7 @@ class WorldGeneration:
                 self.spoil(f"cell {cell.request.number} left the ranks at different operations ({unequal[0]})")
 
     def ensure(self, deaths: Collection[int]) -> str:
-        """Form a new generation if this one is spoilt and no rank has died. Returns what to tell the user, or ""."""
+        """Form a new generation if this one is spoilt and no rank has died. Return what to tell the user, or ""."""
         if not self.spoilt or deaths:
             return ""  # ranks that are left can run cells, but a world has all of them
         client, why = self._client, self.spoilt

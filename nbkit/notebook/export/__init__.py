@@ -1,1 +1,1 @@
-"""A notebook's cells as a script for torchrun: what is read of the notebook, and what is written of it."""
+"""Export a notebook's cells as a script for torchrun: read the notebook, write the script."""

@@ -1,8 +1,7 @@
-"""`%nbkit export train.py`, `nbkit export notebook.ipynb train.py`, `nbkit.export("train.py")`: one function.
+"""`%nbkit export train.py`, `nbkit export notebook.ipynb train.py`, `nbkit.export("train.py")`: one function, `export`.
 
-The Trainers of a script take their strategy from its command line: their calls, rewritten where they stand.
-
-The text of the script: what every rank has from the start, the arguments, and then the notebook's own cells.
+The script contains what every rank has from the start, then the arguments, then the notebook's own cells. Calls that
+make a Trainer are rewritten so that they take the strategy from the command line (`with_arguments`).
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _DEFAULT = "ddp"
 
 
 def with_arguments(cells: Sequence[Code], arguments: str) -> tuple[list[Code], str | None]:
-    """The cells with `strategy=ARGUMENTS.strategy, switches=ARGUMENTS.switches` in the calls that make a training.
+    """Return the cells with `strategy=ARGUMENTS.strategy, switches=ARGUMENTS.switches` in calls that make a training.
 
-    Those calls that name the same strategy as the last one. Also the strategy that they named: None where there is no
-    such call, "" where it is no literal, and then it stays as it is.
+    Only calls that name the same strategy as the last one are changed. Also return that strategy: None if there is no
+    such call, "" if it is not a literal; then it is not changed.
     """
     own = {name for cell in cells for name in _from_nbkit(cell)}
     calls = [(cell, call) for cell in cells for call in _calls(cell, own)]
@@ -54,7 +53,7 @@ def with_arguments(cells: Sequence[Code], arguments: str) -> tuple[list[Code], s
 
 
 def _from_nbkit(cell: Code) -> Iterator[str]:
-    """What Trainer and prepare are called there, where they were imported by name."""
+    """Yield the names that Trainer and prepare have in the cell, if they were imported by name."""
     for node in ast.walk(ast.parse(cell.text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nbkit":
             yield from (alias.asname or alias.name for alias in node.names if alias.name in _MAKERS)
@@ -135,14 +134,14 @@ _LONGEST_LINE = 100
 
 @dataclass(frozen=True)
 class Script:
-    """text: of the file. notes: what its reader should know of it, a sentence each."""
+    """A script. text: the file's content. notes: sentences that its reader should know."""
 
     text: str
     notes: tuple[str, ...]
 
 
 def script_of(source: Source, name: str) -> Script:
-    """Return the script called `name`. Raises UsageError where cells use what no line of it would define."""
+    """Return the script called `name`. Raises UsageError if cells use a name that the script would not define."""
     cells = [part for part in source.parts if isinstance(part, Code)]
     arguments = _free_name(("args", "options", "script_args"), cells)
     options = _options(source.parts)
@@ -215,7 +214,10 @@ def _imports(cells: Sequence[Code], options: Mapping[str, _Option]) -> str:
 
 @dataclass(frozen=True)
 class _Option:
-    """A pushed value on the command line. flag: "--text-bytes". attribute: "text_bytes". kind: of its value."""
+    """A pushed value as a command-line option.
+
+    flag: "--text-bytes". attribute: "text_bytes". kind: type of its value.
+    """
 
     flag: str
     attribute: str
@@ -224,7 +226,7 @@ class _Option:
 
 
 def _options(parts: Sequence[Code | Values]) -> dict[str, _Option]:
-    """name -> option, of each literal that is pushed to all ranks, as it was pushed first."""
+    """Return name -> option for each literal that is pushed to all ranks, with the value that was pushed first."""
     first: dict[str, str] = {}
     for part in parts:
         if isinstance(part, Values) and part.ranks is None:
@@ -297,7 +299,7 @@ def _sections(
 
 def _value(name: str, text: str, part: Values, options: Mapping[str, _Option], arguments: str) -> str:
     option = options.get(name)
-    # Pushed again with another value: that is the notebook's, and the argument was the first one.
+    # If it is pushed again with another value, that value is written. The argument stands for the first one.
     return f"{arguments}.{option.attribute}" if option and option.default == text and part.ranks is None else text
 
 
@@ -309,7 +311,7 @@ def _for_ranks(text: str, ranks: tuple[int, ...] | None) -> str:
 
 
 def _imported(source: Source) -> list[str]:
-    """The imports of the notebook itself that its ranks need. Raises UsageError for names that nothing defines."""
+    """Return the notebook's own imports that its ranks need. Raises UsageError for names that nothing defines."""
     parts = source.parts
     names = {id(part): names_of(part.text) for part in parts if isinstance(part, Code)}
     defined = set(READY).union(*(one.bound for one in names.values()))
@@ -355,7 +357,10 @@ def _notes(source: Source, strategy: str | None, imported: Sequence[str]) -> Ite
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. beside: the other files, each with what to type. Stands for its path wherever one is wanted."""
+    """The files that were written. It can be used wherever a path is expected, and stands for `path`.
+
+    beside: the other files, each with the command to type.
+    """
 
     path: Path
     run: str
@@ -389,12 +394,12 @@ def export(
 ) -> Exported:
     """Write the cells that the ranks have run as one script for torchrun, which needs no Jupyter.
 
-    notebook: a saved one, whose cells are taken in the order in which they stand; default: the notebook that runs, in
-    the order in which its cells ran since the ranks were started. slurm: also an sbatch file, for so many nodes with as
-    many ranks each as the notebook had; gpus, cpus: on each node; requeue: the job goes on later, from a checkpoint,
-    where its time limit, or another job, has ended it. Where the notebook has switched its strategy, the switches are
-    written beside the script, for --switches. A file that nobody has exported is not overwritten. Raises
-    UsageError, with nothing written, for what a script cannot have.
+    notebook: a saved notebook, whose cells are taken in file order. Default: the running notebook, in the order in
+    which its cells ran since the ranks were started. slurm: also write an sbatch file for this many nodes, each with as
+    many ranks as the notebook had. gpus, cpus: on each node. requeue: the job goes on later from a checkpoint if its
+    time limit or another job has ended it. If the notebook has switched its strategy, the switches are written beside
+    the script, for --switches. A file that was not exported by nbkit is not overwritten. Raises UsageError, with
+    nothing written, for anything that a script cannot have.
     """
     to = user_path(os.fspath(path))
     options = SlurmOptions(nodes, partition, time, gpus, cpus, requeue)
@@ -440,7 +445,7 @@ def _check_free(to: Path) -> None:
 
 
 def _plan(switches: tuple[Switch, ...]) -> dict[str, str]:
-    """Of the last training: steps that go down again are another one's."""
+    """Return the strategies of the last training, by step. A step number that goes down begins another training."""
     last: list[Switch] = []
     for each in switches:
         last = [*last, each] if not last or each.step >= last[-1].step else [each]

@@ -1,7 +1,7 @@
 """sbatch files: for a script, with one task on each node and torchrun in it; for a notebook, on one node.
 
-With --requeue the file hears from Slurm that the time limit is near, tells the ranks, which save and end, and puts its
-job in the queue again. Slurm itself would tell every process, and most end by a signal that they do not expect.
+With --requeue, Slurm signals the file's shell that the time limit is near. The shell tells the ranks, which save and
+end, and puts its job in the queue again. Slurm itself would signal every process, and most would die from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OWN = " ".join(OWN_MODULES)
 
 
 def add_slurm_options(parser: argparse.ArgumentParser, slurm: str, *, nodes: bool) -> None:
-    """The options of sbatch that are asked for by name. slurm: the help of --slurm."""
+    """Add the sbatch options that have names of their own. slurm: the help of --slurm."""
     parser.add_argument("--slurm", action="store_true", help=slurm)
     if nodes:
         parser.add_argument("--nodes", type=int, default=1, metavar="N", help="for --slurm: how many (1)")
@@ -43,9 +43,9 @@ def add_slurm_options(parser: argparse.ArgumentParser, slurm: str, *, nodes: boo
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What sbatch is asked for. gpus, cpus: on each node. None and "" leave it to the cluster.
+    """Options for sbatch. None and "" leave the choice to the cluster.
 
-    requeue: the job goes on later where its time, or another job, has ended it.
+    gpus, cpus: on each node. requeue: the job runs again later if its time limit or another job ended it.
     """
 
     nodes: int = 1
@@ -78,7 +78,7 @@ class SlurmOptions:
         return ["#!/bin/bash", *lines, ""]
 
     def step(self, command: Sequence[str]) -> list[str]:
-        """The lines that run `command` on each node: its first words, then what follows on lines of their own."""
+        """Return the lines that run `command` on each node: its first words, then the rest on separate lines."""
         if not self.requeue:
             return _joined(["srun", *command])
         ignoring = f'srun bash -c \'trap "" {SIGNAL}; exec "$@"\' -'
@@ -96,7 +96,7 @@ class SlurmOptions:
 
 
 def log_of(name: str, job: str) -> str:
-    """Return the file that gets what a job called `name` prints."""
+    """Return the file for the output of a job called `name`."""
     return f"{path_part(name)}-{job}.log"
 
 
@@ -107,7 +107,7 @@ def _joined(words: Sequence[str]) -> list[str]:
 
 
 def check_resumes(source: str, options: SlurmOptions) -> None:
-    """Raise UsageError where a job is to go on later and nothing in its `source` does."""
+    """Raise UsageError if a job shall go on later but nothing in its `source` resumes."""
     if options.requeue and "resume=" not in source:
         raise UsageError(
             "Nothing goes on from a checkpoint when the job runs again.",
@@ -117,7 +117,7 @@ def check_resumes(source: str, options: SlurmOptions) -> None:
 
 
 def script_job(script: str, name: str, ranks: int, options: SlurmOptions) -> str:
-    """Starts `script` with so many ranks on each node; what follows the file's name in sbatch are its arguments."""
+    """Return a job that starts `script` with this many ranks per node. Words after the file's name go to the script."""
     return "\n".join(
         [
             *options.head(name),
@@ -138,13 +138,19 @@ def script_job(script: str, name: str, ranks: int, options: SlurmOptions) -> str
 
 
 def notebook_job(notebook: str, name: str, arguments: Sequence[str], options: SlurmOptions) -> str:
-    """Runs a notebook, and its cluster, on one node. arguments: of `nbkit submit`; $SLURM_JOB_ID is the job's."""
+    """Return a job that runs a notebook and its cluster on one node.
+
+    arguments: of `nbkit submit`; $SLURM_JOB_ID is the job's.
+    """
     words = " ".join([shell_words(file_word(notebook)), *arguments])
     return "\n".join([*options.head(name), *options.step([f"{_PYTHON} {OWN} nbkit submit {words}"]), ""])
 
 
 def submit_job(file: Path) -> str:
-    """Hand `file` to sbatch; the number of the job. Raises UsageError without sbatch, ClusterError when it refuses."""
+    """Pass `file` to sbatch and return the job's number.
+
+    Raises UsageError without sbatch, ClusterError if it refuses.
+    """
     try:
         done = subprocess.run(["sbatch", "--parsable", file_word(file)], capture_output=True, text=True, check=False)
     except FileNotFoundError:

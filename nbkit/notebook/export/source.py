@@ -1,12 +1,9 @@
-"""What a script is made of, as frozen values: the same whether a running notebook or a file was read.
+"""Read a notebook as frozen values (`Source`) from which a script is made. A running notebook and a file give the same.
 
-The source of a cell as plain Python: lines that only a notebook understands are taken out, and named.
-
-Lines keep their numbers until `plain` is done, so that a statement and the line it stands in can be told apart.
-
-The notebook that runs: what its cluster was sent, in order, and what else stands in its history.
-
-A notebook's file: its cells in the order in which they stand, and what its stored outputs say of them.
+- `plain_code` and `code_of` turn a cell into plain Python: notebook-only lines are removed and named. Lines keep their
+  numbers until this is done, so that a statement and its line can be told apart.
+- `read_running` reads the running notebook: what its cluster was sent, in order, and the rest of its history.
+- `read_saved` reads a notebook's file: its cells in file order, and what their stored outputs say about them.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ _OF_JUPYTER = ("IPython", "ipykernel", "ipywidgets", "google.colab")
 
 @dataclass(frozen=True)
 class Plain:
-    """What a cell is as Python. text: "" where nothing is left. magics: the lines taken out, by number, from 1."""
+    """A cell as plain Python. text: "" if nothing is left. magics: the removed lines, by line number from 1."""
 
     text: str
     magics: dict[int, str]
@@ -48,7 +45,7 @@ class Plain:
 
 
 def masked(source: str, where: str) -> Plain:
-    """`source` with `pass` for each line that only a notebook understands. Raises UsageError for what is no Python.
+    """Return `source` with `pass` for each notebook-only line. Raises UsageError if the rest is not Python.
 
     where: "cell 4", for the error.
     """
@@ -83,14 +80,16 @@ def masked(source: str, where: str) -> Plain:
 
 
 def _magic_line(lines: list[str], broken: int) -> int | None:
-    """The line to take out when Python stumbles over `broken`: that one, or the first above or below that is no Python
-    (a quote in a shell command is noticed far from it)."""
+    """Return the line to remove when Python fails at `broken`: that line, or the nearest one that is not Python.
+
+    A quote in a shell command is noticed far from it.
+    """
     order = [broken, *range(broken - 1, -1, -1), *range(broken + 1, len(lines))]
     return next((n for n in order if n < len(lines) and _MAGIC.match(lines[n])), None)
 
 
 def without_shown(plain: Plain) -> Plain:
-    """Without the statements that show something in a notebook, or import from it, and without the marks of magics."""
+    """Return the cell without magic marks and without statements that only show something or import from Jupyter."""
     lines: list[str | None] = [*plain.text.split("\n")]
     magics = dict(plain.magics)
     for node in ast.walk(plain.tree):
@@ -108,7 +107,7 @@ def without_shown(plain: Plain) -> Plain:
 
 
 def is_of_notebook(node: ast.stmt) -> bool:
-    """Return True if it shows something in a notebook and does nothing else, or imports from Jupyter."""
+    """Return True if it only shows something in a notebook, or imports from Jupyter."""
     match node:
         case ast.Expr(ast.Call(ast.Name(name))):
             return name in _SHOWN
@@ -124,7 +123,7 @@ def is_of_notebook(node: ast.stmt) -> bool:
 
 
 def _stands_alone(plain: Plain, node: ast.stmt) -> bool:
-    """No other statement shares its lines."""
+    """Return True if no other statement shares its lines."""
     lines = plain.text.split("\n")
     before = lines[node.lineno - 1].encode()[: node.col_offset]
     after = lines[(node.end_lineno or node.lineno) - 1].encode()[node.end_col_offset :].strip()
@@ -146,9 +145,10 @@ def place_of(text: str, line: int, column: int) -> int:
 
 @dataclass(frozen=True)
 class CellNames:
-    """Of the module that a cell is. bound: it gives them a value. read: it takes them from elsewhere, in functions too.
+    """Names used by a cell, seen as a module.
 
-    free: a star import or exec() may bind anything.
+    bound: names that it assigns. read: names that it takes from elsewhere, also in functions. free: a star import or
+    exec() may bind anything.
     """
 
     bound: frozenset[str]
@@ -191,7 +191,7 @@ def _binds_anything(node: ast.AST) -> bool:
 
 
 def refusal(tree: ast.Module) -> str:
-    """Why a cell cannot stand in a script, or ""."""
+    """Return why a cell cannot be in a script, or ""."""
     if any(isinstance(node, ast.Call) and getattr(node.func, "id", "") == "input" for node in ast.walk(tree)):
         return "it asks with input(), and a job has no keyboard"
     if _awaits(tree):
@@ -209,7 +209,7 @@ def _awaits(node: ast.AST) -> bool:
 
 
 def indented(text: str) -> str:
-    """`text` four spaces to the right; the inside of strings over several lines stays as it is."""
+    """Return `text` indented by four spaces. The inside of multi-line strings is unchanged."""
     inside = {
         line
         for node in ast.walk(ast.parse(text))
@@ -243,7 +243,7 @@ class Values:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What is in the notebook and not in the script. why: "" where the line itself says it."""
+    """A line of the notebook that is not in the script. why: "" if the line itself explains it."""
 
     number: int
     text: str
@@ -252,7 +252,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Switch:
-    """A switch of the notebook, after so many steps. typed: as somebody wrote it; old, new: in full."""
+    """A switch of strategy, after this many steps. typed: as somebody wrote it. old, new: in full."""
 
     step: int
     typed: str
@@ -262,8 +262,11 @@ class Switch:
 
 @dataclass(frozen=True)
 class Source:
-    """A notebook. name: of its file, "" when not known. threads: of each CPU rank, 0 when not known. imports: name ->
-    the statement by which a cell of the notebook itself imports it."""
+    """A notebook.
+
+    name: of its file, "" if unknown. threads: of each CPU rank, 0 if unknown. imports: name -> the statement by which a
+    cell of the notebook itself imports it.
+    """
 
     name: str
     parts: tuple[Code | Values, ...]
@@ -279,7 +282,7 @@ class Source:
 def code_of(
     number: int, source: str, ranks: tuple[int, ...] | None, title: str, state: str
 ) -> tuple[Code | None, list[LeftOut]]:
-    """A cell of the ranks without what only a notebook understands, and what was taken out.
+    """Return a cell of the ranks without what only a notebook understands, and the removed lines.
 
     Raises UsageError for a cell that no script can have.
     """
@@ -301,7 +304,7 @@ def code_of(
 
 
 def taken_out(number: int, plain: Plain) -> Iterable[LeftOut]:
-    """The lines of a cell that only a notebook understands."""
+    """Return the lines of a cell that only a notebook understands."""
     return (LeftOut(number, line) for _, line in sorted(plain.magics.items()))
 
 
@@ -318,7 +321,7 @@ def plain_code(number: int, plain: Plain) -> LeftOut:
 
 
 def imports_of(plain: Plain) -> dict[str, str]:
-    """Return what a cell of the notebook itself imports: name -> statement."""
+    """Return the imports of a cell of the notebook itself: name -> statement."""
     statements = [node for node in plain.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     return {
         (alias.asname or alias.name).split(".")[0]: ast.unparse(node)
@@ -329,7 +332,10 @@ def imports_of(plain: Plain) -> dict[str, str]:
 
 
 def read_running(cluster: Cluster) -> Source:
-    """All that the ranks of `cluster` have run since they were started. Raises UsageError when that is nothing."""
+    """Return everything that the ranks of `cluster` have run since they were started.
+
+    Raises UsageError if that is nothing.
+    """
     parts: list[Code | Values] = []
     left_out: list[LeftOut] = []
     everyone = tuple(range(cluster.entry.n))
@@ -372,7 +378,7 @@ def read_running(cluster: Cluster) -> Source:
 
 
 def _history(cluster: Cluster) -> tuple[list[LeftOut], dict[str, str]]:
-    """The cells that did not go to these ranks, and what they import."""
+    """Return the cells that did not go to these ranks, and their imports."""
     shell = notebook_shell()
     if shell is None:
         return [], {}
@@ -399,7 +405,7 @@ def _history(cluster: Cluster) -> tuple[list[LeftOut], dict[str, str]]:
 
 
 def _own(source: str) -> str:
-    """Without the comment that stands for the magic's own line."""
+    """Return the cell without the comment that replaced the magic's own line."""
     return source.partition("\n")[2] if source.startswith("# %%") else source
 
 
@@ -418,7 +424,7 @@ _SWITCHED = re.compile(r"^(\S.*) → (\S.*) after step (\d+)$", re.MULTILINE)
 
 
 def read_saved(path: Path) -> Source:
-    """Raises UsageError for what is no notebook, or has no cell for the ranks."""
+    """Read a saved notebook. Raises UsageError if it is not a notebook, or has no cell for the ranks."""
     reading = _Reading()
     for cell in cells_of(path):
         reading.take(cell)
@@ -440,7 +446,7 @@ def read_saved(path: Path) -> Source:
 
 
 def cells_of(path: Path) -> list[dict[str, Any]]:
-    """Return the cells of a notebook's file. Raises UsageError when it is none."""
+    """Return the cells of a notebook's file. Raises UsageError if it is not a notebook."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
         return list(read["cells"])
@@ -453,7 +459,7 @@ def cells_of(path: Path) -> list[dict[str, Any]]:
 
 
 class _Reading:
-    """What has been read so far. known: values of the notebook's own names, as far as its text alone says them."""
+    """State of reading a notebook. known: values of the notebook's own names that its text alone determines."""
 
     def __init__(self) -> None:
         self.parts: list[Code | Values] = []
@@ -514,7 +520,7 @@ class _Reading:
             self.left_out.append(plain_code(self.number, plain))
 
     def _take_magic(self, line: str, cell: dict[str, Any]) -> bool:
-        """Return True if the line stands in the script, as something else."""
+        """Return True if the script has something else in place of the line."""
         for name, value in self.known.items():
             line = line.replace("{" + name + "}", str(value))
         magic, _, rest = line.partition(" ")
@@ -550,7 +556,7 @@ class _Reading:
 
 
 def _constants(node: ast.stmt, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The names that an assignment of constants binds, and to what."""
+    """Return the names that an assignment of constants binds, and their values."""
     match node:
         case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), value=ast.expr() as value):
             pairs = [(name, value)]

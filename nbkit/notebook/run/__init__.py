@@ -1,1 +1,1 @@
-"""A run read from its records for whoever shows it: dashboard, card, report, terminal, TensorBoard's tab."""
+"""A run, read from its records for all views: dashboard, card, report, terminal, TensorBoard's tab."""

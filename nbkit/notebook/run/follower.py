@@ -1,8 +1,8 @@
-"""The record files of a run, each read once while it is written; kept in bounded memory however long the run is.
+"""Read the record files of a run while they are written, each one once, in bounded memory however long the run is.
 
-The loss of a run from its first step to its newest in a bounded number of points, and its events. Reads no file.
-
-A run from its first step to its newest as a bounded number of points, and what has been added since a cursor.
+`Curve` holds the loss of a run from its first to its newest step in a bounded number of points, and its events.
+`RunTimeline` holds the steps themselves as a bounded number of points, and returns what was added since a cursor. Both
+read no files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ P = TypeVar("P", bound=Sequence[Any])
 
 @dataclass(frozen=True)
 class Grown:
-    """What a reader lacks: how many of its points still hold, and the points that follow; the same for events."""
+    """The changes that a reader has not seen.
+
+    They are the number of its points that still hold and the new points; the same for events.
+    """
 
     epoch: int
     keep: int
@@ -45,10 +48,10 @@ class Grown:
 
 
 class Curve:
-    """Points in order of their steps; time in seconds since the run began, tokens since then too.
+    """Points in order of their steps, with the time in seconds and the tokens since the run began.
 
-    unit: what is counted as tokens, "tokens" or "rows".
-    epoch: changes whenever points that were there have changed: then a reader begins anew.
+    unit: what is counted as tokens, "tokens" or "rows". epoch: changes whenever existing points have changed; a reader
+    then begins anew.
     """
 
     def __init__(self, at_most: int = POINTS) -> None:
@@ -62,7 +65,7 @@ class Curve:
         self._zero: float | None = None
 
     def take(self, record: Record) -> None:
-        """Add a record of the rank whose file the curve is read from; other kinds of records are ignored."""
+        """Add a record of the rank whose file the curve is read from. Other kinds of records are ignored."""
         if isinstance(record, Header):
             self._header = record
         elif isinstance(record, StepRecord):
@@ -71,7 +74,10 @@ class Curve:
             self._take_event(record)
 
     def take_failure(self, record: EventRecord) -> None:
-        """Add a failure that another rank recorded: the rank that fails says most of it, and one that died nothing."""
+        """Add a failure that another rank recorded.
+
+        The rank that fails records most about it; a rank that died records nothing.
+        """
         event = {"step": record.step, **record.event}
         if event.get("kind") == "failure" and not any(event.items() <= known.items() for known in self.events):
             self._take_event(EventRecord(record.step, event=record.event))
@@ -108,7 +114,7 @@ class Curve:
             self.epoch += 1
 
     def since(self, epoch: int, points: int, events: int) -> Grown:
-        """The difference for a reader that has so many points and events of that epoch."""
+        """Return the difference for a reader that has this many points and events of that epoch."""
         same = epoch == self.epoch
         keep = min(points, len(self.points)) if same else 0
         kept = min(events, len(self.events)) if same else 0
@@ -126,30 +132,33 @@ class Curve:
         return self.strategies.index(strategy)
 
     def _go_back(self, step: int) -> None:
-        """A checkpoint was loaded, or a trial undone: what came after it is made again."""
+        """Drop the points from a step on. Those steps are made again after a loaded checkpoint or an undone trial."""
         self.points = [point for point in self.points if point[0] < step]
         self.epoch += 1
 
     def _fold(self) -> None:
-        """Neighbours become means, so that every point stands for about as many steps, and there is room again."""
+        """Merge neighbours into means, so that every point stands for about as many steps and there is room again."""
         room = self._at_most * 3 // 4
         width = 2 * (self.points[-1][0] - self.points[0][0] + self.points[0][1]) / self._at_most
         fewer = folded(self.points, max(width, 2), _mean)
         while len(fewer) > room and width < self.points[-1][0]:
             width *= 1.5
             fewer = folded(self.points, width, _mean)
-        # Where strategies change all the time nothing can be folded: then the oldest go.
+        # If strategies change all the time, nothing can be folded, and the oldest points are dropped.
         self.points = fewer[-room:]
         self.epoch += 1
 
 
 def packed(points: list[Point]) -> bytes:
-    """Rows of COLUMNS as little-endian doubles."""
+    """Return rows of COLUMNS as little-endian doubles."""
     return array("d", (value for point in points for value in point)).tobytes()
 
 
 def folded(points: list[P], width: float, mean: Callable[[P, P], P]) -> list[P]:
-    """Neighbouring points as means of at most `width` steps. A point: its span comes second, its strategy last."""
+    """Return neighbouring points merged into means of at most `width` steps.
+
+    A point has its span second, its strategy last.
+    """
     made = points[:1]
     for point in points[1:]:
         last = made[-1]
@@ -177,9 +186,10 @@ def _number(value: Any, otherwise: float) -> float:
 
 
 def _put(events: list[dict[str, Any]], event: dict[str, Any]) -> bool:
-    """Add an event; whether it replaced an earlier entry, so that readers have to begin anew.
+    """Add an event. Return True if it replaced an earlier entry, so that readers have to begin anew.
 
-    A failure is recorded by the rank where it began, and by those that were released because of it, who know less.
+    A failure is recorded by the rank where it began, and by the ranks that were released because of it, which know
+    less.
     """
     if event["kind"] == "failure":
         for at in range(len(events) - 1, -1, -1):
@@ -196,7 +206,10 @@ def _put(events: list[dict[str, Any]], event: dict[str, Any]) -> bool:
 
 
 def _same_failure(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Two refused switches are two failures; one without an error is the other rank's view of the same failure."""
+    """Return True if both entries are about one failure.
+
+    Two refused switches are two failures. An entry without an error is another rank's view of the same failure.
+    """
     return not one.get("error") or not other.get("error") or one.get("what") == other.get("what")
 
 
@@ -209,7 +222,7 @@ _MEANS = range(2, 5 + len(PARTS))
 
 
 def point_of(steps: Mapping[int, StepRecord], bars: Sequence[Bar]) -> TimelinePoint:
-    """The mean over ranks of one step: its number, how many steps it stands for, seconds, parts, numbers, strategy.
+    """Return the mean over ranks of one step: number, steps it stands for, seconds, parts, numbers, strategy.
 
     Seconds are those of the clock, as in `usual_bars`: what ranks do between two steps is in "other".
     """
@@ -231,13 +244,13 @@ def point_of(steps: Mapping[int, StepRecord], bars: Sequence[Bar]) -> TimelinePo
 
 
 def rate_of(step: StepRecord) -> float | None:
-    """Tokens per second of a step, by the clock; None where they were not recorded."""
+    """Return tokens per second of a step, by the clock; None if they were not recorded."""
     tokens, wall = step.numbers.get("tokens"), step.numbers.get("seconds") or step.seconds
     return tokens / wall if isinstance(tokens, (int, float)) and isinstance(wall, (int, float)) and wall else None
 
 
 class RunTimeline:
-    """Points in order of their steps. epoch: changes whenever points that were there have changed."""
+    """Points in order of their steps. epoch: changes whenever existing points have changed."""
 
     def __init__(self, points: int = TIMELINE_POINTS) -> None:
         self.points: list[TimelinePoint] = []
@@ -246,7 +259,7 @@ class RunTimeline:
         self._recent = points * RECENT // TIMELINE_POINTS
 
     def add(self, point: TimelinePoint) -> None:
-        """One more; a training that was taken back to an earlier step loses what came after it."""
+        """Add a point. If the training went back to an earlier step, drop the points from that step on."""
         if self.points and point[0] <= self.points[-1][0]:
             self.points = [one for one in self.points if one[0] < point[0]]
             self.epoch += 1
@@ -255,12 +268,12 @@ class RunTimeline:
             self._fold()
 
     def since(self, epoch: int, count: int) -> tuple[int, list[TimelinePoint]]:
-        """(how many of the reader's `count` points still hold, the points to put after them)."""
+        """Return how many of the reader's `count` points still hold, and the points that follow them."""
         keep = min(count, len(self.points)) if epoch == self.epoch else 0
         return keep, self.points[keep:]
 
     def _fold(self) -> None:
-        """Neighbours become means, but for the newest; each then stands for about as many steps."""
+        """Merge neighbours except the newest into means. Each point then stands for about as many steps."""
         old, new = self.points[: -self._recent], self.points[-self._recent :]
         total = old[-1][0] - old[0][0] + old[0][1]
         width = 3 * total / (self._at_most - self._recent)
@@ -279,7 +292,7 @@ def _timeline_mean(a: TimelinePoint, b: TimelinePoint) -> TimelinePoint:
 
 
 def short(value: Any) -> Any:
-    """Five digits are more than anyone sees."""
+    """Return the value with five digits: more are not visible."""
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
@@ -287,7 +300,7 @@ _STEPS = 64
 _DETAILS = 4
 _MEMORIES = 64
 _LATE_OVER = 50
-_MEDIAN_OF = 20  # steps of which views tell medians, as they do of tokens per second
+_MEDIAN_OF = 20  # number of steps whose medians are shown, as for tokens per second
 _STANDS = 5  # steps for which what is told stands
 _LATE_BY = 5  # steps whose medians say who is late: one alone may be late by chance
 _PATIENCE = 8  # a step is complete when all ranks have recorded it, or when there are this many newer ones
@@ -296,11 +309,11 @@ _LOOK_FOR_RANKS_S = 2.0
 
 
 class Run:
-    """One run directory. `refresh` and `look` read what is new; the other methods only look it up. lock: for both.
+    """A run directory. `refresh` and `look` read what is new; the other methods only look it up. lock: for both.
 
     curve: loss and tokens of every step, and the events, from the file of the lowest rank. steps, details, memory,
-    health: the newest records of all ranks. newest_only: for pictures of the newest step; of many new steps only the
-    last few are parsed on the other ranks, and `timeline` and `late` stay empty.
+    health: the newest records of all ranks. newest_only: for pictures of the newest step only. If there are many new
+    steps, only the last few are parsed on the other ranks, and `timeline` and `late` stay empty.
     """
 
     def __init__(self, folder: Path, *, newest_only: bool = False) -> None:
@@ -328,14 +341,14 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job, now: of a rank that has left, the records stay."""
+        """Return the current number of ranks of the job. The records of ranks that have left are kept."""
         if (first := self.headers.get(self.first)) is not None:
             return first.world_size
         known = max((header.world_size for header in self.headers.values()), default=0)
         return max(known, 1 + max(self.files, default=-1))
 
     def look(self) -> bool:
-        """Read what is new in the file of the lowest rank only; whether anything is."""
+        """Read what is new in the file of the lowest rank only. Return True if anything is."""
         with self.lock:
             if not self.files:
                 self._find_ranks()
@@ -359,7 +372,7 @@ class Run:
             self._close_steps()
 
     def picture_of(self, step: int) -> dict[int, StepRecord]:
-        """rank -> its record of a step: from memory, from the files, or the overview's mean around it."""
+        """Return rank -> its record of a step: from memory, from the files, or the overview's mean around it."""
         found = dict(self.steps.get(step, {}))
         for rank in self.files.keys() - found.keys():
             if (record := record_file.step_at(self.files[rank], step)) is not None:
@@ -369,7 +382,7 @@ class Run:
         return {rank: record for rank, record in sorted(found.items()) if record.span == span}
 
     def detail_of(self, rank: int, step: int) -> Detail | None:
-        """The moments of a rank in the step nearest to `step` of those that were kept."""
+        """Return a rank's detailed record of the step nearest to `step`, of those that were kept."""
         if rank in self.details.get(step, {}):
             return self.details[step][rank]
         kept = [those[rank] for number, those in self.details.items() if rank in those and number <= step]
@@ -379,8 +392,10 @@ class Run:
         return record_file.detail_near(self.files[rank], step) if rank in self.files else None
 
     def usual_detail(self, step: int) -> int:
-        """Of the steps up to `step` that were kept in detail since the last switch, the one that is nearest to the
-        median of the newest; `step` where there is none. One step alone may be long by chance."""
+        """Return the step, of those kept in detail since the last switch, whose time is nearest to the recent median.
+
+        Only steps up to `step` count. Return `step` if there is none. A single step may be long by chance.
+        """
         here = [one for one in sorted(self.steps) if one <= step][-_MEDIAN_OF:]
         seconds = [self.steps[one][self.first].seconds for one in here if self.first in self.steps[one]]
         changed = (one["step"] for one in self.curve.events if one["kind"] in ("switch", "resized"))
@@ -396,21 +411,21 @@ class Run:
         return min(sorted(spans, reverse=True), key=lambda number: abs(spans[number] - usual))
 
     def details_near(self, ranks: Iterable[int], step: int) -> dict[int, Detail]:
-        """`detail_of` each of these ranks that has one."""
+        """Return `detail_of` for each of these ranks that has one."""
         return {rank: one for rank in ranks if (one := self.detail_of(rank, step)) is not None}
 
     def memory_of(self, rank: int, step: int) -> MemoryRecord | None:
-        """The memory of a rank as it was last counted up to `step`, or first after it."""
+        """Return the memory of a rank as it was last measured up to `step`, or first after it."""
         those = self.memory.get(rank)
         if not those:
             return None
         return next((one for one in reversed(those) if one.step <= step), those[0])
 
     def near(self, step: int, of: int = _MEDIAN_OF) -> list[dict[int, StepRecord]]:
-        """The `of` steps up to `step` whose medians are told of it, the oldest first, as far as they are in memory.
+        """Return up to `of` steps ending at `step`, the oldest first, whose medians describe it.
 
-        They are of its strategy and ranks, and the same for every step up to the next multiple of five: what is said of
-        them stands for so long, and is the same in views that are drawn at different times.
+        Only steps in memory count. They have the same strategy and ranks as `step`. They are the same for every step up
+        to the next multiple of five, so views that are drawn at different times show the same values.
         """
         if step not in self.steps:
             return []
@@ -422,7 +437,7 @@ class Run:
         return []
 
     def _read(self, rank: int) -> bool:
-        """Take the new records of a rank; whether there are any."""
+        """Read the new records of a rank. Return True if there are any."""
         few = self._newest_only and rank != self.first
         path, cursor = self.files[rank], self._cursors[rank]
         records, self._cursors[rank] = read_since(path, cursor, steps=_MEDIAN_OF + _STANDS if few else None)
@@ -463,7 +478,7 @@ class Run:
             self._read_history()
 
     def _read_history(self) -> None:
-        """Read the overview, the events and the memory that lie before the cursors."""
+        """Read the overview, the events and the memory records that lie before the cursors."""
         if all(cursor == START for cursor in self._cursors.values()):
             return
         past: dict[int, dict[int, StepRecord]] = {}
@@ -482,7 +497,7 @@ class Run:
             self._read_curve(self.files[self.first])
 
     def _read_curve(self, path: Path) -> None:
-        """Give the curve the overview and the old events up to where the cursor is, then the records from there."""
+        """Feed the curve with the overview and old events up to the cursor, then with the records from there."""
         recent, self._cursors[self.first] = read_since(path, self._cursors[self.first])
         overview = read_overview(path)
         end = max((one.step for one in overview), default=0) + 1
@@ -536,12 +551,15 @@ class Run:
         _drop_oldest(self.steps, _STEPS)
 
     def _note_late(self, step: int) -> None:
-        """Who is late in it. What was so under the strategy before is forgotten: other ranks do other work now."""
+        """Record which rank is late in this step.
+
+        After a change of strategy, earlier records are dropped, because the ranks then do different work.
+        """
         strategy, few = strategy_of(self.steps[step]), self.near(step, _LATE_BY)
         if strategy != self._late_under:
             self.late.clear()
             self._late_under = strategy
-        # The same steps tell it for several.
+        # Several steps share the same steps for their medians.
         told = strategy, tuple(one[min(one)].step for one in few), len(few[-1]) if few else 0
         if told != self._told:
             self._told, self._newest_late = told, late_rank(usual_bars(few, self.members))
@@ -549,7 +567,7 @@ class Run:
 
 
 def strategy_of(steps: Mapping[int, StepRecord]) -> str:
-    """The strategy that a step was made under; "" where it is not recorded."""
+    """Return the strategy that a step was made under; "" if it is not recorded."""
     return str(steps[min(steps)].numbers.get("strategy") or "") if steps else ""
 
 

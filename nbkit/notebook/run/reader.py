@@ -1,4 +1,4 @@
-"""A run as it is shown, read from its record files while they grow: the curve of its loss, its events, single steps."""
+"""A run for display, read from its growing record files: the loss curve, the events, single steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_run(path: str | os.PathLike[str]) -> RunReader:
 
 
 class RunReader:
-    """One run directory, which may be empty yet. lock: for whoever reads `curve` or `step` from another thread."""
+    """A run directory, which may still be empty. lock: for reading `curve` or `step` from another thread."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -61,11 +61,11 @@ class RunReader:
 
     @property
     def curve(self) -> Curve:
-        """Loss, tokens and events as far as they have been read."""
+        """Return loss, tokens and events as far as they have been read."""
         return self._run.curve
 
     def look(self) -> bool:
-        """Read what is new of the curve, from the file of one rank; whether anything is."""
+        """Read what is new of the curve, from the file of one rank. Return True if anything is."""
         return self._run.look()
 
     def picture(self, step: int | None = None) -> dict[str, Any]:
@@ -78,14 +78,16 @@ class RunReader:
             return self.step
 
     def state(self) -> dict[str, Any]:
-        """ "run" (its name), "folder", "world", "stands" ("running", "ended: WHY", "quiet"), "goal", "left", "rate",
-        "unit".
+        """Return a dict with the state of the run.
 
-        quiet: nothing has been written for 15 s. goal: the step that it ends with, steps of earlier trainings in the
-        same run counted as they are in the curve; 0 when it is not known. left: the time to that step in words, if the
-        steps to come take as long as the newest 20 under this strategy did; "" where that cannot be told. rate: tokens
-        per second, the median of these steps; None where that cannot be told. unit: "tokens"; or "rows" where what
-        trains reads no sequences, and each row counts as one token.
+        Its keys are "run" (its name), "folder", "world", "stands" ("running", "ended: WHY", "quiet"), "goal", "left",
+        "rate", "unit".
+
+        quiet: nothing has been written for 15 s. goal: the step at which it ends, counted as in the curve, with the
+        steps of earlier trainings in the same run; 0 if it is not known. left: the time to that step in words, if the
+        coming steps take as long as the newest 20 under this strategy did; "" if unknown. rate: tokens per second, the
+        median of these steps; None if unknown. unit: "tokens"; or "rows" if the training reads no sequences, and each
+        row counts as one token.
         """
         with self.lock:
             last = next((e for e in reversed(self.curve.events) if e["kind"] in ("run_started", "run_stopped")), None)
@@ -111,7 +113,10 @@ class RunReader:
             }
 
     def snapshot(self, *, anew: bool = True) -> dict[str, Any]:
-        """Everything there is to draw, as plain values. anew: with a new picture of a step, which takes longest."""
+        """Return everything there is to draw, as plain values.
+
+        anew: with a new picture of a step, which takes longest.
+        """
         with self.lock:
             self.look()
             if anew:
@@ -127,17 +132,20 @@ class RunReader:
 
 
 def _ends(event: dict[str, Any]) -> bool:
-    """Return True if a training ends with it; it goes on after a switch that failed."""
+    """Return True if a training ends with this event. It goes on after a failed switch."""
     return event["kind"] == "failure" and event.get("error") != "SwitchError"
 
 
 def _newest(points: Sequence[Sequence[float]], num: int) -> list[Sequence[float]]:
-    """Of the last `num` points those under the strategy in force."""
+    """Return those of the last `num` points that were made under the current strategy."""
     return [point for point in points[-num:] if point[6] == points[-1][6]]
 
 
 def _left(points: Sequence[Sequence[float]], goal: int, rate: float | None) -> str:
-    """By the rate that stands beside it, where tokens are recorded: as the panel and the line of the cell have it."""
+    """Return the time left as text, "" if it is under a second or unknown.
+
+    It uses the rate shown beside it, where tokens are recorded, so that the panel and the cell's line agree with it.
+    """
     column = 3 if rate else 2
     each = [(after[column] - before[column]) / after[1] for before, after in pairwise(_newest(points, _RECENT + 1))]
     seconds = (goal - points[-1][0]) * median(each) / (rate or 1.0) if each else 0.0

@@ -1,8 +1,7 @@
-"""One step of a run as the page draws it: numbers only, each measured unless its name says modelled or formula.
+"""One step of a run as the page draws it: only numbers, each measured unless its name says modelled or formula.
 
-Inside one step: the pipeline as planned and as measured, or what each rank did from moment to moment.
-
-The last known state of ranks and hosts: clocks, temperature, power, CPU; slowed GPUs come first.
+It also has the inside of one step (the pipeline as planned and measured, or what each rank did over time), and the last
+known state of ranks and hosts: clocks, temperature, power, CPU, with slowed GPUs first.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ Drawn = list[Any]  # [kind, stage, micro, start, stop] with times in seconds sin
 
 
 def of_step(run: Run, step: int, strategy: str, *, replica: int = 0, usual: bool = False) -> dict[str, Any] | None:
-    """The moments of the step nearest to `step` that was kept in detail; None when none was.
+    """Return the inside of the step nearest to `step` that was kept in detail; None if there is none.
 
-    usual: of the few that were kept last the one that took nearest to what the newest steps take.
-    kind "pipeline": planned and measured operations of one replica's ranks, and the bubble of both. kind "laps":
-    states of the training thread. Times in seconds on rank 0's clock.
+    usual: of the last few that were kept, take the one whose time is nearest to that of the newest steps. kind
+    "pipeline": planned and measured operations of one replica's ranks, and the bubble of both. kind "laps": states of
+    the training thread. Times are in seconds on rank 0's clock.
     """
     step = run.usual_detail(step) if usual else step
     chosen = _strategy(strategy, run.world_size)
@@ -48,7 +47,7 @@ def of_step(run: Run, step: int, strategy: str, *, replica: int = 0, usual: bool
 
 
 def _lines(run: Run, step: int, strategy: Strategy) -> list[tuple[int, ...]]:
-    """Return the ranks of each pipeline. In which order the job has its ranks, the messages of one of them tell."""
+    """Return the ranks of each pipeline. The job's order of ranks is found from the messages of one of them."""
     first = min(run.files, default=0)
     detail = run.detail_of(first, step)
     peers = {call.peer for call in detail.calls if call.peer is not None} if detail is not None else set()
@@ -96,7 +95,7 @@ def _pipeline(run: Run, strategy: Strategy, ranks: Sequence[int], details: dict[
 
 
 def _planned(strategy: Strategy, ops: Sequence[PipelineOp]) -> dict[str, Any] | None:
-    """The same schedule without transfers and delays, at the mean cost that each stage was measured to have."""
+    """Return the same schedule without transfers and delays, at the mean measured cost of each stage."""
     microbatches = 1 + max(op.micro for op in ops)
     stages = 1 + max(op.stage for op in ops)
     try:
@@ -143,7 +142,7 @@ def _laps(run: Run, details: dict[int, Detail]) -> dict[str, Any]:
 
 
 def _thinned(run: Run, rank: int, detail: Detail, begin: int, span: int) -> list[Drawn]:
-    """Neighbours of one state are one; what is too short to be seen joins the one before."""
+    """Merge neighbours with the same state. A span too short to be seen joins the one before."""
     rows: list[Drawn] = []
     least = span / _LAPS_AT_MOST / 2
     for state, start, stop in detail.laps:
@@ -172,9 +171,10 @@ _RANKS_IN_HEALTH, _HOSTS_AT_MOST = 8, 4
 
 
 def health(run: Run) -> dict[str, Any] | None:
-    """{"step", "ranks", "more", "hosts", "more_hosts"}; None when nothing has been seen.
+    """Return {"step", "ranks", "more", "hosts", "more_hosts"}; None if nothing has been recorded.
 
-    ranks: of many only some, those whose GPU is slowed or hottest; hosts: those with most load. more: what is left out.
+    ranks: if there are many, only those whose GPU is slowed or hottest. hosts: those with most load. more: what is left
+    out.
     """
     if not run.health:
         return None
@@ -244,7 +244,7 @@ def picture(run: Run, step: int, *, usual: bool = False, replica: int = 0) -> di
         "strategy": strategy,
         "numbers": {key: short(value) for key, value in first.numbers.items()},
         "hosts": [run.headers[rank].host if rank in run.headers else "" for rank in range(run.world_size)],
-        # Of a step that was left half-way no rank has parts.
+        # If a step was left half-way, no rank has parts for it.
         "seconds": short(fmean(part.seconds for part in shown or steps.values())),
         "ranks": [[bar.rank, short(bar.seconds), *(short(getattr(bar, part)) for part in PARTS)] for bar in shown],
         "of": _words(numbers, "medians" if few else "means"),
@@ -269,7 +269,7 @@ def _words(numbers: Sequence[int], kind: str) -> str:
 
 
 def lateness(run: Run) -> dict[str, Any]:
-    """Ranks that the others waited for in the newest steps: rank, number of steps, cause; the most first."""
+    """Return the ranks that others waited for in the newest steps: rank, number of steps, cause; the most first."""
     found: dict[int, list[Any]] = {}
     for late in run.late:
         if late is not None:
@@ -286,8 +286,8 @@ def lateness(run: Run) -> dict[str, Any]:
 
 
 def _slow_link(run: Run, step: int, rows: list[TrafficRow], of: list[Bar]) -> PipelineLink | None:
-    """The slow link of a pipeline, from the detailed step that is nearest."""
-    # Backups are messages too, and hold no pipeline up.
+    """Return the slow link of a pipeline, from the nearest detailed step."""
+    # Backups are messages too, but they delay no pipeline.
     if not of or not any(row.op == "recv" and row.axis == "pp" for row in rows):
         return None
     details = run.details_near(run.files, step)
@@ -298,7 +298,7 @@ def _slow_link(run: Run, step: int, rows: list[TrafficRow], of: list[Bar]) -> Pi
 
 
 def _late(late: Late | None) -> dict[str, Any] | None:
-    """seconds: how much longer its part of the bar is than on the ranks it is compared with."""
+    """Return the late rank. seconds: how much longer its part of the bar is than on the ranks it is compared with."""
     return None if late is None else {"rank": late.rank, "seconds": short(late.longer), "cause": late.cause}
 
 
@@ -316,7 +316,10 @@ def _row(row: TrafficRow, predicted: forecast.Forecast | None) -> dict[str, Any]
 
 
 def _traffic(run: Run, steps: Mapping[int, StepRecord], predicted: forecast.Forecast | None) -> dict[str, Any]:
-    """nodes: bytes within nodes, between them, and between them by the formula; None on one node."""
+    """Return the traffic between ranks.
+
+    nodes: bytes within nodes, between them, and between them by the formula; None on one node.
+    """
     matrix = traffic_matrix(steps, run.members, run.world_size)
     found: dict[str, Any] = {"sent": _cells(matrix.sent), "modelled": _cells(matrix.modelled), "nodes": None}
     hosts = [run.headers[rank].host if rank in run.headers else "" for rank in range(len(matrix.sent))]
@@ -330,12 +333,12 @@ def _traffic(run: Run, steps: Mapping[int, StepRecord], predicted: forecast.Fore
 
 
 def _cells(of: tuple[tuple[float, ...], ...]) -> list[list[int]]:
-    """[from, to, bytes] where there are any: most ranks talk to few others."""
+    """Return [from, to, bytes] for the nonzero cells: most ranks talk to few others."""
     return [[i, j, round(size)] for i, row in enumerate(of) for j, size in enumerate(row) if size]
 
 
 def _memory(run: Run, step: int, forecasts: list[forecast.Forecast]) -> list[dict[str, Any]]:
-    """Memory is counted now and then: what is predicted of it is of the strategy under which it was."""
+    """Return the memory of each rank. Its prediction is for the strategy in force when the memory was measured."""
     made = []
     for rank in sorted(run.memory):
         record = run.memory_of(rank, step)

@@ -1,1 +1,1 @@
-"""Widgets: what they show is computed by plain functions, which know no widget."""
+"""Widgets. What they show is computed by plain functions that do not depend on widgets."""

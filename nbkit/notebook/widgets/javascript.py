@@ -1,6 +1,7 @@
-"""Our JavaScript as one module: what a widget and a saved page need, joined as it is read. No build, nothing foreign.
+"""nbkit's JavaScript as one module: what a widget and a saved page need, joined when it is read.
 
-The charts are those of the tab Communication. Each module becomes a function of its own, so that names never meet.
+There is no build step and no third-party code. The charts are those of TensorBoard's tab Communication. Each module
+becomes its own function, so that names never collide.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _OWN = ("curves", "rows", "dashboard")
 
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";$', re.M)
 _EXPORT = re.compile(r"^export ((?:async )?(?:const|function|class) (\w+))", re.M)
-# TensorBoard's page says by itself whether it is dark; here whoever shows us does.
+# TensorBoard's page knows whether it is dark; here the surrounding page decides.
 _DARK = re.compile(r"^export const dark = .*$", re.M)
 _ASK_PAGE = """export const dark = () => {
   const { jpThemeLight } = document.body.dataset;

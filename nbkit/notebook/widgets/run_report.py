@@ -1,4 +1,4 @@
-"""A run as one page that needs nothing else: every chart with its data inside, for a colleague or a student."""
+"""A run as one self-contained page: every chart with its data inside, for a colleague or a student."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_report(run_dir: Path, path: Path) -> Path:
 
 
 def page_of(snapshot: dict[str, Any]) -> str:
-    """The page of what RunReader.snapshot gives."""
+    """Return the page for a RunReader.snapshot."""
     # No folder of this machine goes out of it, and no text ends the script.
     public = snapshot | {"state": {**snapshot["state"], "folder": ""}}
     data = json.dumps(_finite(public), separators=(",", ":"), default=str).replace("<", "\\u003c")

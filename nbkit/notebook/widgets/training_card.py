@@ -1,4 +1,4 @@
-"""The card of a cell that trains: HTML in the cell's own output, which stays in the saved notebook; not a widget.
+"""The card of a cell that trains: HTML in the cell's own output, which stays in the saved notebook. It is not a widget.
 
 It appears when a training of the cell has been recording for a moment, is updated in place about once a second, and
 ends as a summary. A cell that ends before that, or does not train, has no card.
@@ -93,9 +93,9 @@ class LiveCard:
                 time.sleep(0.1)
 
     def _look(self) -> float:
-        """Show what is new. Returns the CPU seconds that a picture took, which has a pace of its own."""
+        """Show what is new. Return the CPU seconds that a picture took; pictures are paced separately."""
         apart = 0.0
-        # In this order: the run of a training that begins in between would be the one before.
+        # Checked before the directory: a training that begins in between would get the previous run.
         if self._reader is None and not self._trains():
             return apart
         folder = self._directory()
@@ -126,7 +126,7 @@ class LiveCard:
             self._execution.say(f"nbkit: no last card: {type(error).__name__}: {error}")
 
     def _bundle(self, *, ended: bool, anew: bool = True) -> dict[str, str]:
-        """The MIME bundle to show; {} when nothing is new."""
+        """Return the MIME bundle to show; {} if nothing is new."""
         assert self._reader is not None
         snapshot = self._reader.snapshot(anew=anew)
         points = [point for point in snapshot["points"] if point[0] > self._first]
@@ -138,7 +138,7 @@ class LiveCard:
         return bundle if bundle != before else {}
 
     def _put(self, bundle: dict[str, str], *, last: bool = False) -> None:
-        """Show it; on the client's thread."""
+        """Show it on the client's thread."""
         if self._execution.closing and not last:
             return
         if not self._shown:
@@ -154,7 +154,7 @@ class LiveCard:
 
 
 def card_text(snapshot: dict[str, Any], *, ended: bool = False) -> str:
-    """One or two lines of what RunReader.snapshot gives, of the points that are in it."""
+    """Return one or two lines about the points in a RunReader.snapshot."""
     head, figures, reading = _words(snapshot, ended)
     return "\n".join(line for line in (f"{head}   {figures}", reading) if line)
 
@@ -205,7 +205,7 @@ def _words(snapshot: dict[str, Any], ended: bool) -> tuple[str, str, str]:
 
 
 def _started(events: Sequence[dict[str, Any]]) -> int:
-    """Finished steps when the newest run began."""
+    """Return the number of finished steps when the newest run began."""
     return next((int(event["step"]) for event in reversed(events) if event["kind"] == "run_started"), 0)
 
 

@@ -1,11 +1,10 @@
 """The output of a cell that shows a widget: the widget while its cluster is there, then a picture of it.
 
-A saved notebook has no kernel: a page says "Error displaying widget" there, whatever else the output holds.
+A saved notebook has no kernel: a page there says "Error displaying widget", whatever else the output holds.
 
-Says when a kernel hears its pages, and what to say where it does not: during a cell, or on a page opened then.
-
-What was tried is in docs/watching.md, "Where the panel answers"; what is known of VS Code is from reports. Where
-neither says anything, the page itself notices that a click is not heard.
+This module also tells whether a kernel hears its pages during a cell, or on a page opened then, and what to say if it
+does not. What was tried is in docs/watching.md, "Where the panel answers"; what is known of VS Code is from reports.
+If neither source covers a case, the page itself notices that a click is not heard.
 """
 
 from __future__ import annotations
@@ -62,7 +61,10 @@ def lost_words(version: str, *, vscode: bool) -> str:
 
 
 def hear_always(comm: Any) -> None:
-    """ipykernel 7.4 sends what a page says to the thread that spoke last on this comm; that may be a busy one."""
+    """Make this kernel hear a page's messages even while a thread is busy.
+
+    ipykernel 7.4 sends them to the thread that last used this comm, which may be a busy one.
+    """
     if hasattr(comm, "_reply_subshell_for"):
         comm._reply_subshell_for = lambda data, default: default
 
@@ -80,7 +82,7 @@ def _parts(version: str) -> tuple[int, ...]:
 
 
 class Shown(Protocol):
-    """What has a widget. still: the MIME bundle of its picture, which needs no kernel."""
+    """An object that has a widget. still: returns the MIME bundle of its picture, which needs no kernel."""
 
     def still(self) -> dict[str, Any]: ...
     def close(self) -> None: ...

@@ -1,22 +1,22 @@
-"""What a strategy gives the ranks to do and to send, of a model as formulas or as it was measured.
+"""Computes what a strategy makes the ranks do and send, and predicts the seconds of a step from data sheets.
 
-Of a model as it is cut along tp and cp the pieces are asked for once (`Known`). What is sent follows from sums over its
-weights, for thousands of candidates; nbkit.planner.traffic says the same of each weight, and a test compares.
+The model is given as formulas or as measurements (`Subject`). `Known` asks for its pieces and weights once for each
+pair of tp and cp degrees. The bytes to send follow from sums over the weights, which is fast enough for thousands of
+candidates. nbkit.planner.traffic computes the same bytes weight by weight, and a test compares the two.
 
-Hardware described in a line: "128 x 8 H100" is 128 nodes of 8 devices each; "8 A100" is one node.
+Hardware is described in a line: "128 x 8 H100" is 128 nodes of 8 devices each; "8 A100" is one node. The figures come
+from the makers' public data sheets: dense bf16 (fp16 for the V100), and one direction of a link. The network speed is
+what such nodes commonly have per device. `net=` in the line overrides it: "2 x 8 H100 net=12.5GB/s".
 
-Figures are those of the makers' public data sheets: dense bf16 (fp16 of the V100), one direction of a link. The network
-is what such nodes commonly have for each device; `net=` in the line says otherwise: "2 x 8 H100 net=12.5GB/s".
+nbkit/planner/step.py adds up the seconds of these parts:
 
-Seconds of a step from the figures of data sheets, and how sure they are: the sum is nbkit/planner/step.py.
-
-compute   multiplications at the share of the data sheet's rate that large ones reach, and the bytes that everything
-          else reads and writes at that of the memory
-links     bytes at the share of their rate, within a node and between nodes
+compute   multiplications, at the share of the data sheet's rate that large ones reach; and the bytes that everything
+          else reads and writes, at the share of the memory's rate
+links     bytes, at the share of the links' rate, within a node and between nodes
 optimizer reading and writing parameters, gradients and state
 
-`Rates` are the three shares; one measured step calibrates the first (`calibrated`). The interval's ends are a data axis
-that is hidden wholly or not at all, and shares that are some percent better or worse.
+`Rates` holds the three shares. One measured step calibrates the first of them (`calibrated`). At the ends of the
+`interval`, the data axis is wholly hidden or not at all, and the shares are some percent better or worse.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ from nbkit.strategy import Strategy
 
 @dataclass(frozen=True)
 class Device:
-    """flops: per second. memory: bytes. bandwidth: of its memory; near, far: bytes per second that it sends within a
-    node, and to others."""
+    """Figures of one device.
+
+    flops: per second. memory: bytes. bandwidth: bytes per second of its memory. near, far: bytes per second that it
+    sends within its node, and to other nodes.
+    """
 
     name: str
     flops: float
@@ -67,7 +70,7 @@ DEVICES = {
         Device("MI300X", 1307e12, 192e9, 5.3e12, 448e9, 50e9),
     )
 }
-"""By name."""
+"""Known devices by name."""
 
 _LINE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*x?\s*([a-z][\w-]*)((?:\s+\w+=\S+)*)", re.IGNORECASE)
 _SPEED = re.compile(r"net=([\d.]+)\s*(GB/s|Gbit/s)", re.IGNORECASE)
@@ -75,7 +78,7 @@ _SPEED = re.compile(r"net=([\d.]+)\s*(GB/s|Gbit/s)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Hardware:
-    """nodes of `node` devices each."""
+    """A number of nodes with `node` devices each."""
 
     nodes: int
     node: int
@@ -83,12 +86,15 @@ class Hardware:
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Return the number of devices on all nodes."""
         return self.nodes * self.node
 
     @classmethod
     def parse(cls, text: str) -> Hardware:
-        """Raises UsageError for a line that says no hardware, or a device that is not in the table."""
+        """Parse a line such as "2 x 8 H100".
+
+        Raises UsageError if the line names no hardware, or a device that is not in `DEVICES`.
+        """
         found = _LINE.fullmatch(text.strip())
         names = {name.lower(): name for name in DEVICES}
         if found is None or found[3].lower() not in names or not int(found[2]) or found[1] == "0":
@@ -117,16 +123,16 @@ class Hardware:
 _DELAY = 20e-6
 """Seconds until a collective is under way."""
 _CALIBRATED = 0.13
-"""How far off a calibrated prediction may be: of the published steps in docs/plan.md, all but one are within it."""
+"""How far off a calibrated prediction may be. All but one of the published steps in docs/plan.md are within it."""
 _BACK = 2.0
 """A backward pass multiplies twice as much as its forward."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of the data sheet's figures that are reached: of flops, of the memory's and of the links' bytes.
+    """Shares of the data sheet's figures that are reached: for flops, for memory bandwidth and for links.
 
-    spread: how far off they may be, each way.
+    spread: how far off the shares may be, in each direction.
     """
 
     flops: float = 0.65
@@ -137,12 +143,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Load:
-    """What a step gives the ranks to do.
+    """The work that a step gives the ranks.
 
-    flops: of the forward passes of all blocks, of what one replica has of each. touched: bytes that the rest of them
-    reads and writes. again: forwards that are computed once more in backward, as a share. stages: of the blocks, the
-    share of each stage. terms: what the busiest rank sends. units, passes: see step_time.Work. updated: bytes that the
-    optimizer reads and writes.
+    flops: in the forward passes of all blocks, for the part that one replica has of each. touched: bytes that
+    everything else in these passes reads and writes. again: the share of the forwards that backward computes once more.
+    stages: the share of the blocks that each stage has. terms: what the busiest rank sends. units, passes: see
+    nbkit.planner.step.Work. updated: bytes that the optimizer reads and writes.
     """
 
     flops: float
@@ -156,7 +162,7 @@ class Load:
 
     @property
     def sent(self) -> dict[str, float]:
-        """Bytes that leave the busiest rank, by axis, and its level where it has two."""
+        """Return the bytes that leave the busiest rank by axis, or by axis and level where an axis has two levels."""
         found: dict[str, float] = {}
         for term in self.terms:
             name = f"{term.axis} {term.level}".strip()
@@ -165,8 +171,10 @@ class Load:
 
 
 def spans(strategy: Strategy, axis: str, node: int) -> bool:
-    """Return True if neighbours along `axis` sit on different nodes. axis: with its level behind it, where it has
-    two."""
+    """Return True if neighbours along `axis` sit on different nodes.
+
+    axis: its name, followed by the level where it has two levels.
+    """
     mesh = strategy.mesh
     axis, _, level = axis.partition(" ")
     if level:
@@ -186,9 +194,10 @@ def seconds(
     hidden: bool | None = None,
     lines: Lines | None = None,
 ) -> Parts:
-    """Of a step. hidden: whether all of the data axis is, or nothing; None: as it is simulated.
+    """Return the seconds of a step by part.
 
-    lines: `lines_of` the others, where they are there already.
+    hidden: True if computing hides all of the data axis, False if it hides nothing, None to simulate it.
+    lines: the result of `lines_of` for the same arguments, if it is known already.
     """
     device = on.device
     forward = load.flops / (device.flops * rates.flops) + load.touched / (device.bandwidth * rates.bandwidth)
@@ -206,7 +215,7 @@ def seconds(
 
 
 def lines_of(strategy: Strategy, on: Hardware, rates: Rates) -> Lines:
-    """Return the way of each term, the same for all schedules and micro-batches of a mesh."""
+    """Return the function that gives the path of each term. It holds for all schedules and micro-batches of a mesh."""
     found: dict[tuple[str, str, str], OperationPath] = {}
 
     def line(term: TrafficTerm) -> OperationPath:
@@ -221,8 +230,11 @@ def lines_of(strategy: Strategy, on: Hardware, rates: Rates) -> Lines:
 
 
 def _rails(strategy: Strategy, term: TrafficTerm, node: int) -> int:
-    """Links to other nodes that a group has: one for each of its ranks on a node. A ring goes through the ranks of a
-    node one after the other, so that what a collective sends to other nodes leaves by all of them; a message by one."""
+    """Return how many links to other nodes a group uses for `term`.
+
+    A collective uses one link for each of the group's ranks on a node, since rings can leave the node at each of them.
+    A single message uses one link.
+    """
     if term.op == "send" or term.level:
         return 1
     inner = strategy.mesh.stride("dp" if term.axis in DATA else term.axis)
@@ -231,20 +243,20 @@ def _rails(strategy: Strategy, term: TrafficTerm, node: int) -> int:
 
 
 def interval(load: Load, strategy: Strategy, on: Hardware, rates: Rates) -> tuple[float, float]:
-    """The least and the most that a step may take."""
+    """Return the least and the most seconds that a step may take."""
     best, worst = (
         replace(rates, **{name: getattr(rates, name) * factor for name in ("flops", "bandwidth", "links")})
         for factor in (1 + rates.spread, 1 - rates.spread)
     )
     lines = lines_of(strategy, on, best)
-    # Whatever hides the data axis, its bytes have to leave.
+    # Even if the data axis is hidden, its bytes have to leave the rank.
     leaving = sum(lines(term).seconds(term) for term in load.terms if term.axis in DATA)
     least = max(seconds(load, strategy, on, best, hidden=True).total, leaving)
     return least, seconds(load, strategy, on, worst, hidden=False).total
 
 
 def calibrated(load: Load, strategy: Strategy, on: Hardware, measured: float, *, rates: Rates | None = None) -> Rates:
-    """`rates` with the share of flops at which the step of this load takes `measured` seconds."""
+    """Return `rates` with the share of flops at which a step with this load takes `measured` seconds."""
     rates = rates or Rates()
     low, high = 0.01, 1.0
     for _ in range(50):
@@ -255,7 +267,7 @@ def calibrated(load: Load, strategy: Strategy, on: Hardware, measured: float, *,
 
 
 class PerElement(Protocol):
-    """Bytes of a parameter's element, its gradient and what the optimizer keeps of it; an average is as good."""
+    """Bytes per element of a parameter, of its gradient and of its optimizer state. Averages are allowed."""
 
     @property
     def parameter(self) -> float: ...
@@ -266,10 +278,10 @@ class PerElement(Protocol):
 
 
 class Subject(Protocol):
-    """A model, as formulas or as it was measured. recompute: of its blocks.
+    """A model, given by formulas or by measurements. recompute: whether its blocks are recomputed.
 
-    flops, touched: of a row's forward, on a rank of these axes. costs: of the pieces, in any unit. refused: why it
-    cannot be split so, (what, numbers); None where it can.
+    flops, touched: for the forward of one row, on a rank with these degrees. costs: of the pieces, in any unit.
+    refused: why the model cannot be split like this, as (what, numbers); None if it can.
     """
 
     @property
@@ -290,7 +302,10 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy with its rows. rows: of a forward. micros: forwards of a step. recompute: of the blocks."""
+    """A strategy with its batch sizes.
+
+    rows: in one forward. micros: forwards in a step. recompute: whether blocks are recomputed.
+    """
 
     strategy: Strategy
     rows: int
@@ -299,8 +314,10 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """Return what one row stands for: of schedules and micro-batches, with or without recompute, the best has
-        it."""
+        """Return the key of a row in the plan.
+
+        Candidates that differ only in schedule, micro-batches or recompute share one row. The best of them gets it.
+        """
         of = self.strategy
         return of.dp, of.tp, of.pp, of.cp, of.zero, of.shard
 
@@ -310,7 +327,7 @@ class Candidate:
 
 
 class Known:
-    """Pieces and weights by axes, asked for once."""
+    """A cache of the pieces and weights of a model, by degrees of tp and cp."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -325,15 +342,18 @@ class Known:
         self.costs = subject.costs()
 
     def ranges(self, strategy: Strategy) -> dict[int, tuple[tuple[int, int], ...]]:
-        """Blocks of the places of a pipeline where most may be held: of the first, which has most micro-batches under
-        way, of the last, and of those with most blocks and most bytes of parameters."""
+        """Return the blocks of the pipeline places that may hold the most.
+
+        These are the first place, which has the most micro-batches under way; the last place; and the places with the
+        most blocks and with the most bytes of parameters.
+        """
         key = strategy.tp, strategy.pp, strategy.cp, len(ranks_of_stages(strategy))
         if key not in self._found:
             self._found[key] = self._ranges(strategy)
         return self._found[key]
 
     def stages(self, strategy: Strategy) -> tuple[tuple[int, int], ...]:
-        """Of the first place: as many blocks for each stage."""
+        """Return the ranges of blocks at the first place, one for each of its stages."""
         return self.ranges(strategy)[0]
 
     def _ranges(self, strategy: Strategy) -> dict[int, tuple[tuple[int, int], ...]]:
@@ -352,7 +372,7 @@ class Known:
         return _cut(self.costs, len(ranks_of_stages(strategy)))
 
     def kept(self, strategy: Strategy) -> PeakLine:
-        """Return what a forward of the first place keeps, less what it hands on."""
+        """Return the bytes that a forward at the first place keeps, without what it hands on."""
         key = strategy.tp, strategy.pp, strategy.cp, len(ranks_of_stages(strategy))
         if key not in self._kept:
             pieces = self.pieces(strategy.tp, strategy.cp)
@@ -363,19 +383,19 @@ class Known:
         return self._kept[key]
 
     def held(self, strategy: Strategy) -> int:
-        """Bytes of the parameters of the place that has most, whole along dp."""
+        """Return the bytes of the parameters at the place that has most of them, whole along dp."""
         return self._of_fullest(strategy)[0]
 
     def gathered(self, strategy: Strategy) -> int:
-        """The same as zero 3 gathers them."""
+        """Return the bytes of the same parameters as zero 3 gathers them."""
         return self._of_fullest(strategy)[1]
 
     def gathered_inside(self, strategy: Strategy) -> int:
-        """Of those that are in blocks."""
+        """Return the bytes that zero 3 gathers for those of these parameters that are in blocks."""
         return self._of_fullest(strategy)[2]
 
     def shares(self, strategy: Strategy) -> tuple[float, ...]:
-        """Of the computing, that of each stage."""
+        """Return each stage's share of the compute."""
         key = len(ranks_of_stages(strategy))
         if key not in self._shares:
             whole, cuts = sum(self.costs), pairwise(self._cut(strategy))
@@ -383,7 +403,7 @@ class Known:
         return self._shares[key]
 
     def units(self, strategy: Strategy) -> tuple[StepUnit, ...]:
-        """Of the whole model, without a pipeline; parameters of a block as one."""
+        """Return the units of the whole model without a pipeline. The parameters of a block count as one."""
         key = strategy.tp, strategy.cp
         if key not in self._units:
             weights = self.weights(*key)
@@ -399,7 +419,7 @@ class Known:
         return self._units[key]
 
     def _of_fullest(self, strategy: Strategy) -> tuple[int, int, int]:
-        """Bytes that it holds, that zero 3 gathers, and of these, in blocks."""
+        """Return sizes of the fullest place: bytes it holds, bytes that zero 3 gathers, and those of them in blocks."""
         key = strategy.tp, strategy.pp, strategy.cp, len(ranks_of_stages(strategy))
         if key not in self._fullest:
             places, weights = self.ranges(strategy).values(), self.weights(strategy.tp, strategy.cp)
@@ -413,7 +433,7 @@ class Known:
         return self._fullest[key]
 
     def _size(self, strategy: Strategy, own: Iterable[tuple[int, int]]) -> int:
-        """Return bytes of the parameters of these blocks."""
+        """Return the bytes of the parameters of these blocks."""
         key = strategy.tp, strategy.cp
         if key not in self._before:
             self._before[key] = [0, *accumulate(weights.total for weights in self.weights(*key))]
@@ -421,7 +441,7 @@ class Known:
 
 
 def rest_of(known: Known, strategy: Strategy) -> Rest:
-    """Bytes of the fullest rank at the end of a step."""
+    """Return the bytes that the fullest rank holds at the end of a step."""
     each, held = known.subject.each, known.held(strategy)
     numel = held / each.parameter
     parts = (each.parameter, 3), (each.gradient, 2), (each.optimizer, 1)
@@ -429,7 +449,7 @@ def rest_of(known: Known, strategy: Strategy) -> Rest:
 
 
 def load_of(known: Known, candidate: Candidate, facts: Facts) -> Load:
-    """Of a step of all its rows."""
+    """Return the load of a step with all rows of `candidate`."""
     strategy, subject = candidate.strategy, known.subject
     rows = candidate.rows * candidate.micros
     held = rest_of(known, strategy)
@@ -439,7 +459,7 @@ def load_of(known: Known, candidate: Candidate, facts: Facts) -> Load:
         again=1.0 if candidate.recompute else 0.0,
         stages=known.shares(strategy),
         terms=tuple(term for term in _terms(known, candidate, facts) if term.bytes),
-        # Parameters and state are read and written, gradients read.
+        # Parameters and state are read and written; gradients are only read.
         updated=(2 * held.parameters + held.gradients) / (strategy.shard if 1 <= strategy.zero < 3 else 1)
         + 2 * held.optimizer,
         units=known.units(strategy) if strategy.pp == 1 and strategy.dp > 1 else (),
@@ -448,7 +468,7 @@ def load_of(known: Known, candidate: Candidate, facts: Facts) -> Load:
 
 
 def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[TrafficTerm]:
-    """What the busiest rank sends in a step."""
+    """Yield what the busiest rank sends in a step."""
     strategy, subject = candidate.strategy, known.subject
     tp, pp, cp = strategy.tp, strategy.pp, strategy.cp
     micros, rows = candidate.micros, candidate.rows * candidate.micros
@@ -458,7 +478,7 @@ def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic
         yield from data_terms(known, strategy, micros, facts.node)
     if tp > 1:
         once = 1 if candidate.recompute else 0
-        # Of a block and of its backward two each, computed again one more; embedding and head one each.
+        # A block has two calls in forward, two in backward and one more if recomputed. Embedding and head: one each.
         calls, size = (4 + once) * blocks + 2 / pp, hidden
         for op in ("all_gather", "reduce_scatter"):
             yield TrafficTerm("tp", op, tp, round(micros * calls), round(size * calls), "hidden states")
@@ -476,7 +496,7 @@ def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic
 
 
 def data_terms(known: Known, strategy: Strategy, micros: int, node: int | None) -> Iterator[TrafficTerm]:
-    """Of the data axis. node: ranks on each; None: all are on one."""
+    """Yield the terms of the data axis. node: ranks on each node; None if all ranks are on one."""
     dp, shard, levers, held = strategy.dp, strategy.shard, strategy.levers, known.held(strategy)
     gradients = round(held * known.subject.each.gradient / known.subject.each.parameter)
     axis = "dp" if shard == dp else "shard"
@@ -490,7 +510,7 @@ def data_terms(known: Known, strategy: Strategy, micros: int, node: int | None) 
     elif not strategy.zero:
         yield from summed(strategy, gradients, "gradients", 0, node_of)
     else:
-        # Gathered before forward and backward and reduced behind it; a pipeline keeps what it has gathered.
+        # Gathered before forward and before backward, reduced after backward. A pipeline keeps what it has gathered.
         passes = micros if strategy.zero == 3 and strategy.pp == 1 else 1
         yield TrafficTerm(axis, "reduce_scatter", shard, passes, passes * gradients, "gradients")
         size = held
@@ -501,9 +521,9 @@ def data_terms(known: Known, strategy: Strategy, micros: int, node: int | None) 
             yield from summed(strategy, passes * gradients // shard, "gradients", 0, node_of)
 
 
-@lru_cache(maxsize=64)  # whether or not its blocks are recomputed, a model is cut alike
+@lru_cache(maxsize=64)  # recompute does not change where a model is cut
 def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """Where stages begin, and where the last one ends: as a training divides them, by their costs."""
+    """Return the first block of each stage, then the end of the last one. A training cuts by the same costs."""
     return 0, *(stop for _, stop in partition(costs, stages))
 
 

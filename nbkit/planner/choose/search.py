@@ -1,15 +1,13 @@
-"""Looks at every strategy of some hardware, and keeps those that fit, the fastest first.
+"""Tries every strategy on some hardware, and makes a plan of those that fit, the fastest first.
 
-Seconds are cheap and come first; memory is computed in the order of seconds until `ROWS` strategies fit, and on few
-devices for all. What cannot fit by its parameters, gradients and optimizer state alone is refused by that sum.
+`search` predicts seconds first, since they are cheap. It then computes memory in the order of seconds, until `ROWS`
+strategies fit; on few devices, for all of them. If parameters, gradients and optimizer state alone do not fit, the
+strategy is refused by that sum.
 
-Which of several strategies to choose: by their seconds, and where these do not tell, by what a switch costs.
-
-Which levers of the data axis (nbkit/levers.py) make a step shorter that waits for its link.
-
-A plan as a value: its rows, the best first, and those that were refused with the arithmetic.
-
-A plan for people: a table as text or HTML, and why one row comes before another.
+A `Plan` holds the rows, the best first, and the refused strategies with the arithmetic. It is shown as text or HTML,
+and `why` explains why one row comes before another. `recommended` chooses one of several strategies: by their seconds,
+or by the cost of a switch if the seconds do not decide. `levers_that_help` finds the levers of the data axis
+(nbkit/levers.py) that shorten a step which waits for its link.
 """
 
 from __future__ import annotations
@@ -50,21 +48,21 @@ ALIKE = 1.02
 
 AGED = 400  # steps
 WIDER = 0.1
-"""Seconds that were measured more than `AGED` steps ago may be by this part longer or shorter now: of old ones nothing
-tells how the ranks, their links and what else runs there have changed since."""
+"""Seconds that were measured more than `AGED` steps ago may now be longer or shorter by this share. The ranks, their
+links and their other load may have changed since."""
 
 T = TypeVar("T")
 
 
 def fastest(seconds: Mapping[T, float]) -> T | None:
-    """The first of those that take least: in the order from simple to not so simple, as Strategy.every has it."""
+    """Return the first of those that take the least seconds. The order is that of Strategy.every, simple ones first."""
     least = min(seconds.values(), default=0.0)
     return next((one for one, took in seconds.items() if took <= ALIKE * least), None)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """strategy: to choose, "" where none fits. why: what it has before the others. rivals: those that may be faster."""
+    """A recommendation. strategy: "" if none fits. why: its advantage. rivals: other strategies that may be faster."""
 
     strategy: str = ""
     why: Literal["fastest", "in force", "least memory", ""] = ""
@@ -72,12 +70,12 @@ class Choice:
 
 
 def recommended(rows: Sequence[Mapping[str, Any]], limit: float | None, now: str) -> Choice:
-    """The one strategy to choose of those that fit.
+    """Return the recommended strategy among those that fit.
 
-    The fastest, and the simplest of those as fast. Where others may be faster for all one knows, or seconds are known
-    of fewer than two: of these the one in force, as nothing tells that a switch would gain; else the one that holds
-    least. rows: of a table of strategies, simple ones first. limit: bytes that the fullest rank can hold; None: not
-    known. now: the strategy in force.
+    It is the fastest one, and the simplest of equally fast ones. If others may be faster too, or seconds are known for
+    fewer than two, it is the strategy in force if it is among these, since a switch may gain nothing; otherwise the one
+    that holds the least. rows: of a table of strategies, simple ones first. limit: bytes that the fullest rank can
+    hold; None if unknown. now: the strategy in force.
     """
     sizes = {row["strategy"]: row["peak_bytes"] or row["memory"].get("after", 0) for row in rows if row["ok"]}
     fits = {row["strategy"]: row for row in rows if row["ok"] and (limit is None or sizes[row["strategy"]] <= limit)}
@@ -95,7 +93,7 @@ def recommended(rows: Sequence[Mapping[str, Any]], limit: float | None, now: str
 
 
 def _by_state(names: Sequence[str], sizes: Mapping[str, float], now: str) -> Choice:
-    """Of strategies between which no seconds decide."""
+    """Return the choice among strategies whose seconds do not decide: the one in force, or the one that holds least."""
     if now in names:
         return Choice(now, "in force")
     return Choice(min(names, key=lambda name: sizes[name]), "least memory") if names else Choice()
@@ -107,8 +105,11 @@ def _seconds(row: Mapping[str, Any]) -> float | None:
 
 
 def bounds_of(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Between what the seconds of its step lie: anything where too few steps were measured, more where these were long
-    ago. A prediction has no margin."""
+    """Return the lower and the upper bound of the seconds of a row's step.
+
+    They are 0 and infinity if too few steps were measured, and wider if these were long ago. A prediction has no
+    margin.
+    """
     if row["step_s"] is None:
         predicted: float = row["predicted_step_s"]
         return predicted, predicted
@@ -119,16 +120,17 @@ def bounds_of(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 _WORTH = 0.95
-"""Of a step's seconds, what a lever has to leave at most to be worth a word."""
+"""A lever is mentioned if a step with it takes at most this share of the seconds."""
 _EXACT = tuple(Levers(bucket=size << 20) for size in (1, 4, 100))
 _ROUGH = Levers(compress="bf16"), Levers(compress="int8"), Levers(sync_every=8)
 
 
 def levers_that_help(strategy: Strategy, plain: float, predict: Callable[[Strategy], float | None]) -> dict[str, float]:
-    """lever -> seconds of a step with it, predicted: of sizes of buckets the best, which changes no sum, then those
-    after which a training is not that of one process.
+    """Return the predicted seconds of a step by lever, for levers that make it shorter.
 
-    plain: of `strategy` without any; nothing where it holds no whole gradients on all ranks.
+    First comes the best bucket size, which changes no sum. Then come levers after which a training differs from that
+    of one process. plain: seconds of `strategy` without levers. The result is empty unless every rank holds whole
+    gradients.
     """
     if strategy.zero or strategy.dp == 1 or strategy.dp < strategy.mesh.size:
         return {}
@@ -142,7 +144,7 @@ def levers_that_help(strategy: Strategy, plain: float, predict: Callable[[Strate
 
 
 def is_exact(lever: str) -> bool:
-    """Return True if a training with it has the losses of one process."""
+    """Return True if a training with this lever has the losses of one process."""
     return Levers.parse(dict(word.split("=", 1) for word in lever.lower().split())).deviation is None
 
 
@@ -150,12 +152,12 @@ def is_exact(lever: str) -> bool:
 class PlanRow:
     """A strategy that fits.
 
-    strategy: as one types it. microbatch_size: rows of a forward where there is no pipeline. recompute: of the blocks.
-    peak: bytes of the fullest rank. seconds: of a step, and by part; low, high: between which they are. sent: bytes
-    that the busiest rank sends in a step, by axis; between: of these, along axes that cross nodes. rate: of samples
-    or, where a sample has positions, of tokens per second. limit: what takes longest. levers: seconds of the same with
-    a key of nbkit/levers.py, where a link is waited for that it would relieve; what they compute is not what one
-    process does.
+    strategy: as one types it. microbatch_size: rows of a forward, if there is no pipeline. recompute: whether blocks
+    are recomputed. peak: bytes of the fullest rank. seconds: of a step; parts: the same by part; low, high: their
+    bounds. sent: bytes that the busiest rank sends in a step, by axis. between: those of them along axes that cross
+    nodes. rate: tokens per second, or samples if they have no positions. limit: what takes the longest. levers: seconds
+    of a step with a key of nbkit/levers.py, if the step waits for a link that the key relieves. Except for bucket
+    sizes, such a step does not compute what one process does.
     """
 
     strategy: str
@@ -176,14 +178,14 @@ class PlanRow:
 
     @property
     def settings(self) -> str:
-        """All that a Trainer is given, in a line."""
+        """Return all that a Trainer is given, in one line."""
         words = [self.strategy] + [f"microbatch_size={self.microbatch_size}"] * (self.microbatch_size is not None)
         return " ".join(words + ["recompute"] * self.recompute)
 
 
 @dataclass(frozen=True)
 class Words:
-    """Shows as the text that it is."""
+    """A text whose repr is the text itself."""
 
     text: str
 
@@ -202,9 +204,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `nbkit.plan` gives. rows: the best first, which is the recommendation. considered: strategies in all.
+    """The result of `nbkit.plan`. rows: the best first; the first one is recommended. considered: all strategies.
 
-    on: the hardware. memory: bytes of a device, of which `usable` are counted on. unit: of rates, "tokens" or "rows".
+    on: the hardware. memory: bytes of a device; usable: those of them that a job may use. unit: of rates, "tokens" or
+    "rows".
     """
 
     model: str
@@ -219,7 +222,7 @@ class Plan:
     considered: int
 
     def why(self, first: str, second: str) -> Words:
-        """Return what two rows differ in, part by part. Raises UsageError for a strategy that has no row."""
+        """Return how two rows differ, part by part. Raises UsageError for a strategy that has no row."""
 
         return Words(why(self, first, second))
 
@@ -234,17 +237,20 @@ class Plan:
 
 ROWS = 16
 USABLE = 0.92
-"""Of a device's memory: the rest is taken by CUDA, NCCL and the gaps of the allocator."""
+"""The usable share of a device's memory. CUDA, NCCL and the allocator's gaps take the rest."""
 LEAST_POSITIONS = 1024
-"""Of a rank of a context axis: with fewer, what it sends takes longer than what it saves."""
+"""The least positions per rank of a context axis. With fewer, a rank's traffic costs more time than it saves."""
 _SMALL = 64
 _MICROS = (1, 2, 4, 8, 16)
 _ALIKE = 200
-"""Steps that differ by less than 1 / _ALIKE count as equal: then the simpler strategy comes first."""
+"""Steps that differ by less than 1 / _ALIKE count as equal. Then the simpler strategy comes first."""
 
 
 def search(subject: Subject, batch: int, on: Hardware, *, rates: Rates | None = None, memory: float = 0.0) -> Plan:
-    """Return the plan of a global batch of `batch` rows. memory: usable bytes of a device; 0: USABLE of what it has."""
+    """Return the plan for a global batch of `batch` rows.
+
+    memory: usable bytes of a device; 0 means the share USABLE of its memory.
+    """
     rates = rates or Rates()
     usable = memory or USABLE * on.device.memory
     facts = replace(subject.facts(batch), world=on.devices, node=on.node)
@@ -308,7 +314,7 @@ def _strategies(facts: Facts, on: Hardware) -> Iterator[Strategy]:
                 if cp > 1 and (facts.sequence is None or facts.sequence // cp < LEAST_POSITIONS):
                     continue
                 dp = world // (tp * pp * cp)
-                # With a pipeline, zero 3 keeps all gathered: it saves little beside zero 2.
+                # With a pipeline, zero 3 keeps everything gathered, so it saves little beside zero 2.
                 stages = range(4) if pp == 1 or world <= _SMALL else range(3)
                 groups = [(0, dp)] if dp == 1 else [(stage, dp) for stage in stages]
                 if dp * tp * cp > on.node and dp > 1 and 1 < on.node // (tp * cp) < dp and pp == 1:
@@ -326,7 +332,7 @@ def _candidates(strategy: Strategy, batch: int, blocks: int) -> Iterator[Candida
     sizes = [size for size in _MICROS if rows % size == 0] if strategy.pp > 1 or rows > 1 else [rows]
     if strategy.pp == 1 and rows not in sizes:
         sizes.append(rows)
-    # The fewer forwards the better, where nothing waits for them.
+    # Large micro-batches first: fewer forwards are better if nothing waits for them.
     for size in sorted(sizes, reverse=True):
         for recompute in (False, True):
             if strategy.pp == 1:
@@ -340,7 +346,10 @@ def _candidates(strategy: Strategy, batch: int, blocks: int) -> Iterator[Candida
 
 
 def _least(known: Known, candidate: Candidate, rest: Rest) -> Peak:
-    """States, and what forward keeps of the micro-batches that are under way at least: quicker than the peak."""
+    """Return a lower bound of the peak, which is quicker to compute.
+
+    It holds the states, and what forward keeps of the least number of micro-batches under way.
+    """
     kept = known.kept(candidate.strategy).at(candidate.rows) * min(candidate.strategy.pp, candidate.micros)
     gradients = rest.gradients if candidate.strategy.dp > 1 else 0
     return Peak(rest.parameters, gradients, rest.optimizer, round(kept), 0, "backward")
@@ -386,7 +395,7 @@ def _row(
 def _relieved(
     known: Known, parts: Parts, load: Load, candidate: Candidate, on: Hardware, rates: Rates
 ) -> dict[str, float]:
-    """Return what a step would take with levers of the data axis."""
+    """Return the seconds that a step would take with levers of the data axis."""
 
     def predict(strategy: Strategy) -> float:
         terms = tuple(data_terms(known, strategy, candidate.micros, on.node))
@@ -438,7 +447,7 @@ _SHOWN, _REFUSED = 12, 4
 
 
 def text(plan: Plan) -> str:
-    """The best rows, what was refused, and how to go on."""
+    """Return the plan as text: the best rows, what was refused, and how to go on."""
     if not plan.rows:
         return "\n".join([_title(plan), "Nothing fits.", *_refusals(plan)])
     table = [_HEADS, *(_cells(row, plan) for row in plan.rows[:_SHOWN])]
@@ -451,7 +460,7 @@ def text(plan: Plan) -> str:
 
 
 def page(plan: Plan) -> str:
-    """Return the same in HTML, in the notebook's own colours."""
+    """Return the plan as HTML, in the notebook's own colours."""
     head = "".join(f"<th style='text-align:left'>{html.escape(cell)}</th>" for cell in _HEADS)
     body = ""
     for number, row in enumerate(plan.rows[:_SHOWN]):
@@ -464,8 +473,10 @@ def page(plan: Plan) -> str:
 
 
 def why(plan: Plan, first: str, second: str) -> str:
-    """Return what two rows differ in. Raises UsageError for a strategy that has no row, with the reason if it was
-    refused."""
+    """Return how two rows differ, part by part.
+
+    Raises UsageError for a strategy that has no row, with the reason if it was refused.
+    """
     one, other = _find(plan, first), _find(plan, second)
     fast, slow = (one, other) if one.seconds <= other.seconds else (other, one)
     lines = [f"{fast.settings} takes {span(fast.seconds)} a step, {slow.settings} {span(slow.seconds)}:"]
@@ -504,7 +515,7 @@ def _title(plan: Plan) -> str:
 
 
 def _levers(plan: Plan) -> list[str]:
-    """Return what would relieve the link of the best row that has such a key."""
+    """Return lines on what would relieve the link of the best row that has levers."""
     row = next((row for row in plan.rows if row.levers), None)
     if row is None:
         return []
@@ -512,7 +523,7 @@ def _levers(plan: Plan) -> list[str]:
 
 
 def in_words(levers: Mapping[str, float]) -> str:
-    """Return what they would leave of a step: those after which losses are as before, then the others."""
+    """Return the seconds of a step with each lever, in words. Levers that do not change losses come first."""
     words = []
     for exact, what in ((True, "With the same sums"), (False, "Not equal to one process")):
         some = [f"{lever} {span(took)}" for lever, took in levers.items() if is_exact(lever) is exact]

@@ -1,6 +1,6 @@
-"""Agreement of all ranks: on the largest of a number, on a flag, and on a failure, which all of them then raise.
+"""Lets all ranks agree: on the largest value of a number, on a flag, or on a failure that every rank then raises.
 
-The one gather of small objects: every rank gives one and gets those of all, in few bytes.
+`all_gather_objects` gathers small objects: every rank gives one object and gets the objects of all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _HINT = "a path that every rank sees, with room and rights to write"
 
 
 def largest(numbers: Sequence[int], *, device: torch.device | str) -> list[int]:
-    """Of each of these numbers the largest of all ranks. Collective: one small all-reduce; waits for the device."""
+    """Return the largest value over all ranks, for each of `numbers`.
+
+    Collective: one small all-reduce. Waits for the device.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(numbers)
     found = torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -30,14 +33,15 @@ def largest(numbers: Sequence[int], *, device: torch.device | str) -> list[int]:
 
 
 def any_rank(flag: bool, *, device: torch.device | str) -> bool:
-    """Return True if it is so on any rank. Collective: see `largest`."""
+    """Return True if `flag` is true on any rank. Collective: see `largest`."""
     return bool(largest([int(flag)], device=device)[0])
 
 
 def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> None:
-    """Run `act` on every rank. Raises TrainingError on all of them when it failed on any, or returned other texts.
+    """Run `act` on every rank.
 
-    It says `what`, and why of the first rank that failed; on a rank whose own was an error of ours, that one is raised.
+    If it failed on any rank, or the ranks returned different texts, every rank raises TrainingError. The error says
+    `what`, and the reason of the first rank that failed. A rank whose `act` raised an NbkitError raises that error.
     """
     failure, mark, own = "", None, None
     try:
@@ -57,7 +61,7 @@ def agree(act: Callable[[], str | None], *, what: str, hint: str = _HINT) -> Non
 
 
 def failed_on(what: str, failures: Sequence[tuple[int, str]], hint: str = _HINT) -> TrainingError:
-    """The error that every rank raises: `what`, and why of the first of the ranks that failed."""
+    """Return the error that every rank raises: `what`, and the reason of the first rank that failed."""
     more = f"   (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
     return TrainingError(what, numbers=f"rank {failures[0][0]}: {failures[0][1]}{more}", hint=hint)
 
@@ -68,9 +72,9 @@ T = TypeVar("T")
 
 
 def all_gather_objects(own: T, *, world_size: int, device: torch.device, group: Any = None) -> list[T]:
-    """Return the objects of all ranks, by rank. Collective: one all-gather, and another where one is larger than usual.
+    """Return the objects of all ranks, by rank. Collective: one all-gather, and a second one if an object is large.
 
-    group: a backend's own group of all ranks, past what counts and times the default group's operations.
+    group: a backend's own group of all ranks. Its operations are not counted or timed, unlike the default group's.
     """
     if world_size == 1:
         return [own]
@@ -79,12 +83,12 @@ def all_gather_objects(own: T, *, world_size: int, device: torch.device, group: 
     longest = max(int.from_bytes(each[:_COUNT], "little") for each in found)
     if longest > USUAL_BYTES:
         found = _gathered(packed, longest, world_size, device, group)
-    # What follows the end of a stream is padding.
+    # Bytes after the end of the compressed stream are padding.
     return [pickle.loads(zlib.decompressobj().decompress(each[_COUNT:])) for each in found]
 
 
 def _gathered(packed: bytes, room: int, world_size: int, device: torch.device, group: Any) -> list[bytes]:
-    """Of every rank the length of its bytes, and as many of them as there is room for."""
+    """Return, for every rank, the length of its bytes followed by its first `room` bytes."""
     framed = len(packed).to_bytes(_COUNT, "little") + packed[:room].ljust(room, b"\0")
     sent = torch.frombuffer(bytearray(framed), dtype=torch.uint8).to(device)
     received = [torch.empty_like(sent) for _ in range(world_size)]

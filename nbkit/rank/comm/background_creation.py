@@ -1,4 +1,4 @@
-"""The forming of process groups: beside the training if need be, and broken off by another thread."""
+"""Forms process groups, in a background thread if needed. Another thread can break the forming off."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from nbkit.rank.world import sockets
 
 
 class Forming:
-    """What the process is forming right now, so that another thread can break it off."""
+    """State of the group that this process is forming, so that another thread can break the forming off."""
 
     def __init__(self) -> None:
         self.broken = ""  # why no group can be formed until the next generation
         self.deadline: float | None = None  # monotonic seconds; None waits for ever, as user code expects
-        self.before: frozenset[int] | None = None  # sockets held when the present forming began
+        self.before: frozenset[int] | None = None  # sockets held when the current forming began
         self.lock = threading.Lock()
         self._maker: threading.Thread | None = None
         self._own = threading.local()  # the deadline of the maker
 
     def beside(self, make: Callable[[], None], *, seconds: float) -> threading.Thread:
-        """Run `make`, which forms groups, in a thread, for so many seconds at most. On all ranks at the same place.
+        """Run `make`, which forms groups, in a thread for at most `seconds`. All ranks call this at the same place.
 
-        Ranks have to form groups in one order: whoever else forms one waits until it has ended.
+        All ranks must form groups in the same order. Other code that forms a group waits until this thread has ended.
         """
 
         def run() -> None:
@@ -41,12 +41,12 @@ class Forming:
         return self._maker
 
     def join(self) -> None:
-        """Wait for what is made beside; not in the thread that makes it."""
+        """Wait for the background thread. Does nothing when called in that thread."""
         if self._maker is not None and self._maker is not threading.current_thread():
             self._maker.join()
 
     def stop(self, why: str) -> None:
-        """Break off what is made beside, and wait for its end."""
+        """Break off the forming in the background thread, and wait until the thread has ended."""
         if self._maker is None or not self._maker.is_alive():
             return
         before, self.broken = self.broken, self.broken or why
@@ -55,7 +55,7 @@ class Forming:
         self.broken = before
 
     def young(self) -> frozenset[int]:
-        """Sockets of the group that is being formed."""
+        """Return the sockets of the group that is being formed."""
         with self.lock:
             return sockets.inodes() - self.before if self.before is not None else frozenset()
 
@@ -72,7 +72,7 @@ BROKEN_OFF = "The forming of a process group was broken off."
 
 
 class GroupRendezvous:
-    """Where the members of a group wait for each other, so that another thread can break it off: in Python, not in C++.
+    """A place where the members of a group wait for each other. They wait in Python, so another thread can end it.
 
     Each of `size` members comes once to every `place`, such as the group's forming or the first use of a communicator.
     """
@@ -82,7 +82,7 @@ class GroupRendezvous:
         self.been: set[str] = set()
 
     def at(self, place: str, size: int) -> None:
-        """Return when all have come to `place`. Raises ClusterError when that was broken off, or takes too long."""
+        """Return when all have come to `place`. Raises ClusterError if the wait was broken off or takes too long."""
         if place in self.been or size == 1:
             return
         if self._store.add(f"{place}/come", 1) == size:
@@ -92,10 +92,10 @@ class GroupRendezvous:
 
 
 class BreakableStore(Store):
-    """A store whose waits can be broken off by another thread, by Ctrl-C, and by a deadline of ours.
+    """A store whose waits can be broken off by another thread, by Ctrl-C, or by our deadline.
 
-    gloo meets through the store when a group is formed. Waiting in C++ there, a rank whose peer never comes
-    could not be released; and gloo has one time-out for forming and for every later operation.
+    gloo meets through the store when it forms a group. If it waited in C++, a rank whose peer never comes could not
+    be released. gloo also has only one time-out for the forming and for every later operation.
     """
 
     def __init__(self, inner: Store) -> None:

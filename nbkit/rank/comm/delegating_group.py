@@ -1,10 +1,10 @@
-"""Every process group of a rank is one of these: a thin object that hands each call to an inner group.
+"""A process group that passes every call on to an inner group. Every group of a rank is one of these.
 
-The user's DDP, FSDP2 and DeviceMesh objects hold the outer object for life. A new generation of the world
-replaces the inner one, so they train on. On the way through, calls are counted (which rank is behind?) and
-told to whoever listens. group_creation.py makes groups.
+The user's DDP, FSDP2 and DeviceMesh objects keep the outer object for life. A new generation of the world replaces
+only the inner group, so these objects continue to train. Each call is counted, which shows the rank that is behind,
+and reported to the listeners. group_creation.py makes the groups.
 
-The operations of a process group by torch's names: what people call them, and what a rank contributes to each.
+`COLLECTIVES` lists the operations of a process group by torch's names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nbkit.rank.telemetry import collectives
 from nbkit.rank.torch_private import group_tables
 from nbkit.wire.activity import ANYONE, Operation
 
-# What each call is called by people, and the position of the argument that this rank contributes (of scatter: gets).
+# torch's method name -> (common name, position of the argument that this rank contributes; for scatter: receives).
 COLLECTIVES: dict[str, tuple[str, int | None]] = {
     "barrier": ("barrier", None),
     "broadcast": ("broadcast", 0),
@@ -62,11 +62,11 @@ COLLECTIVES: dict[str, tuple[str, int | None]] = {
     "alltoall_base": ("all_to_all", 1),
 }
 
-# Those whose options, which come last, name a rank of the group.
+# Operations whose options, the last argument, name a root rank of the group.
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
-# A group answers these itself. What is in neither table is handed on uncounted: it issues nothing, belongs to an
-# operation that was counted, or is newer than this list.
+# The outer group answers these itself. A method in neither table is passed on and not counted: it issues nothing,
+# belongs to an operation that was counted, or is newer than this list.
 OWN = frozenset({
     "BackendType", "_device_types", "_id", "_pybind11_conduit_v1_", "_register_backend", "_set_default_backend",
     "_set_group_desc", "_set_group_name", "bound_device_id", "boxed", "rank", "size", "unbox",
@@ -74,8 +74,8 @@ OWN = frozenset({
 
 
 def num_bytes(payload: torch.Tensor | Iterable[Any] | Any) -> int:
-    """Return bytes of a tensor, or of all in nested lists; 0 of anything else."""
-    if type(payload) is list and len(payload) == 1:  # as nearly every call has it
+    """Return the bytes of a tensor, or of all tensors in nested lists; 0 for anything else."""
+    if type(payload) is list and len(payload) == 1:  # the most common case
         payload = payload[0]
     if isinstance(payload, torch.Tensor):
         return payload.nbytes
@@ -83,28 +83,28 @@ def num_bytes(payload: torch.Tensor | Iterable[Any] | Any) -> int:
 
 
 def first_of(payload: Any) -> Any:
-    """Return the first tensor in nested lists; anything else as it is."""
+    """Return the first item of nested lists; return anything else unchanged."""
     while isinstance(payload, (list, tuple)) and payload:
         payload = payload[0]
     return payload
 
 
 FOREVER = timedelta(days=365)
-"""The time-out of a group whose user asked for none: torch's own 10 or 30 minutes would be a hidden one."""
+"""The time-out of a group if the user sets none. torch's default of 10 or 30 minutes would be a hidden limit."""
 
 _MONITORED_BARRIER_TIMEOUT = timedelta(minutes=30)
 
 listeners: list[Callable[[str, str, int], None]] = []
-"""Called at issue with (operation, group, bytes this rank contributes); nothing is computed while it is empty."""
+"""Called with (operation, group, bytes this rank contributes) when an operation is issued. Costs nothing if empty."""
 
 P = TypeVar("P", bound=ProcessGroup)
 
 _stand_in: ContextVar[ProcessGroup | None] = ContextVar("stand_in", default=None)
 _standing: list[ProcessGroup] = []
-"""Those in use, innermost last; empty in a training, where nothing else is asked."""
+"""The groups that stand in now, innermost last. Empty during training, where only this list is checked."""
 
 _OWN_REFERENCES = 2
-"""Of a list that holds an object, and of the call that counts them."""
+"""The list that holds the object, and the call that counts the references."""
 
 _last: tuple[str, int | str | None, collectives.GroupInfo, int, int] | None = None
 _born: weakref.WeakSet[DelegatingGroup] = weakref.WeakSet()
@@ -113,11 +113,11 @@ _born_lock = threading.Lock()
 
 @contextmanager
 def stand_in(group: P) -> Iterator[P]:
-    """Within it, collectives of this context in a group of all ranks are made in `group`, which is the world then.
+    """Use `group` as the world inside this context: collectives over all ranks run in `group` instead.
 
-    For looks that run user code on one rank, which may gather or sum over the ranks: the others are not there. A
-    backward pass on an accelerator runs in a thread of torch's, which sees the innermost group. Collectives of groups
-    of some ranks raise NotImplementedError.
+    This is for checks that run user code on one rank. The code may gather or sum over ranks, and the other ranks do
+    not take part. A backward pass on an accelerator runs in one of torch's threads, which uses the innermost group.
+    Collectives of groups of only some ranks raise NotImplementedError.
     """
     token = _stand_in.set(group)
     _standing.append(group)
@@ -136,7 +136,7 @@ def _standing_in() -> ProcessGroup | None:
 
 
 class Broken:
-    """Stands where an inner group was: every use raises `reason`."""
+    """A placeholder for an inner group that is gone. Every use raises ClusterError with `reason`."""
 
     def __init__(self, reason: str, *, numbers: str = "", hint: str = "") -> None:
         self._error = (reason, numbers, hint)
@@ -159,17 +159,17 @@ class DelegatingGroup(ProcessGroup):
         self.members = members
         self.sockets: frozenset[int] = frozenset()
         self.recipe: dict[str, Any] = {}
-        self.formed, self.destroyed = 1, False  # how many inner groups it has had; whether this one was shut down
+        self.formed, self.destroyed = 1, False  # number of inner groups so far; True once this one was shut down
         self.meeting: GroupRendezvous | None = (
-            None  # where members meet before the first use, where that would block for good
+            None  # members meet here before the first use, if the first use could block forever
         )
-        self.keep: list[object] = []  # Python halves of C++ objects that the inner group holds (a store)
+        self.keep: list[object] = []  # Python parts of C++ objects that the inner group holds (a store)
         self.count = 0
         self.sent: dict[int | str, int] = {}
         self.received: dict[int | str, int] = {}
         self.split_into: Callable[[DelegatingGroup, ProcessGroup, tuple[int, ...]], DelegatingGroup] | None = None
-        # Types without backends: torch reads them from the C++ side, and a backend registered there could
-        # never be replaced.
+        # Register backend types without backends. torch reads the types from C++, and a backend registered there
+        # could never be replaced.
         kinds = {torch.device(device): inner._get_backend(device).name() for device in inner._device_types}
         for device, kind in kinds.items():
             self._register_backend(device, getattr(ProcessGroup.BackendType, kind.upper()), None)  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ class DelegatingGroup(ProcessGroup):
         return len(self.members)
 
     def _instead(self, name: str) -> Callable[..., Any] | None:
-        """Return what makes the collective `name` where a group stands in for this one."""
+        """Return the stand-in group's method for the collective `name`; None if no group stands in."""
         if (group := _standing_in()) is None:
             return None
         if len(self.members) < len(dist.group.WORLD.members):  # type: ignore[union-attr]
@@ -205,10 +205,10 @@ class DelegatingGroup(ProcessGroup):
         return getattr(group, name)  # type: ignore[no-any-return]
 
     def getBackendName(self) -> str:
-        # Only C++ asks here: DDP's logger, which on "gloo" casts the backend registered on the C++ side.
+        # Only C++ calls this: DDP's logger, which for "gloo" casts the backend registered on the C++ side.
         return "delegating"
 
-    # Name and description live in C++ with the registered backends, of which this object has none.
+    # torch keeps name and description in C++ with the registered backends. This object has no such backends.
     def getGroupName(self) -> str:
         return self._name
 
@@ -237,11 +237,12 @@ class DelegatingGroup(ProcessGroup):
             self.drop(Broken(f"Process group {self.label} was destroyed."))
 
     def drop(self, instead: Broken) -> threading.Event:
-        """Let go of the inner group, in a thread. What is returned is set when it is gone, or others still hold it.
+        """Release the inner group in a thread. The returned event is set when it is gone, or if others still hold it.
 
-        Its destructor waits for gloo's threads, and one of those may wait for the rest of a message for ever. NCCL's
-        has probably taken a minute after a death. So it never runs on a thread that goes on with something: the one
-        that is made here keeps the group until nobody else does, such as the frames of the error that has broken it.
+        The destructor of a gloo group waits for gloo's threads, and one of them may wait forever for the rest of a
+        message. The destructor of an NCCL group can probably take a minute after a rank has died. So it must not run
+        on a thread that has other work. The thread made here keeps the group until nothing else holds it. Another
+        holder can be a stack frame of the error that broke the group.
         """
         inner, over = [self.inner], threading.Event()
         self.inner, self.sockets, self.meeting = instead, frozenset(), None
@@ -258,14 +259,14 @@ class DelegatingGroup(ProcessGroup):
 
         if started(release, "nbkit-release") is None:
             if has_left():
-                # It would never be done, neither here nor where the interpreter clears what it holds.
+                # The destructor would never return, neither here nor at interpreter exit: keep the group alive.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(inner[0]))
             inner.clear()
             over.set()
         return over
 
     def monitored_barrier(self, timeout: timedelta = _MONITORED_BARRIER_TIMEOUT, wait_all_ranks: bool = False) -> None:
-        """As torch's; without a time-out of the user it reports after torch's 30 minutes, which is its purpose."""
+        """Run torch's monitored barrier. If the user sets no time-out, it reports after torch's default 30 minutes."""
         if timeout == FOREVER:
             timeout = _MONITORED_BARRIER_TIMEOUT
         _monitored_barrier(self, timeout, wait_all_ranks)
@@ -286,7 +287,7 @@ class DelegatingGroup(ProcessGroup):
         self.inner._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        # Only nccl makes batches. Their parts have no times of their own: the batch has.
+        # Only nccl makes batches. The batch is timed as a whole, not its parts.
         self._batching = False
         if collectives.mode() != "time":
             return self.inner._end_coalescing(device)
@@ -319,7 +320,7 @@ class DelegatingGroup(ProcessGroup):
         _last = (operation, peer, self.seen, number, now())
         alone = not self._batching and isinstance(peer, int)
         if self.meeting is not None and alone and accelerator().holds(tensors[0]):
-            # nccl has a communicator for each pair of ranks that sends by itself.
+            # nccl has its own communicator for each pair of ranks that send outside a batch.
             low, high = sorted((self.rank(), peer))
             self.meeting.at(f"{low}:{high}", 2)
         for tell in listeners:
@@ -338,7 +339,7 @@ class DelegatingGroup(ProcessGroup):
         return collectives.follow(call, work) if timed else work
 
     def _handle(self, work: Any, tensor: torch.Tensor | None, issued: int, *, message: bool) -> Any:
-        """The handle to give on where nothing is timed; of an operation on the host one whose wait can be ended."""
+        """Return the handle for an operation that is not timed. For an operation on the host, its wait can be ended."""
         on_device = self._nccl and (self._batching or tensor is None or accelerator().holds(tensor))
         return work if work is None or on_device else Interruptible(work, issued, message)
 
@@ -346,7 +347,7 @@ class DelegatingGroup(ProcessGroup):
 def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., Any]:
     exchanged, rooted = name in EXCHANGED, spoken in ROOTED
 
-    # Every collective of a training passes here, so what is constant is found out above, and a clock is read once.
+    # Every collective of a training passes here. So constants are computed above, and the clock is read once.
     def issue(self: DelegatingGroup, *args: Any, **kwargs: Any) -> Any:
         global _last
         if _standing and (instead := self._instead(name)) is not None:
@@ -356,7 +357,7 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
         _last = (spoken, None, self.seen, number, entered)
         if self.meeting is not None and "all" not in self.meeting.been and name != "monitored_barrier":
             tensor = _tensor(args[payload]) if payload is not None and payload < len(args) else None
-            # CPU tensors of such a group go over gloo, which has met when it was formed.
+            # CPU tensors of such a group use gloo, whose ranks met when the group was formed.
             if tensor is None or accelerator().holds(tensor):
                 self.meeting.at("all", self.size())
                 entered = now()
@@ -390,7 +391,7 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
             return self._handle(work, tensor, call.issued, message=False)
         if not timed:
             return work
-        # Whoever waits for it at once sees its end himself: torch says so in the options, which come last.
+        # torch's options, the last argument, say whether the caller waits at once. Such a caller sees the end itself.
         return collectives.follow(call, work, at_once=bool(args) and not getattr(args[-1], "asyncOp", True))
 
     issue.__name__ = name
@@ -412,7 +413,7 @@ def _silent(name: str) -> Callable[..., Any]:
 
 _monitored_barrier = _collective("monitored_barrier", "monitored_barrier", None)
 
-# Set in a loop because torch's own list differs by version; only what this torch knows is overridden.
+# Set in a loop because the methods differ between torch versions. Only methods of the installed torch are overridden.
 for _name, (_spoken, _payload) in COLLECTIVES.items():
     if hasattr(ProcessGroup, _name):
         setattr(DelegatingGroup, _name, _collective(_name, _spoken, _payload))
@@ -424,20 +425,20 @@ for _name in (
 
 
 def live() -> list[DelegatingGroup]:
-    """Every delegating group that this process still holds, destroyed ones too. Callable from any thread."""
+    """Return every delegating group that this process still holds, destroyed ones included. Any thread may call it."""
     with _born_lock:
         return list(_born)
 
 
 def registered() -> list[DelegatingGroup]:
-    """The delegating groups torch knows (created and not destroyed), in an order that is the same on all ranks."""
+    """Return the delegating groups torch knows (created, not destroyed), in the same order on all ranks."""
     names = group_tables.pg_names
     groups = [group for group in list(names) if isinstance(group, DelegatingGroup)]
     return sorted(groups, key=lambda group: (group is not dist.group.WORLD, names.get(group, ""), group.members))
 
 
 def reset_counts() -> None:
-    """Start counting anew in every group: a new generation begins on all ranks alike."""
+    """Reset the counts of every group, when a new generation begins on all ranks."""
     global _last
     _last = None
     collectives.ring.generation = collectives.ring.end
@@ -450,9 +451,9 @@ def reset_counts() -> None:
 def fingerprint() -> dict[str, int]:
     """Return how many operations this rank has issued, per group; for send and recv, per pair of ranks of the group.
 
-    Equal groups bear equal keys on all ranks: `divergence.differences` compares.
+    The same group has the same key on all ranks. `divergence.differences` compares them.
     """
-    # torch names the next group by this number: where it differs, the ranks would wait for each other in vain.
+    # torch names the next group by this number. If it differs, the ranks would wait for each other forever.
     counts = {"groups made": group_tables.group_count}
     for group in registered():
         me = group.rank()
@@ -465,13 +466,16 @@ def fingerprint() -> dict[str, int]:
 
 
 def num_issued() -> int:
-    """Return how many operations this rank has issued in the groups that it has. Any thread."""
+    """Return how many operations this rank has issued in its current groups. Any thread may call it."""
     groups = registered()
     return sum(group.count + sum([*group.sent.values(), *group.received.values()]) for group in groups)
 
 
 def where() -> str:
-    """The operation this process issued last, which it waits in if it waits; "" before the first. Any thread."""
+    """Return the operation this process issued last as text; "" before the first. Any thread may call it.
+
+    If the process waits in an operation, it is this one.
+    """
     if _last is None:
         return ""
     operation, peer, seen, number, since = _last
@@ -480,7 +484,10 @@ def where() -> str:
 
 
 def last_issued() -> Operation | None:
-    """The same as a value, with the little that is known of it where nothing is noted. Any thread."""
+    """Return the operation issued last as an Operation; None before the first. Any thread may call it.
+
+    It has only the fields that are known when calls are not recorded.
+    """
     if _last is None:
         return None
     operation, peer, seen, number, since = _last

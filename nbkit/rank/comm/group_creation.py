@@ -1,13 +1,12 @@
-"""Creates process groups: torch makes one, and a delegating one takes its place in all of torch's tables.
+"""Creates process groups: torch makes one, and a delegating group replaces it in all of torch's tables.
 
-`install()` once per process, before user code. From then on init_process_group, new_group (also with an explicit
-backend), DeviceMesh and split_group give delegating groups for gloo and nccl; other backends pass untouched.
-torch's tables keep the official names, so that `get_backend()` and torch's own checks answer as ever.
+Call `install()` once per process, before user code. After that, init_process_group, new_group (also with an explicit
+backend), DeviceMesh and split_group return delegating groups for gloo and nccl. Other backends are not changed.
+torch's tables keep the official names, so `get_backend()` and torch's own checks give the same answers as before.
 
-`dist.batch_isend_irecv` over delegating groups: one batch where the backend makes batches.
-
-torch does that for its own group type alone. For any other it issues send by send, and on nccl two ranks that both
-send first then wait for each other.
+`dist.batch_isend_irecv` is replaced too, so that it makes one batch over delegating groups if the backend supports
+batches. torch does this only for its own group type. For other types it issues one send after the other, and on nccl
+two ranks that both send first would then wait for each other.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from nbkit.rank.world import sockets
 
 
 def install_batched() -> None:
-    """Put ours in the place of torch's, if this torch has what it takes. Called once, by group_creation.install."""
+    """Replace torch's batch_isend_irecv by ours, if this torch supports it. `install` calls this once."""
     if not CAN_BATCH_P2P:
         return
     plain = c10d.batch_isend_irecv
@@ -60,14 +59,15 @@ _ABORT_SECONDS = _RELEASE_SECONDS = 2.0
 _original: Callable[..., Any] | None = None
 
 breaking_off: list[Callable[[], None]] = []
-"""Called, from any thread, before operations that may be under way are broken off. Who waits for a device learns of it
-here: an abort may end the last part of what NCCL sends and not the others, since each goes through another channel."""
+"""Called, from any thread, before running operations are broken off. This tells code that waits for a device.
+
+An abort may end only the last part of what NCCL sends and not the others, since each part uses another channel."""
 
 
 def install() -> None:
     """Make every gloo or nccl group of this process a delegating one. A second call changes nothing.
 
-    Groups stay torch's own where this torch lacks what that takes.
+    If this torch version does not support it, groups stay torch's own.
     """
     global _original
     if _original is not None or not CAN_DELEGATE_GROUPS:
@@ -102,7 +102,7 @@ def install() -> None:
 
 
 def release(groups: Iterable[DelegatingGroup], instead: Callable[[DelegatingGroup], Broken]) -> None:
-    """Take the inner groups out of `groups` for good: their connections are shut, and the last references dropped."""
+    """Remove the inner groups of `groups` permanently: shut their connections and drop the last references."""
     groups = list(groups)
     for tell in breaking_off:
         tell()
@@ -117,9 +117,10 @@ def release(groups: Iterable[DelegatingGroup], instead: Callable[[DelegatingGrou
 
 
 def abort(groups: Iterable[DelegatingGroup], *, seconds: float = _ABORT_SECONDS) -> None:
-    """Abort the nccl communicators of `groups`, all at once, and wait so many seconds at most.
+    """Abort the nccl communicators of `groups`, all at the same time, and wait at most `seconds`.
 
-    Each abort waits for the device, which the others keep busy: one after the other they would wait for each other.
+    Each abort waits for the device, which the other communicators keep busy. One after the other, the aborts would
+    wait for each other.
     """
     backends = [backend for group in groups if (backend := nccl_backend(group)) is not None]
     until = time.monotonic() + seconds
@@ -129,18 +130,18 @@ def abort(groups: Iterable[DelegatingGroup], *, seconds: float = _ABORT_SECONDS)
 
 
 def reform_group(group: DelegatingGroup, store: Store, *, meets_as: str = "") -> None:
-    """Give `group` a new inner group that meets in `store`; every member must call this, in one common order.
+    """Give `group` a new inner group that meets in `store`. Every member must call this, in the same order.
 
-    meets_as: a name that all members give, where the group may be called differently on some.
+    meets_as: a name that all members pass, for a group whose own name may differ between members.
     """
     name = group_tables.pg_names[group]
     members = [] if group is group_tables.default_pg else list(group.members)
     recipe = {**group.recipe, "pg_tag": None}  # a tag would make torch find the old group again
     if recipe.get("backend_options") is not None:
         recipe["backend_options"].split_from = None
-    # Splitting from the default group is collective over all ranks; here only members take part.
+    # Splitting from the default group is collective over all ranks, but here only members take part.
     split_source, c10d._get_split_source = c10d._get_split_source, lambda *_, **__: None
-    # torch refuses a name that is in use: for the time of the forming the holder steps aside.
+    # torch refuses a name that is in use. So the old holder gets another name while the group is formed.
     group_tables.pg_names[group] = f"{name} (before)"  # type: ignore[assignment]
     c10d._unregister_process_group(name)  # type: ignore[attr-defined]
     try:
@@ -157,7 +158,7 @@ def reform_group(group: DelegatingGroup, store: Store, *, meets_as: str = "") ->
 
 
 class _Held:
-    """What belongs to an inner group beside itself."""
+    """Store, meeting and sockets that belong to an inner group."""
 
     def __init__(self, store: Store, meeting: GroupRendezvous | None) -> None:
         self.store, self.meeting = store, meeting
@@ -174,14 +175,14 @@ def _form(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """In place of torch's helper, same arguments and result."""
+    """Replace torch's _new_process_group_helper, with the same arguments and result."""
     assert _original is not None
     if args or not _delegated(backend):
         return _original(group_size, group_rank, global_ranks_in_group, backend, store, group_name, *args, **kwargs)
     recipe = {"backend": backend, **kwargs}
     raw, prefixed, held = _make(group_size, group_rank, global_ranks_in_group, store, group_name, recipe)
     if not isinstance(raw, dist.ProcessGroup) or isinstance(raw, DelegatingGroup):
-        return raw, prefixed  # not a member; or found again by its tag
+        return raw, prefixed  # this rank is not a member, or torch found an existing group by its tag
     group = _delegate(raw, tuple(global_ranks_in_group) or tuple(range(group_size)), recipe)
     group.sockets, group.meeting = held.sockets, held.meeting
     group.keep.append(held.store)
@@ -200,7 +201,7 @@ def _make(
     size: int, rank: int | None, members: Sequence[int], store: Store, name: Any, recipe: dict[str, Any]
 ) -> tuple[Any, Any, _Held]:
     assert _original is not None
-    # nccl's threads read their store at any time, also at exit: only gloo may be given one that lives in Python.
+    # nccl's threads read their store at any time, even at exit. So only gloo may get a store that is written in Python.
     only_gloo = _kinds(recipe["backend"]) == {"gloo"}
     meeting = None if only_gloo else GroupRendezvous(PrefixStore(f"{name}/meeting", store))
     held = _Held(BreakableStore(store) if only_gloo else store, meeting)
@@ -222,7 +223,7 @@ def _make(
 
 
 def _replace(raw: dist.ProcessGroup, group: DelegatingGroup, store: Store) -> None:
-    """In every table of torch's, `group` takes the place of `raw`."""
+    """Put `group` in the place of `raw` in every table of torch."""
     world = group_tables
     name = world.pg_names[raw]
     world.pg_map[group] = (world.pg_map[raw][0], store)
@@ -235,7 +236,7 @@ def _replace(raw: dist.ProcessGroup, group: DelegatingGroup, store: Store) -> No
 
 
 def _forget(raw: dist.ProcessGroup) -> list[str]:
-    """Take `raw` out of torch's tables; returns the tags it was under."""
+    """Remove `raw` from torch's tables, and return the tags it had there."""
     tagged = group_tables.tags_to_pg
     tags = [tag for tag, groups in tagged.items() if raw in groups]
     c10d._cleanup_process_group_global_state(raw)
@@ -259,17 +260,17 @@ def _delegated(backend: Any) -> bool:
 
 
 def nccl_backend(group: DelegatingGroup) -> Any:
-    """The nccl backend of a group, or None when it has none."""
+    """Return the nccl backend of a group, or None if it has none."""
     if isinstance(group.inner, Broken) or group.destroyed:
-        return None  # to abort what was destroyed would touch freed memory
+        return None  # aborting a destroyed group would touch freed memory
     backends = [group.inner._get_backend(torch.device(kind)) for kind in group.inner._device_types]
     return next((backend for backend in backends if backend.name() == "nccl"), None)
 
 
 def shut_all() -> int:
-    """Shut the gloo connections of every group of this process, one in the making included; how many were shut.
+    """Shut the gloo connections of every group of this process, and return how many were shut.
 
-    What is on its way between ranks that live arrives first.
+    A group that is being formed is included. Messages under way between living ranks arrive first.
     """
     known = sockets.of_plain_groups.union(*(group.sockets for group in live()))
     sockets.settle(known)

@@ -1,9 +1,9 @@
-"""The links between the ranks, measured once per world: when its first job is made.
+"""Measures the links between the ranks once per world, when its first job is made.
 
-Not when the cluster starts, which is to be ready at once and may never train; a job is made by all ranks together,
-under torchrun too, and waits for slower things. Some tens of milliseconds: operations of hardly any bytes and of some
-megabytes over the group of all ranks, so that everybody sends at the same time, as in a step. Ways within and between
-nodes are told apart by what goes only there.
+It does not measure when the cluster starts: a cluster must be ready at once and may never train. All ranks make a job
+together, also under torchrun, and making a job already waits for slower things. The measurement takes some tens of
+milliseconds. It runs operations of few bytes and of some megabytes over the group of all ranks, so all ranks send at
+the same time, as in a step. Links within a node and between nodes are measured by messages that use only these links.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from nbkit.rank.device import accelerator
 from nbkit.wire.processes import node_name
 
 _SMALL, _LARGE, _LARGE_ON_DEVICES = 4 << 10, 2 << 20, 32 << 20
-"""Bytes that a rank hands over, of each of the others' parts together."""
+"""Bytes that a rank passes to an operation, the parts for all other ranks together."""
 _TIMES, _TIMES_SMALL, _UNDER_WAY = 3, 9, 4
-"""How often operations are timed. What steps send is often many small ones, each of which is waited for: the median of
-three was up to twice the usual latency where ranks share cores, and a step predicted with it a third too long."""
+"""How often operations are timed. Steps often send many small messages and wait for each. If ranks share cores, the
+median of three was up to twice the usual latency, and a step predicted with it was a third too long."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -34,11 +34,11 @@ _known: WorldLinks | None = None
 
 
 def link_of(device: torch.device) -> WorldLinks | None:
-    """The link of this world, measured now if some rank does not know it. Collective. None in a world of one."""
+    """Return the links of this world, measured now if some rank does not know them. Collective. None for one rank."""
     global _known
     if not dist.is_initialized() or (ranks := dist.get_world_size()) == 1:
         return None
-    # A process that joined later (a repaired rank) knows nothing: all measure again, or none.
+    # A process that joined later (a repaired rank) knows nothing. Either all ranks measure again, or none.
     own = (_known is not None and _known.ranks == ranks, node_name(), _computes_on(device))
     told: list[tuple[bool, str, tuple[object, ...] | None]] = [own] * ranks
     dist.all_gather_object(told, own)
@@ -51,7 +51,7 @@ def link_of(device: torch.device) -> WorldLinks | None:
 
 
 def know(link: WorldLinks | None) -> WorldLinks | None:
-    """Take over what the other ranks have measured: this process joins them later."""
+    """Use the links that the other ranks have measured, on a process that joined later. Returns `link`."""
     global _known
     _known = link
     return link
@@ -67,7 +67,7 @@ def _measured(device: torch.device, node_of: tuple[int, ...], crowded: bool) -> 
         "all_gather": _way(lambda size: _gathered(size // ranks, ranks, device), large, (ranks - 1) / ranks, device),
         "reduce_scatter": _way(lambda size: _scattered(size, ranks, device), large, (ranks - 1) / ranks, device),
     }
-    # To the next rank and from the one before, as stages of a pipeline do.
+    # Send to the next rank and receive from the one before, as pipeline stages do.
     after = [float(other == (rank + 1) % ranks) for other in range(ranks)]
     before = [float(other == (rank - 1) % ranks) for other in range(ranks)]
     ways["send"] = _way(lambda size: _all_to_all(size // ranks, after, device, before), large, 1 / ranks, device)
@@ -82,8 +82,11 @@ def _measured(device: torch.device, node_of: tuple[int, ...], crowded: bool) -> 
 
 
 def _neighbours(node_of: Sequence[int], rank: int) -> tuple[list[bool], list[bool]]:
-    """To whom `rank` sends, and from whom it gets: each rank sends to the one in its place on the next node, as groups
-    with a rank on each node do. An all-to-all between nodes has messages that cross, which take longer."""
+    """Return, for each rank, whether `rank` sends to it, and whether `rank` receives from it.
+
+    Each rank sends to the rank at its place on the next node, as in groups with one rank on each node. An all-to-all
+    between nodes would have messages that cross, which take longer.
+    """
     places = [[other for other, at in enumerate(node_of) if at == node] for node in sorted(set(node_of))]
     after: dict[int, int] = {}
     for here, there in zip(places, [*places[1:], places[0]], strict=True):
@@ -94,12 +97,15 @@ def _neighbours(node_of: Sequence[int], rank: int) -> tuple[list[bool], list[boo
 
 
 _Act = Callable[..., Any]
-"""Makes an operation: waits for it, or with async_op=True returns it."""
+"""Runs an operation and waits for it, or returns its handle with async_op=True."""
 
 
 def _way(make: Callable[[int], _Act], large: int, sent: float, device: torch.device) -> OperationSpeed:
-    """sent: the part of the bytes handed over that leaves a rank. Collective; the slowest rank's times, on all."""
-    # Parts of whole numbers of four bytes, also over three ranks.
+    """Measure an operation. Collective; all ranks return the times of the slowest rank.
+
+    sent: the fraction of the bytes passed in that leaves a rank.
+    """
+    # Each part is a multiple of four bytes, for any number of ranks.
     unit = 4 * dist.get_world_size()
     small, whole = (make(max(size // unit, 1) * unit) for size in (_SMALL, large))
     times = _timed(small, device, _TIMES_SMALL), _timed(whole, device), _timed(lambda: _at_once(small), device)
@@ -107,18 +113,18 @@ def _way(make: Callable[[int], _Act], large: int, sent: float, device: torch.dev
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     short, long, several = slowest.tolist()
     gap = min(max((several - short) / (_UNDER_WAY - 1), 0.0), short)
-    # Where even the large ones are over at once, nothing is known but that.
+    # If even the large operation ends at once, the bandwidth is only bounded from below.
     return OperationSpeed(short, max(large * sent, 1.0) / max(long - short, 0.05 * long, 1e-9), gap)
 
 
 def _at_once(act: _Act) -> None:
-    """Several that are begun before the first is waited for."""
+    """Start several operations, then wait for all of them."""
     for work in [act(async_op=True) for _ in range(_UNDER_WAY)]:
         work.wait()
 
 
 def _timed(act: Callable[[], object], device: torch.device, times: int = _TIMES) -> float:
-    """Seconds of `act`, the median of a few, after one that meets whom it has not met."""
+    """Return the median seconds of a few runs of `act`. A first run, not counted, opens the connections."""
     seconds = []
     for _ in range(1 + times):
         _wait(device)
@@ -135,7 +141,10 @@ def _wait(device: torch.device) -> None:
 
 
 def _all_to_all(size: int, to: list[float], device: torch.device, of: list[float] | None = None) -> _Act:
-    """`size` bytes in equal parts to the ranks for which `to` is 1 (of: from which; default the same)."""
+    """Return an all-to-all that sends `size` bytes in equal parts to the ranks for which `to` is 1.
+
+    of: 1 for each rank to receive from; the same as `to` by default.
+    """
     given = [int(one) * (size // (len(to) if of is None else 1)) for one in to]
     taken = given if of is None else [int(one) * size for one in of]
     outgoing, incoming = _flat(sum(given), device), _flat(sum(taken), device)
@@ -163,7 +172,10 @@ def _flat(size: int, device: torch.device) -> Tensor:
 
 
 def _copying(size: int, device: torch.device) -> float:
-    """Return bytes per second into fresh memory, all ranks at once; the slowest rank's, on all. Collective."""
+    """Return the bytes per second of copies into new memory, with all ranks copying at once. Collective.
+
+    All ranks return the speed of the slowest rank.
+    """
     source = torch.ones(4 * size, dtype=torch.uint8, device=device)
     dist.barrier()
     seconds = torch.tensor([_timed(source.clone, device)], dtype=torch.float64, device=device)
@@ -172,14 +184,14 @@ def _copying(size: int, device: torch.device) -> float:
 
 
 def _most(share: float, device: torch.device) -> float:
-    """Return the largest share of any rank: nodes need not be of one size. Collective."""
+    """Return the largest share of any rank, since nodes may differ in size. Collective."""
     most = torch.tensor([share], dtype=torch.float64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return float(most)
 
 
 def _computes_on(device: torch.device) -> tuple[object, ...] | None:
-    """Return the GPU of this rank, or its cores; None where nobody says."""
+    """Return the GPU of this rank, or its CPU cores; None if the system does not tell."""
     if accelerator().holds(device):
         return (accelerator().uuid(device) or str(device),)
     try:
@@ -189,10 +201,10 @@ def _computes_on(device: torch.device) -> tuple[object, ...] | None:
 
 
 def _crowded(hosts: list[str], units: list[tuple[object, ...] | None], *, each: int) -> bool:
-    """Return True if the ranks of some node have fewer than `each` GPUs, or cores, together for one; also where nobody
-    knows.
+    """Return True if the ranks of some node have fewer than `each` GPUs, or cores, per rank; also if this is unknown.
 
-    A CPU rank wants two cores: what sends takes as much of one as it gets, and how much that is no clock has measured.
+    A CPU rank wants two cores, because the thread that sends uses as much of a core as it gets. How much that is has
+    not been measured.
     """
     for host in set(hosts):
         here = [own for name, own in zip(hosts, units, strict=True) if name == host]

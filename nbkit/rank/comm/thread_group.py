@@ -1,10 +1,8 @@
-"""A process group of ranks that are threads of one process: its collectives copy and add in memory.
+"""A process group whose ranks are threads of one process. Its collectives copy and add in memory.
 
-Ranks that are threads of one process, one of which runs at a time: a strategy runs whole, and sends nothing.
-
-A rank runs until it waits for another one. So what a model keeps in its modules or in torch is used by one thread at a
-time, and ranks that all wait for each other are found out at once. On the CPU alone: there a backward pass runs in the
-thread that asks for it.
+This runs a complete strategy in one process, without sending anything. One thread runs at a time: a rank runs until it
+waits for another one. So only one thread at a time uses the state that a model keeps in its modules or in torch, and a
+deadlock of all ranks is noticed at once. It works on the CPU only, where a backward pass runs in the calling thread.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ T = TypeVar("T")
 
 
 class ThreadRanks(Generic[T]):
-    """`size` ranks, for one `run`. Groups of them are in thread_group.py."""
+    """`size` ranks that are threads, for one `run`. ThreadMeeting makes groups of them."""
 
     def __init__(
         self,
@@ -34,7 +32,7 @@ class ThreadRanks(Generic[T]):
         leave: Callable[[], Any] = lambda: None,
         enter: Callable[[Any], None] = lambda left: None,
     ) -> None:
-        """leave, enter: called where a rank stops to run and where it goes on, with what it left."""
+        """leave: called when a rank stops running. enter: called when it goes on, with what `leave` returned."""
         self.size, self._leave, self._enter = size, leave, enter
         self._turn = threading.Condition()  # held by the rank that runs
         self._awaited: list[Callable[[], bool]] = []
@@ -42,7 +40,7 @@ class ThreadRanks(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self, of_rank: Callable[[int], T]) -> list[T]:
-        """of_rank(rank) of every rank, by rank. Raises what the first of them raised that failed."""
+        """Run of_rank(rank) for every rank, and return the results by rank. Raises the first error of any rank."""
         results: dict[int, T] = {}
 
         def body(rank: int) -> None:
@@ -63,7 +61,7 @@ class ThreadRanks(Generic[T]):
         try:
             for thread in threads:
                 thread.join()
-        except BaseException as error:  # Stop: who waits goes, and who runs goes where it would wait
+        except BaseException as error:  # Stop: waiting ranks end now, the running rank ends when it would wait
             self._error = error
             raise
         if self._error is not None:
@@ -71,9 +69,9 @@ class ThreadRanks(Generic[T]):
         return [results[rank] for rank in range(self.size)]
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Of a rank: let the others run until ready(), which what another rank does makes true.
+        """Let the other ranks run until ready() is true. A rank calls this; another rank makes ready() true.
 
-        Raises RuntimeError where another has failed, and where all that still run wait.
+        Raises RuntimeError if another rank has failed, or if all ranks that still run wait.
         """
         left = self._leave()
         self._awaited.append(ready)
@@ -90,13 +88,13 @@ class ThreadRanks(Generic[T]):
             self._enter(left)
 
     def tell(self) -> None:
-        """Of a rank: something was done that another one may wait for."""
+        """Tell the other ranks that something was done that they may wait for. A rank calls this."""
         self._turn.notify_all()
 
 
 @dataclass
 class _Call:
-    """A collective on its way. sent, received: by rank, of those who have come to it."""
+    """A collective under way. sent, received: the tensors by rank, of the ranks that have called it so far."""
 
     operation: str
     sent: dict[int, Tensor] = field(default_factory=dict)
@@ -106,7 +104,7 @@ class _Call:
 
 @dataclass
 class _Message:
-    """From one rank to another, and where it goes, whichever is known first."""
+    """A message between two ranks. It holds the sent tensor and the tensor to receive into, as each becomes known."""
 
     sent: Tensor | None = None
     received: Tensor | None = None
@@ -114,7 +112,7 @@ class _Message:
 
 
 class ThreadMeeting:
-    """What the ranks of one group have in common. members: of `ranks`, in the order of the group."""
+    """Shared state of the ranks of one group. members: the numbers in `ranks` of its members, in the group's order."""
 
     def __init__(self, ranks: ThreadRanks[Any], members: Sequence[int]) -> None:
         self.ranks, self.members = ranks, tuple(members)
@@ -122,7 +120,7 @@ class ThreadMeeting:
         self.messages: dict[tuple[int, int, int], deque[_Message]] = {}
 
     def group_of(self, rank: int) -> ThreadGroup:
-        """The group as `rank`, one of the members, sees it."""
+        """Return the group as seen by `rank`, one of the members."""
         return ThreadGroup(self, self.members.index(rank))
 
 
@@ -148,7 +146,7 @@ _COMBINE: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
 
 
 class ThreadGroup(dist.ProcessGroup):
-    """One rank's end of a ThreadMeeting. Has the operations that strategies use."""
+    """The process group that one rank of a ThreadMeeting uses. It has the operations that strategies use."""
 
     def __init__(self, meeting: ThreadMeeting, rank: int) -> None:
         super().__init__(rank, len(meeting.members))  # type: ignore[call-arg,arg-type]
@@ -164,7 +162,7 @@ class ThreadGroup(dist.ProcessGroup):
             raise NotImplementedError(f"all_reduce with {opts.reduceOp}")
 
         def reduced(all_sent: list[Tensor]) -> list[Tensor]:
-            # In the first one's, which is to hold it anyway: gradients of a model are large.
+            # Reduce into the first rank's tensor, which holds the result anyway: gradients of a model are large.
             for other in all_sent[1:]:
                 combine(all_sent[0], other, out=all_sent[0])
             if mean:
@@ -180,16 +178,16 @@ class ThreadGroup(dist.ProcessGroup):
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Inputs of all ranks behind one another, in `output`."""
+        """Concatenate the inputs of all ranks in `output`."""
         return self._collective("all_gather", input, output, lambda all_sent: [torch.stack(all_sent)] * self.size())
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """In `output`, the part of the sum of all inputs that is this rank's."""
+        """Write this rank's part of the sum of all inputs into `output`."""
         return self._collective(
             "reduce_scatter", input, output, lambda all_sent: list(reduce(torch.add, all_sent).view(self.size(), -1))
         )
 
-    # What a user's forward or loss calls; each waits at once.
+    # Operations that a user's forward or loss may call. Each waits at once.
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         found = inputs[0].new_empty(self.size(), *inputs[0].shape)
@@ -237,7 +235,7 @@ class ThreadGroup(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> dist.Work:
-        """Part `i` of the input of every rank behind one another, in the output of rank `i`. Of equal parts alone."""
+        """Concatenate part `i` of every rank's input in the output of rank `i`. The parts must be equal."""
         if len({*output_sizes, *input_sizes}) > 1:
             raise NotImplementedError("all_to_all of unequal parts")
         parts = (self.size(), input.shape[0] // self.size(), *input.shape[1:])
@@ -255,7 +253,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
-    # As torch before 2.13 calls them.
+    # Their names in torch before 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
@@ -280,7 +278,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     def _delivered(self, message: _Message) -> dist.Work:
         if message.sent is not None and message.received is not None:
-            # As bytes: one end may see numbers where the other sees bytes.
+            # Copy as bytes: the two tensors may have different dtypes.
             message.received.view(-1).view(torch.uint8).copy_(message.sent.view(-1).view(torch.uint8))
             message.done = True
             self._meeting.ranks.tell()
@@ -293,7 +291,7 @@ class ThreadGroup(dist.ProcessGroup):
     def _collective(
         self, operation: str, sent: Tensor, received: Tensor, give: Callable[[list[Tensor]], Sequence[Tensor]]
     ) -> dist.Work:
-        """give: inputs by rank -> outputs by rank."""
+        """Take part in a collective; the last rank computes it. give: inputs by rank -> outputs by rank."""
         number, self._made = self._made, self._made + 1
         call = self._meeting.calls.setdefault(number, _Call(operation))
         if call.operation != operation or any(other.shape != sent.shape for other in call.sent.values()):
@@ -310,7 +308,7 @@ class ThreadGroup(dist.ProcessGroup):
 
 
 class _Nobody(ThreadRanks[Any]):
-    """The ranks beside a lone one."""
+    """Ranks for a world of one: nobody else exists, so a wait that is not ready raises RuntimeError."""
 
     def wait(self, ready: Callable[[], bool]) -> None:
         if not ready():
@@ -321,7 +319,7 @@ class _Nobody(ThreadRanks[Any]):
 
 
 class Alone(ThreadGroup):
-    """The world of one process that looks at a model. heard: the operations that user code made in it."""
+    """A world of one process that examines a model. heard: the operations that user code ran in it."""
 
     def __init__(self) -> None:
         super().__init__(ThreadMeeting(_Nobody(1), (0,)), 0)

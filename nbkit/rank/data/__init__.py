@@ -1,1 +1,1 @@
-"""Data of a training: batches, their sizes, and the position in the data."""
+"""Training data: batches, their sizes, and the position in the data."""

@@ -1,10 +1,10 @@
-"""Batches: which rows of a global batch are this rank's, how they are cut, and how a model is called on them.
+"""Batches: the rows of a global batch that belong to this rank, how to cut them, and how to call a model on them.
 
-Rows are dim 0 of every tensor in a batch. A global batch of B rows over R ranks gives rank r contiguous rows; when R
-does not divide B the first B mod R ranks hold one more (so the last ranks may hold none). Of balanced data the ranks
-hold rows of the same cost instead, wherever they lie in the batch.
+Rows are dim 0 of every tensor in a batch. A global batch of B rows over R ranks gives each rank contiguous rows. If R
+does not divide B, the first B mod R ranks hold one row more, so the last ranks may hold none. With balanced data the
+ranks hold rows of the same total cost instead, wherever these lie in the batch.
 
-Cuts a global batch: `global 64 = micro 8 x accum 2 x dp 4`. It never changes by itself.
+`BatchSplit` cuts a global batch: `global 64 = micro 8 x accum 2 x dp 4`. The global batch never changes by itself.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ Parts = Sequence[Sequence[int]] | None
 class Shard:
     """This rank's rows of one global batch.
 
-    data: the collated rows, None when the rank has none. rows: how many they are. total: rows of the global batch.
+    data: the collated rows, None if the rank has none. rows: their number. total: rows of the global batch.
     indices: dataset index (or position in the stream) of each row of the global batch.
-    fingerprint: equal on all ranks exactly when they saw the same stream; 0 when they cannot differ.
-    everything: makes a Sample of the whole global batch, where every rank has read it.
-    parts: which rows of the global batch each rank has, where they are not contiguous.
-    ends: shards of the data end in one of the next batches, as this rank has seen and the others have not.
-    hears: who is told the losses of this rank's samples, by their indices.
+    fingerprint: equal on all ranks exactly when they saw the same stream; 0 if they cannot differ.
+    everything: returns the arguments of a Sample of the whole global batch, if every rank has read it.
+    parts: the rows of the global batch that each rank has, if they are not contiguous.
+    ends: True if this rank has seen that shards of the data end in one of the next batches. The others do not know yet.
+    hears: called with the indices of this rank's samples and their losses.
     """
 
     data: Any
@@ -71,12 +71,12 @@ class Shard:
     hears: Callable[[Sequence[int], Tensor], None] | None = None
 
     def most(self, ranks: int) -> int:
-        """Rows of the rank that has most."""
+        """Return the number of rows of the rank that has most."""
         return bounds(self.total, ranks, 0)[1] if self.parts is None else max(map(len, self.parts))
 
 
 def parts_by_speed(total: int, speeds: tuple[Fraction, ...]) -> Parts:
-    """Contiguous rows for ranks of such speeds; None where there are none: then all have as many."""
+    """Return contiguous rows for ranks of these speeds; None without speeds: then all ranks have equal numbers."""
     return tuple(range(*rows) for rows in rows_by_speed(total, speeds)) if speeds else None
 
 
@@ -86,7 +86,7 @@ def numbers_of(parts: Parts, total: int, ranks: int, rank: int) -> Sequence[int]
 
 
 def rows_of(batch: Any) -> int:
-    """Rows of a collated batch: the length of its first tensor (or list of values)."""
+    """Return the number of rows of a collated batch: the length of its first tensor (or list of values)."""
     if isinstance(batch, Tensor):
         if batch.is_nested or batch.layout is not torch.strided:
             raise _in_no_rows(*(_NESTED if batch.is_nested else _SPARSE))
@@ -110,7 +110,7 @@ def rows_of(batch: Any) -> int:
 
 
 def check_rows(batch: Any, samples: int) -> None:
-    """Raises TrainingError for a collated batch that has no row for each of `samples` samples."""
+    """Raise TrainingError if a collated batch does not have one row for each of `samples` samples."""
     if (rows := rows_of(batch)) != samples:
         raise _without_rows(batch, samples) or TrainingError(
             "The collated batch has another number of rows than samples.",
@@ -120,7 +120,7 @@ def check_rows(batch: Any, samples: int) -> None:
 
 
 def _without_rows(batch: Any, samples: int | None) -> TrainingError | None:
-    """Return what to raise for a batch of a kind that is not cut by rows; None where it is none of these."""
+    """Return the error for a batch of a kind that cannot be cut by rows; None for any other batch."""
     if (found := _ragged(batch)) is not None:
         return _in_no_rows(*found)
     first = next(_tensors(batch), None)
@@ -143,7 +143,7 @@ def _in_no_rows(kind: str, hint: str) -> TrainingError:
 
 
 def _ragged(part: Any) -> tuple[str, str] | None:
-    """Return what it is that has no rows of one size, and what to give in its place."""
+    """Return the name of a part that has no rows of equal size, and a hint what to use instead; None without one."""
     if isinstance(part, PackedSequence):
         return "a PackedSequence", (
             "collate= with pad_sequence(rows, batch_first=True) and the lengths; pack_padded_sequence(x, "
@@ -153,7 +153,7 @@ def _ragged(part: Any) -> tuple[str, str] | None:
         if part.is_nested:
             return _NESTED
         return _SPARSE if part.layout != torch.strided else None
-    # Two may be the inputs of a model, one of which has another number of rows.
+    # A list of two may be the inputs of a model, where one has another number of rows.
     if isinstance(part, list) and len(part) > 2 and all(isinstance(one, Tensor) for one in part):
         alike = len({(one.ndim, one.dtype) for one in part}) == 1
         return _list("tensors of unequal shapes") if alike and len({one.shape for one in part}) > 1 else None
@@ -172,9 +172,10 @@ def _list(of: str) -> tuple[str, str]:
 
 
 def take(batch: Any, start: int, stop: int, *, rows: int) -> Any:
-    """Rows start..stop of a batch of `rows` rows: of every tensor, and of lists with an entry per row.
+    """Return rows start..stop of a batch of `rows` rows: of every tensor, and of lists with an entry per row.
 
-    Views, no copies; a single number is shared by all rows. Raises TrainingError for what has another number of rows.
+    Tensors are views, not copies. A single number is shared by all rows. Raises TrainingError if a part of the batch
+    has another number of rows.
     """
     if (start, stop) == (0, rows):
         return batch
@@ -212,7 +213,7 @@ class _Uneven(Exception):
 
 def _cut_parts(batch: Any, of: Callable[[Any], Any], rows: int) -> Any:
     if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor | Mapping | tuple | list):
-        # The parts of a batch (input, target), never one entry per row, however many there are.
+        # These are the parts of a batch (input, target), never one entry per row, even if their number is that of rows.
         return [_rows(part, of, rows) for part in batch]
     return _rows(batch, of, rows)
 
@@ -227,12 +228,12 @@ def _rows(part: Any, of: Callable[[Any], Any], rows: int) -> Any:
             return [_rows(inner, of, rows) for inner in part]
     if isinstance(part, Tensor) and (part.is_nested or part.layout is not torch.strided):
         raise _Uneven("a nested or sparse tensor", None)
-    # Arrays of numpy have a shape too.
+    # numpy arrays have a shape too.
     shape = getattr(part, "shape", None)
     if shape is not None and tuple(shape[:1]) == (rows,):
         return of(part)
     if shape is not None or (isinstance(part, tuple | list) and part):
-        # With as many dims as what it stands beside, it is no target of samples that lie along dim 1.
+        # Only a part with one dim may be the target of samples that lie along dim 1.
         count = len(part) if shape is None else int(shape[0]) if len(shape) == 1 else None
         raise _Uneven(f"shape {tuple(shape)}" if shape is not None else f"{count} values", count)
     return part
@@ -249,7 +250,7 @@ def _each_has(parts: Sequence[Any], rows: int) -> bool:
 
 
 def shard_of(batch: Any, *, ranks: int, rank: int, speeds: tuple[Fraction, ...] = ()) -> Shard:
-    """`rank`'s rows of a global batch that every rank holds. speeds: of the ranks, where they are unequal."""
+    """Return `rank`'s rows of a global batch that every rank holds. speeds: of the ranks, if they are unequal."""
     total = rows_of(batch)
     parts = parts_by_speed(total, speeds)
     start, stop = bounds(total, ranks, rank) if parts is None else rows_by_speed(total, speeds)[rank]
@@ -258,7 +259,7 @@ def shard_of(batch: Any, *, ranks: int, rank: int, speeds: tuple[Fraction, ...] 
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch on `device`; the copy to a GPU does not wait for it."""
+    """Return the batch on `device`. A copy to a GPU is asynchronous."""
     if isinstance(batch, Tensor):
         return accelerator().send(batch, device)
     if isinstance(batch, Mapping):
@@ -269,7 +270,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def pair(batch: Any, inputs: Sequence[str] | None) -> tuple[Any, Any]:
-    """(what the model takes, what the loss gets beside the output)."""
+    """Return (the input of the model, the second argument of the loss)."""
     if inputs is not None:
         if not isinstance(batch, Mapping) or (missing := [key for key in inputs if key not in batch]):
             held = f"keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
@@ -293,7 +294,7 @@ def pair(batch: Any, inputs: Sequence[str] | None) -> tuple[Any, Any]:
 
 
 def check_inputs(inputs: Sequence[str] | None) -> None:
-    """Raises TrainingError for an input of `transformers` that is no row's own."""
+    """Raise TrainingError for num_items_in_batch, an input of `transformers` that belongs to no single row."""
     if inputs is not None and "num_items_in_batch" in inputs:
         raise TrainingError(
             "num_items_in_batch= belongs to a whole batch, and a rank's model gets a part of it.",
@@ -303,7 +304,7 @@ def check_inputs(inputs: Sequence[str] | None) -> None:
 
 
 def call(model: nn.Module, value: Any) -> Any:
-    """tensor -> model(x); tuple or list -> model(*x); dict -> model(**x)."""
+    """Call the model: tensor -> model(x); tuple or list -> model(*x); dict -> model(**x)."""
     if isinstance(value, Tensor):
         return model(value)
     if isinstance(value, Mapping):
@@ -312,12 +313,15 @@ def call(model: nn.Module, value: Any) -> Any:
 
 
 def shapes_of(batch: Any) -> tuple[Any, ...]:
-    """Return the shapes of all tensors in a batch: what tells micro-batches apart that need other buffers."""
+    """Return the shape and dtype of all tensors in a batch. Micro-batches that need different buffers differ here."""
     return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in _tensors(batch))
 
 
 def tokens_of(value: Any, rows: int) -> int:
-    """Token ids in a model input: the elements of its first tensor when it holds integers in 2 dims, else its rows."""
+    """Return the number of tokens in a model input.
+
+    It is the number of elements of the first tensor if that holds integers in 2 dims, else `rows`.
+    """
     while isinstance(value, (tuple, list, Mapping)) and value:
         value = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
     is_ids = isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point()
@@ -325,7 +329,7 @@ def tokens_of(value: Any, rows: int) -> int:
 
 
 def fingerprint(batch: Any, rows: int) -> int:
-    """A checksum of the first and the last row, by which ranks tell whether they read the same stream."""
+    """Return a checksum of the first and the last row. Ranks compare it to check that they read the same stream."""
     checksum = zlib.crc32(str(rows).encode())
     for tensor in _tensors(batch):
         if tensor.device.type == "cpu":
@@ -344,7 +348,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def steps_of_epoch(samples: int, batch_size: int, *, drop_last: bool) -> int:
-    """Global batches in one pass over so many samples."""
+    """Return the number of global batches in one pass over `samples` samples."""
     return samples // batch_size if drop_last else -(-samples // batch_size)
 
 
@@ -352,7 +356,7 @@ def steps_of_epoch(samples: int, batch_size: int, *, drop_last: bool) -> int:
 class BatchSplit:
     """total rows = micro rows per rank and forward x accum forwards x dp ranks.
 
-    rows: of each of the dp ranks, where their speeds are unequal; then `micro` are at most in a forward.
+    rows: rows of each of the dp ranks, if their speeds are unequal. A forward then has at most `micro` rows.
     """
 
     total: int
@@ -362,9 +366,9 @@ class BatchSplit:
 
     @classmethod
     def of(cls, batch_size: int, strategy: Strategy, *, microbatch_size: int | None) -> BatchSplit:
-        """Raises TrainingError, with the numbers and the nearest that fit, when a division leaves a rest.
+        """Return the split of `batch_size`. If it does not divide, raises TrainingError with the nearest sizes that do.
 
-        A pipeline cuts what a rank gets into `strategy.microbatches`, whatever `microbatch_size` says.
+        A pipeline cuts a rank's rows into `strategy.microbatches`, and ignores `microbatch_size`.
         """
         dp = strategy.dp
         if batch_size < 1 or (microbatch_size is not None and microbatch_size < 1):
@@ -405,7 +409,7 @@ class BatchSplit:
 
     @property
     def accum(self) -> int:
-        """Forwards per rank and step."""
+        """Return the number of forward passes per rank and step."""
         return -(-max(self.rows or (self.total // self.dp,)) // self.micro)
 
     def __str__(self) -> str:

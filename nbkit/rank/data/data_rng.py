@@ -1,4 +1,4 @@
-"""Random numbers that are drawn when data is read, by torch, numpy and Python; and a check of equal data."""
+"""Seeds the random numbers that torch, numpy and Python draw when data is read; checks that ranks hold equal data."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _SEED = "seed what makes or splits the data, without the rank: torch.manual_seed
 
 
 def seed(of_job: int, step: int, rank: int) -> None:
-    """Seed all that reading one step's data may draw from, for one rank. of_job: the job's own seed."""
+    """Seed all generators that reading one step's data may draw from, for one rank. of_job: the job's own seed."""
     seed_step(of_job, step, rank)
     seed_others(mixed(of_job, step, rank))
 
 
 def seed_host(of_job: int, step: int, rank: int) -> None:
-    """The same in a process that reads for the rank and has no GPU: it draws what the rank would have drawn."""
+    """Seed a process without a GPU that reads for the rank, so that it draws what the rank would have drawn."""
     torch.default_generator.manual_seed(mixed(of_job, step, rank))
     seed_others(mixed(of_job, step, rank))
 
 
 @contextmanager
 def own_draws() -> Iterator[None]:
-    """Around a training, whose steps seed numpy and Python: after it both go on as before."""
+    """Keep the state of numpy's and Python's generators, around a training whose steps seed them."""
     numpy_random, python = _numpy(), random.getstate()
     numpy = numpy_random.get_state() if numpy_random is not None else None
     try:
@@ -47,7 +47,7 @@ def own_draws() -> Iterator[None]:
 
 @contextmanager
 def alike() -> Iterator[None]:
-    """Inside, torch on the CPU, numpy and Python draw the same on every rank; after it they go on as before."""
+    """Make torch on the CPU, numpy and Python draw the same on every rank. Afterwards they go on as before."""
     with own_draws(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         seed_others(0)
@@ -55,21 +55,22 @@ def alike() -> Iterator[None]:
 
 
 def content(read: Callable[[], Any]) -> int:
-    """A checksum of the two samples that `read` gives, by which ranks tell whether they hold the same data.
+    """Return a checksum of the two samples that `read` gives. Ranks compare it to check that they hold the same data.
 
-    Data made of numbers that were not seeded differs from rank to rank. Data that draws when it is read does not: it is
-    read twice, under the same seeds. 0 where that gives other samples, or none: then there is no telling.
+    Data made of unseeded random numbers differs between ranks. Data that draws when it is read does not differ here,
+    because it is read under the same seeds. It is read twice: if the samples differ, or cannot be read, the result is
+    0, and the data cannot be compared.
     """
     found = []
     for _ in range(2):
         with suppress(Exception), alike():
-            # Whatever is wrong with the data is said, in full, by the rank that trains on it.
+            # Errors are ignored here: the rank that trains on the data reports them in full.
             found.append(fingerprint(read(), 2))
     return found[0] if len(found) == 2 and found[0] == found[1] else 0
 
 
 class Compared:
-    """Whether all ranks hold the same data, by the `content` of each. Collective; warns where they do not."""
+    """A comparison of the data of all ranks, by the `content` of each. Collective; warns if the data differs."""
 
     def __init__(self, own: int) -> None:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -82,7 +83,10 @@ class Compared:
             warnings.warn(f"{self._what()} Each rank trains on rows of its own; {_SEED}", stacklevel=5)
 
     def check(self, replicas: int) -> None:
-        """Raises TrainingError where several ranks work on the same rows, and hold others. replicas: of the model."""
+        """Raise TrainingError if several ranks work on the same rows but hold different data.
+
+        replicas: number of replicas of the model.
+        """
         if self.others and replicas < self.world_size:
             ranks = f"{self.world_size} ranks, {self.world_size // replicas} of them work on each row together"
             raise TrainingError(self._what(), numbers=ranks, hint=_SEED)
@@ -101,5 +105,5 @@ def seed_others(value: int) -> None:
 
 
 def _numpy() -> Any:
-    """Nobody draws from it before it is imported."""
+    """Return numpy.random, or None if it is not imported: then nobody has drawn from it."""
     return sys.modules.get("numpy.random")

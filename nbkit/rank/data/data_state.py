@@ -1,10 +1,10 @@
-"""Where reading stands by the data's own state_dict(): reading goes on there, and nothing before it is read again.
+"""The position in the data by its own state_dict(), so that reading can go on there without reading anything again.
 
-As in torchdata's loaders, the data may have state_dict() and load_state_dict(), or the iterator that it gives, or both.
-A state need not be faithful: that of a shuffle buffer may leave out what lies in the buffer. So a StreamPosition holds
-a checksum of samples that have followed it, and whoever goes on from it compares them.
+As in torchdata's loaders, the data may have state_dict() and load_state_dict(), or its iterator may, or both. A state
+may be incomplete: the state of a shuffle buffer may leave out the samples in the buffer. So a StreamPosition holds
+checksums of samples that followed it, and the reader that goes on from it compares them.
 
-The feed of a job: the little that it has to know of where its batches come from; without a Trainer nothing.
+`DataHooks` is what a job knows about the source of its batches. Without a Trainer that is nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from nbkit.rank.rng.seeding import Drawn
 from nbkit.strategy import Strategy
 
 READ_AGAIN = "the data is read again up to sample {offset:,} of epoch {epoch}, and passed over: {why}"
-"""What is said where no state leads there."""
+"""The warning if no state leads to the position."""
 NO_STATE = "it has no state_dict() and load_state_dict() of its own"
 COMPARED = 2  # samples
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Behind `index` samples. shard: the one that was read. data, iterator: their states.
+    """The position after `index` samples. shard: the shard being read. data, iterator: their states.
 
-    drawn: the generators of torch, Python and numpy there; None where nothing had been drawn from them.
-    first, checks: the number of a sample behind it, and a checksum of each from that one on.
+    drawn: states of the generators of torch, Python and numpy there; None if nothing had been drawn from them.
+    first, checks: the number of a later sample, and the checksums of the samples from that one on.
     """
 
     index: int
@@ -44,7 +44,7 @@ class StreamPosition:
 
 
 def has_state(thing: Any) -> bool:
-    """Return True if it says where it stands, and can be told."""
+    """Return True if `thing` has both state_dict() and load_state_dict()."""
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -57,7 +57,7 @@ class Opened:
 
     @classmethod
     def at(cls, data: Any, mark: StreamPosition | None) -> Opened:
-        """`data` from its beginning, or from the mark on."""
+        """Open `data` from its beginning, or from the mark on."""
         if mark is not None and mark.data is not None:
             data.load_state_dict(mark.data)
         samples = iter(data)
@@ -70,25 +70,25 @@ class Opened:
         return has_state(self.data) or has_state(self.samples)
 
     def states(self) -> tuple[Any, Any]:
-        """(of the data, of the iterator); None of what has none."""
+        """Return (state of the data, state of the iterator); None for one that has no state."""
         own = self.data.state_dict() if self.samples is not self.data and has_state(self.data) else None
         return own, self.samples.state_dict() if has_state(self.samples) else None  # type: ignore[attr-defined]
 
 
 def draws_now() -> tuple[Any, Any, Any]:
-    """Where the generators of torch, Python and numpy stand."""
+    """Return the current states of the generators of torch, Python and numpy."""
     here = Drawn.so_far()
     return torch.get_rng_state(), here.python, here.numpy
 
 
 def same_draws(some: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> bool:
-    """Return True if nothing was drawn between them."""
+    """Return True if nothing was drawn between the two states."""
     numpy = [[part.tolist() if hasattr(part, "tolist") else part for part in one[2] or ()] for one in (some, other)]
     return torch.equal(some[0], other[0]) and some[1] == other[1] and (numpy[0] == numpy[1] or some[2] is None)
 
 
 def draw_from(drawn: tuple[Any, Any, Any]) -> None:
-    """Have the generators stand there."""
+    """Set the generators to these states."""
     state, python, numpy = drawn
     torch.set_rng_state(state)
     if numpy is not None:
@@ -97,19 +97,19 @@ def draw_from(drawn: tuple[Any, Any, Any]) -> None:
 
 
 def checksum(collate: Callable[[list[Any]], Any], sample: Any) -> int:
-    """Of one sample; 0 where it cannot be collated, which is said where it is trained on."""
+    """Return the checksum of one sample; 0 if it cannot be collated. Training on it will report that error."""
     with suppress(Exception):
         return fingerprint(collate([sample]), 1)
     return 0
 
 
 def written(mark: StreamPosition) -> dict[str, Any]:
-    """`mark` as a checkpoint holds it."""
+    """Return `mark` in the form that a checkpoint holds."""
     return dict(vars(mark))
 
 
 def read(values: Any) -> StreamPosition | None:
-    """Return what was `written`; None for what was not."""
+    """Return the position that `written` has converted; None if `values` is nothing of that kind."""
     try:
         mark = StreamPosition(**{**values, "checks": tuple(values["checks"])})
     except (TypeError, KeyError):
@@ -119,11 +119,15 @@ def read(values: Any) -> StreamPosition | None:
 
 @dataclass(frozen=True)
 class DataHooks:
-    """position, go_to: where in the data it stands, carried when ranks become one again. fits: refuses a strategy that
-    cannot cut the batch, and returns the arithmetic of one that can. recut: the strategy has changed.
-    remakes: who makes the steps asks `proof.settled` in each, and can make one again. after: finished steps -> where a
-    training stands in the data that has made them all on it; None where nobody knows. where: see
-    Stream.where; collective."""
+    """Functions that a job calls to control the source of its batches.
+
+    position, go_to: return and set the position in the data, which is carried over when ranks become one again.
+    fits: raises for a strategy that cannot cut the batch, and returns the arithmetic of one that can.
+    recut: called after the strategy has changed.
+    remakes: True if the code that makes the steps asks `proof.settled` in each step, and can make a step again.
+    after: number of finished steps -> position of a training that made all its steps on this data; None if unknown.
+    where: see Stream.where; collective.
+    """
 
     position: Callable[[], Any] = lambda: None
     go_to: Callable[[Any], None] = lambda position: None

@@ -1,7 +1,7 @@
-"""The first batches of a loop of the user's own, and of data that can only be iterated, looked at when they come.
+"""Checks the first batches of a user's own loop, and of data that can only be iterated, as they arrive.
 
-What is known beforehand is looked at when the job is made (see builder.py). Here the model is split already. Where
-each rank has the whole of it, rank 0 looks and tells the others; else all compute alike, in evaluation.
+Data that is known beforehand is checked when the job is made (see builder.py). Here the model is already split. If each
+rank has the whole model, rank 0 checks and tells the others. Otherwise all ranks compute the same, in evaluation mode.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _BATCHES = 4
 
 
 class FirstBatches:
-    """Of one job, whatever its strategies. parted: a rank cuts its rows into several forward passes.
+    """The check of the first batches of one job, under any of its strategies.
 
-    begun: the first step that was looked at.
+    parted: a rank cuts its rows into several forward passes. begun: the first step that was checked.
     """
 
     def __init__(
@@ -53,23 +53,23 @@ class FirstBatches:
         self._varied: frozenset[int] = frozenset()
 
     def part(self) -> None:
-        """From now on a rank cuts its rows: the next batches are looked at."""
+        """Note that a rank cuts its rows from now on, so the next batches are checked."""
         self._parted, self.begun = True, None
 
     def look(self, sharded_model: ShardedModel, shard: Shard, step: int) -> Examined | None:
-        """Return what is found out about the batch of `step`, the same on every rank; None where it is not looked at.
+        """Return the result for the batch of `step`, the same on every rank; None if the batch is not checked.
 
         Collective in the first steps.
         """
-        # Counted by the steps that were made: they are the same on ranks of which one was interrupted.
+        # Counted in finished steps, which are equal on all ranks even if one of them was interrupted.
         self.begun = step if self.begun is None else self.begun
         if not 0 <= step - self.begun < _BATCHES or shard.everything is None or not self._parted:
             return None
-        # Of a pipeline, and of positions that are split, the example was looked at.
+        # With a pipeline or split positions, the example batch was checked before.
         strategy = sharded_model.strategy
         if strategy.pp > 1 or strategy.cp > 1:
             return None
-        # What rank 0 reads decides for all, should they read other data: which is said when the step is over.
+        # Rank 0's data decides for all. If other ranks read different data, that is reported after the step.
         sample, told = self._sample(shard), [False]
         if self._rank == 0 and sample is not None:
             told[0] = not (varied := varying(sample.batch, sample.rows)) <= self._varied or self.begun == step
@@ -78,13 +78,13 @@ class FirstBatches:
         return found
 
     def _of_first(self, told: list[Any]) -> Any:
-        """Return what rank 0 tells."""
+        """Return `told` of rank 0, on every rank."""
         if self._world_size > 1:
             dist.broadcast_object_list(told, src=0, device=self._device)
         return told[0]
 
     def _sample(self, shard: Shard) -> Sample | None:
-        with suppress(Exception), undrawn():  # what is wrong with the batch is said where it trains
+        with suppress(Exception), undrawn():  # training reports what is wrong with the batch
             sample = Sample(*shard.everything()) if shard.everything is not None else None
             return sample if sample is not None and sample.rows else None
         return None
@@ -98,7 +98,7 @@ class FirstBatches:
 
         if sample is None or (whole and self._rank):
             return None
-        # Of a whole model rank 0 runs alone.
+        # Rank 0 runs a whole model alone.
         with (
             stand_in(Alone()) if whole else nullcontext(),
             outside_kept(sharded_model.module, self._loss) if whole else nullcontext(),
@@ -109,7 +109,7 @@ class FirstBatches:
         return replace(found, draws=draws)
 
     def _draws(self, sharded_model: ShardedModel, run: Callable[[Any], Any], sample: Sample) -> DrawPlan | None:
-        """Return what the model draws itself, as it trains: which of it has rows along dim 0."""
+        """Return the plan of what the model draws itself in training, such as which draws have rows along dim 0."""
 
         def of_rows(rows: int) -> None:
             part = sample.part([i % sample.rows for i in range(rows)], self._device)

@@ -1,4 +1,4 @@
-"""Which stream reads what a user gives as data; and one pass over data that is evaluated on."""
+"""Chooses the stream that reads the user's data; also makes one pass over data for an evaluation."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from nbkit.rank.data.stream import Collate, IterableStream, MapStream, Stream, f
 
 
 def open_stream(data: Any, *, gather: Callable[[Any], list[Any]] = lambda own: [own], **how: Any) -> Stream:
-    """The stream that fits the kind of `data`; how: see Stream. Raises TrainingError when it is neither kind.
+    """Return the stream for this kind of `data`. Raises TrainingError if it is neither map-style nor iterable.
 
-    gather: what every rank gives, by rank; collective over all ranks.
+    how: see Stream. gather: returns the values of all ranks, by rank; collective over all ranks.
     """
     refuse_loader(data)
     if isinstance(data, Balanced):
@@ -43,7 +43,7 @@ def open_stream(data: Any, *, gather: Callable[[Any], list[Any]] = lambda own: [
 
 
 def shards(data: Any, *, batch_size: int, rank: int, ranks: int, collate: Collate) -> Iterator[Shard]:
-    """This rank's shards of one pass over `data` in its own order: every sample once, none added."""
+    """Yield this rank's shards of one pass over `data` in its own order: every sample once, none added."""
     refuse_loader(data)
     if is_map_style(data):
         for first in range(0, len(data), batch_size):
@@ -59,7 +59,7 @@ def shards(data: Any, *, batch_size: int, rank: int, ranks: int, collate: Collat
 
 
 def _reads(data: Any) -> Callable[[int], list[Any]]:
-    """Return what gives the next so many samples of iterable data, in its own order."""
+    """Return a function that reads the next `count` samples of iterable data, in its own order."""
     split = data_shards(data)
     if split is not None and split.first_samples(1).takes_part:  # a splitter of nodes would ask for a rank's part
         return ShardReader(Course(split, readers=1, epoch=0, seed=0), 0).read
@@ -68,7 +68,7 @@ def _reads(data: Any) -> Callable[[int], list[Any]]:
 
 
 def refuse_loader(data: Any) -> None:
-    """Raises TrainingError for a DataLoader, which gives batches."""
+    """Raise TrainingError for a DataLoader, which gives batches."""
     if isinstance(data, torch.utils.data.DataLoader):
         raise TrainingError(
             "The data is a DataLoader: its items are batches, not samples.",

@@ -1,4 +1,4 @@
-"""Some rows of the data, by which a job is looked at before its first step."""
+"""Some rows of the data, used to check a job before its first step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_SHARD = 8
 
 @dataclass(frozen=True)
 class Sample:
-    """batch: all rows together. samples, collate: what it was made of, where that is known."""
+    """Rows of the data. batch: all rows together. samples, collate: what it was made of, if that is known."""
 
     batch: Any
     samples: Sequence[Any] = ()
@@ -37,13 +37,15 @@ class Sample:
 
     @cached_property
     def rows(self) -> int:
-        """Rows of the batch."""
+        """Return the number of rows of the batch."""
         return rows_of(self.batch)
 
     @cached_property
     def is_padded(self) -> bool:
-        """Return True if fewer rows are collated to other shapes, as where all are padded to the longest, and draw
-        nothing."""
+        """Return True if fewer rows are collated to other shapes, and collate draws no random numbers.
+
+        This is so if rows are padded to the longest one.
+        """
         if self.collate is None:
             return False
         one, again = self.collate([self.samples[0]]), self.collate([self.samples[0]])
@@ -52,14 +54,14 @@ class Sample:
         return len(set(alone)) > 1 and all(torch.equal(a, b) for a, b in pairs)
 
     def part(self, numbers: Sequence[int], device: torch.device) -> Any:
-        """Some of the rows, as a rank has them that is given these alone."""
+        """Return the rows `numbers` as a rank would have them that gets only these."""
         if self.is_padded and self.collate is not None:
             return on_device(self.collate([self.samples[i] for i in numbers]), device)
         return on_device(pick(self.batch, numbers, rows=self.rows), device)
 
 
 def sample_of(data: Any, collate: Collate) -> Sample | None:
-    """Rows from all over map-style `data`, or the first of data that comes in shards; None where it gives none."""
+    """Return rows spread over map-style `data`, or the first rows of data in shards; None if there are none."""
     if (shards := data_shards(data)) is not None and not hasattr(data, "__getitem__"):
         first = shards.first_samples(_OF_SHARD).samples
         return Sample(collate(first), first, collate) if first else None
@@ -73,11 +75,11 @@ def sample_of(data: Any, collate: Collate) -> Sample | None:
 
 
 def warn_of_collate(data: Any, collate: Collate) -> None:
-    """Say so where several ranks do not collate as one does. Reads two samples of map-style data."""
+    """Warn if several ranks do not collate as one rank does. Reads two samples of map-style data."""
     if collate is default_collate or not is_map_style(data) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     remark = ""
-    # Whatever is wrong with the data is said, in full, where it is read to train.
+    # Errors are ignored here: reading the data for training reports them in full.
     with suppress(Exception), undrawn():
         remark = _collate_remark([data[0], data[1]], collate) if len(data) > 1 else ""
     if remark:
@@ -85,7 +87,7 @@ def warn_of_collate(data: Any, collate: Collate) -> None:
 
 
 def _collate_remark(samples: Sequence[Any], collate: Collate) -> str:
-    """Why batches depend on how many ranks there are, each of which collates its own rows; "" where they do not."""
+    """Return why batches depend on the number of ranks, each of which collates its own rows; "" if they do not."""
     before = _drawn()
     together = collate(list(samples))
     if _drawn() != before:
@@ -99,14 +101,14 @@ def _collate_remark(samples: Sequence[Any], collate: Collate) -> str:
 
 
 def _drawn() -> tuple[bytes, Any, str]:
-    """Changes when torch, Python or numpy draws."""
+    """Return a value that changes when torch, Python or numpy draws."""
     numpy: Any = sys.modules.get("numpy")
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(numpy and numpy.random.get_state())
 
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Around what reads samples to look at them: those that are read to train draw as if that had not been."""
+    """Restore the generators afterwards, around code that reads samples to check them. Training draws as without it."""
     numpy: Any = sys.modules.get("numpy")
     drawn = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:

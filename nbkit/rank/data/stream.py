@@ -1,15 +1,13 @@
-"""What every stream of data has: it gives this rank's shards of the batches, and its position is a small value.
+"""Streams of data. A stream gives this rank's shards of the batches, and its position is a small value.
 
-The position is (epoch, samples taken in it): what workers have read ahead does not count, so a resumed stream misses
-and repeats no sample.
+The position is (epoch, samples taken in it). Samples that workers have read ahead do not count, so a resumed stream
+misses and repeats no sample.
 
-Streams of map-style data: a rank fetches its own rows alone.
+`MapStream` reads map-style data: a rank fetches only its own rows. The order of epoch e is
+`torch.randperm(len, generator seeded by seed + e)` (or 0..n-1), cut into global batches.
 
-Epoch e is `torch.randperm(len, generator seeded by seed + e)` (or 0..n-1), cut into global batches.
-
-The stream of data that can only be iterated, and not in parts: every rank iterates it and keeps its rows.
-
-What it draws comes from a generator state of the stream's own, so that it is drawn again alike.
+`IterableStream` reads data that can only be iterated as a whole: every rank iterates all of it and keeps its own rows.
+The stream has its own generator state, so that reading again draws the same numbers.
 """
 
 from __future__ import annotations
@@ -45,10 +43,10 @@ def is_map_style(data: Any) -> bool:
 
 @dataclass(eq=False)
 class Stream(ABC):
-    """Shards without end, and where it stands: `offset` samples into `epoch`.
+    """An endless series of shards, and the position in it: `offset` samples into `epoch`.
 
-    rank, ranks, speeds: which part of each global batch is read. own: what reading a batch draws is drawn by rank.
-    goes_back: what was read can be read again. workers: processes that read ahead, where the data allows it.
+    rank, ranks, speeds: the part of each global batch to read. own: random draws while reading differ by rank.
+    goes_back: samples that were read can be read again. workers: processes that read ahead, if the data allows it.
     """
 
     data: Any
@@ -69,53 +67,58 @@ class Stream(ABC):
 
     @abstractmethod
     def next(self, draws: Draws | None = None) -> Shard:
-        """This rank's rows of the next global batch. draws: what a worker that reads them draws from."""
+        """Return this rank's rows of the next global batch. draws: the seeds for a worker that reads them."""
 
     def recut(self, rank: int, ranks: int, speeds: tuple[Fraction, ...]) -> None:
-        """From the next batch on read another part of each."""
+        """Read another part of each batch, from the next batch on."""
         self.rank, self.ranks, self.speeds = rank, ranks, speeds
 
     def begin(self) -> None:  # noqa: B027
-        """Steps are made now, by all ranks from one position."""
+        """Begin a run of steps. All ranks start at the same position."""
 
     def shards_end(self) -> None:  # noqa: B027
-        """Some rank has told in a step that shards of the data end soon: see Shard.ends."""
+        """Note that some rank has said in a step that shards of the data end soon: see Shard.ends."""
 
     def close(self) -> None:  # noqa: B027
-        """End the workers, where there are some; `next` starts others."""
+        """End the workers, if there are any. `next` starts new ones."""
 
     def follow(self, other: Stream) -> None:
-        """Stand where `other` stands, which is not read any more."""
+        """Move to the position of `other`, which is no longer read."""
         other.close()
         self.seek(other.epoch, other.offset)
 
     def agree(self) -> None:  # noqa: B027
-        """Ranks have joined: what the others have learned of the data, they know too. Collective."""
+        """Share what was learned about the data with ranks that have just joined. Collective."""
 
     @abstractmethod
     def seek(self, epoch: int, offset: int) -> None:
-        """Go on with sample number `offset` of `epoch`. Raises TrainingError when the data does not go there."""
+        """Go on with sample number `offset` of `epoch`. Raises TrainingError if the data cannot go there."""
 
     def where(self) -> Any:
-        """Return what a checkpoint holds beside the position: where reading stands by the data's own state; None:
-        nowhere.
+        """Return what a checkpoint holds beside the position: the data's own state there; None if it has none.
 
         Collective.
         """
         return None
 
     def resume(self, epoch: int, offset: int, where: Any) -> None:
-        """As `seek`, by what `where` has given there; warns of what is read again. Collective with the next batch."""
+        """Seek by means of what `where` has returned there; warn if data is read again.
+
+        Collective with the next batch.
+        """
         self.seek(epoch, offset)
 
     def after(self, step: int) -> dict[str, int]:
-        """Where `step` batches end, from the first sample on. Of a stream whose length nobody knows: in epoch 0."""
+        """Return the position after `step` batches from the first sample. If the length is unknown: in epoch 0."""
         return {"epoch": 0, "offset": step * self.batch_size}
 
 
 @contextmanager
 def reading(current: Callable[[], Stream]) -> Iterator[None]:
-    """Around steps that are made: after them no workers are left. current: what is read, which may be opened anew."""
+    """Begin the stream before steps are made, and end its workers afterwards.
+
+    current: returns the stream, which may be replaced by a new one meanwhile.
+    """
     try:
         current().begin()
         yield
@@ -132,7 +135,7 @@ def fetched(data: Any, indices: list[int], mine: Sequence[int], collate: Collate
 
 
 def checked(batch: Any, samples: int) -> Any:
-    """`batch`, which has a row for each of so many samples."""
+    """Return `batch` if it has one row for each of `samples` samples; else raise TrainingError."""
     check_rows(batch, samples)
     return batch
 
@@ -176,7 +179,7 @@ class MapStream(Stream):
         self._order = self._ordered(epoch)
 
     def after(self, step: int) -> dict[str, int]:
-        """Where `step` batches end, from the first sample on."""
+        """Return the position after `step` batches from the first sample."""
         epoch, left = divmod(step, steps_of_epoch(self.length, self.batch_size, drop_last=self.drop_last))
         offset = 0
         for _ in range(left):
@@ -184,12 +187,12 @@ class MapStream(Stream):
         return {"epoch": epoch, "offset": offset}
 
     def close(self) -> None:
-        """End the workers; `next` starts others."""
+        """End the workers. `next` starts new ones."""
         if self._ahead is not None:
             self._ahead.close()
 
     def next(self, draws: Draws | None = None) -> Shard:
-        """This rank's rows of the next global batch. draws: what a worker that reads them draws from."""
+        """Return this rank's rows of the next global batch. draws: the seeds for a worker that reads them."""
         self._compared.check(self.ranks)
         shard = self._advance()
         own = self._own(shard)
@@ -203,7 +206,7 @@ class MapStream(Stream):
         return replace(shard, data=checked(data, len(own)))
 
     def _advance(self) -> Shard:
-        """Return the next batch without its data; the position is behind it."""
+        """Return the next batch without its data, and move the position behind it."""
         left = self.length - self.offset
         if left < (self.batch_size if self.drop_last else 1):
             self.seek(self.epoch + 1, 0)
@@ -211,7 +214,7 @@ class MapStream(Stream):
         total = self._rows(left)
         chosen = self._order[self.offset : self.offset + total]
         indices = chosen.tolist() if isinstance(chosen, torch.Tensor) else list(chosen)
-        # Lengths, seeds or batch sizes that differ between ranks show here.
+        # The fingerprint shows lengths, seeds or batch sizes that differ between ranks.
         mark = repr((self.length, self.seed, self.epoch, self.offset, total, indices[0], indices[-1]))
         self.offset += total
         parts = self._parts(indices)
@@ -219,17 +222,17 @@ class MapStream(Stream):
         return Shard(None, rows, total, indices, fingerprint=zlib.crc32(mark.encode()), parts=parts)
 
     def _own(self, shard: Shard) -> tuple[int, ...]:
-        """Indices of this rank's rows."""
+        """Return the indices of this rank's rows."""
         return tuple(shard.indices[row] for row in numbers_of(shard.parts, shard.total, self.ranks, self.rank))
 
     def _following(self, draws: Draws | None) -> Iterator[ToRead]:
-        """This rank's rows of the batches behind the position, one for each step, if nothing happens."""
+        """Return this rank's rows of the following batches, one batch for each step, as expected now."""
         later = copy(self)
 
         def each() -> Iterator[ToRead]:
             for number in count(1):
                 if later._pauses():
-                    return  # what comes behind is not known yet
+                    return  # the batches after this are not known yet
                 own = later._own(later._advance())
                 by = None if draws is None else (draws[0], draws[1] + number, draws[2])
                 if own:
@@ -238,7 +241,7 @@ class MapStream(Stream):
         return each()
 
     def _pauses(self) -> bool:
-        """Return True if the batches that follow depend on steps that are not made yet."""
+        """Return True if the following batches depend on steps that are not made yet."""
         return False
 
     def _ordered(self, epoch: int) -> Order:
@@ -247,16 +250,16 @@ class MapStream(Stream):
         return range(self.length)
 
     def _rows(self, left: int) -> int:
-        """Rows of the next batch, with `left` samples left in the epoch."""
+        """Return the number of rows of the next batch, with `left` samples left in the epoch."""
         return min(self.batch_size, left)
 
     def _parts(self, indices: Sequence[int]) -> Parts:
-        """Return which rows of the batch each rank has; None: as many as every other."""
+        """Return the rows of the batch that each rank has; None if all ranks have equal numbers."""
         return parts_by_speed(len(indices), self.speeds)
 
 
 class _Unfaithful(Exception):
-    """The state leads to other samples."""
+    """The state of a checkpoint leads to other samples than it did before."""
 
 
 @dataclass(eq=False)
@@ -269,21 +272,21 @@ class IterableStream(Stream):
         self._samples: Iterator[Any] | None = None
         self._started = False
         self._drawn = torch.empty(0)
-        # Of data that cannot begin again: where the newest batch begins and ends, its samples; those to be given again.
+        # For data that cannot begin again: begin, end and samples of the newest batch; samples to be given again.
         self._newest: tuple[list[tuple[int, int]], list[Any]] | None = None
         self._again: list[Any] | None = None
         self.goes_back = not isinstance(self.data, Iterator)
-        # Data may stand in itself where it was read to: it is told to begin anew.
+        # The data object may remember how far it was read, so it must be told to begin anew.
         self._begins = self.data.state_dict() if has_state(self.data) and self.goes_back else None
         self._opened: Opened | None = None
-        self._before: tuple[int, StreamPosition] | None = None  # (epoch, where the newest batch began)
+        self._before: tuple[int, StreamPosition] | None = None  # (epoch, position before the newest batch)
         self._resumes: StreamPosition | None = None
 
     def seek(self, epoch: int, offset: int) -> None:
-        """Go on with sample number `offset` of `epoch`: the samples before it are read and passed over.
+        """Go on with sample number `offset` of `epoch`. The samples before it are read and skipped.
 
-        Raises TrainingError when the data is an iterator that has been read and cannot begin again: it goes back by the
-        newest batch only.
+        Raises TrainingError if the data is an iterator that has been read and cannot begin again. Such data can go back
+        only by its newest batch.
         """
         if (epoch, offset) != (self.epoch, self.offset):
             if (newest := self._newest) is not None and (epoch, offset) in newest[0]:
@@ -294,13 +297,16 @@ class IterableStream(Stream):
         self.epoch, self.offset = epoch, offset
 
     def where(self) -> Any:
-        """Where the newest batch began, and a checksum of it: all ranks read alike, so one of them may write it."""
+        """Return the position before the newest batch, with checksums of it; None if there is none.
+
+        All ranks read the same, so any one of them may write it.
+        """
         if self._before is None or self._before[0] != self.epoch or self._before[1].first != self.offset:
             return None
         return written(self._before[1])
 
     def resume(self, epoch: int, offset: int, where: Any) -> None:
-        """As `seek`, by the data's own state, if that leads to the batch before `offset`."""
+        """Seek by the data's own state, if that leads to the batch before `offset`; else warn and read again."""
         self.seek(epoch, offset)
         mark = read(where)
         self._resumes = mark if mark is not None and mark.first == offset else None
@@ -316,7 +322,7 @@ class IterableStream(Stream):
         data = self.data
         if has_state(data) and self.goes_back:
             with suppress(Exception):
-                data = copy(data)  # a state that it was told once would hold at its next beginning too
+                data = copy(data)  # a state loaded into the data itself would still apply at its next beginning
             if mark is None and self._begins is not None:
                 data.load_state_dict(self._begins)
         torch.default_generator.manual_seed(mixed(self.seed, self.epoch, ITERATED))
@@ -333,7 +339,7 @@ class IterableStream(Stream):
         return self._opened.samples
 
     def _go_on(self) -> Iterator[Any]:
-        """From the state of a checkpoint, if there is one and it is faithful; else from the beginning."""
+        """Open the data at the state of a checkpoint, if there is one and it is faithful; else from the beginning."""
         mark, self._resumes = self._resumes, None
         if mark is not None and mark.first == self.offset:
             try:
@@ -348,7 +354,7 @@ class IterableStream(Stream):
         return tuple(checksum(self.collate, sample) for sample in (*samples[:1], *samples[-1:]))
 
     def next(self, draws: Draws | None = None) -> Shard:
-        """This rank's rows of the next global batch."""
+        """Return this rank's rows of the next global batch."""
         samples = self._read()
         if not self._enough(samples) and (self.offset or not samples):
             self.epoch, self.offset, self._samples = self.epoch + 1, 0, None
@@ -402,7 +408,7 @@ class IterableStream(Stream):
                 self._before = self.epoch, replace(before, first=behind, checks=self._checksum(samples))
             return samples
         except BaseException:
-            # Broken off inside a batch: the position is still before it, so the stream is read up to there again.
+            # Broken off inside a batch. The position is still before it, so the stream is read up to there again.
             self._samples = None
             raise
 

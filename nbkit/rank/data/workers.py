@@ -1,7 +1,7 @@
-"""Batches of map-style data, read ahead by worker processes: samples, and what they draw, are those without workers.
+"""Reads batches of map-style data ahead in worker processes. Samples and random draws are the same as without workers.
 
-Torch's DataLoader starts the workers and brings what they read. It is told to read the batches that come next if
-nothing happens; where something does (a switch, a step that is made again, another position), it begins anew.
+torch's DataLoader starts the workers and receives what they read. It reads the batches that are expected next. If
+something changes them (a switch, a repeated step, another position), it starts again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from nbkit.rank.data import data_rng
 
 Collate = Callable[[list[Any]], Any]
 Draws = tuple[int, int, int]
-"""(seed of the job, step, rank): what reading a batch draws from."""
+"""(seed of the job, step, rank): seeds the random draws while a batch is read."""
 
 _BATCHES_PER_WORKER = 2
 _SHARED = "/dev/shm"
-_ENDS_IN_S = 0.2  # a thread that nothing holds up
+_ENDS_IN_S = 0.2  # for a thread that is not blocked
 
 
 @dataclass(frozen=True)
 class ToRead:
-    """One rank's rows of one batch. indices: of the data. epoch: None where the data is not told of it."""
+    """A request for one rank's rows of one batch. indices: of the data. epoch: None if the data is not told of it."""
 
     indices: tuple[int, ...]
     epoch: int | None
@@ -46,9 +46,10 @@ class ToRead:
 
 @dataclass(frozen=True)
 class _Failed:
-    """What reading raised, in words. index: of the sample; None where all were read together, or collating failed.
+    """An error while reading, as text. index: of the sample; None if all were read together, or collating failed.
 
-    shared: the memory that was full through which workers hand over what they have read, "" where it was not that.
+    shared: the size of the shared memory, if the error is that it was full; else "". Workers pass their batches
+    through it.
     """
 
     index: int | None
@@ -81,9 +82,10 @@ class BatchReader(Dataset[Any]):
         self._at = None
 
     def __getitem__(self, wanted: ToRead) -> bytes | _Failed:
-        """In a worker: the batch as torch's queue would pack it.
+        """Return the batch in a worker, pickled as torch's queue would do it.
 
-        The queue packs in a thread of its own. What cannot be packed would be lost there, and waited for without end.
+        The queue pickles in its own thread. An object that cannot be pickled would be lost there, and the reader would
+        wait for it forever.
         """
         info = get_worker_info()
         try:
@@ -96,7 +98,7 @@ class BatchReader(Dataset[Any]):
 
 
 def _shared_memory_full(error: Exception) -> str:
-    """Return how much there is of the shared memory that `error` tells to be full, "" where it tells something else."""
+    """Return the size of the shared memory if `error` says that it is full, "" for any other error."""
     if not ("shared memory" in str(error) or "/torch_" in str(error)) or not os.path.isdir(_SHARED):
         return ""
     total, _, free = shutil.disk_usage(_SHARED)
@@ -104,21 +106,21 @@ def _shared_memory_full(error: Exception) -> str:
 
 
 def _as_it_is(batch: Any) -> Any:
-    """In the place of torch's conversion, which makes tensors and lists of what it finds."""
+    """Return the batch unchanged. This replaces torch's conversion, which makes tensors and lists of its parts."""
     return batch
 
 
 class Loader(DataLoader[Any]):
-    """Torch's, without its advice: of the cores that a rank is pinned to it makes a largest number of workers."""
+    """torch's DataLoader without its warning, which takes the cores a rank is pinned to as the limit for workers."""
 
     def check_worker_number_rationality(self) -> None:
         return
 
 
 class _BatchThread:
-    """A thread that takes the next batch over from torch's iterator while a step is computed.
+    """A thread that receives the next batch from torch's iterator while a step is computed.
 
-    A worker hands over a file for each tensor, and shakes hands for each: a millisecond, and more where cores are busy.
+    A worker passes a file for each tensor, with a handshake for each. That takes a millisecond, and more on busy cores.
     """
 
     def __init__(self, batches: Any) -> None:
@@ -130,7 +132,7 @@ class _BatchThread:
         self._thread.start()
 
     def take(self) -> Any:
-        """Return the next batch; the one after it is received from now on. Raises what torch's iterator raises."""
+        """Return the next batch, and start to receive the one after it. Raises what torch's iterator raises."""
         self._ask()
         batch, error = self._come.get()
         self._asked = False
@@ -140,16 +142,16 @@ class _BatchThread:
         return batch
 
     def settle(self) -> None:
-        """Wait for what is being received, and forget it: torch's iterator is the caller's until `take`."""
+        """Wait for the batch being received, and drop it. Only the caller uses torch's iterator until `take`."""
         if self._asked:
             self._come.get()
             self._asked = False
 
     def end(self) -> None:
-        """End the workers, which get five seconds for what they read, and the thread."""
+        """End the workers and the thread. The workers have five seconds to finish what they read."""
         self._wanted.put(False)
-        # Torch ends workers when its iterator is dropped. The thread holds it, and may wait in it for a batch that
-        # takes minutes to read: they are ended under its hands, by torch's own method, and then it is given something.
+        # torch ends workers when its iterator is dropped. But the thread holds the iterator, and may wait in it for a
+        # batch that takes minutes. So torch's own method ends the workers, and then the queue gets an item.
         getattr(self.batches, "_shutdown_workers", lambda: None)()
         self._thread.join(_ENDS_IN_S)
         if self._thread.is_alive():
@@ -171,7 +173,7 @@ class _BatchThread:
 
 
 class ReadAhead:
-    """The batches that follow a position, `workers` processes ahead."""
+    """The batches that follow a position, read ahead by `workers` processes."""
 
     def __init__(self, reader: BatchReader, workers: int) -> None:
         self._told: deque[ToRead] = deque()
@@ -184,9 +186,9 @@ class ReadAhead:
             num_workers=workers,
             prefetch_factor=_BATCHES_PER_WORKER,
             persistent_workers=True,
-            # What a cell has defined need not be imported by a process that is forked.
+            # A forked process has what a cell has defined, and need not import it.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
-            generator=torch.Generator(),  # what it draws for its workers is not drawn from the job's
+            generator=torch.Generator(),  # the loader draws seeds for its workers, not from the job's generator
         )
         self._thread: _BatchThread | None = None
 
@@ -196,7 +198,7 @@ class ReadAhead:
             yield wanted
 
     def next(self, wanted: ToRead, after: Callable[[], Iterator[ToRead]]) -> Any:
-        """Return the batch `wanted`; `after` gives those that come behind it, where reading has to begin anew.
+        """Return the batch `wanted`. If reading has to start again, `after` gives the batches that follow it.
 
         Raises TrainingError for a sample that could not be read, with its index.
         """
@@ -232,7 +234,7 @@ class ReadAhead:
         return batch
 
     def close(self) -> None:
-        """End the workers; `next` starts others."""
+        """End the workers. `next` starts new ones."""
         thread, self._thread, self._loader._iterator = self._thread, None, None
         self._told.clear()
         if thread is not None:

@@ -1,1 +1,1 @@
-"""A loss over rows: how much each row weighs, and whether it is the mean that splitting rows needs."""
+"""Losses over rows: the weight of each row, and checks that the loss is a mean, as splitting rows requires."""

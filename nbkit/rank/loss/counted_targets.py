@@ -1,15 +1,15 @@
-"""Cross entropies that are means over the targets that count: what each divides by, noted where it is computed.
+"""Records the divisor of each mean cross entropy, which is the number of targets that count (are not ignored).
 
-A mean over the targets that are not ignored is no mean over rows: rows have unequal numbers of them. With the number
-beside the mean, parts of a batch average as the whole: their sums, over the targets that count in all of them.
+A mean over the targets that count is not a mean over rows, because rows have unequal numbers of such targets. If their
+number is known beside the mean, parts of a batch can be averaged correctly: add the sums of all parts, and divide by
+the number of targets in all parts.
 
-`F.cross_entropy` and `F.nll_loss` are what nn.CrossEntropyLoss, nn.NLLLoss and the losses of transformers end in.
-Whether the whole loss is weighed right by that number is found by running it: see loss_check.py.
+nn.CrossEntropyLoss, nn.NLLLoss and the losses of transformers all call `F.cross_entropy` or `F.nll_loss`.
+loss_check.py runs the whole loss to find out whether this number is its correct weight.
 
-How many targets of a batch count, read from its labels before the model runs.
-
-A loss of several cross entropies that count unequal numbers of targets has no one weight. Where each takes its targets
-from a tensor of the batch, they are counted there first: each is then divided by the number of the whole batch.
+A loss of several cross entropies with unequal numbers of targets has no single weight. If each one takes its targets
+from a tensor of the batch, the targets are counted there before the model runs. Each cross entropy is then divided by
+the number for the whole batch.
 """
 
 from __future__ import annotations
@@ -33,25 +33,27 @@ from nbkit.rank.loss.output_tensors import leaves
 
 @dataclass(frozen=True)
 class Labels:
-    """A tensor of the batch that gives the targets. first: their first position; ignored: the class that is none."""
+    """A tensor of the batch that holds the targets. first: their first position. ignored: the class to ignore."""
 
     name: str
     first: int
     ignored: int
 
     def count(self, batch: Any) -> float:
-        """Return how many targets of `batch` count."""
+        """Return the number of targets of `batch` that count."""
         return float(self.kept(leaves(batch)[self.name]).numel())
 
     def kept(self, labels: Tensor) -> Tensor:
-        """The targets in `labels` that count, in order."""
+        """Return the targets in `labels` that count, in order."""
         return _kept(labels[..., self.first :] if labels.ndim > 1 else labels, self.ignored)
 
 
 @dataclass(frozen=True)
 class Share:
-    """Of a part of a batch. own: targets that count in it, for each cross entropy; whole: in the batch. rows: what part
-    of the batch's rows it has."""
+    """Numbers of targets in a part of a batch. own: targets that count in the part, for each cross entropy.
+
+    whole: targets that count in the whole batch. rows: the fraction of the batch's rows that the part has.
+    """
 
     own: tuple[float, ...]
     whole: tuple[float, ...]
@@ -59,9 +61,9 @@ class Share:
 
 
 def labels_of(targets: Iterable[tuple[Tensor, int] | None], batch: Any) -> tuple[Labels, ...] | None:
-    """Return where in `batch` each cross entropy has its targets from; None where that is not known of one.
+    """Return the tensor of `batch` from which each cross entropy takes its targets; None if one of them is unknown.
 
-    targets: (targets, class that is ignored) of each; None where classes are weighed or targets are probabilities.
+    targets: (targets, ignored class) of each; None if classes have weights or targets are probabilities.
     """
     found = []
     for each in targets:
@@ -73,7 +75,7 @@ def labels_of(targets: Iterable[tuple[Tensor, int] | None], batch: Any) -> tuple
 
 
 def share_of(sources: Sequence[Labels], part: Any, whole: Sequence[float], rows: float) -> Share:
-    """See Share."""
+    """Return the Share of `part`, with the arguments of Share."""
     return Share(tuple(source.count(part) for source in sources), tuple(whole), rows)
 
 
@@ -102,9 +104,10 @@ _FUNCTIONS: tuple[Any, ...] = F.cross_entropy, F.nll_loss
 class Counted:
     """A loss that is proven to be a mean over the targets that count.
 
-    where: "loss" where the loss function computes the cross entropy, "model" where the model does. per_row: what a row
-    weighs in which all count; gradients are scaled by it as soon as they are made, and need no more where all rows do.
-    labels: of each cross entropy, where several count unequal targets, or something else is added: counted beforehand.
+    where: "loss" if the loss function computes the cross entropy, "model" if the model does. per_row: the weight of a
+    row in which all targets count. Gradients are scaled by it when they are made. If all rows weigh this, they need no
+    further scaling. labels: of each cross entropy, to count targets beforehand. This is used if several cross entropies
+    count unequal targets, or if the loss adds something else.
     """
 
     where: Literal["loss", "model"]
@@ -113,10 +116,10 @@ class Counted:
 
 
 class CountedTargets(TorchFunctionMode):
-    """Around a loss function: notes what each mean cross entropy in it divides by. Around a model: `inside`.
+    """A mode that records the divisor of each mean cross entropy in a loss function. For a model, use `inside`.
 
-    A mean over no target at all is 0 here, and has gradients of 0, where torch gives NaN. share: of a part of a batch;
-    then each cross entropy is divided by its targets in the whole batch, so that the loss is a mean over rows.
+    A mean over no targets is 0 with gradients of 0, where torch gives NaN. share: of a part of a batch. With it, each
+    cross entropy is divided by its number of targets in the whole batch, so that the loss is a mean over rows.
     """
 
     def __init__(self, share: Share | None = None) -> None:
@@ -132,9 +135,9 @@ class CountedTargets(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Around a model, where a mode would slow down every operation: the two functions alone are replaced.
+        """Record inside a model. A mode would slow down every operation, so only the two functions are replaced.
 
-        Sees what is called as `F.cross_entropy`, as torch's modules and transformers do.
+        This sees calls of the form `F.cross_entropy(...)`, as in torch's modules and transformers.
         """
         token = _noting.set(self)
         _Replaced.begin()
@@ -146,10 +149,9 @@ class CountedTargets(TorchFunctionMode):
 
     @property
     def weight(self) -> Tensor | float | None:
-        """Return what the loss weighs: the number of targets that count, or the sum of their classes' weights; None
-        where no mean cross entropy was computed.
+        """Return the weight of the loss: the number of targets that count, or the sum of their classes' weights.
 
-        Raises TrainingError where several were, over unequal numbers.
+        None if no mean cross entropy was computed. Raises TrainingError if there were several with unequal numbers.
         """
         if not self.weights or self._share is not None:
             return None
@@ -163,7 +165,7 @@ class CountedTargets(TorchFunctionMode):
         return first
 
     def check(self) -> None:
-        """Raises TrainingError where none was computed, though the loss was proven to weigh by it."""
+        """Raise TrainingError if no cross entropy was computed, though the loss was proven to be weighed by it."""
         if self._share is not None and len(self.weights) != len(self._share.own):
             raise _other_labels(f"{len(self.weights)} cross entropies, and {len(self._share.own)} before")
         if not self.weights:
@@ -190,7 +192,7 @@ class CountedTargets(TorchFunctionMode):
         total: Tensor | float
         divisor: Tensor | float
         if target.is_floating_point():
-            # Probabilities of classes, none of which is ignored: torch divides by their number, whatever the weights.
+            # Targets are class probabilities, and none is ignored. torch divides by their number, whatever the weights.
             total = divisor = target.numel() / target.shape[0 if target.ndim == 1 else 1]
         else:
             counts = target != ignore_index
@@ -201,9 +203,9 @@ class CountedTargets(TorchFunctionMode):
         self.targets.append((target.detach(), ignore_index) if known else None)
         if self._share is not None:
             divisor = self._whole(total if known else None)
-        # In float64 where it weighs the loss; there it is no factor of the model's arithmetic, and rounds nothing.
+        # The weight of the loss is in float64. It is not part of the model's arithmetic, and must not be rounded.
         self.weights.append(total.double() if isinstance(total, Tensor) else total)
-        # In float16 a sum over the targets of a batch would overflow.
+        # A sum over the targets of a batch would overflow in float16.
         narrow = input.dtype == torch.float16
         losses = func(
             input, target, weight, None, ignore_index, None, reduction="none" if narrow else "sum", **smoothing
@@ -211,7 +213,7 @@ class CountedTargets(TorchFunctionMode):
         return (losses.float().sum() / divisor).to(losses.dtype) if narrow else losses / divisor
 
     def _whole(self, total: Tensor | float | None) -> float:
-        """Return what a cross entropy of so many targets is divided by, in a part of a batch."""
+        """Return the divisor, in a part of a batch, of a cross entropy over `total` targets."""
         share, number = self._share, len(self.weights)
         assert share is not None
         if number >= len(share.own) or total is None or float(total) != share.own[number]:
@@ -234,8 +236,8 @@ _noting: ContextVar[CountedTargets | None] = ContextVar("noting", default=None)
 
 
 def _noted(func: FunctionType) -> Callable[..., Any]:
-    """`func`, in whose place this stands: on a thread that notes, by way of what notes."""
-    # Its own code tells modes and tensors of other kinds which function it is, by its name in torch's module.
+    """Return a replacement for `func`. On a thread that records, it calls the recorder; else it calls `func`."""
+    # The code of `func` passes itself to modes and tensor subclasses by its name in torch's module.
     plain = FunctionType(func.__code__, func.__globals__ | {func.__name__: func}, func.__name__, func.__defaults__)
     plain.__kwdefaults__ = func.__kwdefaults__
 
@@ -247,7 +249,7 @@ def _noted(func: FunctionType) -> Callable[..., Any]:
 
 
 class _Replaced:
-    """The two functions in torch.nn.functional, replaced while some thread runs a model that is noted."""
+    """Replaces the two functions in torch.nn.functional while some thread records inside a model."""
 
     _lock, _users = Lock(), 0
     _functions: ClassVar[dict[str, Any]] = {func.__name__: func for func in _FUNCTIONS}

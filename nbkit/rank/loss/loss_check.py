@@ -1,21 +1,19 @@
-"""Finds what couples the rows of a batch before the first step, by computing the loss of rows together, and alone.
+"""Finds what couples the rows of a batch, before the first step. It computes the loss of rows together and alone.
 
-A strategy that gives rows to several ranks, or to several forwards, is right for losses that are means over rows and
-for (sum, weight), of models that give for each row what they give for it alone. A contrastive loss compares rows; a
-mean over the tokens that a mask leaves weighs rows by their length; experts that choose their tokens let rows compete.
-All would train, and train something else.
+Some strategies give the rows of a batch to several ranks, or to several forward passes. They are correct if the loss is
+a mean over rows or a (sum, weight), and if the model gives the same output for a row as for that row alone. There are
+exceptions: a contrastive loss compares rows; a mean over the tokens that a mask leaves weighs rows by their length;
+experts that choose their tokens let rows compete. All these would train, but with a different result.
 
-A mean cross entropy over the targets that count is tried first as what it is: as a sum, which parts of a batch divide
-by the number of all of them (see counted_targets.py). It is taken so only if it is found to add up.
+A mean cross entropy over the targets that count is first tried as a sum, which each part of a batch divides by the
+number of targets in all parts (see counted_targets.py). This is used only if the sums of the parts add up.
 
-Two things are looked at. The loss function by itself, on outputs of the model (see mean_over_rows.py): precise, and it
-names the cause. And model and loss as they train, value and gradient: that sees also what a loss takes from inside the
-model. How much its numbers may differ follows from how much the model's outputs differ, which the size of a batch
-changes.
+There are two checks, both on some rows together and on each alone:
+- The loss function by itself, on outputs of the model (see mean_over_rows.py). This is precise and names the cause.
+- Model and loss as they train, value and gradient. This also sees a loss that uses values from inside the model. The
+  tolerance follows from how much the model's outputs differ, which depends on the size of the batch.
 
-Advice on what to write instead of a loss that is no mean over rows.
-
-Compares some rows together with each alone: the model must give the same for them, and the loss add up.
+If a loss is not a mean over rows, `advice` says what to write instead.
 """
 
 from __future__ import annotations
@@ -76,13 +74,16 @@ _HINTS = {
 
 
 def advice(kind: str, seen: Measured, batch: Any, inputs: Sequence[str] | None) -> str:
-    """For a defect of this kind (see mean_over_rows.Defect; "inside" the model). seen: what came of `batch`."""
+    """Return what to write instead of a loss with a defect of this kind. seen: the measured result for `batch`.
+
+    kind: see mean_over_rows.Defect; also "inside", for a loss that comes from inside the model.
+    """
     line = _labels_line(seen, batch, inputs or ()) if kind == "inside" else ""
     return line or _HINTS[kind]
 
 
 def _labels_line(seen: Measured, batch: Any, inputs: Sequence[str]) -> str:
-    """The line that gives as (sum, weight) the mean that a HF model makes of its labels; "" of another loss."""
+    """Return code for a HF model's mean over its labels, written as (sum, weight); "" for other losses."""
     logits = seen.tensors.get("logits")
     if logits is None or logits.ndim != 3 or not isinstance(batch, Mapping):
         return ""
@@ -109,15 +110,16 @@ def _labels_line(seen: Measured, batch: Any, inputs: Sequence[str]) -> str:
 
 
 class RowPair:
-    """numbers: of the rows; whole: all together; parts: the first half and the second. eps: of the coarsest dtype.
+    """A comparison of rows together with two halves of them, each half alone.
 
-    drew: random numbers that are not keyed. lengths: name -> entries along dim 0 of each row, of the tensors of the
-    output that hold rows.
+    numbers: of the rows. whole: result for all rows. parts: results for both halves. eps: of the coarsest dtype.
+    drew: random numbers that are not keyed were drawn. lengths: name -> entries of one row along dim 0, for output
+    tensors that hold rows.
     """
 
     def __init__(self, numbers: list[int], whole: Measured, parts: Sequence[Measured], drew: bool) -> None:
         self.numbers, self.whole, self.drew = numbers, whole, drew
-        # A tensor with one number for each row looks like a scalar where there is one row.
+        # With a single row, a tensor with one number for each row looks like a scalar.
         self.parts = [replace(part, auxiliary=_of_all(part, whole)) for part in parts]
         self.eps = eps = whole.eps
         self.lengths: dict[str, int] = {}
@@ -127,13 +129,13 @@ class RowPair:
             if one is None or other is None or not one.ndim or one.shape != other.shape:
                 continue
             joined = torch.cat([one, other])
-            # Of what is no row, but several, the order is not known: it holds rows if it looks so.
+            # If a row has several entries, their order is unknown. The tensor holds rows if the values agree.
             if joined.shape == tensor.shape and not len(tensor) % whole.rows:
                 if len(tensor) == whole.rows or not far(tensor, joined, eps):
                     self.lengths[name], self._joined[name] = len(tensor) // whole.rows, joined
 
     def mixed(self, used: Collection[str]) -> str:
-        """The numbers that show that what the model gives for rows depends on others, in the tensors `used`; or ""."""
+        """Return numbers that show that outputs of a row, in the tensors `used`, depend on other rows; "" if not."""
         for name in self.lengths.keys() & used:
             tensor, joined = self.whole.tensors[name], self._joined[name]
             if tensor.is_floating_point() and far(tensor, joined, self.eps):
@@ -144,9 +146,9 @@ class RowPair:
         return ""
 
     def differs(self, noise: Callable[[RowPair], float]) -> str:
-        """The numbers that show that the loss, less its auxiliary terms, does not add up; "" where it does.
+        """Return numbers that show that the loss without its auxiliary terms does not add up; "" if it does.
 
-        noise: by how much gradients of this model differ that do add up.
+        noise: returns how much gradients of this model differ for a loss that does add up.
         """
         (value, grads), *parts = [measured.without_auxiliary() for measured in (self.whole, *self.parts)]
         numbers = f"{len(self.numbers)} rows " + shown(
@@ -164,7 +166,7 @@ class RowPair:
         return ""
 
     def unbalanced(self) -> str:
-        """The auxiliary terms of the loss that are not means over rows, with their numbers; "" where all are."""
+        """Return the auxiliary terms of the loss that are not means over rows, with numbers; "" if all are means."""
         found = []
         for name, (term, slope, _) in self.whole.auxiliary.items():
             alone = [part.auxiliary[name][0] for part in self.parts if name in part.auxiliary]
@@ -174,7 +176,7 @@ class RowPair:
         return "; ".join(found)
 
     def _tolerance(self, largest: float) -> float:
-        """Return what noise, as the model's outputs show it, may change a summed loss of this size."""
+        """Return how much the noise in the model's outputs may change a summed loss of this size."""
         noise, felt = 4 * self.eps, 0.0
         for name, joined in self._joined.items():
             tensor = self.whole.tensors[name]
@@ -182,31 +184,31 @@ class RowPair:
                 away = float((tensor.double() - joined.double()).abs().max())
                 own = max(4 * self.eps * float(tensor.abs().max()), away)
                 noise, felt = max(noise, own), felt + own * self.whole.slopes.get(name, 0.0)
-        # Where the loss does not come from what is given out, it is taken for a smooth function with its least at 0.
+        # If the loss does not come from the outputs, it is treated as a smooth function with its minimum at 0.
         rows, mean = self.whole.weight or 1.0, largest / (self.whole.weight or 1.0)
         bound = rows * (2 * noise + 8 * sqrt(mean) * noise + 8 * noise**2 + 16 * self.eps * mean)
         return max(2 * felt, min(bound, max(2e-3, 2 * self.eps) * largest + 1e-6 * rows))
 
 
 def _of_all(part: Measured, whole: Measured) -> Auxiliary:
-    """Return the auxiliary terms of `part` that are such in `whole` too."""
+    """Return the auxiliary terms of `part` that are auxiliary terms in `whole` too."""
     return {name: term for name, term in part.auxiliary.items() if name in whole.auxiliary}
 
 
 def far(one: Tensor, other: Tensor, eps: float) -> bool:
-    """Return True if what should be the same is not: of other shapes, or more apart than arithmetic makes it."""
+    """Return True if two tensors that should be equal differ in shape, or by more than rounding explains."""
     if one.is_floating_point():
         one, other = one.double(), other.double()
     return gap(one, other) > max(1e-3, 16 * eps)
 
 
 def apart(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> float:
-    """The largest relative difference of a parameter's gradient from the sum of the parts'."""
+    """Return the largest relative difference between a parameter's gradient and the sum of the parts' gradients."""
     if not whole or any(len(part) != len(whole) for part in parts):
         return 0.0
     summed = [torch.stack([_doubled(grad) for grad in grads]).sum(0) for grads in zip(*parts, strict=True)]
     norms = [max(float(_doubled(grad).norm()), float(other.norm())) for grad, other in zip(whole, summed, strict=True)]
-    # Gradients that are zero but for noise, as that of a key's bias, are measured by the others.
+    # Gradients that are zero except for noise, such as that of a key's bias, are compared to the other gradients.
     floor = 1e-3 * sqrt(sum(norm**2 for norm in norms))
     away = [float((_doubled(grad) - other).norm()) for grad, other in zip(whole, summed, strict=True)]
     found = max(
@@ -216,14 +218,14 @@ def apart(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> float:
 
 
 def _doubled(tensor: Tensor) -> Tensor:
-    """In float64; a complex one as its two parts."""
+    """Return the tensor in float64; a complex tensor as its real and imaginary parts."""
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
 _APART = 8  # rows that are run together and each alone
-_ROWS, _PAIRS = 16, 3  # that the loss is computed on by itself; that the model is run on
+_ROWS, _PAIRS = 16, 3  # rows for the loss by itself; pairs of rows for the model
 
-# In training and in evaluation, where a model draws less; with what starts at zero moved away from there, and without.
+# _WAYS: in training, and in evaluation, where a model draws less; with zero parameters moved from zero, and without.
 _COUNTINGS: tuple[Counting, ...] = ("one", "each", "no")
 
 _WAYS = ((True, True), (True, False), (False, True), (False, False))
@@ -231,10 +233,10 @@ _WAYS = ((True, True), (True, False), (False, True), (False, False))
 
 @dataclass(frozen=True)
 class Examined:
-    """coupled: what couples the rows of a batch; None where nothing does, or where that cannot be told.
+    """The result of a check. coupled: what couples the rows of a batch; None if nothing does, or if it is unknown.
 
-    counted: the loss weighs the targets that count, proven; None where it weighs rows. draws: what the model draws
-    itself, where that was looked at too.
+    counted: set if the loss is proven to be weighed by the targets that count; None if it is weighed by rows.
+    draws: what the model draws itself, if that was examined too.
     """
 
     coupled: Coupled | None = None
@@ -244,7 +246,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """known: another look would tell no more. proven: the loss was seen to add up over rows."""
+    """The result of one look. known: another look would not tell more. proven: the loss adds up over rows."""
 
     coupled: Coupled | None = None
     known: bool = True
@@ -262,16 +264,16 @@ def examine(
     draws: DrawPlan | None = None,
     look: FirstRuns | None = None,
 ) -> Examined:
-    """Return what couples the rows of a batch, and what the loss weighs.
+    """Return what couples the rows of a batch, and what weighs the loss.
 
-    run: model input -> output of `module`. loss: None looks at the model alone. whole: this rank has the whole model,
-    and runs it by itself as it trains, forward and backward; else it is run in evaluation, forward. draws: of `module`;
-    look: what the first look at it has shown, if there was one. The module, and the generators of random numbers, are
-    afterwards as before.
+    run: model input -> output of `module`. loss: None examines only the model. whole: this rank has the whole model,
+    and runs it alone as in training, forward and backward; else the model is run forward, in evaluation mode. draws: of
+    `module`. look: the results of the first runs of `module`, if there were any. The module and the random generators
+    are left unchanged.
     """
     draws, few = (draws, None) if look is None else (look.draws, look.short)
     short = None if few is None else Sample(few)
-    # Whatever is wrong with model, data or loss is said, in full, where they train.
+    # Errors of model, data or loss are ignored here: training reports them in full.
     with suppress(Exception), undrawn(), unchanged(module), _uncompiled():
         for training, moved in _WAYS if whole else _WAYS[-1:]:
             with suppress(Exception), ExitStack() as around:
@@ -293,9 +295,9 @@ def examine(
 def split_by_values(
     module: nn.Module, run: Callable[[Any], Any], sample: Sample, inputs: Sequence[str] | None
 ) -> Coupled | None:
-    """Return what couples rows where a forward reads numbers of its batch and goes one way or another by them.
+    """Return what couples rows if a forward pass branches on values of its batch.
 
-    More rows are run together, and each alone: of a pair, both may go the same way.
+    It runs several rows together and each alone. Two rows would not be enough, since both may take the same branch.
     """
     device, rows = next(module.parameters()).device, range(min(sample.rows, _APART))
 
@@ -327,19 +329,19 @@ def split_by_values(
 
 
 def _verdict(trial: RowTrial, sample: Sample, short: Sample | None, model_alone: bool, last: bool) -> _Verdict | None:
-    """None where the model or the loss could not be run."""
+    """Return the verdict of a trial; None if the model or the loss could not be run."""
     with suppress(Exception):
         return _Look(trial, sample, model_alone, short).verdict(last) if sample.rows > 1 else _Verdict()
     return None
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Return what is compiled runs as it is: it would be compiled anew for each number of rows."""
+    """Return a context in which compiled code runs eagerly. It would be compiled again for each number of rows."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _linear(output: Any, _: Any, names: Collection[str] | None = None, size: float = 1.0) -> tuple[Tensor, float]:
-    """A sum over the tensors that the model gives (of `names`), weighed by random numbers: it adds up over rows."""
+    """Return a sum over the model's output tensors (in `names`) with random weights. It adds up over rows."""
     sums = []
     for name, tensor in leaves(output).items():
         if tensor.is_floating_point() and tensor.ndim and (names is None or name in names):
@@ -350,7 +352,7 @@ def _linear(output: Any, _: Any, names: Collection[str] | None = None, size: flo
 
 @dataclass(frozen=True)
 class _Looked:
-    """defect: of a pair of rows, and that pair; None where all add up. weighs: some pair weighs something."""
+    """The result for pairs of rows. defect: a defect and its pair; None if all add up. weighs: some weight is not 0."""
 
     defect: tuple[Defect, RowPair] | None
     weighs: bool
@@ -365,9 +367,9 @@ class _Look:
     _doubled: bool = False
 
     def verdict(self, last: bool) -> _Verdict:
-        """Not known where the model draws random numbers, or gives no finite loss, so that another look may tell.
+        """Return the verdict. It is not known if the model draws random numbers or gives no finite loss.
 
-        last: there is no other; then the loss is looked at alone.
+        Another look may then tell more. last: there is no other look, so the loss is examined alone.
         """
         pairs, before = differing_pairs(self.sample.batch, self.sample.rows)[:_PAIRS], self._statistics()
         if self.short is not None and self._clears(self.short, pairs[0]):
@@ -376,15 +378,16 @@ class _Look:
         if first is None:
             return _Verdict(known=False)
         found = self._judged(first, pairs, self._statistics() != before)
-        # What adds up, and draws nothing, would do so again.
+        # A result that adds up without random draws would be the same again.
         if (found.coupled is None and not first.drew) or self._repeats(first):
             return found
         return self._judged(first, pairs, True) if last else _Verdict(known=False)
 
     def _clears(self, short: Sample, pair: tuple[int, int]) -> bool:
-        """Return True if nothing couples rows: not in the model, nor in model and loss on a few positions of two rows,
-        nor in the loss on what the model gives for all positions of a pair that differs. What does not clear convicts
-        nobody.
+        """Return True if a short check shows that nothing couples rows. False is inconclusive, not a defect.
+
+        It checks the model, then model and loss on a few positions of two rows, then the loss on the model's outputs
+        for all positions of a pair of rows that differ.
         """
         before = self._statistics()
         with suppress(Exception):
@@ -405,13 +408,13 @@ class _Look:
         return False
 
     def _judged(self, first: RowPair, pairs: Sequence[tuple[int, int]], changes: bool) -> _Verdict:
-        """changes: the model gives something else the next time, so that only the loss by itself is judged."""
+        """Return the verdict. changes: the model's output differs in every run, so only the loss itself is judged."""
         alone = None if self.model_alone else self._loss_alone(first.numbers, first.whole, first.lengths)
         used = first.lengths.keys() if alone is None else alone.used
         outside = _outside(alone, first.lengths, first.whole)
         if outside and alone is not None and alone.defect is not None:
             return _Verdict(self._by_loss(alone.defect, first))
-        # Running statistics, by which rows would see each other here, are compared over the ranks in the first step.
+        # Running statistics would couple rows here. The first step compares them over the ranks instead.
         if changes:
             return _Verdict(proven=outside)
         if mixed := first.mixed(used):
@@ -428,12 +431,12 @@ class _Look:
         return _Verdict(proven=proven)
 
     def _repeats(self, seen: RowPair) -> bool:
-        """Computed once more, with other random numbers, it gives the same loss."""
+        """Return True if another run, with other random numbers, gives the same loss."""
         again = self._measured(seen.numbers, range(len(seen.numbers)), seed=2, backward=False)
         return isclose(again.value, seen.whole.value, rel_tol=8 * again.eps)
 
     def _looked_inside(self, pairs: Sequence[tuple[int, int]]) -> _Looked:
-        """At a loss that comes from inside the model: in float64 where that is small enough, and runs so."""
+        """Examine a loss that comes from inside the model, in float64 if the model is small enough and runs in it."""
         if self.trial.backward:
             with suppress(Exception), in_double(self.trial.module):
                 self._doubled = True
@@ -454,12 +457,12 @@ class _Look:
         return _Looked(None, weighs)
 
     def _statistics(self) -> list[tuple[int, int]]:
-        """Changes when a forward pass changes a buffer."""
+        """Return a value that changes when a forward pass changes a buffer."""
         found = [buffer for buffer in self.trial.module.buffers() if buffer.is_floating_point()]
         return [(id(buffer), buffer._version) for buffer in found]
 
     def _pair(self, pair: tuple[int, int]) -> RowPair | None:
-        """Two rows together and each alone; two and two where the model or the loss takes no single rows."""
+        """Run two rows together and each alone; or two and two rows if the model or the loss takes no single rows."""
         spare = [row for row in range(self.sample.rows) if row not in pair][:2]
         cuts: list[list[list[int]]] = [[[pair[0]], [pair[1]]]]
         if len(spare) == 2:
@@ -499,7 +502,7 @@ class _Look:
 
     def _loss_alone(self, numbers: list[int], whole: Measured, lengths: Mapping[str, int]) -> LossAlone | None:
         chosen = [*numbers, *spread_rows(self.sample.batch, self.sample.rows, _ROWS)]
-        # Padded to another length, the other rows have no place beside what the model gave for these.
+        # Other rows may be padded to another length, and then do not fit the model's output for these rows.
         chosen = numbers if self.sample.is_padded else list(dict.fromkeys(chosen))[:_ROWS]
         batch = self.sample.part(chosen, self._device)
         trial = self.trial
@@ -507,10 +510,10 @@ class _Look:
         return loss_alone(trial.loss, whole.output, lengths, batch, len(chosen), trial.inputs, notes)
 
     def _noise(self, seen: RowPair) -> float:
-        """By how much the gradients differ, relatively, of a loss that adds up over rows by its making."""
+        """Return the relative difference of the gradients of a loss that adds up over rows by construction."""
         half = len(seen.numbers) // 2
         cuts = (range(2 * half), range(half), range(half, 2 * half))
-        # Large, beside which a term that a model adds in its backward pass, whatever the loss, is nothing.
+        # The loss is large, so that a term which a model adds in its backward pass for any loss is negligible.
         linear = partial(_linear, names=seen.lengths.keys(), size=2.0**20 if seen.eps < 1e-5 else 1.0)
         if not seen.lengths:
             return 0.0
@@ -546,7 +549,7 @@ class _Look:
         )
 
     def _time_first(self, name: str) -> str | None:
-        """Path of the module with batch_first=False that the module `name`, quoted, is or is in; None without one."""
+        """Return the path of the module with batch_first=False that is or contains `name` (quoted), or None."""
         path = name.strip("'")
         while path:
             if getattr(self.trial.module.get_submodule(path), "batch_first", None) is False:
@@ -555,7 +558,7 @@ class _Look:
         return None
 
     def _first_to_mix(self, seen: RowPair) -> str:
-        """The first module, innermost, that gets the same for some rows beside others, and gives something else."""
+        """Return the first, innermost module whose output of a row depends on other rows while its input does not."""
         found: list[dict[str, list[Tensor]]] = [{}, {}]
         half = len(seen.numbers) // 2
         for passed, count in zip(found, (2 * half, half), strict=True):
@@ -571,7 +574,7 @@ class _Look:
 
 
 def _outside(alone: LossAlone | None, lengths: Mapping[str, int], whole: Measured) -> bool:
-    """Return True if the loss is one of rows alone; one from inside the model, say, is told by running that."""
+    """Return True if the loss depends only on outputs that hold rows. Other losses need a run of the model."""
     return alone is not None and alone.used <= lengths.keys() | whole.auxiliary.keys()
 
 

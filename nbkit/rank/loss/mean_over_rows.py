@@ -1,9 +1,9 @@
-"""Proves that a loss function is a mean over rows, or gives sums over them, on outputs of a model and without it.
+"""Proves that a loss function is a mean over rows, or gives sums over rows, using outputs of a model but not the model.
 
-In float64 where the loss allows it, value and gradient, so that nothing of what a model's kernels round is in the
-numbers, and a term of small weight shows. The outputs of two rows stand for those of all: what differs is the target.
+It compares value and gradient, in float64 if the loss allows it. So the numbers contain no rounding by the model's
+kernels, and even a term of small weight shows. The outputs of two rows are used for all rows: only the targets differ.
 
-The loss of each row of a batch by itself, beside that of all: how difficult each sample is.
+`row_losses` computes the loss of each row of a batch by itself, which shows how difficult each sample is.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.proof.observe import gradients
 from nbkit.rank.rng.seeding import seeded
 
-_GRADIENT, _VALUE = 2e-5, 1e-5  # what the arithmetic of float32 may change, relative to the largest
-_ELEMENTS = 1 << 23  # of all outputs together
+_GRADIENT, _VALUE = 2e-5, 1e-5  # tolerance for float32 arithmetic, relative to the largest value
+_ELEMENTS = 1 << 23  # maximum for all outputs together
 
 
 @dataclass(frozen=True)
 class Defect:
-    """kind: "sum" where the loss grows with the number of rows; "weights" where a row's weight depends on the others;
-    "rows" where rows are compared; "pairs" where (sum, weight) do not add up. numbers: that show it."""
+    """A defect of a loss. numbers: the values that show it.
+
+    kind: "sum" if the loss grows with the number of rows; "weights" if a row's weight depends on other rows; "rows" if
+    rows are compared; "pairs" if (sum, weight) do not add up.
+    """
 
     kind: str
     numbers: str
@@ -40,7 +43,7 @@ class Defect:
 
 @dataclass(frozen=True)
 class LossAlone:
-    """defect: None where none was found. used: names of the tensors of the output that the loss depends on."""
+    """The result for a loss by itself. defect: None if none was found. used: names of output tensors it depends on."""
 
     defect: Defect | None
     used: frozenset[str]
@@ -48,7 +51,7 @@ class LossAlone:
 
 @dataclass(frozen=True)
 class _Run:
-    """value: the loss times its rows, or the sum of (sum, weight). grads: name -> gradient of it."""
+    """A run of the loss. value: the loss times its rows, or the sum of (sum, weight). grads: name -> its gradient."""
 
     value: float
     weight: float
@@ -57,7 +60,7 @@ class _Run:
 
 
 class coarsest(TorchFunctionMode):
-    """Sees the coarsest floating dtype that is computed with: `.eps` is 2^-23 for float32, 2^-7 for bfloat16."""
+    """A mode that records the coarsest floating dtype in use: `.eps` is 2^-23 for float32, 2^-7 for bfloat16."""
 
     eps = torch.finfo(torch.float64).eps
 
@@ -78,13 +81,11 @@ def loss_alone(
     inputs: Sequence[str] | None,
     counting: Callable[[Any, int, tuple[Any, int] | None], CountedTargets | None],
 ) -> LossAlone | None:
-    """Return what of `loss` depends on which rows come together; None where that cannot be told.
+    """Return how `loss` depends on which rows are together; None if that cannot be determined.
 
-    counting: (part of a batch, its rows, the batch and its rows) -> what notes the targets that count; None where rows
-    weigh.
-
-    output: of the model, for a few rows. lengths: name -> how many entries along dim 0 a row has, of those of its
-    tensors that hold rows. batch: of `rows` rows.
+    output: of the model, for a few rows. lengths: name -> entries of one row along dim 0, for the tensors of `output`
+    that hold rows. batch: of `rows` rows. counting: (part of a batch, its rows, the batch and its rows) -> the recorder
+    of targets that count; None if rows weigh.
     """
     elements = sum(t.numel() // t.shape[0] * lengths[name] for name, t in leaves(output).items() if name in lengths)
     places = range(min(rows, max(2, _ELEMENTS // max(elements, 1))))
@@ -116,7 +117,7 @@ class _Trial:
     dtype: torch.dtype
 
     def run(self, places: Sequence[int], among: Sequence[int] | None = None) -> _Run:
-        """Of the rows at `places`, a part of those at `among` if it is one."""
+        """Run the loss on the rows at `places`. among: the places of all rows, if these are only a part."""
         floats: dict[str, Tensor] = {}
 
         def of(name: str, tensor: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ class _Trial:
         return _Run(float(value.detach()), float(weighed.weight), weighed.summed, grads)
 
     def alone(self, rows: int) -> list[_Run]:
-        """Of each row, or of each half where the loss takes no single rows; nothing where it takes neither."""
+        """Run the loss on each row, or on each half if it takes no single rows; return [] if it takes neither."""
         single = [range(place, place + 1) for place in range(rows)]
         for cut in (single, [range(rows // 2), range(rows // 2, rows)]):
             try:
@@ -186,7 +187,10 @@ def _defect(whole: _Run, parts: Sequence[_Run], lengths: Mapping[str, int], chos
 
 
 def shown(together: float, weight: float, parts: Sequence[tuple[float, float]]) -> str:
-    """The loss of all rows beside that of each part, and what the parts give together; (loss sum, weight) of each."""
+    """Return a text with the loss of all rows, of each part, and of the parts together.
+
+    parts: (loss sum, weight) of each part.
+    """
     alone = ", ".join(f"{value / (each or 1):.6g}" for value, each in parts[:4]) + ", ..." * (len(parts) > 4)
     apart = sum(value for value, _ in parts) / (sum(each for _, each in parts) or 1)
     return f"{together / (weight or 1):.6g} together; each alone: {alone}, together {apart:.6g}"
@@ -194,10 +198,10 @@ def shown(together: float, weight: float, parts: Sequence[tuple[float, float]]) 
 
 @torch.no_grad()
 def row_losses(loss: Loss, output: Any, target: Any, rows: int, device: torch.device) -> Tensor:
-    """Shape (rows,), on the device and not waited for: what `loss` gives for each row of `output` and `target`.
+    """Return the loss of each row of `output` and `target`, of shape (rows,), on the device without waiting for it.
 
-    NaN for a row that weighs nothing. A loss that the model computed for all rows is that of each. What the loss draws
-    is drawn again afterwards. Collective where the loss is.
+    A row of weight 0 gives NaN. If the model computed one loss for all rows, each row has that loss. The random
+    generators are restored afterwards. Collective if the loss is.
     """
 
     def of(row: int) -> Tensor:

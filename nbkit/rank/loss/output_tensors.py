@@ -1,4 +1,4 @@
-"""The tensors of a model's output by name, and the same output with other tensors in their places."""
+"""Finds the tensors of a model's output by name, and copies an output with other tensors in their places."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor, nn
 
 
 def leaves(value: Any) -> dict[str, Tensor]:
-    """Path -> tensor of a tree of mappings, tuples, lists and plain objects: "logits", "0", "hidden_states.3".
+    """Return path -> tensor of a tree of mappings, tuples, lists and plain objects.
 
-    A tensor by itself has the path "".
+    Paths look like "logits", "0", "hidden_states.3". A tensor by itself has the path "".
     """
     return dict(_walk(value, ""))
 
 
 def with_leaves(value: Any, of: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """Return a copy of `value` with `of(path, tensor)` for each tensor."""
+    """Return a copy of `value` in which each tensor is replaced by `of(path, tensor)`."""
     if isinstance(value, Tensor):
         return of(path, value)
     if isinstance(value, Mapping):
-        # A plain dict would lose what HF's outputs offer: output.loss, output[0].
+        # A plain dict would lose features of HF's outputs, such as output.loss and output[0].
         new: Any = copy.copy(value)
         for key, part in value.items():
             if part is not None:

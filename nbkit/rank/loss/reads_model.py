@@ -1,7 +1,7 @@
-"""A loss that reads the model's parameters, such as a penalty, where a rank has a part of them: refused by name.
+"""Refuses a loss that reads the model's parameters, such as a penalty, if a rank has only a part of them.
 
-Under tp a norm would be that of a part of the weight, and under pp `model.parameters()` lists those of one stage. Ranks
-of ddp and of ZeRO have each parameter when they compute the loss.
+Under tp a norm would be the norm of a part of the weight. Under pp `model.parameters()` lists only one stage's
+parameters. Ranks of ddp and ZeRO have every parameter when they compute the loss.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from nbkit.strategy import Strategy
 
 
 def reading_no_parameter(loss: Loss, strategy: Strategy, model: nn.Module) -> Loss:
-    """Return `loss`; where `strategy` cuts `model`, one whose first call raises if it reads a parameter of `model`.
+    """Return `loss`. If `strategy` cuts `model`, its first call raises if it reads a parameter of `model`.
 
-    model: as the user holds it. A parameter that the model gives as an output may be read.
+    model: the user's model object. The loss may read a parameter that the model returns as an output.
     """
     return loss if strategy.mesh.size == strategy.dp else _Watched(loss, strategy, model)
 
 
 class ReadsParameters(StrategyError):
-    """The loss reads a parameter of the model, of which a rank has a part or nothing."""
+    """The loss reads a model parameter of which a rank has only a part or nothing."""
 
 
 class _Watched:

@@ -1,6 +1,6 @@
-"""A model and its loss run on some rows: value, gradient of a few parameters, and what the model gave.
+"""Runs a model and its loss on some rows, and measures value, gradients of a few parameters, and outputs.
 
-Rows of a batch that differ in what a loss may weigh them by: ignored labels, masks, padding, classes, lengths.
+It also finds rows of a batch that a loss may weigh differently: by ignored labels, masks, padding, classes or lengths.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ Auxiliary = dict[str, tuple[float, float, tuple[Tensor, ...]]]
 
 @dataclass(frozen=True)
 class Measured:
-    """value: the loss times its rows, or the sum of (sum, weight). grads: of the trial's parameters, () where none were
-    asked for. output: of the model; tensors: in it, detached; slopes: name -> sum of the absolute gradient in one.
-    auxiliary: name -> (value, slope of the loss in it, gradients) of the scalars that are named as auxiliary terms.
-    eps: of the coarsest dtype that was computed with.
+    """The result of a run. value: the loss times its rows, or the sum of (sum, weight).
+
+    grads: gradients of the trial's parameters, () if not asked for. output: of the model. tensors: the tensors in it,
+    detached. slopes: name -> sum of the absolute gradient with respect to that tensor. auxiliary: name -> (value, slope
+    of the loss in it, gradients) of scalars that are named as auxiliary terms. eps: of the coarsest dtype in use.
     """
 
     rows: int
@@ -54,7 +55,7 @@ class Measured:
     eps: float = 0.0
 
     def without_auxiliary(self) -> tuple[float, tuple[Tensor, ...]]:
-        """(value, grads) of the loss less what is linear in the auxiliary terms."""
+        """Return (value, grads) of the loss without its linear part in the auxiliary terms."""
         value, grads = self.value, self.grads
         for term, slope, of_term in self.auxiliary.values():
             value -= slope * term
@@ -64,12 +65,12 @@ class Measured:
 
 @dataclass
 class RowTrial:
-    """run: model input -> output, of `module`. training: as it trains; else in evaluation. Draws are keyed by row.
+    """A model and a loss to run on rows. Random draws are keyed by row. Use it inside `kept`.
 
-    backward: gradients are compared too, of the smallest parameters. counting: mean cross entropies weigh the targets
-    that count ("one"), or each is divided by its own of the whole batch, which its labels give ("each"); counted: how,
-    once some were measured, None where the loss has none. draws: of the model, where they are known. Let `kept` be
-    around it.
+    run: model input -> output of `module`. training: as in training, else in evaluation mode. backward: compare
+    gradients too, of the smallest parameters. counting: "one": a mean cross entropy is weighed by the targets that
+    count; "each": each cross entropy is divided by its targets in the whole batch, known from its labels. counted: the
+    result of counting, once measured; None if the loss has no cross entropy. draws: of the model, if known.
     """
 
     module: nn.Module
@@ -87,7 +88,7 @@ class RowTrial:
         for param in sorted((p for p in self.module.parameters() if p.requires_grad), key=lambda p: p.numel()):
             if self.backward and (not self.params or sum(p.numel() for p in self.params) < _ELEMENTS):
                 self.params.append(param)
-        # One for all runs: it puts hooks on every module, and knows after the first run whether anything is drawn.
+        # One object for all runs: it hooks every module, and knows after the first run whether anything is drawn.
         self._dropout = KeyedDropout(self.module, 0, self.draws)
 
     @contextmanager
@@ -108,8 +109,9 @@ class RowTrial:
         seed: int = 1,
         backward: bool = True,
     ) -> Measured:
-        """Of `part`, whose rows are those of numbers `rows`, which key what is drawn. of: what it is a part of, and how
-        many rows that has; None where it is a whole. loss: another one.
+        """Run model and loss on `part`. rows: the numbers of its rows, which key the random draws.
+
+        of: the whole batch and its number of rows; None if `part` is the whole. loss: used instead of the trial's loss.
         """
         value, target = pair(part, self.inputs)
         set_seed(seed)
@@ -163,7 +165,7 @@ def _grads(of: Tensor, params: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
 def counting(
     how: Counting, counted: Counted | None, part: Any, rows: int, of: tuple[Any, int] | None
 ) -> CountedTargets | None:
-    """Return what notes the targets of `part`; see RowTrial. of: what it is a part of, with its rows."""
+    """Return the recorder of the targets of `part`; see RowTrial. of: the whole batch and its number of rows."""
     if how == "no" or how == "one" or counted is None:
         return None if how == "no" else CountedTargets()
     batch, total = of or (part, rows)
@@ -172,8 +174,10 @@ def counting(
 
 
 def each_of(targets: CountedTargets, where: Literal["loss", "model"], batch: Any) -> Counted:
-    """Return where the cross entropies that were noted for `batch` have their targets from. Raises ValueError if
-    unknown."""
+    """Return the labels of `batch` from which the recorded cross entropies take their targets.
+
+    Raises ValueError if they are unknown.
+    """
     labels = labels_of(targets.targets, batch)
     if labels is None:
         raise ValueError("the targets of a cross entropy are not in the batch")
@@ -181,7 +185,7 @@ def each_of(targets: CountedTargets, where: Literal["loss", "model"], batch: Any
 
 
 def _detached(output: Any) -> Any:
-    """The output without what it was computed from, which is large; None of an output that cannot be copied."""
+    """Return the output without its graph, which is large; None for an output that cannot be copied."""
     with suppress(Exception):
         return with_leaves(output, lambda _, tensor: tensor.detach())
     return None
@@ -200,14 +204,14 @@ def _is_auxiliary(name: str, tensor: Tensor) -> bool:
 
 @contextmanager
 def kept(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """Inside, the modules are in training (BatchNorm, which is looked at elsewhere, is not) or in evaluation.
+    """Put the modules in training mode or evaluation mode inside this context, and restore their attributes afterwards.
 
-    What they note about themselves, such as numbers of calls, is afterwards as before.
+    BatchNorm, which is checked elsewhere, is always in evaluation mode. Restored attributes include numbers of calls.
     """
     before = [(part, dict(vars(part))) for part in module.modules()]
     try:
         for part in module.modules():
-            # Frozen parts of a model that trains are in evaluation.
+            # Frozen parts of a model may stay in evaluation mode.
             part.training &= training and not isinstance(part, BatchNorm)
         yield
     finally:
@@ -218,7 +222,10 @@ def kept(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 @contextmanager
 def disturbed(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters that are all zeros are not, without taking memory: they would hide what is behind them."""
+    """Replace all-zero parameters by other values inside this context, without using memory.
+
+    Zero parameters would hide the modules whose results are multiplied by them.
+    """
     zeros = [(p, p.data) for p in module.parameters() if p.is_floating_point() and _is_zero(p.data)]
     try:
         for param, data in zeros:
@@ -231,7 +238,7 @@ def disturbed(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_double(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters and buffers are in float64. Raises ValueError where that takes much memory."""
+    """Convert parameters and buffers to float64 inside this context. Raises ValueError if that takes much memory."""
     held = [x for x in (*module.parameters(), *module.buffers()) if x.is_floating_point()]
     if sum(x.numel() for x in held) > _WIDE:
         raise ValueError("a model of this size is not run in float64")
@@ -246,7 +253,7 @@ def in_double(module: nn.Module) -> Iterator[None]:
 
 
 def _is_zero(data: Tensor) -> bool:
-    # Most are told by a few of their elements.
+    # A few elements decide for most tensors.
     return data.numel() > 0 and not data[(0,) * max(data.ndim - 1, 0)].any() and not data.any()
 
 
@@ -254,7 +261,7 @@ _IGNORED = -100  # of torch's cross_entropy, and of the labels of transformers
 
 
 def differing_pairs(batch: Any, rows: int) -> list[tuple[int, int]]:
-    """Pairs of rows, those first that differ most in what most often weighs a row; (0, 1) where no two differ."""
+    """Return pairs of rows that differ in what may weigh a row, likely weights first; [(0, 1)] if none differ."""
     found: dict[frozenset[int], tuple[int, int]] = {}
     for _, column in sorted(_columns(batch, rows), key=lambda each: each[0]):
         if column.max() > column.min():
@@ -264,12 +271,12 @@ def differing_pairs(batch: Any, rows: int) -> list[tuple[int, int]]:
 
 
 def varying(batch: Any, rows: int) -> frozenset[int]:
-    """Return which of the numbers that may weigh a row are not the same for all rows."""
+    """Return the indices of the numbers that may weigh a row and are not equal for all rows."""
     return frozenset(i for i, (_, column) in enumerate(_columns(batch, rows)) if column.max() > column.min())
 
 
 def spread_rows(batch: Any, rows: int, most: int) -> list[int]:
-    """At most `most` rows: those of the pairs, one of each class, then evenly from all."""
+    """Return at most `most` rows: those of `differing_pairs`, one of each class, then rows spread over all."""
     chosen = [row for pair in differing_pairs(batch, rows) for row in pair]
     for rank, column in _columns(batch, rows):
         if rank == 0:
@@ -282,7 +289,7 @@ def spread_rows(batch: Any, rows: int, most: int) -> list[int]:
 
 
 def _columns(part: Any, rows: int) -> Iterator[tuple[int, Tensor]]:
-    """(rank, a number for each row): rank 0 are ignored labels, classes and lengths; higher ones matter less."""
+    """Yield (rank, a number for each row). Rank 0 are ignored labels, classes and lengths; higher ranks matter less."""
     if isinstance(part, Tensor) and part.ndim and part.shape[0] == rows and part.numel():
         yield from _of_tensor(part.detach().reshape(rows, -1).cpu())
     elif isinstance(part, Mapping):
@@ -311,7 +318,7 @@ def _of_tensor(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield 0, count(flat == _IGNORED)
             yield 1, count(flat < 0)
         yield 1, count(flat == 0)
-        # Padding with whatever number: what stands at the end, or at the beginning, as often as it is there.
+        # Padding with any number: count the value that stands at the end, and the one at the beginning.
         yield 2, count(flat == flat[:, -1:])
         yield 2, count(flat == flat[:, :1])
 

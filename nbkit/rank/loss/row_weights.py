@@ -1,4 +1,4 @@
-"""The result of a loss function: its value, and what it weighs."""
+"""The result of a loss function: its value and its weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Loss = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Weighed:
-    """value: a mean that weighs `weight`, or, if `summed`, the sum of (sum, weight)."""
+    """The value of a loss and its weight. value: a mean; or, if `summed`, the sum of (sum, weight)."""
 
     value: Tensor
     weight: Tensor | float
@@ -25,7 +25,7 @@ class Weighed:
 
     @property
     def total(self) -> Tensor:
-        """Return what parts of a batch add up to the whole's."""
+        """Return the value that adds up over parts of a batch: the sum, or the mean times its weight."""
         return self.value if self.summed else self.value * self.weight
 
     def detached(self) -> Weighed:
@@ -34,10 +34,10 @@ class Weighed:
 
 
 def weigh(result: Any, rows: int, targets: CountedTargets | None = None) -> Weighed:
-    """Return what a loss function returned for `rows` rows, which a mean weighs.
+    """Return the result of a loss function for `rows` rows as a Weighed. A mean has the weight `rows`.
 
-    targets: that were noted meanwhile; where some were, a mean weighs those that count instead.
-    Raises TrainingError when the value is no scalar.
+    targets: the recorder that ran with the loss. If it recorded some, a mean has the number of targets that count as
+    its weight. Raises TrainingError if value or weight is not a scalar.
     """
     summed = isinstance(result, tuple)
     if summed and len(result) != 2:

@@ -1,14 +1,12 @@
-"""Text from a model that is spread over ranks: every rank takes part in each token, and all say the same.
+"""Generates text from a model that is spread over ranks. Every rank takes part in each token and returns the same text.
 
-A Hugging Face model is given the newest token alone, and what it kept of those before (key_value_cache), if that gives
-the logits of the whole text: both ways are run on the first prompt under each strategy, and compared. Any other model
-gets the whole text so far for each token, which is right under every strategy without the model knowing of it.
+A Hugging Face model gets only the newest token, and the keys and values that it kept for earlier positions
+(`KeyValueCache`). This needs the same logits as the whole text gives. So both ways are run and compared on the first
+prompt under each strategy. Any other model gets the whole text so far for each token. That is correct under every
+strategy, and the model needs no support for it.
 
-Through a pipeline several texts are on their way in different stages at once, in the order of schedules.token_rounds.
-On the wire, for each text and token: as in a forward pass, and the token from the last stage to the others of the pp
-axis.
-
-Keys and values of the positions that a Hugging Face model has seen, kept while it generates.
+In a pipeline, several texts are in different stages at once, in the order of schedules.token_rounds. For each text and
+token, ranks send the same as in a forward pass, and the last stage sends the token to the other ranks of the pp axis.
 """
 
 from __future__ import annotations
@@ -35,18 +33,18 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 
-# transformers 5.24 and later, and before: the argument that a cache is given as.
+# The argument for a cache, in transformers 5.24 and later, and in earlier versions.
 _NAMES = ("cache", "past_key_values")
 
 
 class KeyValueCache:
-    """What a model of `transformers` takes as its cache, on a rank that holds some of its layers and heads.
+    """A cache for a model of `transformers`, on a rank that holds some of its layers and heads.
 
-    Layers say what they have as ever; how many positions there are is said from outside, since a rank may not hold
-    the layer that a model asks for it. Every layer keeps all positions: a model whose window slides masks the others.
+    Layers add their keys and values as usual. The number of positions is set from outside, since a rank may not hold
+    the layer that a model asks for it. Every layer keeps all positions; a model with a sliding window masks the others.
 
-    length: positions for which there is room. idle: whether a layer that is called now belongs to another rank, where
-    a pipeline only asks for the shape of its output.
+    length: positions for which there is room. idle: returns True if the layer that is called now belongs to another
+    rank, and the pipeline only asks for the shape of its output.
     """
 
     is_compileable = False
@@ -57,7 +55,7 @@ class KeyValueCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """(keys, values) of all positions (B, H, T, D) so far; those given are behind what is `seen`."""
+        """Add keys and values behind the positions `seen`, and return those of all positions so far, (B, H, T, D)."""
         stop = self.seen + keys.shape[-2]
         if self.idle():
             return _room(keys, stop), _room(values, stop)
@@ -69,20 +67,20 @@ class KeyValueCache:
         return own[0][..., :stop, :], own[1][..., :stop, :]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions before those that the model is called with."""
+        """Return the number of positions before those that the model is called with."""
         return self.seen
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """The position of the first that the model is called with."""
+        """Return the first position that the model is called with."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
-        """(keys, position of the first key). query_length: a number, or, in older versions, the positions."""
+        """Return (number of keys, position of the first key). query_length: a number; in older versions, positions."""
         new = query_length if isinstance(query_length, int) else len(query_length)
         return self.seen + new, 0
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """No limit."""
+        """Return -1: there is no limit."""
         return -1
 
 
@@ -91,7 +89,7 @@ def _room(like: Tensor, length: int) -> Tensor:
 
 
 def why_no_cache(module: nn.Module) -> str:
-    """Why `module` cannot be given a KeyValueCache; empty when it can."""
+    """Return why `module` cannot be given a KeyValueCache; "" if it can."""
     of_peft: Any = module
     if hasattr(module, "get_base_model"):
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", True):
@@ -113,12 +111,12 @@ def why_no_cache(module: nn.Module) -> str:
 
 
 def first_argument(module: nn.Module) -> str:
-    """The name under which `module` takes its input."""
+    """Return the name of the argument for the input of `module`."""
     return next(iter(inspect.signature(module.forward).parameters))
 
 
 def cache_argument(module: nn.Module) -> str:
-    """The name under which `module`, one that `why_no_cache` has nothing against, takes its cache."""
+    """Return the name of the argument for the cache of `module`. `why_no_cache` must be "" for it."""
     of_peft: Any = module
     base = of_peft.get_base_model() if hasattr(module, "get_base_model") else module
     taken = inspect.signature(type(base).forward).parameters
@@ -127,15 +125,15 @@ def cache_argument(module: nn.Module) -> str:
 
 _LENGTHS = ("block", "block_size", "max_position_embeddings", "n_positions")
 _ROUNDS = 32
-"""Tokens of each text in one run of a pipeline: what a stage has sent is held to the end of the run, and filling the
-pipeline anew takes as long as its depth."""
+"""Tokens of each text in one run of a pipeline. Longer runs hold more memory, since a stage keeps what it has sent to
+the end of a run. Shorter runs fill the pipeline more often."""
 
 Prompt = str | bytes | Tensor
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. temperature 0: the likeliest. top_k: among this many. seed: of the draws."""
+    """Settings of the choice of a token. temperature: 0 takes the likeliest. top_k: among this many. seed: of draws."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -150,7 +148,7 @@ class Sampling:
             )
 
     def pick(self, logits: Tensor, draws: Sequence[torch.Generator]) -> Tensor:
-        """(B, 1) token ids out of (B, V) logits; each row has a generator of its own."""
+        """Return token ids (B, 1) chosen from logits (B, V). Each row has its own generator."""
         if not self.temperature:
             return logits.argmax(dim=-1, keepdim=True)
         logits = logits.cpu() / self.temperature
@@ -171,11 +169,11 @@ def generate(
     sampling: Sampling,
     device: torch.device,
 ) -> Any:
-    """`prompt` continued by `tokens` tokens. Collective: every rank calls it with the same arguments.
+    """Return `prompt` continued by `tokens` tokens. Collective: every rank calls it with the same arguments.
 
-    prompt: ids (T,) or (B, T), or text, whose UTF-8 bytes are the ids; then bytes come back. Or several of them, of
-    any lengths: a list comes back. The i-th text draws by seed + i, whatever is generated beside it.
-    Raises TrainingError when the model gives no logits (B, T, V), and for prompts without ids.
+    prompt: ids (T,) or (B, T), or text. The UTF-8 bytes of a text are its ids, and bytes are returned. Several prompts
+    of any lengths give a list. The i-th text draws with seed + i, whatever is generated beside it.
+    Raises TrainingError if the model gives no logits (B, T, V), and for prompts without ids.
     """
     several = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
     prompts: list[Prompt] = list(prompt) if several else [prompt]  # type: ignore[arg-type, list-item]
@@ -192,15 +190,15 @@ def generate(
 
 
 def _why_no_cache(model: ShardedModel, row: Tensor, inputs: Sequence[str] | None, device: torch.device) -> str:
-    """Why nothing is kept while several tokens are generated; "" where it is. Collective. Warns of it.
+    """Return why the model keeps nothing while it generates several tokens, and warn of it; "" if it does. Collective.
 
-    What a model declares says that it may be given a cache. That it is right is seen by running: once for a sharded
-    model, before its first text. row: that text's prompt.
+    A model declares that it can be given a cache. A run before the first text of a sharded model shows whether its
+    results are correct. row: the prompt of that text.
     """
     if model.no_cache is None:
         model.no_cache = why_no_cache(model.module) or _tried(model, row, inputs, device)
     if model.no_cache and not model.axes.rank:
-        # The filter of Python shows what comes from one line once.
+        # Python's warning filter shows a warning from one line only once.
         warnings.warn(
             f"{type(model.module).__name__} keeps no keys and values while it generates, so that each token takes "
             f"the whole text anew: {model.no_cache}.",
@@ -210,12 +208,14 @@ def _why_no_cache(model: ShardedModel, row: Tensor, inputs: Sequence[str] | None
 
 
 def _tried(model: ShardedModel, row: Tensor, inputs: Sequence[str] | None, device: torch.device) -> str:
-    """Return how far the logits of the tokens behind `row` are off where the model keeps keys and values; "" where
-    not."""
+    """Return why the model cannot use kept keys and values for the tokens behind `row`; "" if it can.
+
+    They are of no use if the logits with them differ from those of the whole text, or if the model fails with them.
+    """
     row = row[: _longest(model.module) - _TRIED]
     if not len(row):
         return "it knows too few positions to try it"
-    # The same tokens both ways, whatever the model would choose.
+    # Both ways get the same tokens, whatever the model would choose.
     given = [int(row[i % len(row)]) for i in range(_TRIED)]
     whole, kept = _Given(given=given), _Given(given=given)
     _Generation(model, [row], _TRIED, inputs, whole, device, cached=False).run()
@@ -237,15 +237,16 @@ def _tried(model: ShardedModel, row: Tensor, inputs: Sequence[str] | None, devic
 
 
 _TRIED = 3
-"""Tokens by which both ways are compared: the first comes of the whole prompt, the others of what was kept."""
+"""Tokens for the comparison of both ways. The first one follows from the whole prompt, the others from the cache."""
 
 _ROUNDING = {1: 5e-2, 2: 5e-2, 4: 1e-4, 8: 1e-6}
-"""Bytes of an element of the weights -> what is rounding in logits, which are float32 when a token is chosen."""
+"""The difference of logits that counts as rounding, by bytes per element of the weights. Logits are float32 when a
+token is chosen."""
 
 
 @dataclass(frozen=True)
 class _Given(Sampling):
-    """Chooses the tokens that were `given`, one after the other, and keeps the logits that it has `seen`."""
+    """Sampling that returns the `given` tokens one after the other, and keeps the logits in `seen`."""
 
     given: Sequence[int] = ()
     seen: list[Tensor] = field(default_factory=list)
@@ -256,7 +257,7 @@ class _Given(Sampling):
 
 
 def _rows(prompt: Prompt) -> list[Tensor]:
-    """Its ids, one (T,) for each text."""
+    """Return the ids of `prompt`, one (T,) for each text."""
     raw = prompt.encode() if isinstance(prompt, str) else prompt
     ids = torch.tensor(list(raw or b"\n")) if isinstance(raw, bytes) else raw
     if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or not ids.numel():
@@ -273,7 +274,7 @@ def _like(prompt: Prompt, texts: list[Tensor]) -> bytes | Tensor:
 
 @dataclass
 class _Texts:
-    """Texts of one length that go through the model together. ids: (B, T); numbers: which of all texts they are."""
+    """Texts of one length that go through the model together. ids: (B, T). numbers: their indices in all texts."""
 
     numbers: list[int]
     ids: Tensor
@@ -282,7 +283,7 @@ class _Texts:
 
 
 class _Generation:
-    """Under way on one rank. rows: the texts, (T,) each."""
+    """The state of a generation on one rank. rows: the texts, (T,) each."""
 
     def __init__(
         self,
@@ -310,7 +311,7 @@ class _Generation:
             self.source = pipeline[model.pipeline.schedule.rank_of(model.last_stage)]
 
     def _together(self) -> list[list[int]]:
-        """Numbers of texts that are computed together: of one length, and no more than leaves every stage some."""
+        """Return the indices of texts that are computed together: of one length, and few enough to fill all stages."""
         stages = 1 if self.model.pipeline is None else self.model.pipeline.schedule.num_stages
         most = -(-len(self.lengths) // stages)
         found = []
@@ -341,10 +342,10 @@ class _Generation:
         return [found[i] for i in range(len(found))]
 
     def _value(self, texts: _Texts) -> tuple[Tensor, KeyValueCache | None]:
-        """(ids that the model gets now, what it has kept of those before)."""
+        """Return (ids that the model gets now, the cache of the earlier positions)."""
         ids, cache = texts.ids, texts.cache
         if cache is None or ids.shape[1] > self.longest:
-            # Beyond the positions that it knows, a model sees the last of them, each at another place than before.
+            # A longer text does not fit the model's positions. It sees the end of the text, at shifted positions.
             texts.cache = None
             return ids[:, -self.longest :], None
         return (ids, cache) if ids.shape[1] == self.lengths[texts.numbers[0]] else (ids[:, -1:], cache)
@@ -358,7 +359,7 @@ class _Generation:
             cache.seen = texts.ids.shape[1] - ids.shape[1]
             value |= {self.cache_argument: cache, "use_cache": True}
         if not self.model.gives_output and self.known + len(self.coming) == number:
-            # Awaited as soon as it is on its way: the ranks between may have to hand it on.
+            # Wait for the token as soon as it is sent: the ranks between may have to hand it on.
             self._broadcast(torch.empty(len(texts.ids), 1, dtype=torch.long, device=self.device))
         output = self.model.stage(stage, value, received)
         if stage != self.model.last_stage:
@@ -385,7 +386,7 @@ class _Generation:
             self.known += 1
 
     def _shape(self, number: int) -> tuple[Any, ...]:
-        """Return what the shapes between stages depend on."""
+        """Return a key of everything that the shapes between stages depend on."""
         texts = self.texts[number % len(self.texts)]
         total = texts.ids.shape[1] + number // len(self.texts)  # asked before the first forward of a run
         if texts.cache is not None and self.lengths[texts.numbers[0]] < total <= self.longest:
@@ -394,7 +395,7 @@ class _Generation:
 
 
 def _last_logits(output: Any) -> Tensor:
-    """(B, V), float32, of the last position."""
+    """Return the float32 logits (B, V) of the last position."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
@@ -405,7 +406,7 @@ def _last_logits(output: Any) -> Tensor:
 
 
 def _longest(module: nn.Module) -> int:
-    """Positions that the model knows, as its config says; without one, no limit."""
+    """Return the number of positions that the model's config allows. Without a config there is no limit."""
     config = getattr(module, "config", None)
     known = [value for name in _LENGTHS if isinstance(value := getattr(config, name, None), int)]
     return min(known, default=1 << 30)

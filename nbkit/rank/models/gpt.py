@@ -1,4 +1,4 @@
-"""A small GPT (Radford et al. 2019, pre-norm, learned positions): plain modules, not a line of parallel code.
+"""A small GPT (Radford et al. 2019, pre-norm, learned positions) of plain modules, without any parallel code.
 
 Shapes: B batch, T positions, D width, V vocabulary.
 """
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a four times wider MLP, each behind a norm and beside the residual."""
+    """Attention, then a four times wider MLP. Each follows a norm and adds to the residual."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids (B, T) -> logits (B, T, V)."""
+    """A GPT: token ids (B, T) -> logits (B, T, V)."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -61,13 +61,16 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.apply(_init_weights)
-        # Each block adds twice to the residual stream: scaled so that its variance does not grow with depth.
+        # Each block adds twice to the residual stream. The scale keeps its variance from growing with depth.
         for name, weight in self.named_parameters():
             if name.endswith(("attention.out.weight", "down.weight")):
                 nn.init.normal_(weight, std=0.02 / (2 * config.layers) ** 0.5)
 
     def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits. positions: (B, T), of each token in its document, where documents are packed: 0 begins one."""
+        """Return logits. positions: (B, T), the position of each token in its document if documents are packed.
+
+        Position 0 begins a document.
+        """
         mask = {} if positions is None else {"mask": _within_documents(positions)}
         places = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
         x = self.tokens(ids) + self.positions(places)
@@ -78,9 +81,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes | str | Tensor, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """`prompt` continued by `tokens` sampled tokens, as bytes (vocabulary of 256).
+        """Return `prompt` continued by `tokens` sampled tokens, as bytes (vocabulary of 256).
 
-        temperature 0 takes the likeliest token. The draw depends on `seed` alone, so that every rank says the same.
+        temperature 0 takes the likeliest token. The draw depends only on `seed`, so every rank returns the same text.
         """
         device = self.head.weight.device
         raw = prompt.encode() if isinstance(prompt, str) else prompt
@@ -103,7 +106,7 @@ class GPT(nn.Module):
 
 
 def _within_documents(positions: Tensor) -> Tensor:
-    """(B, 1, T, T), what a position may look at: its own document, up to itself."""
+    """Return a mask (B, 1, T, T): a position may look at its own document, up to itself."""
     document = (positions == 0).cumsum(1)
     return (document[:, None, :, None] == document[:, None, None, :]).tril()
 

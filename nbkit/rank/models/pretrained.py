@@ -1,7 +1,7 @@
-"""A Hugging Face directory as a model to train: each rank reads its own boxes, and nobody ever holds the whole.
+"""Loads a Hugging Face directory as a model to train. Each rank reads its own boxes; no rank ever holds the whole.
 
-The module is built without weights. In their place are windows onto a few random numbers, so that the parts of it that
-are looked at by running it (blocks, costs) can be run; its buffers are real, rotary tables included.
+The module is built without weights. Windows onto a few random numbers take their place. So the parts of the model that
+nbkit has to run to inspect them (blocks, costs) can run. Its buffers are real, including rotary tables.
 """
 
 from __future__ import annotations
@@ -30,34 +30,33 @@ T = TypeVar("T")
 _VIEWS = {f"aten.{name}" for name in ("detach", "alias", "view", "t", "transpose", "select", "slice", "unsqueeze")}
 
 _READ_BYTES = 16 << 20
-"""Of a larger box, this much is read at a time."""
+"""A larger box is read in pieces of this size."""
 
 
 def from_pretrained(
     directory: str | Path, *, adapt: Callable[[nn.Module], nn.Module] | None = None, **overrides: Any
 ) -> Pretrained:
-    """Return the model in `directory`, for `Trainer(model=...)` or `prepare`: config.json and safetensors, one file or
-    more.
+    """Return the model in `directory`, for `Trainer(model=...)` or `prepare`.
 
-    Each rank reads from the files exactly what it must hold under the strategy. overrides: settings of the config to
-    be other than saved (dtype="float32", attn_implementation="sdpa", ...). adapt: called with the module, returns the
-    one to train, for example lambda model: peft.get_peft_model(model, peft.LoraConfig(...)); what it adds is
-    initialised by itself. The Trainer raises TrainingError when the directory does not hold every weight.
+    The directory has config.json and one or more safetensors files. Each rank reads from the files exactly what it
+    must hold under the strategy. overrides: settings that replace those of the config (dtype="float32",
+    attn_implementation="sdpa", ...). adapt: a function that takes the module and returns the one to train, for example
+    lambda model: peft.get_peft_model(model, peft.LoraConfig(...)). It initialises what it adds. The Trainer raises
+    TrainingError if the directory does not hold every weight.
     """
     return Pretrained(user_path(directory), adapt, overrides)
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """See `from_pretrained`."""
+    """The result of `from_pretrained`."""
 
     directory: Path
     adapt: Callable[[nn.Module], nn.Module] | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, *, seed: int, device: torch.device) -> WeightlessModel:
-        """Return the module on `device`, its weights still on the disk. Raises TrainingError when some are not
-        there."""
+        """Return the module on `device`; its weights stay on disk. Raises TrainingError if some are missing there."""
         with seeded(device):
             torch.manual_seed(seed)
             module = _built(self.directory, self.overrides)
@@ -74,14 +73,14 @@ class Pretrained:
             tensors = {id(p): kept[name] for name, p in module.named_parameters()}
             module = (self.adapt(module) if self.adapt else module).train()
             names = {name: tensors[id(p)] for name, p in module.named_parameters() if id(p) in tensors}
-            # What `adapt` added stands nowhere but here.
+            # What `adapt` added exists only here.
             added = {name: p.detach() for name, p in module.named_parameters() if name not in names}
         return WeightlessModel(module, files, names, added)
 
 
 @dataclass(frozen=True)
 class WeightlessModel:
-    """A module without weights. names: parameter -> tensor in the files; added: those that are in no file."""
+    """A module without weights. names: parameter -> tensor in the files. added: parameters that are in no file."""
 
     module: nn.Module
     files: _Files
@@ -89,7 +88,7 @@ class WeightlessModel:
     added: Mapping[str, Tensor]
 
     def made_unread(self, factory: Callable[[nn.Module], T], module: nn.Module) -> T:
-        """Return what `factory` makes of `module`. Raises TrainingError where it reads or changes a weight."""
+        """Return what `factory` makes of `module`. Raises TrainingError if it reads or changes a weight."""
         unread = {memory_of(p): name for name, p in module.named_parameters() if name not in self.added}
         with MemoryUses(unread, _refuse):
             return factory(module)
@@ -118,7 +117,7 @@ def _refuse(name: str, tensor: Tensor, how: str, changed: bool) -> None:
 
 
 class _Files:
-    """The safetensors files of a directory; each is opened when something of it is read first."""
+    """The safetensors files of a directory. Each is opened at the first read from it."""
 
     def __init__(self, directory: Path) -> None:
         index = directory / "model.safetensors.index.json"
@@ -153,15 +152,16 @@ class _Files:
         return tuple(self._opened(self._home[name]).get_slice(name).get_shape())
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Return a part of a tensor; no more than that is read."""
+        """Return a part of a tensor. Nothing else is read."""
         file = self._opened(self._home[name])
         found: Tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
         return found
 
     def find(self, module: nn.Module) -> dict[str, str]:
-        """Parameter -> the tensor that holds it: under any of a tied one's names, with the base model's prefix or not.
+        """Return the name of the tensor in the files for each parameter.
 
-        Raises TrainingError when one is missing, or of another shape.
+        A tied parameter may be stored under any of its names. Names may have the base model's prefix or not. Raises
+        TrainingError if one is missing, or has another shape.
         """
         prefix = f"{getattr(module, 'base_model_prefix', '')}."
         first = {id(p): name for name, p in module.named_parameters()}
@@ -189,7 +189,7 @@ class _Files:
         return found
 
     def read_buffers(self, module: nn.Module) -> None:
-        """Buffers that a file holds, such as running means."""
+        """Read the buffers that a file holds, such as running means."""
         kept = module.state_dict().keys()
         for name, buffer in module.named_buffers():
             if name in kept and name in self._home:
@@ -197,7 +197,7 @@ class _Files:
 
 
 def _built(directory: Path, overrides: Mapping[str, Any]) -> nn.Module:
-    """Return the module that the config names, its parameters on the meta device."""
+    """Return the module that the config names, with its parameters on the meta device."""
     try:
         import transformers
     except ImportError as error:
@@ -208,7 +208,7 @@ def _built(directory: Path, overrides: Mapping[str, Any]) -> nn.Module:
         raise TrainingError(
             f"{str(directory)!r} holds no model.", numbers="no config.json", hint="a directory of save_pretrained"
         )
-    # Code that lies in the directory is run by who asks for it alone, and nobody is asked on a rank.
+    # Code in the directory runs only if the user asks for it. transformers must not prompt for it on a rank.
     trusted = {"trust_remote_code": bool(overrides.get("trust_remote_code"))}
     config = transformers.AutoConfig.from_pretrained(directory, **{**overrides, **trusted})
     name = (config.architectures or ["AutoModelForCausalLM"])[0]
@@ -237,7 +237,7 @@ def _built(directory: Path, overrides: Mapping[str, Any]) -> nn.Module:
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Inside, every parameter that a module is given loses its memory at once; buffers are real."""
+    """Make every parameter that a module gets inside lose its memory at once. Buffers are real."""
     register = nn.Module.register_parameter
 
     def without(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

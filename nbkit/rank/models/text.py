@@ -1,7 +1,7 @@
-"""Real text without a download: the source of Python's standard library, byte by byte, and what to beat on it.
+"""Real text without a download: the source of Python's standard library, byte by byte, with a baseline to beat.
 
-Every machine that has Python has these about 11 MB of real code. A token is a byte, so a loss in nats per token
-is a figure in bits per byte after one division, comparable between models of any tokenisation.
+Every machine with Python has these roughly 11 MB of real code. A token is a byte. So one division turns a loss in nats
+per token into bits per byte, which can be compared between models with any tokenisation.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__
 
 @lru_cache(maxsize=2)
 def stdlib_source(limit: int = 16_000_000) -> bytes:
-    """Return the standard library's `*.py` files, no tests, no installed packages, sorted, joined, cut at `limit`
-    bytes."""
+    """Return the standard library's `*.py` files, sorted, joined and cut at `limit` bytes.
+
+    Tests and installed packages are left out.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     parts: list[bytes] = []
     size = 0
@@ -38,7 +40,10 @@ def stdlib_source(limit: int = 16_000_000) -> bytes:
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    """Sorted. What is left out is not looked into: with installed packages that took half a second in each rank."""
+    """Yield the source files in `folder`, sorted.
+
+    Folders that are left out are not walked: with installed packages, that took half a second in each rank.
+    """
     for path in sorted(folder.iterdir()):
         if path.name in _LEFT_OUT:
             continue
@@ -49,11 +54,11 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 
 class TextDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Blocks of text: item i is (x, y), both int64 of shape (block,), y the bytes that follow those of x.
+    """Blocks of text. Item i is (x, y), both int64 of shape (block,); y has the bytes that follow those of x.
 
-    path: a text file; None takes the standard library's source. split: "train", or "heldout", which is every
-    tenth stretch of 64 blocks, so that both halves hold every kind of text and no byte is in both.
-    limit: bytes used at most. Raises TrainingError when the text is too short for one block.
+    path: a text file; None takes the standard library's source. split: "train" or "heldout". Every tenth stretch of
+    64 blocks is held out, so both splits have every kind of text and share no byte.
+    limit: the most bytes to use. Raises TrainingError if the text is too short for one block.
     """
 
     def __init__(self, path: str | None = None, *, block: int = 128, split: str = "train", limit: int = 16_000_000):
@@ -82,24 +87,24 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _split(text: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """(train, heldout). A text under ten stretches keeps its last tenth for heldout."""
+    """Return (train, heldout). In a text of less than ten stretches, the last tenth is held out."""
     stretch = min(64 * block, max(len(text) // 10, 1))
     held = (torch.arange(len(text)) // stretch) % 10 == 9
     return text[~held].to(torch.uint8), text[held].to(torch.uint8)
 
 
 def bits_per_byte(loss: float) -> float:
-    """A mean loss in nats per byte, in bits per byte."""
+    """Convert a mean loss in nats per byte to bits per byte."""
     return loss / math.log(2)
 
 
 def token_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token: logits (B, T, V), ids (B, T)."""
+    """Return the mean cross-entropy in nats per token, for logits (B, T, V) and ids (B, T)."""
     return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def bigram_bits_per_byte(train: TextDataset, heldout: TextDataset) -> float:
-    """Bits per byte on `heldout` of a byte-bigram model with add-one counts of `train`: what a model must beat."""
+    """Return the bits per byte of a bigram model on `heldout`, with add-one counts of `train`. A model must beat it."""
     counts = torch.ones(256 * 256, dtype=torch.float64)
     counts += torch.bincount(_pairs(train.bytes), minlength=256 * 256)
     log2 = torch.log2(counts.view(256, 256) / counts.view(256, 256).sum(1, keepdim=True)).flatten()

@@ -1,9 +1,7 @@
-"""`nbkit.check(model, strategy)`: which module would be split how, and why not; in one process, before anything runs.
+"""`nbkit.check(model, strategy)`: shows which module would be split how, and why not, before anything runs.
 
-Made of what decides when a job is built: the tensor plan, the chain of blocks, the partition into stages, and the
-planner's arithmetic. Nothing is sent, and no process group is needed.
-
-Findings about a strategy on a model before anything moves: the planner's arithmetic on the module tree.
+It runs in one process. It uses what a job uses when it is built: the tensor plan, the chain of blocks, the partition
+into stages, and the planner's arithmetic on the module tree. It sends nothing and needs no process group.
 """
 
 from __future__ import annotations
@@ -70,12 +68,15 @@ from nbkit.strategy import Strategy
 def facts_of(
     model: nn.Module, strategy: Strategy, options: Options, *, batch: int | None = None, world: int | None = None
 ) -> Facts:
-    """Heads and vocabulary as the tensor plan sees them; blocks of the chain, or by structure where there is none."""
+    """Return the facts that the planner needs. Heads and vocabulary are those of the tensor plan.
+
+    The blocks are those of the chain, or are guessed by structure if there is no chain.
+    """
     heads = kv_heads = vocab = None
     if strategy.tp > 1:
         plan = options.plan(model, 1)
         counted = [pair.heads for pair in plan.pairs if pair.heads is not None]
-        # Of several attentions, one that does not divide.
+        # If there are several attentions, take one whose heads do not divide.
         counted.sort(key=lambda each: not (each.heads % strategy.tp or each.kv_heads % strategy.tp))
         if counted:
             heads = counted[0].heads
@@ -90,7 +91,7 @@ def facts_of(
 def findings(
     model: nn.Module, strategy: Strategy, options: Options, *, batch: int | None = None, world: int | None = None
 ) -> list[Finding]:
-    """All that is to be said, errors first; also where the model cannot be split at all."""
+    """Return all findings, errors first. A model that cannot be split at all also gives a finding."""
     try:
         found = validate(strategy, facts_of(model, strategy, options, batch=batch, world=world))
         return [*found, *_unproven(model, strategy, options)]
@@ -99,7 +100,10 @@ def findings(
 
 
 def _unproven(model: nn.Module, strategy: Strategy, options: Options) -> Iterator[Finding]:
-    """What stays whole although it looks as if a tensor axis could split it; alike modules of a list once."""
+    """Yield findings for what stays whole although a tensor axis looks able to split it.
+
+    Modules of one list that are alike are named once.
+    """
     if strategy.tp == 1:
         return
     said: dict[str, list[str]] = {}
@@ -116,7 +120,7 @@ def _unproven(model: nn.Module, strategy: Strategy, options: Options) -> Iterato
 
 
 def warn_of(model: nn.Module, strategy: Strategy, options: Options) -> None:
-    """Warn of what runs and is good to know. Raises StrategyError, with the arithmetic, for what cannot run."""
+    """Warn of findings that do not stop the run. Raise StrategyError, with the arithmetic, for what cannot run."""
     found = [*refuse(strategy, facts_of(model, strategy, options)), *_unproven(model, strategy, options)]
     if strategy.microbatches is not None and options.cut:
         numbers = f"microbatch_size= has no effect under {strategy}: a pipeline cuts into as many as microbatches= says"
@@ -132,7 +136,7 @@ def warn_of(model: nn.Module, strategy: Strategy, options: Options) -> None:
 
 
 def warn_of_draws(options: Options, strategy: Strategy) -> list[Finding]:
-    """Return what is to be said of random numbers that each rank and each forward draws by itself."""
+    """Return findings about random numbers that each rank and each forward draws by itself."""
     unkeyed = options.draws.unkeyed if options.draws is not None else ()
     if not unkeyed or (strategy.mesh.size == 1 and not options.cut):
         return []
@@ -142,7 +146,7 @@ def warn_of_draws(options: Options, strategy: Strategy) -> list[Finding]:
 
 
 def warn_of_coupled(options: Options, strategy: Strategy) -> list[Finding]:
-    """Return what is to be said of an auxiliary term of which `strategy` computes parts."""
+    """Return findings about an auxiliary term that `strategy` computes in parts."""
     found = options.coupled
     if found is None or not found.trains or not parts_rows(options, strategy):
         return []
@@ -155,9 +159,10 @@ _SHARDS = {1: "optimizer state", 2: "gradients, optimizer state", 3: "parameters
 
 @dataclass(frozen=True)
 class Check:
-    """What a strategy does to a model. rows: of the table; findings: errors, then what is good to know.
+    """The result of `check`: what a strategy does to a model.
 
-    ok: nothing stands in the way. Shows itself as a table, as text and in a notebook.
+    rows: the rows of the table. findings: errors first, then other remarks. ok: True if there is no error. It displays
+    as a table, as text and in a notebook.
     """
 
     strategy: Strategy
@@ -205,19 +210,20 @@ def check(
     tp_plan: Mapping[str, str] | None = None,
     loss: Loss | None = None,
 ) -> Check:
-    """Return how `strategy` would split `model`, module by module, and why not; local, and the model is left as it is.
+    """Return how `strategy` would split `model`, module by module, and why not. It runs locally and does not change the
+    model.
 
-    batch: rows of a global batch, or such a batch, of which two rows are run once to find where the model can be cut;
-    without one the blocks are guessed by structure; stages are those of blocks that cost the same, until a job has
-    measured them. world_size: ranks; default the world there is, else what the
-    strategy's degrees multiply to. inputs, stages, tp_plan, loss: as of the Trainer. Where the strategy parts the rows
-    of a batch, the model is run on some together and alone, and so is the loss if it is given.
-    Raises StrategyError for a strategy that cannot be written down, TrainingError for inputs= that no part of a batch
-    has; what does not fit is in `findings`.
+    batch: the number of rows of a global batch, or such a batch. Two rows of a batch are run once, to find where the
+    model can be cut. Without a batch the blocks are guessed by structure. Stages assume that all blocks cost the same,
+    until a job has measured them. world_size: the number of ranks. The default is the current world, or else the
+    product of the strategy's degrees. inputs, stages, tp_plan, loss: as for the Trainer. If the strategy divides the
+    rows of a batch, the model is run on some rows together and alone. The loss is too, if it is given. Raises
+    StrategyError for a strategy that cannot be parsed, and TrainingError if no part of a batch matches inputs=.
+    Whatever does not fit is in `findings`.
     """
     check_inputs(inputs)
     world = world_size or (dist.get_world_size() if dist.is_initialized() else None)
-    with classes_kept(), stand_in(Alone()) as here:  # what the model or the loss sends itself waits for nobody
+    with classes_kept(), stand_in(Alone()) as here:  # collectives of the model or the loss do not wait for other ranks
         return _checked(model, strategy, batch, world, inputs, stages, tp_plan, loss, here)
 
 
@@ -289,7 +295,7 @@ def _checked(
         except TrainingError as error:
             found.append(Finding(True, error.what, error.numbers or "", error.hint or ""))
         except Exception:
-            reference = None  # it does not run, which is said where it trains
+            reference = None  # the model does not run; training will report it
     if batch is not None and not isinstance(batch, int) and parts_rows(options, chosen):
         seen = examine(module, lambda value: call(module, value), loss, Sample(batch), inputs, look=look)
         options = replace(options, coupled=seen.coupled, counted=seen.counted)
@@ -332,7 +338,7 @@ def _checked(
 
 
 def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list[Finding]]:
-    """Return the strategy; one that is not the world's is still shown, as what stands in the way."""
+    """Return the strategy and its misfits. A strategy that does not fit the world is still shown, with the reason."""
     try:
         if world is not None:
             return Strategy.parse(strategy, world), []
@@ -353,7 +359,7 @@ def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list
 
 
 def _runner(module: nn.Module, example: Any, inputs: Sequence[str] | None) -> Callable[[], Any]:
-    """Runs `module` on a few rows; what is wrong with them is told when it does."""
+    """Return a function that runs `module` on a few rows. It raises if the rows are wrong."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
 
     def run() -> Any:
@@ -376,7 +382,7 @@ def _norms(module: nn.Module, strategy: Strategy) -> Iterator[Finding]:
 def _rows(
     skeleton: nn.Module, strategy: Strategy, options: Options, found: Sequence[Finding]
 ) -> Iterator[tuple[str, ...]]:
-    """One row for each kind of module; numbers in paths are folded into *."""
+    """Yield one table row for each kind of module. Numbers in module paths are folded into *."""
     plan, refused = None, {}
     if strategy.tp > 1:
         try:
@@ -403,7 +409,7 @@ def _rows(
 
 
 def _undivided(plan: TensorPlan) -> dict[str, str]:
-    """Folded owner -> why its heads cannot be dealt out."""
+    """Return folded owner -> why its heads cannot be divided over the ranks."""
     found = {}
     for owner, heads in ((each.owner, each.heads) for each in plan.pairs if each.heads is not None):
         for count, what in ((heads.kv_heads, "key and value heads"), (heads.heads, "heads")):
@@ -413,7 +419,7 @@ def _undivided(plan: TensorPlan) -> dict[str, str]:
 
 
 def _stages(skeleton: nn.Module, strategy: Strategy, options: Options) -> dict[str, str]:
-    """Folded module -> the stages that hold it."""
+    """Return folded module -> the stages that hold it."""
     if strategy.pp == 1:
         return {}
     chain, count = options.chain, len(ranks_of_stages(strategy))
@@ -433,7 +439,7 @@ def _stages(skeleton: nn.Module, strategy: Strategy, options: Options) -> dict[s
 
 
 def _guessed(name: str, names: Sequence[str], blocks: Sequence[str], ranges: Sequence[tuple[int, int]]) -> int:
-    """Stage of a parameter by where it stands: in a block, before the blocks, or behind them."""
+    """Return the stage of a parameter by its position: in a block, before the blocks, or behind them."""
     for stage, (lo, hi) in enumerate(ranges):
         if any(name.startswith(f"{block}.") for block in blocks[lo:hi]):
             return stage

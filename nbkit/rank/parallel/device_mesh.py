@@ -1,4 +1,4 @@
-"""The process groups of a mesh, as seen from one rank. A group is made once and serves every later strategy."""
+"""The process groups of a mesh, as seen from one rank. A group is made once and is reused by every later strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MakeGroup = Callable[[str, list[tuple[int, ...]], int], dist.ProcessGroup | None
 """See `group_of`."""
 
 GroupKey = tuple[str, tuple[int, ...], int]
-"""(axis, its ranks of the world, how often groups had been forgotten when it was made) of a group."""
+"""The key of a group: (axis, its ranks in the world, how often groups had been forgotten when it was made)."""
 
 _made: dict[GroupKey, dist.ProcessGroup] = {}
 _forgotten = 0
@@ -30,14 +30,14 @@ _forgotten = 0
 
 
 def key_of(axis: str, ranks: tuple[int, ...]) -> GroupKey:
-    """Of the group that `group_of` makes now, or finds."""
+    """Return the key of the group that `group_of` would make or find now."""
     return axis, ranks, _forgotten
 
 
 def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
-    """This rank's group among `every`, None when it would be alone (or is in none). Collective over the world.
+    """Return this rank's group among `every`, or None if it would be alone or is in none. Collective over the world.
 
-    Every rank makes the same groups in the same order, also those it is not in: torch wants that.
+    Every rank makes the same groups in the same order, even those it is not in, because torch requires it.
     """
     own: dist.ProcessGroup | None = None
     for ranks in every:
@@ -52,16 +52,16 @@ def group_of(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.Process
 
 
 def all_made(keys: Collection[GroupKey]) -> bool:
-    """Return True if these groups are there: `group_of` then sends nothing for them."""
+    """Return True if all these groups exist. `group_of` then sends nothing for them."""
     return all(key in _made for key in keys)
 
 
 def close_all_but(kept: Collection[GroupKey], device: torch.device) -> None:
-    """Close the groups that no rank keeps; who wants one again has it made anew. Collective over the world.
+    """Close the groups that no rank keeps. They are made again when needed. Collective over the world.
 
-    Nothing may be under way in them. kept: by this rank. All close the same ones in one order: a communicator may end
-    only when all of its members end it. A forgotten one that some ranks do not have was never used: they are not
-    asked.
+    Nothing may be under way in them. kept: the groups that this rank keeps. All ranks close the same groups in one
+    order, because a communicator may end only when all of its members end it. A forgotten group that some ranks do not
+    have was never used, so these ranks are not asked.
     """
     own = sorted(_made.keys() - set(kept))
     told = frozenset(own), _made.keys() & set(kept)
@@ -77,9 +77,10 @@ def close_all_but(kept: Collection[GroupKey], device: torch.device) -> None:
 
 
 def close_all() -> None:
-    """Close all groups: other processes sit in the places of some ranks, and have none of them. Not collective.
+    """Close all groups, because other processes have taken the places of some ranks and have none of them. Not
+    collective.
 
-    Those that no such process was in would be formed again whenever another rank dies, for nobody.
+    A group without such a process would otherwise be formed again, for no use, whenever another rank dies.
     """
     global _forgotten
     for key in sorted(_made):
@@ -94,9 +95,9 @@ def _close(group: dist.ProcessGroup) -> None:
 
 
 def groups_made() -> int:
-    """A number that ranks have in common which have made the same groups, when none is being made.
+    """Return a number that is equal on ranks that have made the same groups. Call it when no group is being made.
 
-    An interrupt may have reached one rank before a group was made and another after it.
+    An interrupt may reach one rank before a group was made and another rank after it.
     """
     forming.join()
     made = sorted(key for key in _made if key[-1] == _forgotten)
@@ -104,9 +105,9 @@ def groups_made() -> int:
 
 
 def forget(device: torch.device) -> None:
-    """Later strategies get groups of their own; those that are there serve who holds them, until `close_all_but`.
+    """Give later strategies new groups. Existing groups serve their holders until `close_all_but`.
 
-    Collective: torch names a group by a count that ranks must agree on, and so are they called here.
+    Collective: torch names a group by a count on which the ranks must agree. This call makes them agree.
     """
     global _forgotten
     _forgotten += 1
@@ -119,10 +120,10 @@ def forget(device: torch.device) -> None:
 def groups_along(
     mesh: Mesh, shard: int | None, *, summed: str = "", node_of: Sequence[int] = ()
 ) -> dict[str, list[tuple[int, ...]]]:
-    """axis -> its groups, of all ranks. Halves of dp only where they are not the whole of it, or one rank each.
+    """Return axis -> its groups, of all ranks. The halves of dp are included only if both are smaller than dp.
 
-    summed: the axis along which gradients are all-reduced; where its groups have ranks on several nodes (node_of: see
-    `levels_of`), also its two levels.
+    summed: the axis along which gradients are all-reduced. If its groups have ranks on several nodes, its two levels
+    are included too. node_of: see `levels_of`.
     """
     found = {axis: mesh.groups(axis) for axis in AXES}
     if shard not in (None, 1, mesh.dp):
@@ -144,7 +145,10 @@ class LevelGroups:
 
 @dataclass(frozen=True)
 class Axes:
-    """Groups, degrees and places of one rank. Axes: pp, dp, cp, tp, and the halves of dp: shard and replicate."""
+    """The groups, degrees and positions of one rank.
+
+    Axes are pp, dp, cp, tp, and the halves of dp: shard and replicate.
+    """
 
     mesh: Mesh
     rank: int
@@ -162,9 +166,9 @@ class Axes:
         node_of: Sequence[int] = (),
         make: MakeGroup | None = None,
     ) -> Axes:
-        """Make what is not there yet. Collective over the world. shard: ranks of a sharding group (default: dp).
+        """Make the groups that do not exist yet. Collective over the world.
 
-        summed, node_of: see `groups_along`.
+        shard: the number of ranks in a sharding group (default: dp). summed, node_of: see `groups_along`.
         """
         shard, make = mesh.dp if shard is None else shard, make or group_of
         along = groups_along(mesh, shard, summed=summed, node_of=node_of)
@@ -174,11 +178,14 @@ class Axes:
         return cls(mesh, rank, shard, groups)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The group of this rank along `axis`, None when it is alone there."""
+        """Return the group of this rank along `axis`, or None if it is alone there."""
         return self._groups[axis]
 
     def used(self, edges: object) -> list[dist.ProcessGroup]:
-        """This rank's groups that a step makes collectives in. edges: of a pipeline, which then has none along pp."""
+        """Return this rank's groups in which a step makes collectives.
+
+        edges: the channels of a pipeline. With them, a pipeline makes no collectives along pp.
+        """
         halved = self.shard not in (1, self.mesh.dp)
         axes = {"tp", "cp", *(("shard", "replicate") if halved else ("dp",)), *(() if edges else ("pp",))}
         levels = {f"{axis} {level}" for axis in axes for level in (WITHIN, BETWEEN)} & self._groups.keys()
@@ -186,12 +193,12 @@ class Axes:
         return [group for axis in sorted(axes) if (group := self._groups.get(axis)) is not None]
 
     def levels(self, axis: str) -> LevelGroups | None:
-        """Return the two levels of an all-reduce along `axis`; None where it has one."""
+        """Return the two levels of an all-reduce along `axis`, or None if it has only one."""
         within, between = self._groups.get(f"{axis} {WITHIN}"), self._groups.get(f"{axis} {BETWEEN}")
         return None if within is None or between is None else LevelGroups(within, between)
 
     def size(self, axis: str) -> int:
-        """Ranks along `axis`."""
+        """Return the number of ranks along `axis`."""
         if axis in ("shard", "replicate"):
             return self.shard if axis == "shard" else self.mesh.dp // self.shard
         return self.mesh.degree(axis)

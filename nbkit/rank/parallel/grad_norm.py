@@ -1,4 +1,4 @@
-"""The norm of all gradients of a job, of which each rank holds some, and several ranks the same."""
+"""The norm of all gradients of a job. Each rank holds some of them, and several ranks may hold the same ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from nbkit.rank.torch_private import foreach_mul_, foreach_norm
 
 _SUMMED = 1 << 16
-"""A CPU adds squares to float32 sums in order: of 38 M elements the norm is 0.3 % off, of this many 2e-7. A GPU sums
-blocks as small as these by itself."""
+"""The most elements that a CPU sums in one go. It adds squares to a float32 sum in order. With 38 M elements the norm
+is 0.3 % off; with this many it is 2e-7 off. A GPU sums in such small blocks by itself."""
 
 
 @torch.no_grad()
@@ -24,11 +24,12 @@ def grad_norm(
     group: dist.ProcessGroup | None = None,
     world_size: int | None = None,
 ) -> Tensor:
-    """Return the 2-norm of the gradients of a job, float64, 0-dimensional, on `device`; nothing waits for it.
+    """Return the 2-norm of the gradients of a job: float64, 0-dimensional, on `device`. It does not synchronise.
     Collective.
 
-    replication: name -> how many ranks of `group` (None: the world) hold each element of this gradient, which counts
-    once. world_size: 1 sends nothing. The sum of squares / replication over the ranks, one all-reduce of one number.
+    replication: name -> how many ranks of `group` (None: the world) hold each element of this gradient. Each element
+    counts once. world_size: 1 sends nothing. The ranks sum their squares / replication, in one all-reduce of one
+    number.
     """
     alike: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for name, p in held.items():
@@ -36,7 +37,7 @@ def grad_norm(
             alike.setdefault((replication.get(name, 1), p.grad.dtype), []).append(p.grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (copies, dtype), grads in alike.items():
-        # Of bfloat16, the norm would be rounded to bfloat16.
+        # The norm of bfloat16 gradients would otherwise be rounded to bfloat16.
         norms = foreach_norm(_pieces(grads, device), 2, dtype=torch.promote_types(dtype, torch.float32))
         total += torch.stack(norms).to(torch.float64).square().sum() / copies
     if (dist.get_world_size(group) if world_size is None else world_size) > 1:
@@ -45,7 +46,7 @@ def grad_norm(
 
 
 def _pieces(grads: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Of at most `_SUMMED` elements each, where they are summed one after the other."""
+    """Split gradients on a CPU into pieces of at most `_SUMMED` elements, because a CPU sums elements in order."""
     if device.type != "cpu":
         return grads
     return [piece for grad in grads for piece in grad.reshape(-1).split(_SUMMED)]
@@ -53,16 +54,16 @@ def _pieces(grads: list[Tensor], device: torch.device) -> list[Tensor]:
 
 @torch.no_grad()
 def clip(held: Mapping[str, nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients so that their norm, which was `norm`, is at most `max_norm`; nothing waits."""
+    """Scale the gradients so that their norm, which was `norm`, is at most `max_norm`. It does not synchronise."""
     # As torch.nn.utils.clip_grad_norm_ does it.
     scale((p.grad for p in held.values() if p.grad is not None), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 def scale(grads: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply the gradients by a 0-dimensional factor, whose dtype changes none of theirs; nothing waits."""
+    """Multiply the gradients by a 0-dimensional factor without changing their dtypes. It does not synchronise."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
         alike.setdefault(grad.dtype, []).append(grad)
     for dtype, some in alike.items():
-        # A device does all with one kernel where the dtypes are equal. A half would round the factor by up to 0.4 %.
+        # With equal dtypes a device uses one kernel for all. A 16-bit dtype would round the factor by up to 0.4 %.
         foreach_mul_(some, factor.to(dtype) if dtype in (torch.float32, torch.float64) else factor)

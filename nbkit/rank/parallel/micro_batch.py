@@ -1,4 +1,4 @@
-"""A rank's rows in micro-batches, and the forward pass of one: the same in a step and in the proof before it."""
+"""Splits a rank's rows into micro-batches, and runs the forward pass of one. Steps and proofs share this code."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 
 @dataclass(frozen=True)
 class Micro:
-    """A micro-batch: its data, where it is computed; its rows, and which of the global batch they are. shard, start: it
-    begins at that row of a shard."""
+    """A micro-batch.
+
+    data: on the device that computes it. rows: the number of rows. numbers: which rows of the global batch they are.
+    shard, start: the micro-batch begins at row `start` of `shard`.
+    """
 
     data: Any
     rows: int
@@ -31,14 +34,14 @@ class Micro:
 
     @property
     def read(self) -> Any:
-        """Its data as it was read."""
+        """Return its data as it was read."""
         return take(self.shard.data, self.start, self.start + self.rows, rows=self.shard.rows)
 
 
 def micro_batches(shard: Shard, model: ShardedModel, size: int | None, device: torch.device) -> list[Micro]:
-    """A shard in as many micro-batches as the strategy of a pipeline says, else of `size` rows, else in one.
+    """Split a shard into micro-batches: as many as a pipeline strategy says, else of `size` rows each, else one.
 
-    It is moved to `device` as a whole, once, however many micro-batches and stages take from it.
+    The whole shard is moved to `device` once, however many micro-batches and stages take from it.
     """
     axes, rows = model.axes, shard.rows
     numbers = numbers_of(shard.parts, shard.total, axes.size("dp"), axes.index("dp"))
@@ -55,7 +58,7 @@ def micro_batches(shard: Shard, model: ShardedModel, size: int | None, device: t
 
 
 def most_passes(shard: Shard, model: ShardedModel, size: int | None) -> int:
-    """Micro-batches of the rank that has most."""
+    """Return the number of micro-batches of the rank that has the most."""
     most = shard.most(model.axes.size("dp"))
     if (count := model.strategy.microbatches) is not None:
         return min(count, most)
@@ -63,15 +66,17 @@ def most_passes(shard: Shard, model: ShardedModel, size: int | None) -> int:
 
 
 def check_collectives(shard: Shard, model: ShardedModel, size: int | None, collective: str) -> None:
-    """Raise TrainingError, on every rank alike, where a `collective` that the model or the loss makes would not meet.
+    """Raise TrainingError, on every rank alike, if a `collective` of the model or the loss would not match across
+    ranks.
 
-    "": they make none. Ranks that make fewer forward passes, or gather fewer rows, would leave the others waiting.
+    collective: "" if they make none. Ranks that make fewer forward passes, or gather fewer rows, would leave the others
+    waiting.
     """
     ranks = model.axes.size("dp")
     if not collective or ranks == 1:
         return
     rows = [len(numbers_of(shard.parts, shard.total, ranks, rank)) for rank in range(ranks)]
-    # A sum over the ranks needs as many calls; what gathers needs as many rows.
+    # A sum over the ranks needs equal numbers of calls. A gather needs equal numbers of rows.
     counts = [-(-each // size) if size else min(each, 1) for each in rows] if collective == "all_reduce" else rows
     if len(set(counts)) > 1:
         raise TrainingError(
@@ -83,14 +88,17 @@ def check_collectives(shard: Shard, model: ShardedModel, size: int | None, colle
 
 @dataclass(frozen=True)
 class Whole:
-    """A global batch. targets: that count, for each cross entropy, where they are counted beforehand."""
+    """A global batch.
+
+    targets: the number of targets that count, for each cross entropy, if they are counted beforehand.
+    """
 
     rows: int
     targets: tuple[float, ...] = ()
 
 
 def whole_of(shard: Shard, counted: Counted | None, model: ShardedModel, device: torch.device) -> Whole:
-    """The batch that `shard` is of. Collective along dp where its targets are counted."""
+    """Return the batch that `shard` belongs to. Collective along dp if its targets are counted."""
     if counted is None or not counted.labels:
         return Whole(shard.total)
     own = [labels.count(shard.data) if shard.rows else 0.0 for labels in counted.labels]
@@ -102,7 +110,7 @@ def whole_of(shard: Shard, counted: Counted | None, model: ShardedModel, device:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Of one stage, on micro-batches."""
+    """The forward pass of one stage on micro-batches."""
 
     model: ShardedModel
     loss: Loss
@@ -111,9 +119,10 @@ class ForwardPass:
     def run(
         self, micro: Micro, stage: int, received: tuple[Tensor, ...], counted: Counted | None, whole: Whole
     ) -> tuple[Any, Weighed | None, int]:
-        """(what the stage gives, what the loss weighs, tokens); the last two only of the stage that ends the model.
+        """Return (output of the stage, weighed loss, tokens). The last two are None and 0 except on the stage that ends
+        the model.
 
-        counted: see Options; None where the loss weighs rows.
+        counted: see Options; None if the loss weighs rows.
         """
         model = self.model
         value, target = pair(micro.data, self.inputs)
@@ -128,7 +137,7 @@ class ForwardPass:
         inside = counted is not None and counted.where == "model"
         with targets.inside() if targets is not None and inside else nullcontext():
             output = model.stage(stage, value, received)
-        model.data.settle()  # a loss may hold weights of its own, to weigh them
+        model.data.settle()  # a loss may read weights by itself
         with targets or nullcontext():
             result = self.loss(output, target)
         if targets is not None:

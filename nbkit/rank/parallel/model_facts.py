@@ -1,7 +1,7 @@
-"""What strategies need to know of a model, found by running it: for those strategies alone that somebody asks for.
+"""Finds what strategies need to know of a model by running it. It looks only for what the requested strategies need.
 
-Each fact is an attribute of `Options`, or several that are found together. It is found once for a model, on one rank,
-and told to the others. `Options.looked` has the names of those that were looked for, found or not.
+Each fact is an attribute of `Options`, or several attributes that are found together. A fact is found once for a model,
+on one rank, and is sent to the others. `Options.looked` has the names of the facts that were looked for, found or not.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from nbkit.rank.rng.seeding import generators_left_alone
 from nbkit.strategy import Strategy
 
 FOUND = ("looked", "chain", "no_chain", "costs", "hidden", "proof", "gathers", "positionwise")
-"""Attributes of Options that are found here."""
+"""The attributes of Options that this module finds."""
 
 
 @dataclass(frozen=True)
 class ModelRuns:
-    """How the model is run on the example. batch: the example. whole: one pass over it; loss: of what that gives.
+    """The ways to run the model on the example.
 
-    brief, brief_loss: the same on a few positions of each row. autocast: the dtype in which it trains, if another.
+    batch: the example. whole: runs the model once on it. loss: the loss of that output. brief, brief_loss: the same on
+    a few positions of each row. autocast: the dtype in which the model trains, if it is another one.
     """
 
     batch: Any
@@ -47,8 +48,10 @@ class ModelRuns:
 
 
 def facts_for(strategy: Strategy) -> frozenset[str]:
-    """Names of the facts that `strategy` is built by and that its cost is predicted by; none where ranks part rows
-    alone."""
+    """Return the names of the facts that building `strategy` and predicting its cost need.
+
+    There are none if ranks only divide the rows.
+    """
     found: set[str] = set()
     if strategy.tp > 1:
         found |= {f"tp={strategy.tp}", "chain"}
@@ -62,7 +65,7 @@ def facts_for(strategy: Strategy) -> frozenset[str]:
 
 
 def lacking(options: Options, strategies: Iterable[Strategy]) -> frozenset[str]:
-    """Return what was not looked for, of what `strategies` need; nothing where there is no example to run."""
+    """Return the facts that `strategies` need and that were not looked for; none if there is no example to run."""
     if options.looked is None:
         return frozenset()
     wanted: frozenset[str] = frozenset().union(*map(facts_for, strategies))
@@ -70,9 +73,10 @@ def lacking(options: Options, strategies: Iterable[Strategy]) -> frozenset[str]:
 
 
 def find_facts(module: nn.Module, runs: ModelRuns, options: Options, wanted: Collection[str]) -> dict[str, Any]:
-    """Attributes of Options, in which the facts `wanted` have been looked for; whatever goes wrong is in them.
+    """Look for the facts `wanted` and return them as attributes of Options. Failures are stored in them too.
 
-    module: whole, as it trains; it is afterwards as before. Let other ranks be idle meanwhile: seconds are measured.
+    module: whole, in training mode. It is left as it was. Other ranks must be idle meanwhile, because seconds are
+    measured.
     """
     found: dict[str, Any] = {"looked": (options.looked or frozenset()) | frozenset(wanted)}
     if sizes := sorted(int(name.removeprefix("tp=")) for name in wanted if name.startswith("tp=")):
@@ -81,7 +85,7 @@ def find_facts(module: nn.Module, runs: ModelRuns, options: Options, wanted: Col
         found["proof"] = replace(proof, verdicts=verdicts, flow=proof.flow or options.proof.flow)
     if "gathers" in wanted:
         with suppress(Exception):
-            # What is wrong with the model is said, in full, where it is trained.
+            # Training reports in full what is wrong with the model.
             found["gathers"] = plan_gathers(
                 module,
                 lambda: runs.loss(runs.whole()),
@@ -117,7 +121,7 @@ def _along_the_chain(
 
 
 class _evaluating:
-    """Inside, the module is in evaluation; afterwards each part is in its own mode."""
+    """Sets the module to evaluation inside. Afterwards each part is in its own mode again."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._modes = module, [(part, part.training) for part in module.modules()]
@@ -138,10 +142,11 @@ def find_later(
     *,
     beside: bool,
 ) -> dict[str, Any]:
-    """As find_facts, where the whole model is no more: of its shapes, with weights that take no memory.
+    """Do what find_facts does when the whole model no longer exists. It uses the shapes, with weights that take no
+    memory.
 
-    beside: in a thread beside a training, whose random numbers stay as they are. {} then for a model that draws some
-    itself: it can only be looked at between two steps.
+    beside: run in a thread beside a training, whose random numbers stay as they are. Then return {} for a model that
+    draws random numbers itself: it can only be looked at between two steps.
     """
     if beside and options.draws is not None:
         return {}
@@ -155,13 +160,13 @@ def find_later(
         except Exception as error:
             if beside:
                 raise
-            # Other ranks wait to be told.
+            # The other ranks wait for an answer.
             looked = (options.looked or frozenset()) | frozenset(wanted)
             return {"looked": looked, "no_chain": f"{type(error).__name__}: {error}"}
 
 
 def need_facts(options: Options, strategy: Strategy) -> None:
-    """Raises StrategyError where the model was not looked at for `strategy` yet: nobody knows whether it fits."""
+    """Raise StrategyError if the model was not yet looked at for `strategy`. It is then unknown whether it fits."""
     if lacking(options, [strategy]):
         raise StrategyError(
             f"Whether {strategy} fits this model is not known yet.",

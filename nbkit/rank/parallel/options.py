@@ -1,4 +1,4 @@
-"""The options of a job beside its strategy, and the facts about its model: the same for every strategy."""
+"""The options of a job beside its strategy, and the facts about its model. They are the same for every strategy."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from nbkit.strategy import Strategy
 
 @dataclass(frozen=True)
 class Coupled:
-    """What makes a batch computed in parts another one than the whole: found by computing both.
+    """A reason why a batch computed in parts differs from the whole batch. It is found by computing both.
 
-    what: who does it; numbers: that show it; hint: what to write instead. trains: it is an auxiliary term, of which the
-    mean over the parts is taken: it is warned of, and trains.
+    what: the cause. numbers: the evidence. hint: what to write instead. trains: the cause is an auxiliary term. The
+    mean over the parts is taken, so the job trains with a warning.
     """
 
     what: str
@@ -37,23 +37,23 @@ class Coupled:
 
 @dataclass(frozen=True)
 class Options:
-    """chain: the blocks of the model, None when none were found; no_chain: why not. costs: of its pieces, in seconds.
+    """The options of a job beside its strategy, and the facts about its model.
 
+    chain: the blocks of the model, None if none were found. no_chain: why not. costs: the seconds of its pieces.
     tp_plan: see tensor.choose. recompute: compute the activations of the blocks again in the backward pass. experts:
-    the first mixture of experts, "" without one. astray: what in a copy of the model reads the original, "" where none
-    does; again: the callable that built the model builds it again; rebuilt: so it does for copies, since none is right.
-    hooked: the first parameter with a hook on its gradient. coupled: what
-    couples the rows of a batch, None where nothing was found. counted: the loss weighs the targets that count, None
-    where it weighs rows. draws: what the model draws itself, None where nothing was found. cut: a rank cuts its rows
-    into several forwards, whatever the strategy. compile: blocks are compiled where that is sound. hidden: (positions,
-    width) of what goes from block to block, None where it is not one tensor of that kind. proof: of the ways to split
-    the model over a tensor axis, found by running them. gathers: what ZeRO 3 gathers together; positionwise: what
-    running the model on parts of the positions has shown; None when nothing could be run to find out. adaptive: the
-    optimizer's steps do not grow with the gradients, as Adam's do not. collectives: the first one that the model or the
-    loss makes itself, "" where none was seen. outside: what they change and read beside parameters and buffers.
-    changes: they change something there, read or not. caches: attributes that describe what the model caches, which is
-    made again after a switch. looked: the facts that were looked for (see model_facts.py), None where all were, or
-    nothing can be run.
+    the first mixture of experts, "" without one. astray: what in a copy of the model reads the original, "" if nothing
+    does. again: the callable that built the model can build it again. rebuilt: the callable builds the copies too,
+    because no copy is right. hooked: the first parameter with a hook on its gradient. coupled: what couples the rows of
+    a batch, None if nothing was found. counted: the loss weighs the targets that count, None if it weighs rows. draws:
+    what the model draws itself, None if nothing was found. cut: a rank cuts its rows into several forwards, whatever
+    the strategy. compile: compile blocks where that is safe. hidden: (positions, width) of the tensor that goes from
+    block to block, None if it is not one such tensor. proof: the ways to split the model over a tensor axis, found by
+    running them. gathers: what ZeRO 3 gathers together. positionwise: what running the model on parts of the positions
+    has shown. Both are None if nothing could be run. adaptive: the optimizer's steps do not grow with the gradients, as
+    with Adam. collectives: the first collective that the model or the loss makes itself, "" if none was seen. outside:
+    what they change and read beside parameters and buffers. changes: they change something there, whether they read it
+    or not. caches: attributes that describe what the model caches, which is made again after a switch. looked: the
+    facts that were looked for (see model_facts.py), None if all were, or if nothing can be run.
     """
 
     chain: LayerChain | None = None
@@ -88,7 +88,7 @@ class Options:
 
 
 def need_chain(options: Options, strategy: Strategy) -> None:
-    """Raises StrategyError where `strategy` needs the model's blocks, and none were found or it cannot run them."""
+    """Raise StrategyError if `strategy` needs the model's blocks and none were found, or if it cannot run them."""
     if options.chain is None and (strategy.pp > 1 or strategy.cp > 1):
         raise StrategyError(
             f"The model cannot be cut into blocks, which {strategy} needs.",
@@ -105,12 +105,13 @@ def need_chain(options: Options, strategy: Strategy) -> None:
 
 
 def keeps_whole(strategy: Strategy) -> bool:
-    """Return whether each rank holds the whole model, as the user built it: a job may begin with that itself."""
+    """Return True if each rank holds the whole model, as the user built it. A job may then begin with that model
+    itself."""
     return strategy.mesh.size == strategy.dp and strategy.zero == 0
 
 
 def need_copies(options: Options, strategy: Strategy) -> None:
-    """Raises StrategyError where `strategy` would compute with a copy of the model that is none of its own."""
+    """Raise StrategyError if `strategy` would compute with a copy of the model that uses parts of the original."""
     if options.astray:
         raise StrategyError(
             f"{strategy} computes with a copy of the model, and no copy is right.",
@@ -125,7 +126,7 @@ def parts_rows(options: Options, strategy: Strategy) -> bool:
 
 
 def need_rows(options: Options, strategy: Strategy) -> None:
-    """Raises StrategyError where `strategy` parts rows that the model or its loss hold together."""
+    """Raise StrategyError if `strategy` separates rows that the model or its loss couples."""
     if options.experts and (why := _experts_unproven(options, strategy)):
         raise StrategyError(
             f"{options.experts!r} is a mixture of experts, which {strategy} is not known to train as one process does.",
@@ -140,7 +141,7 @@ def need_rows(options: Options, strategy: Strategy) -> None:
 
 
 def need_outside(options: Options, strategy: Strategy) -> None:
-    """Raises StrategyError where what the model keeps beside its parameters and buffers would be another one."""
+    """Raise StrategyError if state that the model keeps beside its parameters and buffers would differ."""
     if (found := options.outside) is None:
         return
     if found.unseen:
@@ -174,7 +175,7 @@ def need_outside(options: Options, strategy: Strategy) -> None:
 
 
 def need_whole_gradients(options: Options, strategy: Strategy) -> None:
-    """Raises StrategyError where hooks on gradients would be called with parts of them, or not at all."""
+    """Raise StrategyError if hooks on gradients would get parts of them, or would not be called."""
     if options.hooked and (strategy.mesh.size > 1 or options.cut):
         raise StrategyError(
             f"The gradient of {options.hooked!r} has a hook, which {strategy} would give a part of it, or never call.",
@@ -184,7 +185,7 @@ def need_whole_gradients(options: Options, strategy: Strategy) -> None:
 
 
 def _experts_unproven(options: Options, strategy: Strategy) -> str:
-    """Why it is not known how a mixture of experts trains under `strategy`; "" where the model was run to find out."""
+    """Return why it is not known how a mixture of experts trains under `strategy`; "" if a run has shown it."""
     if strategy.tp > 1 and options.proof.of(strategy.tp) is None:
         return f"tp {strategy.tp}: {options.proof.why or 'the model was not run in parts'}"
     if strategy.cp > 1 and options.positionwise is None:
@@ -195,22 +196,24 @@ def _experts_unproven(options: Options, strategy: Strategy) -> str:
 
 
 def need_gathers(options: Options, strategy: Strategy) -> None:
-    """Raises StrategyError where `strategy` shards parameters and the model was seen to train otherwise so."""
+    """Raise StrategyError if `strategy` shards parameters and a run showed that the model then trains differently."""
     refused = options.gathers.refused if options.gathers is not None else None
     if strategy.zero == 3 and strategy.shard > 1 and refused is not None:
         raise StrategyError(refused.what, numbers=refused.numbers, hint=refused.hint)
 
 
 def casts_of(options: Options, strategy: Strategy) -> Casts | None:
-    """Return what `strategy` gathers in the dtype of autocast. Layers that tp splits are others than those that were
-    seen."""
+    """Return what `strategy` gathers in the dtype of autocast.
+
+    Under tp it is None, because the split layers are not the ones that were seen.
+    """
     if strategy.zero < 3 or strategy.shard == 1 or strategy.tp > 1 or options.gathers is None:
         return None
     return options.gathers.casts
 
 
 def need_positionwise(options: Options, strategy: Strategy) -> None:
-    """Raises StrategyError where `strategy` parts the positions and the model was seen to need them together."""
+    """Raise StrategyError if `strategy` splits the positions and a run showed that the model needs them together."""
     found = options.positionwise
     if strategy.cp > 1 and found is not None and found.refused is not None:
         raise found.refused

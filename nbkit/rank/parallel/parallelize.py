@@ -1,13 +1,13 @@
 """The one order in which techniques compose, from the outermost to the innermost split.
 
-1. pipeline: what other stages hold is dropped first, so that nothing below ever touches it;
+1. pipeline: parts of other stages are dropped first, so that nothing below ever touches them;
 2. tensor: layers are cut while their parameters are still placeholders, so that no whole weight is ever made;
 3. context: attention learns to gather keys and values, around layers that are already cut;
 4. recomputation: wraps blocks whose collectives are in place, so that the second forward makes them too; or
-   compilation, of blocks that have none;
+   compilation, of blocks that have no collectives;
 5. data: sums and shards whatever is left on this rank, as one flat set of local parameters.
 
-After torchtitan's `parallelize`; here it is the same function for every model and every strategy.
+It follows torchtitan's `parallelize`. Here one function serves every model and every strategy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from nbkit.tensor_layout import Layout
 
 @dataclass
 class ShardedSkeleton:
-    """A module as a strategy leaves it on this rank, with shapes and without memory. For one sharded model."""
+    """A module as a strategy leaves it on this rank, with shapes and without memory. It makes one sharded model."""
 
     strategy: Strategy
     connections: Connections
@@ -58,7 +58,7 @@ class ShardedSkeleton:
     adaptive: bool
 
     def build(self, device: torch.device) -> ShardedModel:
-        """Give it memory, and a pipeline its channels. Sends nothing."""
+        """Give the module memory, and give a pipeline its channels. It sends nothing."""
         axes, edges, pipeline = self.connections.axes, self.connections.edges, None
         if self.schedule is not None:
             group, index = axes.group("pp"), axes.index("pp")
@@ -99,7 +99,7 @@ def parallelize(
     device: torch.device,
     own: nn.Module | None,
 ) -> ShardedModel:
-    """Return a sharded model of `strategy` on this rank; its weights are to be filled. Sends nothing.
+    """Return a sharded model of `strategy` on this rank. Its weights are still to be filled. It sends nothing.
 
     Arguments and errors: see `cut`.
     """
@@ -115,11 +115,11 @@ def cut(
     device: torch.device,
     own: nn.Module | None = None,
 ) -> ShardedSkeleton:
-    """The model as `strategy` leaves it on this rank, without memory. Sends nothing, draws nothing, in any thread.
+    """Return the model as `strategy` leaves it on this rank, without memory. It sends and draws nothing, in any thread.
 
-    skeleton: the whole model's shapes, copied, not touched. own: the whole model itself, which a strategy that splits
-    nothing takes as it is; None when there is none any more.
-    Raises StrategyError or TrainingError, the same on every rank, for what cannot be split.
+    skeleton: the whole model's shapes. It is copied and not changed. own: the whole model itself. A strategy that
+    splits nothing uses it as it is; None if it no longer exists. Raises StrategyError or TrainingError, the same on
+    every rank, for what cannot be split.
     """
     axes = connections.axes
     if (module := own if keeps_whole(strategy) else None) is None:
@@ -143,7 +143,7 @@ def cut(
     layouts = {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
     partial: dict[str, tuple[str, ...]] = {}
     if strategy.tp > 1:
-        # Planned on the whole model: one stage alone may not show what belongs together.
+        # Plan on the whole model, because one stage may not show what belongs together.
         plan = options.plan(skeleton, strategy.tp)
         parts = tensor_parallel(module, axes, plan=plan, sequence=in_sequence)
         layouts.update(parts.layouts)
@@ -169,7 +169,7 @@ def cut(
 
 
 def blocks_held(module: nn.Module, options: Options, whole: nn.Module) -> list[str]:
-    """Names of the blocks of `whole` that `module`, a part of it, holds: those that can be recomputed."""
+    """Return the names of the blocks of `whole` that `module`, a part of it, holds. These can be recomputed."""
     every = options.chain.units if options.chain is not None else structural_blocks(whole)
     return [name for name in every if _holds(module, name)]
 

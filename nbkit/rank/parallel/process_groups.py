@@ -1,4 +1,4 @@
-"""The process groups that a strategy talks over, made before anything else of it: what needs every rank at once."""
+"""The process groups that a strategy uses. They are made first, because making them needs all ranks at once."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from nbkit.tensor_layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class Connections:
-    """axes: groups of the mesh. edges: of a pipeline's channels, where the backend needs them.
+    """The process groups of one strategy on this rank.
 
-    ties: (group, names) of the parameters that several stages hold. replication: name -> ranks of the world that hold
-    the same elements of what the optimizer updates. world: the group of all ranks, None for torch's own. keys: of the
-    groups of all ranks, which `close_unused` leaves open while this object lives.
+    axes: the groups of the mesh. edges: the groups of a pipeline's channels, if the backend needs them. ties: (group,
+    names) of the parameters that several stages hold. replication: name -> how many ranks of the world hold the same
+    elements of what the optimizer updates. world: the group of all ranks, None for torch's own. keys: the keys of the
+    groups of all ranks. `close_unused` leaves these open while this object lives.
     """
 
     axes: Axes
@@ -48,9 +49,9 @@ _in_use: WeakSet[Connections] = WeakSet()
 
 
 def connect(strategy: Strategy, rank_layouts: RankLayouts, rank: int, node_of: Sequence[int] = ()) -> Connections:
-    """Make the groups that are not there yet. Collective over the world; nothing else of a strategy's birth is.
+    """Make the groups that do not exist yet. Collective over the world; building a strategy needs no other collective.
 
-    node_of: of each rank, the number of its node; () for one node.
+    node_of: the node number of each rank; () for one node.
     """
     axes = Axes.of(strategy.mesh, rank, shard=strategy.shard, summed=strategy.summed_axis, node_of=node_of)
     ties = _ties(strategy, rank_layouts, rank, group_of)
@@ -62,10 +63,12 @@ def connect(strategy: Strategy, rank_layouts: RankLayouts, rank: int, node_of: S
 
 
 def meet_groups(connections: Connections, device: torch.device) -> None:
-    """The first use of this rank's groups that have not met since they were formed. Collective over the world.
+    """Use this rank's groups for the first time, if they have not met since they were formed. Collective over the
+    world.
 
-    NCCL takes the memory of a communicator at its first use: here, before tensors of a strategy take it, and with what
-    torch's allocator has in reserve. In a step, who finds none would leave the others waiting.
+    NCCL takes the memory of a communicator at its first use. Here this happens before tensors of a strategy take
+    memory, and after torch's allocator has returned its reserve. In a step, a rank that finds no memory would leave the
+    others waiting.
     """
     if dist.get_backend() == "nccl" and accelerator().holds(device):
         groups = [*connections.axes.used(connections.edges), *(group for group, _ in connections.ties)]
@@ -77,9 +80,9 @@ def meet_groups(connections: Connections, device: torch.device) -> None:
 
 
 def close_unused(device: torch.device) -> None:
-    """Close the groups of strategies whose `Connections` nobody holds any more, on any rank. Collective.
+    """Close the groups of strategies whose `Connections` no rank holds any more. Collective.
 
-    On a GPU a group that was used holds a communicator, which takes memory of the device.
+    On a GPU, a group that was used holds a communicator, which takes device memory.
     """
     close_all_but(frozenset[GroupKey]().union(*(one.keys for one in list(_in_use))), device)
 
@@ -87,7 +90,10 @@ def close_unused(device: torch.device) -> None:
 def connect_threads(
     strategy: Strategy, rank_layouts: RankLayouts, rank: int, meetings: Callable[[str, tuple[int, ...]], ThreadMeeting]
 ) -> Connections:
-    """Those of a rank that is a thread of this process. meetings: of an axis and the ranks of a group along it."""
+    """Return the connections of a rank that is a thread of this process.
+
+    meetings: gives the meeting of an axis and the ranks of a group along it.
+    """
 
     def make(axis: str, every: list[tuple[int, ...]], rank: int) -> dist.ProcessGroup | None:
         ranks = next((ranks for ranks in every if rank in ranks and len(ranks) > 1), None)
@@ -100,12 +106,12 @@ def connect_threads(
 
 
 def served(strategy: Strategy, rank_layouts: RankLayouts, node_of: Sequence[int] = ()) -> bool:
-    """Return True if the groups of strategies before serve this one, so that `connect` sends nothing."""
+    """Return True if the groups of earlier strategies serve this one. `connect` then sends nothing."""
     return all_made(group_keys(strategy, rank_layouts, node_of))
 
 
 def group_keys(strategy: Strategy, rank_layouts: RankLayouts, node_of: Sequence[int] = ()) -> set[GroupKey]:
-    """The groups of all ranks that `connect` makes, or finds."""
+    """Return the keys of the groups of all ranks that `connect` makes or finds."""
     along = groups_along(strategy.mesh, strategy.shard, summed=strategy.summed_axis, node_of=node_of)
     tied = [("pp", every) for every, _ in _tied(strategy, rank_layouts)]
     edges = ranks_of_edges(strategy.mesh.groups("pp"))
@@ -125,7 +131,8 @@ def _ties(
 
 
 def _tied(strategy: Strategy, rank_layouts: RankLayouts) -> list[tuple[list[tuple[int, ...]], list[str]]]:
-    """(groups along pp, names of the parameters that exactly their stages hold), where those are several."""
+    """Return (groups along pp, names of the parameters that exactly these stages hold), for parameters in several
+    stages."""
     if strategy.pp == 1:
         return []
     stages: dict[str, set[int]] = {}

@@ -1,7 +1,7 @@
-"""The layouts that every rank would hold under a strategy, found on one rank: nothing is built or sent.
+"""The layouts that every rank would hold under a strategy, found on one rank. Nothing is built or sent.
 
-The same functions decide here and where a sharded model is built: stages by `stage_ranges`, parts by the tensor plan,
-shards by `Layout.part`. A sharded model that is built holds what is said here (the tests compare them).
+The same functions decide here and when a sharded model is built: `stage_ranges` for stages, the tensor plan for parts,
+`Layout.part` for shards. So a sharded model that is built holds the same layouts. The tests compare them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ from nbkit.tensor_layout import Layout
 
 @dataclass(frozen=True)
 class RankLayouts:
-    """By rank: name -> layout of the weights between steps, of what the optimizer updates, and of the buffers that a
-    checkpoint holds."""
+    """The layouts of every rank, each as name -> layout.
+
+    weights: of the weights between steps. held: of what the optimizer updates. buffers: of the buffers that a
+    checkpoint holds.
+    """
 
     weights: tuple[dict[str, Layout], ...]
     held: tuple[dict[str, Layout], ...]
@@ -44,7 +47,7 @@ class RankLayouts:
 
 
 class ShardLayouts:
-    """Of one model, by strategy; those asked for once are kept. Equal layouts are one object, which plans rely on."""
+    """The layouts of one model, cached by strategy. Equal layouts are one object, which plans rely on."""
 
     def __init__(self, skeleton: nn.Module, options: Options) -> None:
         self.skeleton, self.options = skeleton, options
@@ -56,7 +59,7 @@ class ShardLayouts:
         self._ranks_of: dict[tuple[Any, ...], list[tuple[frozenset[str], dict[str, Layout]]]] = {}
 
     def of(self, strategy: Strategy) -> RankLayouts:
-        """Raises StrategyError for what cannot be split, with the reason."""
+        """Return the layouts of all ranks. Raise StrategyError, with the reason, if the model cannot be split."""
         if strategy not in self._known:
             self._known[strategy] = self._made(strategy)
         return self._known[strategy]
@@ -83,7 +86,7 @@ class ShardLayouts:
         return RankLayouts(tuple(weights), tuple(held), tuple(buffers))
 
     def check(self, strategy: Strategy) -> None:
-        """Raises StrategyError for what cannot be split, with the reason, and for what was not tried. Takes no time."""
+        """Raise StrategyError, with the reason, if the model cannot be split or this was not tried. Takes no time."""
         need_facts(self.options, strategy)
         if not keeps_whole(strategy):
             need_copies(self.options, strategy)
@@ -97,8 +100,10 @@ class ShardLayouts:
         self.split(strategy.tp, 0)
 
     def stages(self, strategy: Strategy) -> list[tuple[frozenset[str], dict[str, Layout]]]:
-        """Names of the parameters on each rank of the pipeline, and its buffers; [] without one. Raises StrategyError
-        where it was not tried."""
+        """Return the names of the parameters on each rank of the pipeline, and its buffers; [] without a pipeline.
+
+        Raises StrategyError if this was not tried.
+        """
         if strategy.pp > 1:
             need_facts(self.options, strategy)
         chain: LayerChain | None = self.options.chain
@@ -111,7 +116,7 @@ class ShardLayouts:
         return self._ranks_of[key]
 
     def _staged(self, strategy: Strategy, chain: LayerChain) -> list[tuple[frozenset[str], dict[str, Layout]]]:
-        # Where the stages lie does not depend on the number of micro-batches, and long lists take long to make.
+        # The ranks of stages do not depend on the number of micro-batches, and long lists take long to make.
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, 2 * strategy.pp)
         ranges = stage_ranges(self.options.costs or [1.0] * len(chain), strategy)
         pieces = {name: chain.piece_of(name) for name in self._buffers}
@@ -124,8 +129,8 @@ class ShardLayouts:
         return found
 
     def split(self, size: int, index: int) -> dict[str, Layout]:
-        """Return what rank `index` of `size` along tp holds of every parameter. Raises StrategyError where it does not
-        go."""
+        """Return what rank `index` of `size` along tp holds of every parameter. Raise StrategyError if it cannot be
+        split."""
         need_facts(self.options, Strategy(tp=size))
         if (size, index) not in self._parts:
             self._parts[size, index] = (
@@ -138,7 +143,7 @@ class ShardLayouts:
         return self._parts[size, index]
 
     def shard(self, layout: Layout, shards: int, index: int) -> Layout:
-        """Part `index` of `shards` of a tensor along dp; a scalar stays whole."""
+        """Return part `index` of `shards` of a tensor along dp. A scalar stays whole."""
         if not layout.local or shards == 1:
             return layout
         key = (layout, shards, index)

@@ -1,6 +1,6 @@
-"""One strategy at work on this rank: its module, its share of the parameters, and how a step's gradients come about.
+"""One strategy at work on this rank: its module, its share of the parameters, and how a step makes gradients.
 
-A switch builds a second sharded model beside the first, fills it, and lets the first one go.
+A switch builds a second sharded model beside the first, fills it, and then releases the first one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from nbkit.strategy import Strategy
 
 @dataclass
 class ShardedModel:
-    """partial: parameters whose gradients are parts of a sum over the axes named. notes: what a user may want to know
-    about how the model was split. no_cache: why it keeps no keys and values while it generates, "" where it does; None
-    before that was tried. built: the plain attributes of the module's parts as they were built.
+    """The model of one strategy on this rank.
+
+    partial: parameters whose gradients are partial sums over the named axes. notes: information for the user about how
+    the model was split. no_cache: why the model keeps no keys and values while it generates; "" if it keeps them, None
+    if this was not tried. built: the plain attributes of the module's parts as they were built.
     """
 
     strategy: Strategy
@@ -48,12 +50,12 @@ class ShardedModel:
 
     def __post_init__(self) -> None:
         self.built = plain_attributes(self.module)
-        # The user's handles take the places of the modules later, and show those of another strategy in the end.
+        # The user's handles later take the places of the modules. In the end they show another strategy's modules.
         self._attributes = [vars(part) for part in self.module.modules()]
 
     @property
     def axes(self) -> Axes:
-        """Groups, degrees and places of this rank."""
+        """Return the groups, degrees and positions of this rank."""
         return self.connections.axes
 
     @property
@@ -68,7 +70,7 @@ class ShardedModel:
 
     @property
     def counts(self) -> bool:
-        """Return True if this rank's loss counts: of the ranks that compute the same output, one does."""
+        """Return True if this rank's loss counts. Of the ranks that compute the same output, only one counts."""
         return self.gives_output and self.axes.index("tp") == 0 and self.axes.index("cp") == 0
 
     def runs(self, name: str) -> bool:
@@ -77,22 +79,22 @@ class ShardedModel:
 
     @property
     def last_stage(self) -> int:
-        """Number of the stage that gives the output."""
+        """Return the number of the stage that gives the output."""
         return 0 if self.pipeline is None else self.pipeline.schedule.num_stages - 1
 
     @property
     def sums_numbers(self) -> bool:
-        """Return True if the messages by which all ranks meet at the end of a step with rows can sum a few numbers."""
+        """Return True if the messages with which all ranks meet at the end of a step can also sum a few numbers."""
         return self.pipeline is not None and self.pipeline.sums_over(self.strategy.mesh.size)
 
     def stage(self, stage: int, value: Any, received: tuple[Tensor, ...]) -> Any:
-        """Forward of one stage: what goes to the next one, or the model's output."""
+        """Run the forward pass of one stage. Return what goes to the next stage, or the model's output."""
         if self.staged is None:
             return call(self.module, value)
         return self.staged.forward(self._range_of(stage), value, received)
 
     def idle(self) -> bool:
-        """Return True if a module that is called now is another rank's, and only the shape of its output is wanted."""
+        """Return True if a module called now belongs to another rank, so that only the shape of its output matters."""
         return self.staged is not None and self.staged.idle()
 
     def _range_of(self, stage: int) -> int:
@@ -111,13 +113,13 @@ class ShardedModel:
         autocast: bool = False,
         numbers: Tensor | None = None,
     ) -> Tensor | None:
-        """Return all forwards and backwards of a step; gradients end in `.grad` of `held`, as sums over all rows.
+        """Run all forwards and backwards of a step. Gradients end in `.grad` of `held`, as sums over all rows.
 
-        forward: of a stage and a micro-batch, which on the last stage gives (loss,). key: what tells micro-batches of
-        other shapes apart. launch: called once, when the last loss is known and, where possible, with a backward pass
-        left to hide behind. on_op: see Pipeline.run. autocast: whether `forward` is under it. numbers: float64, into
-        which `launch` writes what is summed over all ranks by the end, where `sums_numbers`. Returns the data axis'
-        canary. Of a pipeline on CPU ranks none returns before all in it have their gradients.
+        forward: takes a stage and a micro-batch; on the last stage it gives (loss,). key: tells micro-batches of
+        different shapes apart. launch: called once, when the last loss is known and, if possible, with a backward pass
+        left to hide behind. on_op: see Pipeline.run. autocast: whether `forward` runs under it. numbers: float64;
+        `launch` writes numbers into it, which are summed over all ranks by the end, if `sums_numbers`. Returns the data
+        axis' canary. In a pipeline on CPU ranks, no rank returns before all have their gradients.
         """
         with self.data.computing(autocast=autocast):
             if self.pipeline is not None and micros:
@@ -149,9 +151,9 @@ class ShardedModel:
         return [output[0] for output in self.pipeline.run(micros, forward, key, training=False)]
 
     def rounds(self, count: int, sequences: int, forward: Forward, *, key: Callable[[int], Hashable]) -> None:
-        """`count` forward passes of each of `sequences`, the next of one when it has been through the last stage.
+        """Run `count` forward passes of each of `sequences`. The next pass of one begins after it left the last stage.
 
-        forward: of a stage and a number, which is round * sequences + sequence.
+        forward: takes a stage and a number, which is round * sequences + sequence.
         """
         if self.pipeline is not None:
             self.pipeline.run(count * sequences, forward, key, training=False, rounds=count)
@@ -160,13 +162,14 @@ class ShardedModel:
             forward(0, number, ())
 
     def begin_again(self) -> None:
-        """As at the beginning, on every rank alike, after a step that was broken off somewhere."""
+        """Return to the initial state, on every rank alike, after a step that was broken off somewhere."""
         self.data.begin_again()
         if self.pipeline is not None:
             self.pipeline.begin_again()
 
     def close(self) -> None:
-        """Take off the module what was put on it: another one is in force. Its memory is free with the last name."""
+        """Take off the module what was put on it, because another strategy is in force. The last reference frees the
+        memory."""
         self.data.close()
         if self.staged is not None:
             self.staged.close()
@@ -187,9 +190,9 @@ class ShardedModel:
 
     @torch.no_grad()
     def _sum(self, names: Sequence[str], group: dist.ProcessGroup) -> None:
-        """One all-reduce of the gradients of `names`.
+        """Sum the gradients of `names` over `group` in one all-reduce.
 
-        One that every rank lacks stays missing: an optimizer such as Adam moves a weight whose gradient is zero.
+        A gradient that every rank lacks stays None: an optimizer such as Adam moves a weight whose gradient is zero.
         """
         params = [p for name in names if (p := self.held[name]).requires_grad and p.numel()]
         for dtype in dict.fromkeys(p.dtype for p in params):
@@ -199,7 +202,7 @@ class ShardedModel:
             flat = torch.cat([*grads, torch.tensor(there).to(grads[0])])
             dist.all_reduce(flat, group=group)
             *sums, counts = flat.split([*(p.numel() for p in own), len(own)])
-            # Who has them all knows enough, and need not wait for the device.
+            # A rank that has them all need not read the counts, which would wait for the device.
             anywhere = there if all(there) else [count > 0 for count in counts.tolist()]
             for p, summed, some in zip(own, sums, anywhere, strict=True):
                 if some:
@@ -208,8 +211,7 @@ class ShardedModel:
 
     @property
     def holds_all_gradients(self) -> bool:
-        """Return True if this rank has, after `backward`, every gradient of the whole model, as every other rank
-        does."""
+        """Return True if every rank has every gradient of the whole model after `backward`."""
         alone = self.strategy.mesh.size == 1
         return alone or (
             self.strategy.mesh.size == self.strategy.dp and not self.strategy.zero and self.data.apart == 1
@@ -217,25 +219,25 @@ class ShardedModel:
 
     def grad_norm(self, device: torch.device) -> Tensor:
         """Return the 2-norm of the gradients of the whole model, float64, on `device`. Collective over the world."""
-        # Where every rank holds every gradient there is nothing to ask the others. Of replicas that train apart it is
-        # the root of the mean square of their norms.
+        # If every rank holds every gradient, nothing is sent. For replicas that train apart, the norm is the root of
+        # the mean square of their norms.
         size = 1 if self.holds_all_gradients else self.strategy.mesh.size
         copies: Mapping[str, int] = {} if size == 1 else self.connections.replication
         return grad_norm(self.held, copies, device=device, group=self.connections.world, world_size=size)
 
     @contextmanager
     def evaluating(self, *, autocast: bool = False) -> Iterator[None]:
-        """The module in eval mode, without gradients. autocast: whether forwards are under that of the job."""
+        """Set the module to eval mode, without gradients. autocast: whether forwards run under the job's autocast."""
         self.data.settle()
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
-            # Torch's fast path for encoders gives other numbers at padding than the layers that train.
+            # At padding, torch's fast path for encoders gives other numbers than the layers that train.
             with torch.no_grad(), plain_attention(), self.data.computing(autocast=autocast):
                 yield
         finally:
             if overrides_train(self.module):
-                # It may have done more than set modes, such as to merge adapters for evaluation.
+                # The model's own `eval()` may have done more than set modes, such as merging adapters.
                 self.module.train(modes[0][1])
             for module, mode in modes:
                 module.training = mode

@@ -1,15 +1,12 @@
-"""Proves a composition: a step of a few rows by its ranks, in threads of one process, equals that of one process.
+"""Proves a strategy with a whole step: its ranks, as threads of one process, must match a step of one process.
 
-The proofs of blocks, splits and positions look at parts of a model. What is around them shows in a whole step alone:
-weights that several places share, the head, the loss, modules called more than once, sums over dp, the norm. On drawn
-weights, in float64 where the model computes in it. The ranks run the code that trains; they send nothing, and may do so
-in any thread.
+The proofs of blocks, splits and positions look at parts of a model. Some errors show only in a whole step: in weights
+that several places share, the head, the loss, modules called more than once, sums over dp, and the norm. The weights
+are drawn, and none is zero, because a zero would hide what is behind it. The step runs in float64 if the model computes
+in it. The ranks run the code that trains. They send nothing, and may run in any thread.
 
-One step of a model by one process, as torch makes it, and by ranks that are threads of this process.
-
-What differs between a step of one process and that of a rank, in words.
-
-A model with drawn weights, made of its shapes: none is zero, which would hide what is behind it.
+This module makes the step of one process as torch makes it, makes the steps of the ranks, and describes the differences
+between them in words.
 """
 
 from __future__ import annotations
@@ -64,14 +61,15 @@ from nbkit.tensor_layout import Layout
 _CPU = torch.device("cpu")
 
 Optimizer = Callable[[Mapping[str, nn.Parameter], bool], Any]
-"""(parameters by name, whether to update them the plainest way it has) -> an optimizer of them, on the CPU."""
+"""(parameters by name, whether to use its plainest update) -> an optimizer of them, on the CPU."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step is made on, and with. rows: of data. microbatch_size: as of the Trainer.
+    """The data and settings of a step.
 
-    outside: what user code changes beside the models: each rank finds it as it was, and as itself has left it.
+    rows: the number of rows of `data`. microbatch_size: as for the Trainer. outside: what user code changes beside the
+    models. Each rank finds it first as it was, and later as that rank left it.
     """
 
     data: Any
@@ -85,11 +83,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a step computed. norm: of the gradients, which are clipped to half of it.
+    """The result of a step.
 
-    gradients: by name, what a rank holds of each; None where it has none. weights: by name, what it computes with
-    after the update. buffers: those that a checkpoint holds, as the forward passes left them. unmade: why there was no
-    update.
+    norm: the norm of the gradients, which are then clipped to half of it. gradients: by name, what a rank holds of
+    each; None if it has none. weights: by name, what it computes with after the update. buffers: those that a
+    checkpoint holds, as the forward passes left them. unmade: why there was no update.
     """
 
     loss: float
@@ -102,7 +100,10 @@ class Stepped:
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank's: total and weight of the loss of its rows, 0 where another rank's count; and as Stepped."""
+    """The result of a step on one rank.
+
+    total, weight: of the loss of its rows; 0 if another rank's loss counts. The other fields are as in Stepped.
+    """
 
     total: float
     weight: float
@@ -113,7 +114,7 @@ class _Rank:
 
 
 def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
-    """By one process. Leaves the gradients and the new weights in `model`."""
+    """Make a step by one process. It leaves the gradients and the new weights in `model`."""
     with stand_in(Alone()):
         return _step_of_one(model, batch, options)
 
@@ -138,7 +139,7 @@ def _step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
         grad.mul_(norm / 2 / (norm + 1e-6))  # as torch clips
     try:
         batch.optimizer(params, True).step()
-    except Exception as error:  # such as one that has kernels for GPUs alone
+    except Exception as error:  # for example, an optimizer whose kernels run only on GPUs
         unmade = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     whole = {name: Layout.whole(p.shape) for name, p in params.items()}
     gradients = {name: (p.grad, whole[name]) for name, p in params.items()}
@@ -147,7 +148,10 @@ def _step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
 
 
 def _buffers(module: nn.Module, kept: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Those that a checkpoint takes. kept: names of those that it takes from this rank, which holds others too."""
+    """Return the buffers that a checkpoint takes.
+
+    kept: names of those that it takes from this rank, which may hold others too.
+    """
     held = dict(module.named_buffers())
     return {name: held[name].detach() for name in watched(module) if kept is None or name in kept}
 
@@ -161,10 +165,11 @@ def steps_of_ranks(
     *,
     updated: bool = True,
 ) -> list[Stepped]:
-    """By the ranks of `strategy`, as each sees it. model: whole, whose weights they take.
+    """Make a step by the ranks of `strategy`. Return the result as each rank sees it.
 
-    max_norm: what the gradients are clipped to; None takes half of their norm. updated: the optimizer makes its step.
-    Raises what a rank raises, and StrategyError for what cannot be split.
+    model: the whole model, from which the ranks take their weights. max_norm: what the gradients are clipped to; None
+    takes half of their norm. updated: the optimizer makes its step. Raises what a rank raises, and StrategyError for
+    what cannot be split.
     """
     skeleton = skeleton_of(model)
     rank_layouts = ShardLayouts(skeleton, options).of(strategy)
@@ -179,7 +184,7 @@ def steps_of_ranks(
     def of_rank(rank: int) -> _Rank:
         if outside is not None:
             outside.put_back()
-        # What the model or the loss sends itself goes between these ranks too.
+        # Collectives of the model or the loss run between these ranks too.
         with stand_in(meeting("user", tuple(range(strategy.mesh.size))).group_of(rank)):
             return step_of_rank(rank)
 
@@ -233,15 +238,15 @@ def steps_of_ranks(
     return [Stepped(r.total / r.weight, r.norm, r.gradients, r.weights, r.buffers) for r in ranks.run(of_rank)]
 
 
-_LEAST = 1e-3  # of the norm of all gradients: what is smaller than this is measured by it
+_LEAST = 1e-3  # a fraction of the norm of all gradients; smaller gradients are compared on this scale
 
 
 def differences(whole: Stepped, rank: Stepped, tolerance: float) -> Iterator[str]:
-    """In loss, norm and gradients.
+    """Yield the differences in loss, norm and gradients, in words.
 
-    tolerance: of a number, beside what it is of; sums of many are allowed more.
+    tolerance: the relative tolerance of one number. Sums of many numbers are allowed more.
     """
-    # What is not finite is not within any bound.
+    # `not <=` also finds values that are not finite.
     if not abs(whole.loss - rank.loss) <= tolerance * max(abs(whole.loss), 1e-3):
         yield f"loss {rank.loss:.6g} instead of {whole.loss:.6g}"
     if not abs(whole.norm - rank.norm) <= 8 * tolerance * whole.norm:
@@ -257,11 +262,12 @@ def differences(whole: Stepped, rank: Stepped, tolerance: float) -> Iterator[str
 def updates_off(
     whole: Stepped, ranks: Sequence[Stepped], before: Mapping[str, Tensor], tolerance: float
 ) -> Iterator[str]:
-    """In the weights after the optimizer's step. before: the weights, by name."""
+    """Yield the differences in the weights after the optimizer's step, in words. before: the weights before it, by
+    name."""
     sizes = {name: (_largest(true - before[name]), _largest(before[name])) for name, (true, _) in whole.weights.items()}
     for name, (held, layout) in ((name, part) for rank in ranks for name, part in rank.weights.items()):
         (true, _), (grad, _), (moved, size) = whole.weights[name], whole.gradients[name], sizes[name]
-        # Weights are rounded, and of a gradient that is next to nothing an optimizer may take the sign.
+        # Weights are rounded. An optimizer may use only the sign of a gradient, even one that is nearly zero.
         bound = 64 * tolerance * moved + 8 * torch.finfo(true.dtype).eps * size if moved else 0.0
         if _off(held, true, layout) > bound:
             sure = None if grad is None else _dense(grad).abs() > 64 * tolerance * _scale(grad, whole.norm / 2)
@@ -270,15 +276,16 @@ def updates_off(
 
 
 def buffers_off(whole: Stepped, ranks: Sequence[Stepped], tolerance: float) -> Iterator[str]:
-    """In the buffers that the forward passes changed: a statistic of a micro-batch, say, is not that of the batch.
+    """Yield the differences in the buffers that the forward passes changed, in words.
 
-    What a rank holds in another shape is a part of it, and shows in the gradients alone.
+    For example, a statistic of a micro-batch is not that of the batch. A buffer that a rank holds in another shape is a
+    part of the whole. Its errors show only in the gradients.
     """
     for name, held in ((name, buffer) for rank in ranks for name, buffer in rank.buffers.items()):
         true = whole.buffers.get(name)
         if true is None or true.shape != held.shape:
             continue
-        # Masks hold what is not finite.
+        # Masks hold values that are not finite.
         held, true = (x if x.is_floating_point() else x.to(torch.float64) for x in (held, true))
         away = (held - true).masked_fill((held == true) | (held.isnan() & true.isnan()), 0)
         if (off := _largest(away)) > 64 * tolerance * _largest(true.nan_to_num(0, 0, 0)):
@@ -290,7 +297,7 @@ def _scale(expected: Tensor | None, norm: float) -> float:
 
 
 def _largest(x: Tensor) -> float:
-    """inf where one is no number."""
+    """Return the largest absolute value; inf if there is a NaN."""
     if not x.numel():
         return 0.0
     low, high = torch.aminmax(x.abs() if x.is_complex() else x)
@@ -299,7 +306,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _off(own: Tensor | None, true: Tensor | None, layout: Layout, sure: Tensor | None = None) -> float:
-    """The largest difference of what a rank holds from the same part of the whole; none counts as zeros.
+    """Return the largest difference between what a rank holds and the same part of the whole. None counts as zeros.
 
     sure: the elements of the whole that count.
     """
@@ -330,9 +337,9 @@ def drawn_model(skeleton: nn.Module, dtype: torch.dtype, *, positive: bool = Fal
 
 
 class Reference:
-    """The model as its callable built it a second time, which a proof runs as one process does.
+    """The model as its callable built it a second time. A proof runs it as the model of one process.
 
-    No code that a strategy's copies are made by has touched it. It has memory only while it runs.
+    The code that makes a strategy's copies has not touched it. It has memory only while it runs.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -340,7 +347,7 @@ class Reference:
 
     @contextmanager
     def drawn(self, like: nn.Module, dtype: torch.dtype, *, positive: bool = False) -> Iterator[nn.Module]:
-        """The model, with the weights of `drawn_model(like)` and what has been changed in the skeleton `like`."""
+        """Yield the model with the weights of `drawn_model(like)`, and with the changes made to the skeleton `like`."""
         with self._one, attributes_kept(self.module):
             put(plain_attributes(like), self.module)
             take_buffers(self.module, like)
@@ -366,7 +373,7 @@ def _draw(model: nn.Module, dtype: torch.dtype, positive: bool) -> nn.Module:
     for part in model.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                # A forward may change them, in the model of which this is one copy of several.
+                # Copy them: a forward may change them, and the model has several copies.
                 kind = dtype if buffer.is_floating_point() else buffer.dtype
                 part._buffers[name] = marked(buffer.detach().to("cpu", kind, copy=True), buffer)
     return model
@@ -377,37 +384,37 @@ def _drawn(old: nn.Parameter, name: str, numbers: Tensor) -> Tensor:
     enough = numbers if size <= _PERIOD else numbers[:_PERIOD].repeat(size // _PERIOD + 1)
     noise = enough[:size].view(old.shape)
     if old.ndim > 1:
-        # Sums of as many products stay as large as what goes in.
+        # Sums of this many products stay as large as their inputs.
         return noise / math.sqrt(max(size // max(old.shape[0], 1), 1))
     return 0.2 * noise + (0 if name.endswith("bias") else 1)
 
 
 _EXACT, _EXACT_NORMS, WIDE = 1 << 22, 1 << 26, 1 << 30
-"""Models of more parameters than _EXACT are run in float32 on fewer rows, of more than WIDE not at all: it takes
-minutes. With BatchNorm, of up to _EXACT_NORMS in float64 as a last trial."""
+"""Limits on the number of parameters. Above _EXACT a model is run in float32 on fewer rows. Above WIDE it is not run,
+because that takes minutes. With BatchNorm, a model up to _EXACT_NORMS is run in float64 as a last attempt."""
 
 _OF_HOST = 0.5
-"""The part of the host's free memory that the step may take: other ranks make their models at the same time."""
+"""The share of the host's free memory that the step may take. Other ranks build their models at the same time."""
 
 _MANY = 8
-"""Rows of a rank where few say nothing."""
+"""Rows of a rank when a few rows show nothing."""
 
 _RANKS = 32
 
 
 @dataclass(frozen=True)
 class StepProof:
-    """What a whole step of a strategy showed beside one process; nothing where it makes the step of one process.
+    """The comparison of a whole step of a strategy with one process. It is empty if both agree.
 
-    refusal: why the strategy does not train; unproven: what could not be compared and why, where it trains all the
-    same.
+    refusal: why the strategy does not train. unproven: what could not be compared and why, if the strategy trains all
+    the same.
     """
 
     refusal: NbkitError | None = None
     unproven: str = ""
 
     def finding(self, strategy: Strategy) -> Finding | None:
-        """Return what is to be said of it beforehand."""
+        """Return the finding to report before training, or None."""
         if self.refusal is not None:
             return Finding(True, self.refusal.what, self.refusal.numbers or "", self.refusal.hint or "")
         if self.unproven:
@@ -416,10 +423,10 @@ class StepProof:
 
 
 def tiny(strategy: Strategy) -> Strategy:
-    """The smallest strategy that is composed as `strategy` is: further ranks of dp do what two of them do.
+    """Return the smallest strategy that is composed as `strategy` is. More ranks of dp do what two of them do.
 
-    Levers are left out: how gradients are sent is none of it. Where it still has more ranks than are run, fewer stages
-    and fewer parts of the positions.
+    Levers are left out, because they only change how gradients are sent. If the strategy still has too many ranks to
+    run, it gets fewer stages and fewer parts of the positions.
     """
     groups = 2 if strategy.shard < strategy.dp else 1
     shard = min(strategy.shard, 2)
@@ -447,16 +454,20 @@ def prove_step(
     many: Any = None,
     reference: Reference | None = None,
 ) -> StepProof:
-    """Whether `strategy` trains the model as one process does. Sends nothing.
+    """Compare a step of `strategy` with a step of one process. It sends nothing.
 
-    skeleton: the shapes of the model, whose weights are drawn; example: some rows of the data. loss: None takes a sum
-    over the first tensor that the model gives; optimizer: None takes SGD. A cut of the model (tp, pp, cp, zero 3) is
-    refused where one process makes no step that could be compared; what only parts the rows trains, and the reason is
-    given. reference: the same model, built again, to make the step of one process; None takes a copy. short: few
-    positions of those rows, which prove as much (see short_example.py): where positions are split, blocks were compared
-    on all of them. What the few do not prove, all may. many: more rows than example has, where they are known, for a
-    model whose BatchNorm takes its statistics of them: of two rows with one position it divides by the difference of
-    two numbers, and layer by layer a rounding grows to a misfit. In float64, as a last trial.
+    skeleton: the shapes of the model, whose weights are drawn. example: some rows of the data. loss: None takes a sum
+    over the first tensor that the model gives. optimizer: None takes SGD. reference: the same model, built again, which
+    makes the step of one process; None takes a copy.
+
+    If one process makes no step to compare with, a cut of the model (tp, pp, cp, zero 3) is refused. A strategy that
+    only divides the rows trains, and the reason is given.
+
+    short: the example with few positions, which proves as much (see short_example.py). If positions are split, blocks
+    were already compared on all of them. If the short example does not prove the strategy, the full example may. many:
+    more rows than the example has, if they are known, for a model whose BatchNorm takes its statistics from them. With
+    two rows of one position BatchNorm divides by the difference of two numbers, and a rounding error grows layer by
+    layer. This last attempt runs in float64.
     """
     if options.astray:
         return StepProof(unproven=options.astray)
@@ -488,7 +499,7 @@ def _proof(
     each: int = 2,
     exact: int = _EXACT,
 ) -> StepProof:
-    """On `each` rows of a rank; of more than `exact` parameters on one, in float32."""
+    """Prove a step with `each` rows per rank. A model of more than `exact` parameters uses one row, in float32."""
     small = tiny(strategy)
     if small.mesh.size == 1 and microbatch_size is None:
         return StepProof()
@@ -496,12 +507,12 @@ def _proof(
     if beforehand := _unmakeable(small, options, example, size):
         return StepProof(unproven=f"no whole step: {beforehand}")
     options = replace(options, compile=False)
-    # The mean of an auxiliary term over parts of a batch is not that of the whole: one process takes the same parts.
+    # The mean of an auxiliary term over parts of a batch is not that of the whole. So one process uses the same parts.
     in_parts = options.coupled is not None and parts_rows(options, strategy)
     rows = _rows(small, 1 if size > exact or in_parts else each, microbatch_size)
     if options.collectives:
-        rows = max(each, 2) * small.dp * (small.microbatches or 1)  # every rank calls them as often, on as many rows
-    # The models of one process and of the ranks share what is outside of them.
+        rows = max(each, 2) * small.dp * (small.microbatches or 1)  # all ranks make equal calls, on equal rows
+    # The models of one process and of the ranks share the state outside of them.
     outside = OutsideState(skeleton, loss) if options.outside is not None or options.changes else None
     why = ""
     for dtype, positive in _DRAWS[size > exact :]:
@@ -523,7 +534,7 @@ def _proof(
         refusal = _compared(model, whole, strategy, small, batch, options, seen.eps)
         if refusal is None:
             return StepProof(unproven=whole.unmade and f"the optimizer makes no step on the CPU: {whole.unmade}")
-        # One process may differ from itself: then its step says nothing about the ranks.
+        # If one process does not repeat its own step, that step says nothing about the ranks.
         again = _alone(skeleton, reference, dtype, positive, batch, options, in_parts)
         if not any(differences(whole, again, max(1e-9, 64 * seen.eps))):
             return StepProof(refusal)
@@ -534,16 +545,16 @@ def _proof(
 
 
 _DRAWS = ((torch.float64, False), (torch.float32, False), (torch.float32, True))
-"""(dtype, weights above zero alone), tried in this order. Who takes logarithms of weights needs the last."""
+"""(dtype, only positive weights), tried in this order. A model that takes logarithms of weights needs the last."""
 
 
 def _cuts(strategy: Strategy) -> bool:
-    """Return True if a rank computes with a part of the model, or of a row."""
+    """Return True if a rank computes with a part of the model or of a row."""
     return strategy.dp < strategy.mesh.size or strategy.zero == 3
 
 
 def _unmakeable(small: Strategy, options: Options, example: Any, size: int) -> str:
-    """Why no step is made of `small`, of a model of `size` parameters; "" where one is."""
+    """Return why a model of `size` parameters makes no step of `small`; "" if it can."""
     if example is None:
         return (
             "no example batch to run: example=batch, for prepare() and the Trainer; nbkit.check(model, strategy, batch)"
@@ -565,7 +576,10 @@ def _unmakeable(small: Strategy, options: Options, example: Any, size: int) -> s
 
 
 def _bytes_of_parameter(small: Strategy) -> int:
-    """Of float32, with AdamW: the weights that are drawn and those of one process; of each rank what it holds."""
+    """Return the bytes per parameter that a step takes, in float32 with AdamW.
+
+    They cover the drawn weights, those of one process, and what each rank holds.
+    """
     return 12 + 16 * small.mesh.size // (small.tp * small.pp)
 
 
@@ -586,10 +600,10 @@ def _alone(
     options: Options,
     in_parts: bool,
 ) -> Stepped:
-    """By one process; in_parts: a forward for each row, as the ranks make them."""
+    """Make the step of one process. in_parts: use one forward for each row, as the ranks do."""
     if reference is not None and not in_parts:
         with reference.drawn(skeleton, dtype, positive=positive) as model:
-            # It is run again for the next proof.
+            # The reference is run again for the next proof.
             with outside_kept(model) if options.outside is not None else nullcontext():
                 return step_of_one(model, batch, options)
     model = drawn_model(skeleton, dtype, positive=positive)
@@ -614,7 +628,7 @@ def _compared(
         )
     tolerance, before = max(1e-9, 64 * eps), {name: p.detach() for name, p in model.named_parameters()}
     found = [text for rank in ranks for text in differences(whole, rank, tolerance)]
-    # A wrong gradient is told as such, not as what becomes of it.
+    # Report a wrong gradient itself, not the wrong update that follows from it.
     found = found or [*updates_off(whole, ranks, before, tolerance), *buffers_off(whole, ranks, tolerance)]
     if not found:
         return None
@@ -647,7 +661,10 @@ def _sum_of_output(output: Any, _: Any) -> tuple[Tensor, int]:
 
 
 def _rows(strategy: Strategy, each: int, microbatch_size: int | None) -> int:
-    """For a step of `strategy`, `each` for a rank; of two ranks that have two, one has less: weights are seen then."""
+    """Return the number of rows for a step of `strategy` with `each` rows per rank.
+
+    If each of several ranks has two rows or more, one of them gets a row less. This tests how ranks are weighted.
+    """
     if strategy.schedule and type_of(strategy.schedule).microbatches_per_rank > 1:
         return (strategy.microbatches or 1) * strategy.dp
     if strategy.pp > 1 or microbatch_size is not None:
@@ -656,7 +673,7 @@ def _rows(strategy: Strategy, each: int, microbatch_size: int | None) -> int:
 
 
 class _Descent:
-    """SGD by hand: the first step of an optimizer of torch's imports its compiler, which takes seconds."""
+    """SGD written by hand. The first step of one of torch's optimizers imports its compiler, which takes seconds."""
 
     def __init__(self, held: Mapping[str, nn.Parameter], plainly: bool) -> None:
         self._held = held

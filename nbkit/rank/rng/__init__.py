@@ -1,1 +1,1 @@
-"""Random numbers that are the same under every strategy: seeds of a step, and masks of dropout."""
+"""Random numbers that are the same under every strategy: seeds of a step, and dropout masks."""

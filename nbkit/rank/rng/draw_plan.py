@@ -1,19 +1,19 @@
-"""Which draws of a model have the rows of the batch along dim 0, found by running it on two rows and on three.
+"""Finds which random draws of a model have the rows of the batch along dim 0, and tracks parts of tensors.
 
-A draw that grows with the rows gives each row its own numbers; any other is one for the whole batch, which every rank
-and every micro-batch repeats. What cannot be keyed is noted with the module it is in.
+The model is run on two rows and on three. A draw that grows with the rows gives each row its own numbers. Any other
+draw is one for the whole batch, which every rank and every micro-batch repeats. Draws that cannot be keyed are recorded
+with the module they are in.
 
-The part of a logical tensor that a forward pass works on, for whoever draws or masks inside it.
-
-A strategy that gives a rank a part of the positions, heads or features says so around the code that works on the
-part; dropout then draws the slice of the mask that the whole tensor would have got. Kinds, and where they lie:
+An `extent` is the part of a logical tensor that a forward pass works on. A strategy that gives a rank a part of the
+positions, heads or features puts an extent around the code that works on the part. Dropout then draws the slice of the
+mask that the whole tensor would have. Kinds of extents, and their dims:
 
     sequence   positions:  dim 1 of (B, T, D), dim 2 of (B, H, T, S)
     head       heads:      dim 1 of (B, H, T, S)
     feature    features:   dim 2 of (B, T, D)
 
-It costs a context variable, hence belongs to a thread. Autograd recomputes in threads of its own: `present` there is
-empty, and `restored(present())`, taken in the forward pass, brings it back.
+Extents are kept in a context variable, so they belong to a thread. Autograd recomputes in its own threads, where
+`present` is empty. `present()` taken in the forward pass, and `restored` in the other thread, bring them back.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ from nbkit.rank.watching_mode import WatchingMode
 from nbkit.tensor_layout import Runs
 
 Place = tuple[int, int, int]
-"""Of a draw: (path of the module, call of the module, draw within the call), as keyed_dropout.py counts them."""
+"""The place of a draw: (module path, call of the module, draw within the call), as keyed_dropout.py counts them."""
 
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """shared: draws that are one for the whole batch. unkeyed: what each rank draws by itself, and in which module."""
+    """The draws of a model. shared: draws that are one for the whole batch.
+
+    unkeyed: draws that each rank makes by itself, with their modules.
+    """
 
     shared: frozenset[Place] = frozenset()
     unkeyed: tuple[str, ...] = ()
@@ -47,19 +50,19 @@ class DrawPlan:
 
 @dataclass
 class DrawTrace:
-    """What one forward pass draws: dim 0 of each keyed draw, 0 where it has none; and what is drawn otherwise."""
+    """The draws of one forward pass: dim 0 of each keyed draw, 0 for a scalar; and the draws that are not keyed."""
 
     lengths: dict[Place, int] = field(default_factory=dict)
     unkeyed: dict[str, None] = field(default_factory=dict)
     replacing: bool = False
 
     def note(self, what: str, module: str) -> None:
-        """Something that is not keyed was drawn from."""
+        """Record a draw that is not keyed. what: its generator or function."""
         self.unkeyed[f"{what} in {module or 'the model'}"] = None
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Inside, what is drawn is replaced."""
+        """Mark draws inside this context as replaced by keyed numbers."""
         self.replacing = True
         try:
             yield
@@ -68,13 +71,16 @@ class DrawTrace:
 
 
 def plan_of(two: DrawTrace, three: DrawTrace) -> DrawPlan:
-    """From passes of two rows and of three."""
+    """Return the plan that follows from the traces of passes with two rows and with three."""
     shared = {place for place, length in two.lengths.items() if three.lengths.get(place) == length}
     return DrawPlan(frozenset(shared), tuple(two.unkeyed))
 
 
 class Elsewhere(WatchingMode):
-    """Notes in a trace what torch draws and nothing replaces, dropout aside. where: the module that is being called."""
+    """A mode that records in a trace torch's draws that nothing replaces, except dropout.
+
+    where: returns the module that is being called.
+    """
 
     def __init__(self, trace: DrawTrace, where: Callable[[], str]) -> None:
         super().__init__()
@@ -90,13 +96,13 @@ class Elsewhere(WatchingMode):
 
 
 class OtherGenerators:
-    """Tells whether Python's generator or numpy's was drawn from since it was asked last."""
+    """A watcher that tells whether Python's or numpy's generator was used since the last call of `changed`."""
 
     def __init__(self) -> None:
         self._seen = self._now()
 
     def changed(self) -> list[str]:
-        """The names of those that were."""
+        """Return the names of the generators that were used since the last call."""
         before, self._seen = self._seen, self._now()
         return [name for name, state in self._seen.items() if before.get(name) != state]
 
@@ -111,18 +117,18 @@ class OtherGenerators:
 KINDS = ("sequence", "head", "feature")
 
 Present = Mapping[str, tuple[tuple[Runs, int], ...]]
-"""kind -> (runs, total) of every nested part, the innermost last; each counts in what is outside of it."""
+"""kind -> (runs, total) of every nested part, the innermost last. Each part is relative to the next outer one."""
 
 _present: ContextVar[Present] = ContextVar("extents", default=MappingProxyType({}))
 
 
 @contextmanager
 def extent(kind: str, start: int | Runs, total: int) -> Iterator[None]:
-    """Inside, tensors begin at element `start` of the `total` elements that they had along `kind` outside.
+    """Declare that tensors inside this context are a part of the `total` elements that they had along `kind` outside.
 
-    start: also the runs of those elements that they hold, one behind the other. Nested parts of one kind compose: a
-    part of a part lies at the sum of both starts.
-    Raises TrainingError for an unknown kind and for a part that begins outside of the whole.
+    start: the element where the part begins, or the runs of elements that the part holds, one after the other. Nested
+    parts of one kind compose: a part of a part begins at the sum of both starts.
+    Raises TrainingError for an unknown kind, or for a part that begins outside the whole.
     """
     runs = ((start, total),) if isinstance(start, int) else start
     if kind not in KINDS or not runs or not all(0 <= first <= last <= total for first, last in runs):
@@ -141,7 +147,7 @@ def extent(kind: str, start: int | Runs, total: int) -> Iterator[None]:
 
 @contextmanager
 def gathered(kind: str) -> Iterator[None]:
-    """Inside, tensors are as long along `kind` as outside of the innermost `extent`, which gathered its parts."""
+    """Leave the innermost `extent` of `kind` inside this context, because its parts were gathered there."""
     now = _present.get()
     token = _present.set({**now, kind: now.get(kind, ())[:-1]})
     try:
@@ -151,15 +157,15 @@ def gathered(kind: str) -> Iterator[None]:
 
 
 def extent_of(kind: str) -> tuple[int, int] | None:
-    """(start, total) of the innermost part along `kind`, as `extent` was given them; None outside of all parts."""
+    """Return (start, total) of the innermost part along `kind`, as given to `extent`; None outside of all parts."""
     parts = _present.get().get(kind)
     return (parts[-1][0][0][0], parts[-1][1]) if parts else None
 
 
 def place_of(kind: str) -> tuple[int, int] | None:
-    """(start, total) of what tensors hold along `kind` here, in the whole of all ranks; None when they hold all.
+    """Return (start, total) of the part that tensors hold here along `kind`, in the whole of all ranks.
 
-    Where they hold several runs, the first of these begins there: see `runs_of`.
+    None if they hold the whole. If they hold several runs, `start` is that of the first run: see `runs_of`.
     """
     if not (parts := _present.get().get(kind)):
         return None
@@ -168,9 +174,9 @@ def place_of(kind: str) -> tuple[int, int] | None:
 
 
 def runs_of(kind: str, num: int) -> Runs:
-    """The runs of elements, in the whole of all ranks, that a tensor `num` long along `kind` holds here.
+    """Return the runs of elements, in the whole of all ranks, that a tensor of length `num` along `kind` holds here.
 
-    They are fewer than `num` elements where it reaches beyond what it is a part of.
+    The runs have fewer than `num` elements if the tensor reaches beyond the part.
     """
     found: Runs = ((0, num),)
     for runs, _ in reversed(_present.get().get(kind, ())):
@@ -179,7 +185,7 @@ def runs_of(kind: str, num: int) -> Runs:
 
 
 def _within(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Elements `start` to `stop` of what `runs` hold, as runs of what they are of."""
+    """Yield elements `start` to `stop` of the part that `runs` hold, as runs in the whole."""
     for first, last in runs:
         low, high = max(start, 0), min(stop, last - first)
         if low < high:
@@ -188,13 +194,13 @@ def _within(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def present() -> Present:
-    """Return all extents of this thread, to be `restored` in another one."""
+    """Return all extents of this thread, for `restored` in another thread."""
     return _present.get()
 
 
 @contextmanager
 def restored(extents: Present) -> Iterator[None]:
-    """Inside, the extents are those that `present` gave."""
+    """Use the extents that `present` returned, inside this context."""
     token = _present.set(extents)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Dropout masks and random bits that are a function of what they stand for: a key, the sample, the place within it.
+"""Dropout masks and random bits that are a function of a key, the sample, and the place within the sample.
 
-Every bit is a hash of coordinates, in 32-bit integers that wrap around, so that it is the same on every device, for
-every split of the tensor and however the samples are put into micro-batches. The mix is `lowbias32` of Chris Wellons'
+Every bit is a hash of coordinates, computed in 32-bit integers that wrap around. So it is the same on every device, for
+every split of the tensor, and for every division into micro-batches. The mix is `lowbias32` of Chris Wellons'
 hash prospector (https://nullprogram.com/blog/2018/07/31/); keys are mixed by splitmix64 (Steele, Lea, Flood 2014).
 """
 
@@ -23,7 +23,7 @@ _WORD = (1 << 64) - 1
 _FIRST, _SECOND, _GOLDEN = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E3779B9 - (1 << 32)
 _CHUNK = 1 << 20
 
-# What lies along each dim, by the number of dims; the samples come first.
+# The kind of each dim, by the number of dims. Samples come first.
 _LAYOUTS: dict[int, tuple[str, ...]] = {
     2: ("", "feature"),
     3: ("", "sequence", "feature"),
@@ -32,7 +32,7 @@ _LAYOUTS: dict[int, tuple[str, ...]] = {
 
 
 def key_of(*parts: int) -> int:
-    """64 bits that depend on every one of `parts` and on their order."""
+    """Return 64 bits that depend on all `parts` and on their order."""
     key = 0
     for part in parts:
         key = (key + (part & _WORD) * 0xD6E8FEB86659FD93 + 0x9E3779B97F4A7C15) & _WORD
@@ -43,12 +43,12 @@ def key_of(*parts: int) -> int:
 
 
 def coordinates(shape: Sequence[int], rows: Tensor, *, sequence_first: bool = False) -> list[Tensor]:
-    """Return where each element of a tensor of `shape` lies in the whole one: a vector of int32 per dim.
+    """Return the coordinates, in the whole tensor, of each element of a tensor of `shape`: a vector of int32 per dim.
 
-    rows: int64 sample ids, which lie along dim 0 (along dim 1 of three with `sequence_first`). A dim 0 that is a
-    multiple of the samples is taken for (samples, heads) where three dims are, for (samples, positions) where two
-    are; it then counts as two. Along positions, heads and features the coordinates begin where the `extent` says.
-    Raises TrainingError when dim 0 is no multiple of the samples, and when a part reaches beyond its whole.
+    rows: int64 sample ids, which lie along dim 0 (along dim 1 of three with `sequence_first`). If dim 0 is a multiple
+    of the number of samples, it counts as two dims: (samples, heads) in a tensor of three dims, (samples, positions) in
+    a tensor of two. Along positions, heads and features the coordinates begin at the start of the `extent`.
+    Raises TrainingError if dim 0 is not a multiple of the samples, or if a part reaches beyond its whole.
     """
     shape, num = list(shape), rows.shape[0]
     if sequence_first and len(shape) == 3 and shape[1] == num:
@@ -59,7 +59,7 @@ def coordinates(shape: Sequence[int], rows: Tensor, *, sequence_first: bool = Fa
             numbers=f"shape {tuple(shape)}, in a micro-batch of {num} samples",
             hint="expand it to (samples, ...) before the dropout; batch_first=True",
         )
-    # A part of the heads may be a single one, of which the shape says nothing.
+    # A part may have only one head, which the shape does not show.
     if len(shape) <= 3 and (shape[0] != num or (len(shape) == 3 and place_of("head"))):
         shape = [num, shape[0] // num, *shape[1:]]
     layout = _LAYOUTS.get(len(shape), ("",) * len(shape))
@@ -74,7 +74,7 @@ def coordinates(shape: Sequence[int], rows: Tensor, *, sequence_first: bool = Fa
 
 
 def _folded(rows: Tensor, fold: int) -> Tensor:
-    """Ids of (samples x fold) as one dim."""
+    """Return ids for (samples x fold) as one dim."""
     return (rows[:, None] * fold + torch.arange(fold, device=rows.device)).flatten()
 
 
@@ -93,9 +93,9 @@ def _along(kind: str, num: int, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def dropped(key: int, places: Sequence[Tensor], p: float) -> Tensor:
-    """Return which elements are dropped, each with probability p: bool, of the shape that the vectors `places` span.
+    """Return a bool mask of elements to drop, each with probability p. The vectors `places` span its shape.
 
-    The bits of an element depend on `key` (64 bits) and on its coordinates alone. Memory beside the mask is a few MB.
+    The bits of an element depend only on `key` (64 bits) and on its coordinates. Beside the mask it uses a few MB.
     """
     threshold = min(round(p * (1 << 32)), (1 << 32) - 1) - (1 << 31)
     if accelerator().runs_triton(places[0]) and (kernel := _kernel()) is not None:
@@ -110,7 +110,7 @@ def dropped(key: int, places: Sequence[Tensor], p: float) -> Tensor:
 
 @cache
 def _kernel() -> Callable[..., Tensor | None] | None:
-    """mask_kernel.dropped; None where there is no Triton, or nothing that compiles for it."""
+    """Return mask_kernel.dropped; None if there is no Triton, or no compiler for it."""
     try:
         from nbkit.rank.rng import mask_kernel
     except ImportError:
@@ -127,7 +127,7 @@ def _kernel() -> Callable[..., Tensor | None] | None:
 
 @torch.no_grad()
 def random_bits(key: int, places: Sequence[Tensor]) -> Tensor:
-    """32 bits for each element, of what `dropped` decides by: int64 from 0, of the shape that `places` span."""
+    """Return 32 random bits for each element, the same that `dropped` uses, as int64 >= 0. `places` span the shape."""
     found, chunks = _hashed(key, places, torch.int64)
     for bits, part in chunks:
         part.copy_(_mix(bits)).bitwise_and_(0xFFFFFFFF)
@@ -135,7 +135,7 @@ def random_bits(key: int, places: Sequence[Tensor]) -> Tensor:
 
 
 def _hashed(key: int, places: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor]]]:
-    """An empty matrix, and pairs of bits that want one more mix and the rows of it that these are for."""
+    """Return an empty matrix, and pairs (bits that need one more mix, the rows of the matrix for them)."""
     low, high = _signed(key), _signed(key >> 32)
     salted = [_mix(place * _GOLDEN + (high ^ (dim * 0x2545F491 & 0x7FFFFFFF))) for dim, place in enumerate(places)]
     lines = _mix(salted[0] ^ low) if len(salted) > 1 else salted[0].new_full((1,), low)
@@ -149,7 +149,7 @@ def _hashed(key: int, places: Sequence[Tensor], dtype: torch.dtype) -> tuple[Ten
 
 
 def _mix(x: Tensor, *, whole: bool = True) -> Tensor:
-    """lowbias32, in place. The last shift leaves the upper half alone, and a comparison looks at that first."""
+    """Apply lowbias32 in place. whole=False omits the last shift, which does not change the upper 16 bits."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)) if whole else x

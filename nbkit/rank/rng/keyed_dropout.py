@@ -1,19 +1,17 @@
 """Dropout and random numbers that are the same under every strategy.
 
-A draw is known by (seed, step, path of the module, call of the module, draw within the call); an element of it by the
-sample's place in the global batch and its own place within the sample (`masks`). No state is consumed, so ranks,
-micro-batches, pipeline stages and recomputation agree without a word.
+A draw is identified by (seed, step, path of the module, call of the module, draw within the call). An element of a draw
+is identified by the sample's place in the global batch and the element's place within the sample (dropout_masks.py). No
+generator state is used, so ranks, micro-batches, pipeline stages and recomputation agree without communication.
 
-Every draw is intercepted, whoever makes it: nn.Dropout and its kin, F.dropout, the dropout inside of
-scaled_dot_product_attention and of nn.MultiheadAttention; and what a model draws itself by the functions of
-random_ops.py. Such a draw has the rows along dim 0, or is one for the whole batch: where the model was run to find out,
-that is known (draw_plan.py); else dim 0 holds rows if it is a multiple of their number.
+Every draw is intercepted: nn.Dropout and similar modules, F.dropout, the dropout inside scaled_dot_product_attention
+and nn.MultiheadAttention, and draws that a model makes by the functions of random_ops.py. Such a draw either has the
+rows along dim 0, or is one for the whole batch. draw_plan.py runs the model to find out which. If it was not run, dim 0
+holds rows if it is a multiple of their number.
 
-No fused kernel of attention takes a mask. Where that costs more than it is worth, `fused`, the kernel draws its own, by
-a seed of the draw, of the first row and head, and so the same when a step or a part of it is computed again; not the
-same under another strategy.
-
-Random numbers of one draw that are a function of its key and of the place of each element: see dropout_masks.py.
+No fused attention kernel accepts a mask. With `fused`, for models where the unfused attention costs too much, the
+kernel draws its own mask. Its seed depends on the draw, the first row and the first head. So the mask is the same when
+a step or a part of it is computed again, but not under another strategy.
 """
 
 from __future__ import annotations
@@ -44,18 +42,21 @@ from nbkit.rank.torch_private import DropoutNd, graph_task_id
 
 
 class KeyedNumbers:
-    """begin: shape -> (key, whether it is one draw for the whole batch). rows: ids of the samples along dim 0."""
+    """Random numbers that are a function of a draw's key and of each element's place: see dropout_masks.py.
+
+    begin: shape -> (key, True if it is one draw for the whole batch). rows: ids of the samples along dim 0.
+    """
 
     def __init__(self, begin: Callable[[Sequence[int]], tuple[int, bool]], rows: Tensor) -> None:
         self._begin, self._rows = begin, rows
 
     def uniform(self, like: Tensor) -> Tensor:
-        """From [0, 1): as many numbers as the dtype of `like` tells apart."""
+        """Return uniform numbers in [0, 1), with the resolution of the dtype of `like`."""
         key, places = self._draw(like)
         return _uniform(key, places, like.dtype).view(like.shape)
 
     def normal(self, like: Tensor) -> Tensor:
-        """Of mean 0 and variance 1, by the formula of Box and Muller (1958)."""
+        """Return normal numbers of mean 0 and variance 1, by the formula of Box and Muller (1958)."""
         key, places = self._draw(like)
         wide = torch.promote_types(like.dtype, torch.float32)
         radius = torch.log1p(-_uniform(key_of(key, 1), places, wide)).mul_(-2).sqrt_()
@@ -63,7 +64,7 @@ class KeyedNumbers:
         return radius.mul_(angle.cos_()).view(like.shape)
 
     def integers(self, like: Tensor, low: int, high: int) -> Tensor:
-        """From [low, high), int64, for ranges below 2^31."""
+        """Return int64 numbers in [low, high), for ranges below 2^31."""
         key, places = self._draw(like)
         return (random_bits(key, places) * (high - low) >> 32).add_(low).view(like.shape)
 
@@ -73,7 +74,7 @@ class KeyedNumbers:
         if shared:
             shape, rows = (1, *shape), rows.new_tensor([-1])
         places = coordinates(shape, rows)
-        # What is broadcast over positions, heads or features is the same for each part of them.
+        # Numbers that are broadcast over positions, heads or features are the same for each part of them.
         return key, [place if i == 0 or len(place) > 1 else place * 0 for i, place in enumerate(places)]
 
 
@@ -90,10 +91,9 @@ _BITS = (1 << 62) - 1
 
 @dataclass
 class _Call:
-    """A module that is being called. number: tells this call of it from its others in the pass. draws: counts what it
-    drew in this call.
+    """A module that is being called. number: distinguishes this call from the module's other calls in the pass.
 
-    hook: that saw the call; None outside of every module.
+    draws: the number of draws in this call. hook: the hook that saw the call; None outside of all modules.
     """
 
     path: int
@@ -105,10 +105,10 @@ class _Call:
 
 @dataclass
 class _Pass:
-    """One forward pass of one micro-batch.
+    """A forward pass of one micro-batch.
 
-    first: of its rows, for the host. calls: (call that it is within, path) -> calls so far. stack: the modules that are
-    being called.
+    first: the id of its first row, on the host. calls: (enclosing call, path) -> calls so far. stack: the modules that
+    are being called.
     """
 
     key: int
@@ -124,17 +124,17 @@ class _Pass:
         return replace(self, calls=dict(self.calls), stack=[replace(call) for call in self.stack])
 
     def mask(self, shape: Sequence[int], p: float) -> Tensor:
-        """Return which elements of the next draw are dropped; bool, of `shape`."""
+        """Return the bool mask, of `shape`, of elements to drop in the next draw."""
         places = coordinates(shape, self.rows, sequence_first=self.stack[-1].sequence_first)
         return dropped(key_of(self.key, *self._next()), places, p).view(tuple(shape))
 
     def seed(self) -> int:
-        """Of the next draw, on the part of the heads and positions that is here."""
+        """Return the seed of the next draw, for the part of the heads and positions on this rank."""
         starts = [(place_of(kind) or (0, 0))[0] for kind in ("head", "sequence")]
         return key_of(self.key, *self._next(), self.first, *starts)
 
     def numbers(self, shape: Sequence[int]) -> tuple[int, bool]:
-        """Return the key of the next draw, of random numbers of `shape`; whether it is one for the whole batch."""
+        """Return (key, True if it is one draw for the whole batch) of the next draw of random numbers of `shape`."""
         place, length = self._next(), shape[0] if shape else 0
         if self.trace is not None:
             self.trace.lengths[place] = length
@@ -153,33 +153,35 @@ _passing: ContextVar[_Pass | None] = ContextVar("dropout", default=None)
 
 
 class KeyedDropout:
-    """Keys all dropout of `module` (whole, or what one rank holds of it: the paths are what counts).
+    """Keys all dropout of `module`, which may be whole or a rank's part of it. Only the module paths matter.
 
-    A model that cannot drop pays nothing: no p above zero among the dropout modules, and among attributes of modules
-    and of their `config` that have "drop" in their name. They are looked at in every step, so that a p may be changed
-    while the model trains. A p that is written in the code is found when the first pass uses it.
+    A model that cannot drop has no cost. That is a model with no p above zero in its dropout modules, and in attributes
+    of modules and of their `config` with "drop" in the name. These are checked in every step, so that a p may change
+    during training. A p that is written in the code is found when the first pass uses it.
     """
 
     def __init__(
         self, module: nn.Module, seed: int, plan: DrawPlan | None = None, *, dropping: bool = True, fused: bool = False
     ) -> None:
-        """plan: of the model's own draws, where they are known. dropping: False leaves dropout as it is. fused: see
-        above."""
+        """plan: of the model's own draws, if known. dropping: False leaves dropout unchanged. fused: see the module."""
         self.seed, self.plan, self.dropping, self.fused = seed, plan, dropping, fused
         self._module = module
         self._settings = _settings(module)
         self._found, self._tried, self._said = plan is not None, False, False
 
     def step(self, step: int, rows: Tensor | Sequence[int]) -> AbstractContextManager[None]:
-        """Around a forward pass. step: finished steps. rows: place in the global batch of each sample in it.
+        """Key the draws of a forward pass inside this context.
 
-        Draws inside need it to be the only source of samples: dim 0 of what is dropped counts them.
+        step: number of finished steps. rows: the place in the global batch of each sample in the pass. They must be all
+        samples of the pass, because dim 0 of a dropped tensor is compared with their number.
         """
         return nullcontext() if self.idle() else self._keyed(step, rows)
 
     def idle(self) -> bool:
-        """Return True if the model, as it is set now, draws nothing. Asked once a step where it has many
-        micro-batches."""
+        """Return True if the model, with its current settings, draws nothing.
+
+        It is called once a step, even with many micro-batches.
+        """
         if not self._tried or self._found or any(_positive(of, name) for of, name in self._settings):
             return False
         if _followed(self._module):
@@ -188,7 +190,7 @@ class KeyedDropout:
 
     @contextmanager
     def traced(self, rows: int) -> Iterator[DrawTrace]:
-        """Around a forward pass of so many rows: notes what the model draws."""
+        """Record what the model draws in a forward pass of `rows` rows inside this context."""
         trace, others = DrawTrace(), OtherGenerators()
         names = {crc32(name.encode()): name for name, _ in self._module.named_modules()}
 
@@ -216,7 +218,7 @@ class KeyedDropout:
         replay_checkpoints()
         places = accelerator().send(torch.as_tensor(rows, dtype=torch.int64), self._device())
         mode = _Interception(self)
-        # What is drawn outside of every module counts as the root's.
+        # Draws outside of all modules count as draws of the root.
         first = int(rows[0]) if len(rows) else 0
         new = _Pass(key_of(self.seed, step), places, first, mode, self.plan, trace, stack=[_Call(0, 0, False)])
         token = _passing.set(new)
@@ -228,15 +230,15 @@ class KeyedDropout:
             _passing.reset(token)
 
     def release(self) -> None:
-        """Take the hooks out of the module, as when it passes to another owner. A later step puts them in again."""
+        """Remove the hooks from the module, for example when it gets another owner. A later step adds them again."""
         unfollow(self._module)
 
     def seen(self) -> None:
-        """Something was drawn."""
+        """Note that something was drawn."""
         self._found = True
 
     def say_fused(self) -> None:
-        """Once, when attention drops for the first time."""
+        """Warn once, when attention drops for the first time."""
         if not self._said:
             self._said = True
             warnings.warn(
@@ -251,10 +253,10 @@ class KeyedDropout:
 
 
 def find_draws(module: nn.Module, run: Callable[[int], Any]) -> DrawPlan | None:
-    """Return what `module` draws itself as it trains; None where nothing. run: runs it on so many rows; it may be on 2
-    alone.
+    """Return what `module` draws itself in training; None if nothing.
 
-    The module, and the generators of random numbers, are afterwards not as before.
+    run: runs it on a number of rows; it is called with 2, and with 3 if the model draws. The module and the random
+    generators are changed afterwards.
     """
     keyed, traces = KeyedDropout(module, 0), list[DrawTrace]()
     try:
@@ -271,9 +273,9 @@ def find_draws(module: nn.Module, run: Callable[[int], Any]) -> DrawPlan | None:
 
 @contextmanager
 def repeating(module: nn.Module, plan: DrawPlan | None, batch: Any) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Gives what runs a forward pass on `batch` in a proof, so that all draw the same. Dropout is as it is.
+    """Yield a function that runs a forward pass on `batch` in a proof, with equal draws in every run.
 
-    plan: None where the model draws nothing; then it is just run.
+    Dropout is not changed. plan: None if the model draws nothing; then the pass is simply run.
     """
     if plan is None:
         yield lambda run: run()
@@ -291,9 +293,9 @@ def repeating(module: nn.Module, plan: DrawPlan | None, batch: Any) -> Iterator[
 
 
 def redrawing(part: nn.Module, batch: Sequence[Any]) -> AbstractContextManager[None]:
-    """Around a part of a model that is run by itself within `repeating`: each time it draws the same.
+    """Make a part of a model that is run by itself inside `repeating` draw the same each time.
 
-    batch: what goes in, of which the first tensor counts the rows.
+    batch: the inputs of the part. The first tensor has the number of rows.
     """
     first = next((x for x in batch if isinstance(x, Tensor) and x.ndim), None)
     if first is None or not _followed(part):
@@ -302,12 +304,15 @@ def redrawing(part: nn.Module, batch: Sequence[Any]) -> AbstractContextManager[N
 
 
 def keyed() -> bool:
-    """Return True if a pass is under way whose draws are keyed."""
+    """Return True inside a pass whose draws are keyed."""
     return _passing.get() is not None
 
 
 def again() -> Callable[[], AbstractContextManager[None]]:
-    """Taken before a part of a forward pass: what to enter, on any thread, when that part is computed once more."""
+    """Return a function that makes the context for computing a part of a forward pass again, on any thread.
+
+    Call it before that part of the forward pass.
+    """
     now = _passing.get()
     if now is None:
         return nullcontext
@@ -317,20 +322,21 @@ def again() -> Callable[[], AbstractContextManager[None]]:
 
 @cache
 def replay_checkpoints() -> None:
-    """From now on, what a model's own torch.utils.checkpoint computes once more draws as it did in the keyed pass.
+    """Make recomputation by a model's own torch.utils.checkpoint draw the same as the keyed pass.
 
-    For the life of this process. Models hold `checkpoint` under names of their own, so what it calls is replaced.
+    This lasts for the life of the process. Models import `checkpoint` under their own names, so the functions that it
+    calls are replaced.
     """
-    # torch 2.14 calls the first of these, and takes the other from its users.
+    # torch 2.14 calls the first of these, and keeps the second for its users.
     names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
     name = next((name for name in names if hasattr(torch.utils.checkpoint, name)), None)
     forward = CheckpointFunction.forward
     if name is None:
-        return  # of a torch that has another way: what is computed once more is refused by _Enter
+        return  # this torch works in another way; _Enter then refuses recomputation
     generator = getattr(torch.utils.checkpoint, name)
 
     def without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Called for the recomputation alone.
+        # This wrapper is used only for the recomputation.
         return generator(_replaying(function), *args, **kwargs)
 
     def with_reentrant(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -364,7 +370,7 @@ def _replayed(then: _Pass) -> Iterator[None]:
 
 
 class _Masks:
-    """The masks of the pass under way; see dropout_ops.Mask."""
+    """The masks of the current pass; see random_ops.Mask."""
 
     def __init__(self, owner: KeyedDropout) -> None:
         self.owner = owner
@@ -386,7 +392,7 @@ class _Masks:
 
 
 class _Interception(TorchFunctionMode):
-    """Hands what drops to DRAWS, and lets everything else through."""
+    """A mode that replaces dropping functions by DRAWS and random functions by RANDOM, and passes on all others."""
 
     def __init__(self, owner: KeyedDropout) -> None:
         super().__init__()
@@ -400,7 +406,7 @@ class _Interception(TorchFunctionMode):
         if draw is not None:
             return draw(func, self.masks, *args, **kwargs)
         random = RANDOM.get(func)
-        # A generator of the model's own is not ours to replace.
+        # Draws from the model's own generator are not replaced.
         if random is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         self.owner.seen()
@@ -409,7 +415,7 @@ class _Interception(TorchFunctionMode):
 
 
 class _Enter:
-    """A module is called: from here on it is the one that draws."""
+    """A hook before a module's forward: draws count as this module's from here on."""
 
     def __init__(self, path: str, sequence_first: bool) -> None:
         self.name, self.path, self.sequence_first = path, crc32(path.encode()), sequence_first
@@ -418,8 +424,8 @@ class _Enter:
     def __call__(self, _: nn.Module, __: Any) -> None:
         if (now := _passing.get()) is not None:
             caller = now.stack[-1]
-            # Calls are counted within the call that makes them: a pipeline stage does not see those that are made in
-            # the blocks of others.
+            # Calls are counted within the enclosing call: a pipeline stage does not see calls made in the blocks of
+            # other stages.
             within = ((caller.number * 1000003) ^ caller.path) & _BITS
             now.calls[within, self.path] = count = now.calls.get((within, self.path), -1) + 1
             now.stack.append(_Call(self.path, (within * 31 + count) & _BITS, self.sequence_first, hook=self))
@@ -438,8 +444,8 @@ def _leave(_: nn.Module, __: Any, ___: Any) -> None:
 
 
 def _follow(module: nn.Module) -> None:
-    """Hooks by which a pass knows the module that draws. They hold nothing, and are idle outside of a pass."""
-    # A copy of a followed module has its hooks, and two on one module would count every call twice.
+    """Add the hooks by which a pass knows the module that draws. They hold no objects and are idle outside a pass."""
+    # A copy of a hooked module has the hooks too, and two hooks on one module would count every call twice.
     unfollow(module)
     sequence_first = tuple(
         f"{path.rpartition('.')[0]}."
@@ -448,7 +454,7 @@ def _follow(module: nn.Module) -> None:
     )
     for path, part in module.named_modules():
         part.register_forward_pre_hook(_Enter(path, f"{path}.".startswith(sequence_first)), prepend=True)
-        # Exceptions leave a module too: a pipeline stage ends by one, and so does a recomputation that has enough.
+        # An exception also leaves a module: it ends a pipeline stage, and a recomputation that stops early.
         part.register_forward_hook(_leave, always_call=True)
 
 
@@ -457,7 +463,7 @@ def _followed(module: nn.Module) -> bool:
 
 
 def unfollow(module: nn.Module) -> None:
-    """Take the hooks of every KeyedDropout out of `module`."""
+    """Remove the hooks of every KeyedDropout from `module`."""
     for part in module.modules():
         for number in [n for n, hook in part._forward_pre_hooks.items() if isinstance(hook, _Enter)]:
             del part._forward_pre_hooks[number]
@@ -467,7 +473,7 @@ def unfollow(module: nn.Module) -> None:
 
 
 def _settings(module: nn.Module) -> list[tuple[Any, str]]:
-    """(object, attribute) of everything that looks like a probability of dropping."""
+    """Return (object, attribute) of everything that looks like a dropout probability."""
     found: list[tuple[Any, str]] = []
     configs: dict[int, Any] = {}
     for part in module.modules():

@@ -1,13 +1,11 @@
-"""torch's functions that draw random numbers, once more, with numbers that are given instead of drawn.
+"""Versions of torch's random functions and dropping functions that use given numbers or masks instead of drawing.
 
-`RANDOM[f]` does what f does. It is called with f itself, `Numbers`, then f's own arguments. f runs first, for the
-shape, dtype and device of what it gives, and its values are then replaced.
+`RANDOM[f]` does the same as the random function f. Its arguments are f itself, `Numbers`, then f's own arguments. It
+runs f first, to get the shape, dtype and device of the result, and then replaces the values.
 
-torch's dropping functions, once more, with a mask that is given instead of drawn.
-
-`DRAWS[f]` does what f does. It is called with f itself, a mask, then f's own arguments. Attention that drops is
-computed as the formula says (the probabilities are in memory), since no fused kernel takes a mask of what to drop;
-unless the kernel may draw its own.
+`DRAWS[f]` does the same as the dropping function f. Its arguments are f itself, a mask, then f's own arguments.
+Attention with dropout is computed by the plain formula, with the probabilities in memory, because no fused kernel
+accepts a dropout mask. If the kernel may draw its own mask, it is used.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ class Numbers(Protocol):
     """Random numbers of one draw, of the shape and on the device of a tensor."""
 
     def uniform(self, like: Tensor) -> Tensor:
-        """From [0, 1)."""
+        """Return uniform numbers in [0, 1)."""
 
     def normal(self, like: Tensor) -> Tensor:
-        """Of mean 0 and variance 1."""
+        """Return normal numbers of mean 0 and variance 1."""
 
     def integers(self, like: Tensor, low: int, high: int) -> Tensor:
-        """From [low, high), int64."""
+        """Return int64 numbers in [low, high)."""
 
 
 Given = Callable[..., Any]
@@ -74,7 +72,7 @@ def _uniform_(func: Given, numbers: Numbers, input: Tensor, *args: Any, **kwargs
 
 
 def _exponential_(func: Given, numbers: Numbers, input: Tensor, lambd: float = 1.0, **kwargs: Any) -> Any:
-    # As torch: never 0, of which gumbel noise takes the logarithm.
+    # As in torch, the result is never 0, because gumbel noise takes its logarithm.
     least = torch.finfo(input.dtype).tiny
     return _filled(
         func, (input, lambd), kwargs, lambda made: (-torch.log1p(-numbers.uniform(made))).clamp(min=least) / lambd
@@ -97,7 +95,7 @@ def _below(numbers: Numbers, made: Tensor, chance: Any) -> Tensor:
 
 
 def _integers(func: Given, numbers: Numbers, *args: Any, **kwargs: Any) -> Any:
-    """randint(high, size), randint(low, high, size), randint_like(input, ...), and these by name."""
+    """Draw integers for randint(high, size), randint(low, high, size) and randint_like(input, ...), also by name."""
     bounds = [arg for arg in args if isinstance(arg, int)] + [
         kwargs[name] for name in ("low", "high") if name in kwargs
     ]
@@ -159,7 +157,7 @@ Draw = Callable[..., Any]
 
 
 def _scaled(x: Tensor, mask: Tensor, p: float, inplace: bool) -> Tensor:
-    """`x` without what is dropped, the rest scaled so that the expectation stays."""
+    """Return `x` with the elements of `mask` set to 0 and the others scaled, so that the expectation stays."""
     if p >= 1:
         return x.mul_(0) if inplace else x * 0
     return (x.mul_(1 / (1 - p)) if inplace else x * (1 / (1 - p))).masked_fill_(mask, 0)
@@ -180,7 +178,7 @@ def _dropout_(func: Draw, mask: Mask, input: Tensor, p: float, train: bool) -> T
 def _channels(
     _: Draw, mask: Mask, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Whole channels: (B, C, ...)."""
+    """Drop whole channels: (B, C, ...)."""
     return _dropout(_, _of_channels(mask), input, p, training, inplace)
 
 
@@ -202,7 +200,7 @@ def _alpha_channels(
 
 
 def _self_normalising(x: Tensor, mask: Tensor | None, p: float, inplace: bool) -> Tensor:
-    """Klambauer et al. 2017: dropped elements take SELU's lower bound; mean and variance are restored."""
+    """Apply alpha dropout (Klambauer et al. 2017): dropped elements get SELU's lower bound; mean and variance stay."""
     if mask is None:
         return x
     if p >= 1:
@@ -225,8 +223,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """(..., H, T, E), (..., H, S, E), (..., H, S, V) -> (..., H, T, V)."""
-    # Without heads, as in a split that is only tried, the kernel of torch 2.11 ends the process: it divides by zero.
+    """Compute attention: (..., H, T, E), (..., H, S, E), (..., H, S, V) -> (..., H, T, V)."""
+    # Without heads, as in the trial of a split, the kernel of torch 2.11 divides by zero, which ends the process.
     has_heads = all(tensor.shape[-3:-2].numel() for tensor in (query, key))
     if dropout_p == 0 and has_heads:
         return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
@@ -244,15 +242,15 @@ def _attention(
         allowed = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if allowed else scores + attn_mask
     if torch.is_autocast_enabled(scores.device.type) and scores.dtype.itemsize < 4:
-        # Autocast takes a softmax in float32, this one too; but its backward then has two dtypes, which CUDA refuses.
+        # Autocast computes softmax in float32, this one too; but its backward would mix dtypes, which CUDA refuses.
         scores = scores.float()
-    # As torch's own: a row in which everything is masked gives zeros, not NaN.
+    # As in torch, a row in which everything is masked gives zeros, not NaN.
     weights = safe_softmax(scores, -1)
     return _scaled(weights, mask(weights.shape, dropout_p), dropout_p, inplace=False).to(value.dtype) @ value
 
 
 def _multi_head(func: FunctionType, mask: AttentionMask, *args: Any, **kwargs: Any) -> Any:
-    """torch's own code, in which `dropout` and `scaled_dot_product_attention` mean these here."""
+    """Run torch's own code with the versions of `dropout` and `scaled_dot_product_attention` in this module."""
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return _dropout(F.dropout, mask, input, p, training, inplace)
@@ -261,7 +259,8 @@ def _multi_head(func: FunctionType, mask: AttentionMask, *args: Any, **kwargs: A
         return _attention(F.scaled_dot_product_attention, mask, *inner, **named)
 
     names = func.__globals__ | {"dropout": dropout, "scaled_dot_product_attention": attention}
-    # It has been dispatched: to a mode around this one (torch.set_default_device is one) it would hand on the original.
+    # It has been dispatched already. Dispatched again, it would pass the original function to an outer mode
+    # (torch.set_default_device is one).
     names["has_torch_function"] = lambda _: False
     rebound = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     rebound.__kwdefaults__ = func.__kwdefaults__
@@ -269,8 +268,8 @@ def _multi_head(func: FunctionType, mask: AttentionMask, *args: Any, **kwargs: A
 
 
 def _recurrent(func: Draw, mask: Mask, *args: Any, **kwargs: Any) -> Any:
-    """nn.LSTM, nn.GRU and nn.RNN draw between their layers, inside of a kernel."""
-    # (input, hx, weights, biases, layers, dropout, train, ...); of packed rows (data, batch_sizes, hx, weights, ...).
+    """Raise TrainingError if nn.LSTM, nn.GRU or nn.RNN drops between its layers, inside a kernel; else run it."""
+    # (input, hx, weights, biases, layers, dropout, train, ...); for packed rows (data, batch_sizes, hx, weights, ...).
     at = 6 if isinstance(args[3], list | tuple) else 5
     dropout, train = args[at : at + 2]
     if not train or dropout == 0:

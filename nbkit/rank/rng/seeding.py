@@ -1,4 +1,7 @@
-"""Seeds a job's random numbers by (seed, step, rank), so that a step repeats whatever came before it."""
+"""Seeds a job's random numbers by (seed, step, rank), so that a step is repeatable and does not depend on the past.
+
+It also builds the module that trains, and checks that it can be trained.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.forward_wrapper import marked_parts, overrides_train, unwrap
 from nbkit.rank.rng.keyed_dropout import unfollow
 
-# In the place of a rank: of what every rank draws alike, for a step, and in an epoch of iterable data.
+# Used in place of a rank: for draws that are equal on every rank in a step, and in an epoch of iterable data.
 SHARED, ITERATED = -1, -2
 
 _left_alone: ContextVar[bool] = ContextVar("left_alone", default=False)
@@ -34,10 +37,10 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def set_seed(value: int) -> None:
-    """Seed torch, on the CPU and on the GPU that is in use.
+    """Seed torch, on the CPU and on the GPU that is in use. Does nothing inside `generators_left_alone`.
 
-    torch.manual_seed takes a traceback for each kind of device that is not: milliseconds, in every trial of a model.
-    Nothing within `generators_left_alone`.
+    torch.manual_seed would take a traceback for each kind of device that is not in use. That costs milliseconds, in
+    every trial of a model.
     """
     if _left_alone.get():
         return
@@ -51,15 +54,15 @@ def mixed(seed: int, step: int, rank: int) -> int:
 
 
 def seeded(device: torch.device) -> AbstractContextManager[None]:
-    """Inside, torch may be seeded at will; after it, its generators are as before."""
+    """Return a context in which torch may be seeded freely. Afterwards its generators are restored."""
     return accelerator().generators_kept([device])
 
 
 @contextmanager
 def generators_left_alone() -> Iterator[None]:
-    """Inside, trials of a model neither seed torch's generators nor set them back: another thread may draw from them.
+    """Keep trials of a model from seeding or restoring torch's generators, which another thread may use.
 
-    For models whose trials draw nothing.
+    This is for models whose trials draw nothing.
     """
     token = _left_alone.set(True)
     try:
@@ -69,35 +72,35 @@ def generators_left_alone() -> Iterator[None]:
 
 
 def generators_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """As of the accelerator: afterwards its generators are as before. Nothing within `generators_left_alone`."""
+    """Return a context that restores torch's generators afterwards. It does nothing in `generators_left_alone`."""
     return nullcontext() if _left_alone.get() else accelerator().generators_kept(devices)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Where the generators of Python and numpy stand: no step seeds them, and models and data may draw from them."""
+    """States of the generators of Python and numpy. Steps do not seed them, and models and data may use them."""
 
     python: Any
     numpy: Any
 
     @classmethod
     def so_far(cls) -> Drawn:
-        """Now."""
+        """Return the current states."""
         numpy = sys.modules.get("numpy")
         return cls(random.getstate(), numpy.random.get_state() if numpy is not None else None)
 
     def restore(self) -> None:
-        """What has been drawn since is drawn again."""
+        """Restore the generators, so that the draws since then are repeated."""
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
 
 
 def build(model: nn.Module | Callable[[], nn.Module], *, seed: int, device: torch.device) -> nn.Module:
-    """The module that trains, on `device`: a callable is called under `seed`, the same on every rank.
+    """Return the module that trains, on `device`. A callable is called under `seed`, the same on every rank.
 
-    What an earlier job put around its blocks is taken off. Raises TrainingError for what is no module, has no
-    parameters, holds meta tensors, or is in parts.
+    Wrappers that an earlier job put around its blocks are removed. Raises TrainingError if it is not a module, has no
+    parameters to train, holds meta tensors, or is split into parts.
     """
     if isinstance(model, nn.Module):
         module = model
@@ -129,10 +132,10 @@ def build(model: nn.Module | Callable[[], nn.Module], *, seed: int, device: torc
     unwrap(module)
     unfollow(module)
     if not module.training:
-        # A model loaded for inference; modules that are frozen inside a training model stay as they are.
+        # The model was loaded for inference. Frozen modules inside a training model are not changed.
         module.train()
     elif overrides_train(module):
-        # As a loop of torch's does before it trains. What is frozen stays so.
+        # A plain torch loop calls train() before it trains, too. Frozen modules stay frozen.
         modes = [(part, part.training) for part in module.modules()]
         module.train()
         for part, mode in modes:
@@ -146,7 +149,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _refuse_kinds(module: nn.Module) -> None:
-    """Raise TrainingError for tensors and modules that cannot be sent, cut or copied as others are."""
+    """Raise TrainingError for tensors and modules that cannot be sent, cut or copied like others."""
     for path, part in module.named_modules():
         if slots := [name for kind in type(part).__mro__ for name in _slots(kind) if hasattr(part, name)]:
             raise TrainingError(
@@ -191,7 +194,7 @@ def _refuse_kinds(module: nn.Module) -> None:
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
-    """By name: importing what is not in use would cost seconds."""
+    """Raise TrainingError for a wrapped or split model. Wrappers are found by name: imports would take seconds."""
     wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
     for part in module.modules():
         if found := wrappers & {kind.__name__ for kind in type(part).__mro__}:

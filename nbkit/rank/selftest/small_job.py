@@ -1,4 +1,4 @@
-"""A small GPT that any number of ranks can split, and the same training in a plain loop of one process."""
+"""A training of a small GPT that any number of ranks can split, and the same training in a loop of one process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from nbkit.schedules import type_of
 from nbkit.strategy import Strategy
 
 SEED, LR, VOCAB = 7, 1e-3, 64
-# What an AdamW in float32 makes of a gradient that is zero but for rounding must not count.
+# Large enough that AdamW in float32 takes no visible step for a gradient that is zero except for rounding.
 EPS = 1e-6
 EPOCH = 4  # batches
-"""Schedules with one stage on a rank; the others have two."""
 
 
 def trainer(strategy: str, **more: Any) -> Trainer:
-    """Of the small GPT, as a user makes one; in float64 on the CPU. more: for the Trainer. Collective."""
+    """Return a Trainer of the small GPT, made as a user makes one; in float64 on the CPU. Collective.
+
+    more: further arguments of the Trainer.
+    """
     world = World.join_from_env().place.world_size
     config = _config(world, _layers(strategy))
     asked: dict[str, Any] = {
@@ -49,10 +51,10 @@ _lasting: dict[int, Trainer] = {}
 
 
 def under(strategy: str) -> Trainer:
-    """Return the same at its beginning. What a job finds out about its model is found once, and kept for the next
-    strategy: a switch to it takes half of what a new Trainer takes.
+    """Return a lasting Trainer under `strategy`, at its beginning. Collective.
 
-    Collective, and for ranks of one age: one that has replaced another knows of no job.
+    What a job finds out about its model is kept for the next strategy. A switch takes half the time of a new Trainer.
+    All ranks must have started together: a rank that has replaced another has no such job.
     """
     layers = _layers(strategy)
     if layers not in _lasting:
@@ -70,9 +72,9 @@ def _layers(strategy: str) -> int:
 
 
 def apart(made: Trainer) -> dict[str, float]:
-    """Return how far a training of `trainer` is from that of one process so far. Collective.
+    """Return how far the training of `made` is from that of one process so far. Collective.
 
-    losses: the largest relative difference of a step; weights: the largest difference of an element.
+    losses: the largest relative difference in a step. weights: the largest difference of an element.
     """
     weights = made.full_state_dict()
     losses, expected = alone(made.step, sum(name.endswith(".up.weight") for name in weights))
@@ -87,7 +89,7 @@ def apart(made: Trainer) -> dict[str, float]:
 
 @cache
 def alone(steps: int, layers: int) -> tuple[list[float], dict[str, Tensor]]:
-    """(losses, weights) after `steps` of the same training, in plain torch on this rank alone."""
+    """Return (losses, weights) after `steps` of the same training, in plain torch on this rank only."""
     place = World.join_from_env().place
     config, device = _config(place.world_size, layers), accelerator().device(place.device)
     data, size = _rows(config, place.world_size), 4 * place.world_size
@@ -110,12 +112,12 @@ def alone(steps: int, layers: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy, the mean over tokens."""
+    """Return the cross entropy, as the mean over tokens."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def masks_differ() -> int:
-    """Elements of a mask of dropout that are others on this rank's device than on the CPU."""
+    """Return the number of dropout mask elements that differ between this rank's device and the CPU."""
     device = accelerator().device(World.join_from_env().place.device)
     wrong = 0
     for sizes in ((7, 33), (3, 17, 65), (2, 3, 9, 130)):
@@ -126,7 +128,7 @@ def masks_differ() -> int:
 
 
 class PlannedError(Exception):
-    """What `Fails` raises."""
+    """The error that `Fails` raises."""
 
 
 class Fails:
@@ -136,22 +138,22 @@ class Fails:
         self.rank, self.after = rank, after
 
     def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Raises PlannedError."""
+        """Raise PlannedError on the chosen rank after the chosen step, once."""
         if record["step"] == self.after and World.join_from_env().place.rank == self.rank:
             self.after = 0
             raise PlannedError(f"rank {self.rank}, on purpose")
 
 
 class Dies:
-    """A callback with which the process that is now that of one rank kills itself after a step."""
+    """A callback by which the present process of one rank kills itself after a step."""
 
     def __init__(self, rank: int, *, after: int) -> None:
-        # The process that takes its place has another id.
+        # The process that replaces it has another id, so it does not die again.
         self.pid = os.getpid() if World.join_from_env().place.rank == rank else 0
         self.after = after
 
     def __call__(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Does not return where it is due."""
+        """Kill this process if it is the chosen one and the step is reached."""
         if record["step"] == self.after and os.getpid() == self.pid:
             os.kill(self.pid, signal.SIGKILL)
 

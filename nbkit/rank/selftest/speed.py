@@ -1,4 +1,4 @@
-"""Seconds of a step under nbkit beside plain torch's DDP and FSDP2, in turns, in a model sized to the machine."""
+"""Measures the seconds of a step under nbkit and under torch's DDP or FSDP2, in turns, with a model that fits."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from nbkit.rank.world.world import World
 
 PAIRS, WARM = 3, 2
 _CPU_MODEL = GPTConfig(vocab=256, block=64, layers=4, heads=4, width=128)
-# 1.04 B parameters, 350 M, 125 M; the last fits wherever anything does.
+# 1.04 B, 350 M and 125 M parameters. The last one is taken if none fits.
 _MODELS = tuple(
     GPTConfig(vocab=32_000, block=1024, layers=layers, heads=width // 64, width=width)
     for layers, width in ((18, 2048), (24, 1024), (12, 768))
 )
-# Weights, gradients and both moments of AdamW, in fp32, of two models that are there at once; a third for activations.
+# Per parameter: weights, gradients and both moments of AdamW in fp32, for two models at once, and half more for
+# activations.
 _BYTES = 16 * 2 * 1.5
 
 
 def compare(strategy: str, folder: str | None = None) -> dict[str, Any]:
-    """Return seconds of a step under `strategy` (ddp or zero3) and in torch's counterpart, of all pairs. Collective.
+    """Return the seconds of a step under `strategy` (ddp or zero3) and in torch's counterpart, for all pairs.
 
-    mfu: of nbkit's, against the data sheet of the device; None where that is not known.
+    Collective. mfu: nbkit's model FLOPs utilisation by the device's data sheet; None if that is unknown.
     """
     place = World.join_from_env().place
     device = accelerator().device(place.device)
@@ -56,21 +57,24 @@ def compare(strategy: str, folder: str | None = None) -> dict[str, Any]:
             found[name].append(train(steps))
     tokens, num = per_rank * place.world_size * config.block, _elements(config)
     peak = _peak(accelerator().name(device)) if bf16 else None
-    # Each token: every weight in forward and twice in backward, and so the attention's products.
+    # Per token: every weight once in forward and twice in backward, and the same for the products of attention.
     flops = (6 * num + 12 * config.layers * config.width * config.block) * tokens
     used = flops / median(found["nbkit"]) / place.world_size
     return found | {"tokens": tokens, "parameters": num, "bf16": bf16, "mfu": used / peak if peak else None}
 
 
 def bandwidth() -> dict[str, tuple[float, float]]:
-    """Operation -> (bytes per second that a rank sends, seconds of a tiny one), measured now. Collective."""
+    """Measure the links, and return by operation: (bytes per second that a rank sends, seconds of a tiny one).
+
+    Collective.
+    """
     place = World.join_from_env().place
     link = link_of(accelerator().device(place.device))
     return {} if link is None else {name: (way.speed, way.latency) for name, way in link.ways.items()}
 
 
 class _Ours:
-    """So many steps of a Trainer with default settings; the seconds of one."""
+    """A Trainer with default settings. A call trains some steps and returns the seconds of one."""
 
     def __init__(
         self,
@@ -102,7 +106,7 @@ class _Ours:
         )
 
     def __call__(self, steps: int) -> float:
-        # The first step of a run, with what every run begins with, is not counted.
+        # The first step of a run is not counted, since it includes the start of the run.
         self.ends.clear()
         self.trainer.fit(steps + 1)
         return (self.ends[-1] - self.ends[0]) / steps
@@ -111,7 +115,7 @@ class _Ours:
 def _plain(
     config: GPTConfig, rows: list[Any], per_rank: int, strategy: str, bf16: bool, device: torch.device
 ) -> Callable[[int], float]:
-    """The same by hand, as the tutorials of DDP and FSDP2 have it."""
+    """Return the same training written by hand, as in the tutorials of DDP and FSDP2."""
     with device:
         model: nn.Module = GPT(config)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -151,7 +155,7 @@ def _plain(
 
 
 def _shard(model: Any, bf16: bool) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # two seconds, which only this takes
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes two seconds; only needed here
 
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for part in (*model.blocks, model):
@@ -159,7 +163,7 @@ def _shard(model: Any, bf16: bool) -> None:
 
 
 def _fitting(device: torch.device) -> GPTConfig:
-    """The largest model of which two fit, the same on all ranks. Collective."""
+    """Return the largest model of which two fit, the same on all ranks. Collective."""
     if not accelerator().holds(device):
         return _CPU_MODEL
     free = torch.tensor([accelerator().free_memory(device)], dtype=torch.float64, device=device)
@@ -173,7 +177,7 @@ def _elements(config: GPTConfig) -> int:
 
 
 def _peak(name: str) -> float | None:
-    """FLOP/s in bf16 by the data sheet of the device of that name."""
+    """Return the bf16 FLOP/s in the data sheet of the device of that name, or None if there is none."""
     said = name.replace(" ", "").lower()
     return next((one.flops for key, one in DEVICES.items() if key.split("-")[0].lower() in said), None)
 

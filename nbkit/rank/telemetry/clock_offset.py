@@ -1,6 +1,6 @@
-"""Measures, once, the offset of this rank's clock from rank 0's.
+"""Measure, once, the offset of this rank's clock from rank 0's.
 
-Ranks that share a kernel share its monotonic clock: their difference is zero, exactly. One rank of every other host
+Ranks that share a kernel share its monotonic clock, so their difference is exactly zero. One rank of every other host
 plays ping-pong with rank 0; the quickest round bounds the error by half its time (Cristian 1989).
 """
 
@@ -21,7 +21,10 @@ _ROUNDS = 16
 
 
 def kernel_of() -> str:
-    """Equal on processes whose perf_counter is the same clock: one boot of one kernel, one time namespace."""
+    """Return a name that is equal on processes with the same perf_counter.
+
+    They are in one boot of one kernel, and in one time namespace.
+    """
     try:
         return f"{boot_id()} {os.readlink('/proc/self/ns/time')}"
     except OSError:
@@ -29,7 +32,7 @@ def kernel_of() -> str:
 
 
 def clock_offset(*, kernel: str | None = None, now: Callable[[], int] = perf_counter_ns) -> int:
-    """Nanoseconds to add to this rank's perf_counter to get rank 0's. Collective over the world; waits.
+    """Return the nanoseconds to add to this rank's perf_counter to get rank 0's. Collective over the world; waits.
 
     kernel, now: this rank's, for tests.
     """
@@ -47,7 +50,7 @@ def clock_offset(*, kernel: str | None = None, now: Callable[[], int] = perf_cou
         if rank == 0:
             for _ in range(_ROUNDS):
                 dist.recv(ping, other)
-                # Reading it makes a device's host wait until it is there: what goes back is the time in between.
+                # Reading it makes the host wait until it is there, so the time sent back lies between both messages.
                 int(ping)
                 dist.send(torch.tensor([now()], device=device), other)
         elif rank == other:

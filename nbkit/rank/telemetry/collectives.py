@@ -1,19 +1,16 @@
-"""Every collective and message of this rank, noted as it is issued: what, along which axis, how many bytes, how long.
+"""Note every collective and message of this rank as it is issued: what, along which axis, how many bytes, how long.
 
-The groups of delegating_group.py call `begin` before and `follow` after they hand an operation on. What is noted is a
-`CollectiveCall` in a ring of fixed size: nothing here waits for a device, another rank or a disk. What could
-not be timed has no `done`.
+The groups of delegating_group.py call `begin` before and `follow` after they hand an operation on. Each operation is a
+`CollectiveCall` in a ring of fixed size. Nothing here waits for a device, another rank or a disk. A call that could not
+be timed has no `done`.
 
 NBKIT_TELEMETRY, or `set_mode`: "off"; "count" notes calls and bytes; "time" (the default) also when they ended and how
 long this rank stood still in their wait().
 
-The handle of a collective that notes how long this rank stands still in it, and when it ended.
-
-On the host: two readings of a clock. On a device the same with events on the current stream, read when they have
-passed; nothing is ever synchronised. That half follows PyTorch's documentation (ProcessGroupNCCL, CUDA events).
-
-Nothing here holds the handle of a backend beyond its wait(): it keeps what the collective has written to, such as the
-gathered weights of a block.
+`Timed` is the handle of a collective that notes these times. On the host it reads a clock twice. On a device it records
+events on the current stream, and reads them when they have passed; nothing is ever synchronised. That half follows
+PyTorch's documentation (ProcessGroupNCCL, CUDA events). Nothing here holds the handle of a backend beyond its wait(),
+because it keeps what the collective has written to, such as the gathered weights of a block.
 """
 
 from __future__ import annotations
@@ -35,11 +32,11 @@ from nbkit.rank.telemetry.phases import clock
 from nbkit.wire.user_code import is_users
 
 _AT_ONCE_NS = 50_000
-"""A wait for a message, or on a device for anything, that took less found it over: nobody knows for how long."""
+"""A shorter wait, for a message or on a device, found the operation over already: when it ended is unknown."""
 
 
 class CudaCall:
-    """What is known of an operation on a device stream. seconds and stalled: None until it is over, or for good."""
+    """Times of an operation on a device stream. seconds and stalled: None until it is over, or for good."""
 
     __slots__ = ("_first", "_stalls", "seconds", "stalled")
 
@@ -50,11 +47,11 @@ class CudaCall:
         self._stalls: list[tuple[Event, Event]] = []
 
     def ended_in_stream(self) -> None:
-        """It was enqueued on the current stream itself, which therefore stands still from begin to end."""
+        """Note that it was enqueued on the current stream itself, which therefore stands still from begin to end."""
         self._stalls.append((self._first, accelerator().stamp()))
 
     def stall(self, first: Event, work: Any) -> None:
-        """The current stream was made to wait for `work`, from `first` on."""
+        """Note that the current stream was made to wait for `work`, from `first` on."""
         self._stalls.append((first, accelerator().stamp()))
         # A work that failed, or whose group does not time, raises: it then has no duration of its own.
         with suppress(RuntimeError):
@@ -67,7 +64,7 @@ class CudaCall:
         return bool(stalls) and not stalls[-1][1].query()
 
     def resolve(self) -> bool:
-        """Read what has passed; whether that is everything. For the writing thread."""
+        """Read the events that have passed. Return True if those are all. For the writing thread."""
         if self._stalls and not self._stalls[-1][1].query():
             return False
         if self._stalls and self.stalled is None:
@@ -81,9 +78,9 @@ class CudaCall:
 
 
 class Timed(Interruptible):
-    """Stands before the handle of an inner group; gives its every answer.
+    """Stands before the handle of an inner group, and passes its answers on.
 
-    call: a record.Call. state: what the training thread does while it stands in wait().
+    call: a CollectiveCall. state: what the training thread does while it stands in wait().
     """
 
     def __init__(self, inner: Any, call: Any, state: str) -> None:
@@ -91,7 +88,7 @@ class Timed(Interruptible):
         self.call, self.state = call, state
 
     def listen(self) -> None:
-        """Have the end noted as it comes, where the backend tells (a work of ours does not)."""
+        """Have the end noted as it comes, if the backend tells (a work of ours does not)."""
         if type(self.inner) is not dist.Work:
             return  # a future of a work in Python may do its computing in it
         call = self.call
@@ -122,7 +119,7 @@ class Timed(Interruptible):
 
 
 def wait_on_host(work: Any, call: Any, state: str, *timeout: Any) -> Any:
-    """Return what `work`.wait() gives. It is noted of `call` that this thread, in `state` meanwhile, stood still."""
+    """Return what `work.wait()` returns. Note in `call` how long this thread, in `state` meanwhile, stood still."""
     outer, began = clock.switch(state), now()
     try:
         return (wait if call.peer is None else wait_for_message)(work, call.issued, *timeout)
@@ -139,36 +136,39 @@ def wait_on_host(work: Any, call: Any, state: str, *timeout: Any) -> Any:
 
 
 BATCH = "batch"
-"""The operation that stands for the waiting of several messages issued as one; its parts carry the bytes."""
+"""The operation that waits for several messages issued as one. Its parts carry the bytes."""
 
 MODES = ("off", "count", "time")
 _AXES = ("pp", "dp", "cp", "tp", "shard", "replicate")
 
 
 class GroupInfo:
-    """What calls say of a group: its label, the axis it lies along, the global ranks in it."""
+    """Facts about a group: its label, the axis it lies along, the global ranks in it."""
 
     __slots__ = ("axis", "blocked", "label", "members", "transfer")
 
     def __init__(self, label: str, axis: str, members: tuple[int, ...]) -> None:
         self.label, self.axis, self.members = label, axis, members
-        # What the training thread does while it stands in a wait: see phases.py.
+        # The state of the training thread while it waits: see phases.py.
         self.blocked = f"wait {axis}"
-        # In a pipeline, waiting for the neighbour is what its schedule leaves idle.
+        # In a pipeline, waiting for the neighbour is idle time of its schedule.
         self.transfer = "bubble" if axis == "pp" else self.blocked
 
 
 class CollectiveCall:
-    """One operation that this rank issued.
+    """An operation that this rank issued.
 
     peer: global rank at the other end of a message, None for a collective. place: how many operations of its kind the
-    group (for messages: the pair) had issued with it. bytes: what this rank contributes. Times in ns of perf_counter:
-    issued; waited: when the first wait() began; done: when it ended, None when nobody could tell; blocked: what this
-    rank stood still for it. outside: between the steps of a training, or without one. heard: whether `done` may be
-    believed. Not of an asynchronous collective in a step that does not listen: wait() would see only the ends of those
-    still under way, the longest. Nor of a message that wait() found there already. code, at: the user's code that
-    issued it and the instruction in that, None when none is near. dtype: of its first tensor. tag: of a message. root:
-    the global rank that a broadcast, reduce, gather or scatter goes out from or comes together on.
+    group (for messages: the pair) had issued with it. bytes: what this rank contributes. dtype: of its first tensor.
+    tag: of a message. root: the global rank from which a broadcast or scatter goes out, or on which a reduce or gather
+    comes together.
+
+    Times are in ns of perf_counter. issued; waited: when the first wait() began; done: when it ended, None if nobody
+    could tell; blocked: how long this rank stood still for it. outside: between the steps of a training, or without
+    one. heard: `done` may be believed. It may not for an asynchronous collective in a step that does not listen: wait()
+    would see only the ends of those still under way, the longest. Nor for a message that wait() found there already.
+
+    code, at: the user's code that issued it and the instruction in that, None if none is near.
     """
 
     __slots__ = ("at", "blocked", "bytes", "code", "cuda", "done", "dtype", "group", "heard", "issued", "number", "op",
@@ -191,7 +191,7 @@ class CollectiveCall:
 
     @property
     def axis(self) -> str:
-        """The axis of its group: pp, dp, cp, tp, shard, replicate, world, or the name of a group of the user's."""
+        """Return the axis of its group: pp, dp, cp, tp, shard, replicate, world, or the name of the user's group."""
         return self.group.axis
 
     @property
@@ -201,14 +201,17 @@ class CollectiveCall:
 
     @property
     def seconds(self) -> float | None:
-        """From issue to end, peers that came late included; None when that is not known."""
+        """Return the seconds from issue to end, peers that came late included; None if that is not known."""
         if self.cuda is not None:
             return self.cuda.seconds
         return None if self.done is None else (self.done - self.issued) / 1e9
 
     @property
     def blocked_seconds(self) -> float | None:
-        """Return what this rank stood still for it: its host, or on CUDA its compute stream; None: not known (yet)."""
+        """Return how long this rank stood still for it: its host, or on CUDA its compute stream.
+
+        Return None if that is not known (yet).
+        """
         return self.blocked / 1e9 if self.cuda is None else self.cuda.stalled
 
     def __repr__(self) -> str:
@@ -218,7 +221,7 @@ class CollectiveCall:
 
 
 class _IsUsers(dict[str, bool]):
-    """By file, whether it is the user's own."""
+    """A cache: file -> True if it is the user's own."""
 
     def __missing__(self, file: str) -> bool:
         found = self[file] = is_users(file)
@@ -226,7 +229,7 @@ class _IsUsers(dict[str, bool]):
 
 
 class Ring:
-    """The newest `size` calls (a power of two); older ones are written over. Any thread puts, any thread reads.
+    """The newest `size` calls (a power of two). Older ones are overwritten. Any thread may put, any thread may read.
 
     end: how many have been put. generation: how many of them before this generation of the world began.
     """
@@ -245,7 +248,7 @@ class Ring:
         self.end = number + 1
 
     def between(self, start: int, stop: int) -> tuple[list[CollectiveCall], int]:
-        """(calls number start to stop - 1 that are still there, how many of them are not)."""
+        """Return (calls number start to stop - 1 that are still there, how many of them are not)."""
         first = max(start, stop - len(self._slots))
         held = [self._slots[number & self._mask] for number in range(first, stop)]
         calls = [call for number, call in enumerate(held, first) if call is not None and call.number == number]
@@ -254,7 +257,7 @@ class Ring:
 
 ring = Ring()
 _is_users = _IsUsers()
-_FRAMES = (None,) * 6  # between an operation and the user's code; what is farther away is the work of a library
+_FRAMES = (None,) * 6  # between an operation and the user's code; code that is farther away only called a library
 _mode = os.environ.get("NBKIT_TELEMETRY", "time")
 if _mode not in MODES:
     _mode = "time"
@@ -278,18 +281,21 @@ def set_mode(wanted: str) -> None:
 
 
 def own_ns() -> int:
-    """Nanoseconds that noting itself has taken in this process so far, without the thread that writes."""
+    """Return the nanoseconds that noting itself has taken in this process so far, without the thread that writes."""
     return _own
 
 
 def recent(num: int = 100) -> list[CollectiveCall]:
-    """The newest `num` calls of this rank, the oldest first; also those of code that only calls dist.* in a cell."""
+    """Return the newest `num` calls of this rank, the oldest first.
+
+    Calls of code that only calls dist.* in a cell are among them.
+    """
     stop = ring.end
     return ring.between(max(0, stop - num), stop)[0]
 
 
 def axis_of(desc: str, name: str) -> str:
-    """The axis a group lies along, from what torch holds of it; a name of its own where it lies along none."""
+    """Return the axis a group lies along, from what torch holds of it; a name of its own if it lies along none."""
     desc = desc.removeprefix("mesh_")
     # "pp up": the channels of a pipeline on NCCL have groups of their own.
     if desc.partition(" ")[0] in _AXES:
@@ -309,21 +315,22 @@ def begin(
     tag: int = 0,
     entered: int | None = None,
 ) -> CollectiveCall:
-    """An operation is about to be issued. cuda: on a stream of a device, so that wait() stops that, not the host.
+    """Note that an operation is about to be issued.
 
-    entered: when noting it began, where that was read (ns of perf_counter).
+    cuda: it runs on a stream of a device, so that wait() stops that, not the host. entered: when noting it began, if
+    that was read (ns of perf_counter).
     """
     global _own
     if entered is None:
         entered = now()
     call = CollectiveCall(op, group, peer, place, num_bytes)
     call.dtype, call.tag = dtype, tag
-    # None above the one that issues it: on a GPU autograd's threads call DDP's reducer, with no Python below it.
+    # None if the issuing frame has no caller: on a GPU autograd's threads call DDP's reducer without Python code.
     frame: FrameType | None = sys._getframe(1).f_back
     for _ in _FRAMES:
         if frame is None:
             break
-        # Looked up by the file's text: the hash of a code object is made anew each time.
+        # Look up the file's name, because the hash of a code object is computed anew each time.
         if _is_users[frame.f_code.co_filename]:
             call.code, call.at = frame.f_code, frame.f_lasti
             break
@@ -341,9 +348,10 @@ def begin(
 
 
 def follow(call: CollectiveCall, work: Any, *, at_once: bool = False) -> Any:
-    """It has been issued, and `work` is its handle (None: it is done, or in the stream): the handle to give on.
+    """Note that an operation has been issued. Return the handle to give on.
 
-    at_once: it is waited for before anything else; on the host that is done here, which saves it a handle of ours.
+    work: its handle; None: it is done, or in the stream. at_once: it is waited for before anything else. On the host
+    that is done here, which saves it a handle of ours.
     """
     global _own
     if _mode != "time":
@@ -363,8 +371,8 @@ def follow(call: CollectiveCall, work: Any, *, at_once: bool = False) -> Any:
         return None
     timed = Timed(work, call, state)
     if call.cuda is None:
-        # A thread of the backend's would have to take the interpreter from the one that waits. Of a message gloo has no
-        # future, and to be told so costs more than all else here.
+        # To listen, a thread of the backend has to take the interpreter from the one that waits. gloo has no future
+        # for a message, and to be told so costs more than all else here.
         if call.peer is None:
             call.heard = clock.listens
             if call.heard:

@@ -1,9 +1,9 @@
-"""Watches a rank and its host while a job trains: CPU in use, memory, load, clocks; and GPUs, where it has some.
+"""Watch a rank and its host while a job trains: CPU in use, memory, load, clocks; and GPUs, if it has some.
 
-Every few seconds, in a thread beside the steps. Of each host, one rank alone looks at what its ranks share, with one
+A thread looks every few seconds, beside the steps. On each host, one rank alone looks at what its ranks share, with one
 nvidia-smi for all of its GPUs. What the machine does not tell is left out.
 
-Counts a rank's memory by use: bytes of parameters, gradients and optimizer state, from the tensors.
+`memory_of` counts a rank's memory by use: bytes of parameters, gradients and optimizer state, from the tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def parse_gpus(answer: str) -> tuple[GpuHealth, ...]:
 
 
 def slowed_by(mask: str) -> str:
-    """Why a GPU's clocks are lower than they could be, from the bits in hexadecimal; "" when nothing slows it."""
+    """Return why a GPU's clocks are lower than they could be, from the bits in hexadecimal; "" if nothing slows it."""
     try:
         bits = int(mask, 16)
     except ValueError:
@@ -63,7 +63,7 @@ def slowed_by(mask: str) -> str:
 
 
 def core_mhz(root: Path = Path("/sys/devices/system/cpu")) -> float | None:
-    """Mean clock of the host's cores; None where the kernel does not tell."""
+    """Return the mean clock of the host's cores; None if the kernel does not tell."""
     known = []
     for path in root.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"):
         try:
@@ -74,9 +74,9 @@ def core_mhz(root: Path = Path("/sys/devices/system/cpu")) -> float | None:
 
 
 class Health:
-    """Looks while it is told to, and hands what it has seen to `note`; `end` ends it.
+    """Looks while it is told to, and hands what it has seen to `note`. `end` ends it.
 
-    gpu: UUID of this rank's GPU, "" without. first: whether this rank looks at what its host's ranks share.
+    gpu: UUID of this rank's GPU, "" without. first: this rank looks at what its host's ranks share.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Health:
         threading.Thread(target=self._run, name="nbkit-health", daemon=True).start()
 
     def run(self, running: bool) -> None:
-        """Look from now on, or no more for now."""
+        """Start to look, or pause."""
         with self._changed:
             self._running = running
             self._changed.notify()
 
     def end(self) -> None:
-        """Never again."""
+        """Stop looking for good."""
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -119,7 +119,7 @@ class Health:
                 wait = self._every_s
 
     def look(self) -> HealthRecord:
-        """Return how it is now."""
+        """Return a record of the state now."""
         used, at = time.process_time(), time.monotonic()
         cpu = (used - self._used) / max(at - self._at, 1e-9)
         self._used, self._at = used, at
@@ -144,14 +144,16 @@ class Health:
 
 
 def storage_bytes(tensors: Iterable[Any], seen: set[int]) -> int:
-    """Return bytes of the storages behind these tensors. One that is in `seen` (by address) counts nothing; others join
-    it."""
+    """Return the bytes of the storages behind these tensors.
+
+    A storage that is in `seen` (by address) counts nothing. Others join it.
+    """
     total = 0
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             continue
         storage = tensor.untyped_storage()
-        # A placeholder and an emptied storage have no address; each views of one storage has the same.
+        # A placeholder and an emptied storage have no address. All views of one storage have the same.
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total += storage.nbytes()
@@ -168,8 +170,8 @@ def memory_of(
 ) -> MemoryRecord:
     """Return what `module`, its gradients and its optimizer's state take on this rank. Waits for no device.
 
-    held: further parameters that the optimizer sees, such as shards. Gradients are there after a backward pass.
-    Every tensor is visited, a microsecond each: not for every step.
+    held: further parameters that the optimizer sees, such as shards. Gradients exist after a backward pass. Every
+    tensor is visited, a microsecond each, so do not call it in every step.
     """
     params = [*module.parameters(), *held]
     seen: set[int] = set()
@@ -192,7 +194,7 @@ def memory_of(
 
 
 def bytes_held(device: torch.device | None = None) -> tuple[int, int, str]:
-    """(bytes now, bytes at the peak, "cuda": of the allocator of `device`, or "rss": of this process)."""
+    """Return (bytes now, bytes at the peak, "cuda": of the allocator of `device`, or "rss": of this process)."""
     if device is not None and accelerator().holds(device):
         return *accelerator().memory(device), "cuda"
     now = psutil.Process().memory_info().rss
@@ -200,7 +202,7 @@ def bytes_held(device: torch.device | None = None) -> tuple[int, int, str]:
 
 
 def reset_peak(device: torch.device | None = None) -> None:
-    """The peak counts from here on (on the CPU where the kernel allows it)."""
+    """Count the peak from here on (on the CPU if the kernel allows it)."""
     if device is not None and accelerator().holds(device):
         accelerator().reset_peak(device)
         return

@@ -1,11 +1,11 @@
-"""Tracks the training thread through every moment of a step: one state after the other, so that they add up to it.
+"""Track the training thread through every moment of a step. The states follow one another, so that they add up to it.
 
     with phase("forward"):
         loss = model(x)
 
 A phase inside another suspends it; so does a wait for a collective (state "wait dp", or "bubble" in a pipeline). What
-lies in no phase is "other", and what lies in "outside" (evaluation, checkpoints, live cells) belongs to no step.
-A lap costs about a microsecond. On CUDA it is an event in the current stream: the device's time, not the host's.
+lies in no phase is "other". What lies in "outside" (evaluation, checkpoints, live cells) belongs to no step. A lap
+costs about a microsecond. On CUDA it is an event in the current stream: the device's time, not the host's.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from nbkit.rank.device import accelerator
 
 OTHER, OUTSIDE = "other", "outside"
 PHASES = ("data", "forward", "backward", "optimizer", OTHER, OUTSIDE)
-_LAPS_AT_MOST = 1 << 16  # of one step: whoever evaluates for an hour inside a step must not fill the memory
+_LAPS_AT_MOST = 1 << 16  # of one step: an hour of evaluation inside a step must not fill the memory
 
 Stamp = Any  # ns of perf_counter, or a CUDA event
 PipelineOp = tuple[str, int, int, Stamp, Stamp]
 
 
 class StepPhases:
-    """One step as it was marked: (state, when it began) one after the other, then when the step ended."""
+    """A step as it was marked: (state, when it began) one after the other, then when the step ended."""
 
     __slots__ = ("base", "complete", "laps", "number", "ops", "stop")
 
@@ -36,11 +36,11 @@ class StepPhases:
         self.number, self.base, self.laps, self.stop, self.ops, self.complete = number, base, laps, stop, ops, complete
 
     def over(self) -> bool:
-        """Return True if the device has come to the end of it."""
+        """Return True if the device has come to its end."""
         return isinstance(self.stop, int) or bool(self.stop.query())
 
     def intervals(self) -> list[tuple[str, int, int]]:
-        """(state, start, stop) in ns of perf_counter, without gaps. On CUDA the first start is the host's."""
+        """Return (state, start, stop) in ns of perf_counter, without gaps. On CUDA the first start is the host's."""
         stamps = [self._ns(stamp) for _, stamp in self.laps] + [self._ns(self.stop)]
         return [
             (state, start, stop)
@@ -49,7 +49,10 @@ class StepPhases:
         ]
 
     def operations(self) -> list[tuple[str, int, int, int, int]]:
-        """(kind, stage, micro, start, stop) of a pipeline's, by the same clock: see records.PipelineOp."""
+        """Return (kind, stage, micro, start, stop) of a pipeline's operations.
+
+        Times are by the same clock as in `intervals`; see records.PipelineOp.
+        """
         return [(op, stage, micro, self._ns(start), self._ns(stop)) for op, stage, micro, start, stop in self.ops]
 
     def _ns(self, stamp: Stamp) -> int:
@@ -73,7 +76,7 @@ class StepClock:
         self.listening = True  # see `listens`
 
     def begin(self, *, cuda: bool = False) -> None:
-        """Steps are made from here on, by this thread. cuda: on a device, whose own time is taken."""
+        """Track steps that this thread makes from here on. cuda: on a device, whose own time is taken."""
         self._thread, self._cuda, self._lent = get_ident(), cuda, False
         self._stamp = accelerator().stamp if cuda else now
         self.state = OTHER
@@ -81,21 +84,23 @@ class StepClock:
 
     @property
     def outside(self) -> bool:
-        """Between the steps of a training, or without one."""
+        """Return True between the steps of a training, or without one."""
         return self.laps is None or self.state == OUTSIDE
 
     @property
     def listens(self) -> bool:
-        """Return True if collectives are to tell when they end: not in every step, since a thread of the backend's has
-        to take the interpreter from the training for it."""
+        """Return True if collectives are to tell when they end.
+
+        They do not in every step, because a thread of the backend has to take the interpreter from the training for it.
+        """
         return self.listening or self.outside
 
     def end(self) -> None:
-        """No steps for now; what was marked since the last one is dropped."""
+        """Stop for now. What was marked since the last step is dropped."""
         self.laps, self.state, self.ops = None, OTHER, []
 
     def step(self, number: int) -> None:
-        """Step `number` is made, and the next begins. Tells the listeners; nothing when no training has begun."""
+        """End step `number` and begin the next. Tells the listeners; does nothing if no training has begun."""
         if self.laps is None:
             return
         stop = self._stamp()
@@ -105,7 +110,7 @@ class StepClock:
             tell(made)
 
     def switch(self, state: str) -> str:
-        """Be in `state` from now on; returns the one before, for `back`. Whatever runs outside stays outside."""
+        """Be in `state` from now on. Return the one before, for `back`. Whatever runs outside stays outside."""
         outer = self.state
         if outer != OUTSIDE:
             self.back(state)
@@ -119,8 +124,8 @@ class StepClock:
             if not self._lent:
                 return
         else:
-            # On CUDA, autograd runs in a thread of its own while the training thread waits for it in "backward": what
-            # that thread waits for it must also come back from.
+            # On CUDA, autograd runs in a thread of its own while the training thread waits for it in "backward". When
+            # that thread enters the state of a wait, it must also come back from it.
             self._lent = self._cuda and state == "backward"
         if len(self.laps) < _LAPS_AT_MOST:
             self.laps.append((state, self._stamp()))
@@ -129,7 +134,7 @@ class StepClock:
         self.state = state
 
     def insert(self, state: str, start: int, stop: int) -> None:
-        """From `start` until `stop`, which is now, it was in `state`: known only afterwards. On the host alone."""
+        """Insert `state` from `start` until `stop`, which is now, if it is known only afterwards. On the host alone."""
         if self.laps is None or self._cuda or self.state == OUTSIDE or not self._in_charge():
             return
         if len(self.laps) < _LAPS_AT_MOST:
@@ -138,7 +143,7 @@ class StepClock:
             self._complete = False
 
     def on_op(self, kind: str, stage: int, micro: int) -> Callable[[], None]:
-        """A pipeline's operation begins; what is returned is called when it is done."""
+        """Begin an operation of a pipeline. Call what is returned when it is done."""
         start = self._stamp()
 
         def done() -> None:
@@ -155,11 +160,11 @@ class StepClock:
 
 
 clock = StepClock()
-"""This process's. The training loop calls begin, step and end; everybody else `phase`."""
+"""The clock of this process. The training loop calls begin, step and end; everybody else uses `phase`."""
 
 
 class phase:
-    """A context manager: the training thread is in `name` (one of PHASES, or a word of the user's) inside."""
+    """A context manager: inside, the training thread is in `name` (one of PHASES, or a word of the user's)."""
 
     __slots__ = ("_name", "_outer")
 

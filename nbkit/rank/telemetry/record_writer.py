@@ -1,11 +1,10 @@
-"""The record file of a rank on disk: two parts of limited size, and an overview of the whole run in limited lines.
+"""Write the record file of a rank to disk: two parts of limited size, and an overview of the whole run.
 
 At the default sizes about the newest 70 000 steps are there one by one, and all of them as an overview of at most 1024
-lines: when those are full, every two neighbours become their mean, and each line stands for twice as many steps.
+lines. When those are full, every two neighbours become their mean, and each line stands for twice as many steps.
 
-A thread that writes to disk, for who measures or trains: it waits for nothing but the end of a run.
-
-What goes wrong in writing is warned of once, at the next item, while the training goes on; it never ends one.
+`Background` is the thread that writes, so that measuring and training wait for nothing but the end of a run. A failure
+in writing is warned of once, at the next item. It never ends a training.
 """
 
 from __future__ import annotations
@@ -28,18 +27,21 @@ OVERVIEW_LINES = 1024
 
 
 class RecordFile:
-    """Appends records to `path`. head(part) gives what each part begins with. For one thread."""
+    """Appends records to `path`. For one thread. head(part): returns what each part begins with."""
 
     def __init__(self, path: Path, head: Callable[[int], Sequence[Record]], *, part_bytes: int = PART_BYTES) -> None:
         self.path, self._head, self._part_bytes = path, head, part_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A process that takes a rank over never writes into the file of the one before it.
+        # A process that takes a rank over begins a new part. It never writes into the file of the one before it.
         self._part = next((one.part for one in read_head(path) if isinstance(one, Header)), -1)
         self._file: IO[str] | None = None
         self._begin_part()
 
     def write(self, records: Sequence[Record]) -> list[str]:
-        """Append, and hand to the operating system, so that a reader and a crash find whole lines; returns these."""
+        """Append records, and hand them to the operating system, so that readers and crashes find whole lines.
+
+        Return the lines.
+        """
         lines = [to_line(record) for record in records]
         if self._file is None:
             return lines
@@ -50,7 +52,7 @@ class RecordFile:
         return lines
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Close the file. Nothing more is written."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -68,7 +70,7 @@ class RecordFile:
 
 
 class Overview:
-    """All steps of a run as at most `lines` means; the file is rewritten only when they are halved."""
+    """All steps of a run as at most `lines` means. The file is rewritten only when they are halved."""
 
     def __init__(self, path: Path, *, lines: int = OVERVIEW_LINES) -> None:
         self._path, self._lines = overview_of(path), lines
@@ -78,7 +80,7 @@ class Overview:
         self.span = 1
 
     def add(self, step: StepRecord, line: str = "") -> None:
-        """One more finished step. line: the same in JSON, where that is known."""
+        """Add a finished step. line: the same in JSON, if that is known."""
         self._open.append(step)
         if len(self._open) < self.span:
             return
@@ -95,7 +97,7 @@ class Overview:
         os.replace(young, self._path)
 
     def close(self) -> None:
-        """Nothing more comes for now."""
+        """Close the file for now."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -108,10 +110,10 @@ class Overview:
 
 
 def mean_of(steps: Sequence[StepRecord]) -> StepRecord:
-    """Return one record of neighbouring steps: means weighed by their spans; the newest step's number, the oldest's
-    start.
+    """Return one record of neighbouring steps.
 
-    A number that some of them lack is the mean of those that have it; words (the strategy) are the newest's.
+    Numbers are means weighed by their spans. A number that some steps lack is the mean of those that have it. Words
+    (the strategy) and the step number are the newest's; the start is the oldest's.
     """
     if len(steps) == 1:
         return steps[0]
@@ -159,11 +161,11 @@ IDLE = ()
 
 
 class Background:
-    """Calls `take` with each item that is put, in a thread of its own, after a failure with none; at `end`, `close`.
+    """Calls `take` with each item that is put, in a thread of its own.
 
-    An item that is an Event asks for all that was put before it to be on disk. idle_s: take IDLE when nothing has come
-    for so long. pace_s: after an item, sleep for so long, since to be woken for each costs the training. what: becomes
-    of the items, for the warning: "recorded in runs/a".
+    After a failure it takes none; `end` calls `close`. An item that is an Event asks for all that was put before it to
+    be on disk. idle_s: take IDLE if nothing has come for so long. pace_s: after an item, sleep for so long, because
+    waking up for each costs the training. what: what becomes of the items, for the warning: "recorded in runs/a".
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class Background:
         self._thread.start()
 
     def put(self, item: Any) -> None:
-        """One more item; from any thread."""
+        """Put an item. From any thread."""
         self.tell()
         self._items.put(item)
 
@@ -198,14 +200,14 @@ class Background:
         warnings.warn(text, stacklevel=3)
 
     def end(self, *, seconds: float = 0.0) -> None:
-        """Take what is there, and no more. seconds: wait so long for the thread to end."""
+        """Take what is there, and no more. seconds: how long to wait for the thread to end."""
         self._items.put(None)
         self._hurry.set()
         if seconds and threading.current_thread() is not self._thread:
             self._thread.join(seconds)
 
     def flush(self, seconds: float = math.inf) -> None:
-        """Wait, at most so long, until all that was put is on disk; after `end` nothing more gets there."""
+        """Wait, at most `seconds`, until all that was put is on disk. After `end` nothing more gets there."""
         written, until = threading.Event(), time.monotonic() + seconds
         self._items.put(written)
         self._hurry.set()

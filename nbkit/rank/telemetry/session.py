@@ -4,12 +4,11 @@
     job.ledger.listeners.append(session)        # runs, steps' numbers, events
     clock.step(number)                          # at the end of each step: see phases.py
 
-Nothing here waits but the end of a run, when all is on disk. Until then the files are at most a quarter of
-a second behind.
+Nothing here waits but the end of a run, when all is on disk. Until then the files are at most a quarter of a second
+behind.
 
-From what one step left behind to its records: where its time went, and what went over which axis.
-
-The thread that turns marks, numbers and calls into records, one step behind, so that its calls have ended.
+`RecordThread` turns marks, numbers and calls into records: where a step's time went, and what went over which axis. It
+works one step behind, when the calls of a step have ended.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _COMPUTE = ("forward", "backward")
 
 
 def part_of(state: str) -> str:
-    """The part of the step that a state of the training thread belongs to; a word of the user's is "other"."""
+    """Return the part of the step that a state of the training thread belongs to. A word of the user's is "other"."""
     if state in _COMPUTE:
         return "compute"
     if state.startswith("wait "):
@@ -62,7 +61,7 @@ def part_of(state: str) -> str:
 
 
 def parts_of(intervals: Iterable[tuple[str, int, int]]) -> dict[str, float]:
-    """Seconds of each part, from (state, start, stop) in ns; what lies outside the step is left out."""
+    """Return the seconds of each part, from (state, start, stop) in ns. What lies outside the step is left out."""
     sums = dict.fromkeys(PARTS, 0)
     for state, start, stop in intervals:
         if state != OUTSIDE:
@@ -71,15 +70,18 @@ def parts_of(intervals: Iterable[tuple[str, int, int]]) -> dict[str, float]:
 
 
 def seconds_of(step: StepPhases) -> tuple[float, dict[str, float], list[tuple[str, int, int]]]:
-    """(seconds that a step took, its parts, its intervals). Parts are empty where some of it was not marked."""
+    """Return (seconds that a step took, its parts, its intervals). Parts are empty if some of it was not marked."""
     intervals = step.intervals()
     parts = parts_of(intervals)
     return sum(parts.values()), parts if step.complete else {}, intervals
 
 
 def traffic_of(calls: Iterable[CollectiveCall]) -> tuple[Traffic, ...]:
-    """Return what these calls come to, by operation, group and peer. Where some were not listened to, none counts as
-    timed: the rest, those that were waited for at once, are not like them."""
+    """Return the traffic of these calls, by operation, group and peer.
+
+    If some calls of a row were not listened to, none counts as timed: the others, which were waited for at once, are
+    not like them.
+    """
     sums: dict[tuple[str, str, int | None], list[float]] = {}
     axes: dict[str, str] = {}
     unheard = set()
@@ -106,7 +108,7 @@ def traffic_of(calls: Iterable[CollectiveCall]) -> tuple[Traffic, ...]:
 
 
 def timed_calls(calls: Sequence[CollectiveCall]) -> tuple[TimedCall, ...]:
-    """The calls one by one, as they are written for a step whose every moment is kept."""
+    """Return the calls one by one, as they are written for a step whose every moment is kept."""
     return tuple(
         TimedCall(
             call.op,
@@ -125,7 +127,7 @@ def timed_calls(calls: Sequence[CollectiveCall]) -> tuple[TimedCall, ...]:
 
 _CALLS_IN_DETAIL = 4096
 _RECENT = 64
-_PASSING_S = 60.0  # for how long a device's step is waited for before it is written without its parts
+_PASSING_S = 60.0  # how long to wait for a device's step before it is written without its parts
 
 
 @dataclass
@@ -151,7 +153,7 @@ class _Made:
 
 
 _newest: weakref.ref[RecordThread] | None = None
-"""Of several jobs in one process, the writer of the one that began last: what cells send is noted by it alone."""
+"""The writer of the job that began last in this process. It alone notes what cells send."""
 
 
 def _be_newest(writer: RecordThread) -> None:
@@ -160,7 +162,7 @@ def _be_newest(writer: RecordThread) -> None:
 
 
 class RecordThread:
-    """Takes marks, (step, numbers), records, and threading.Event for all that is known: see Background."""
+    """Takes marks, (step, numbers), records, and a threading.Event that asks for all that is known: see Background."""
 
     def __init__(self, *, since: int) -> None:
         self._file: RecordFile | None = None
@@ -178,17 +180,17 @@ class RecordThread:
         _be_newest(self)
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Close the files. Nothing more is written."""
         for file in (self._file, self._overview):
             if file is not None:
                 file.close()
 
     def take(self, item: Any) -> None:
-        """What it is, is written now, or when the rest of its step is known."""
+        """Write the item now, or when the rest of its step is known."""
         if isinstance(item, StepMark):
             if item.step is not None and self._last is not None:
                 self._made[item.step.number] = _Made(item, self._last)
-                # A loop that reports no numbers.
+                # These are of a loop that reports no numbers.
                 self._write_steps([number for number in self._made if number <= item.step.number - 2])
             elif item.step is None:
                 self._write_outside(item.calls)
@@ -268,7 +270,7 @@ class RecordThread:
         return calls, lost
 
     def _pass(self, step: StepPhases) -> bool:
-        """Wait, here where nobody else waits, until the device has come to the end of the step."""
+        """Wait until the device has come to the end of the step. Return False if that takes too long."""
         until = time.monotonic() + _PASSING_S
         while not step.over():
             if time.monotonic() > until:
@@ -282,7 +284,7 @@ class RecordThread:
 
 FIRST_IN_DETAIL = 3  # steps of a run, and after a switch
 _IDLE_S = 2.0  # without steps, what cells sent is written this often
-_PACE_S = 0.25  # what comes meanwhile is written at once: to be woken for each step costs the training
+_PACE_S = 0.25  # what comes meanwhile is written together: waking up for each step costs the training
 
 
 def record_path(run_dir: Path, rank: int) -> Path:
@@ -291,12 +293,13 @@ def record_path(run_dir: Path, rank: int) -> Path:
 
 
 class Session:
-    """One per rank and run. A listener of events; hears of steps from the clock while a training runs.
+    """Telemetry of a rank in a run.
 
-    offset_ns: of this rank's clock, see clock_offset.py. detail_every: every so many steps are kept moment by moment
-    (the first three too, and three after a switch); in those, and every LISTEN_EVERY steps, asynchronous collectives
-    tell when they end. base_bytes: what this process held before the job; default: what it holds now. first_of_host:
-    see health.py. What goes wrong in writing is warned of once, at the next step, and never ends a training.
+    It is a listener of events, and hears of steps from the clock while a training runs. offset_ns: of this rank's
+    clock, see clock_offset.py. detail_every: every so many steps are kept moment by moment (the first three too, and
+    three after a switch); in those, and every LISTEN_EVERY steps, asynchronous collectives tell when they end.
+    base_bytes: what this process held before the job; default: what it holds now. first_of_host: see health.py. A
+    failure in writing is warned of once, at the next step. It never ends a training.
     """
 
     def __init__(
@@ -340,7 +343,7 @@ class Session:
         self._writing = Background(
             writer.take, writer.close, name="nbkit-records", what=what, idle_s=_IDLE_S, pace_s=_PACE_S
         )
-        # The thread knows the writer alone, so that it ends with this object.
+        # The thread refers only to the writer, so that it ends with this object.
         weakref.finalize(self, self._writing.end)
         self._health = Health(
             self._writing.put, gpu="" if device is None else accelerator().uuid(device), first=first_of_host
@@ -362,7 +365,7 @@ class Session:
             self.detail(FIRST_IN_DETAIL)
 
     def begin(self) -> None:
-        """This thread makes steps from here on; for a loop of one's own, without events."""
+        """Record the steps that this thread makes from here on. For a loop of your own, without events."""
         if self._made not in clock.listeners:
             clock.listeners.append(self._made)
         self._writing.put(StepMark(None, ring.end, time.process_time_ns(), own_ns()))
@@ -371,7 +374,7 @@ class Session:
         self._health.run(True)
 
     def end(self) -> None:
-        """No steps for now. Returns when everything is on disk."""
+        """Stop for now. Returns when everything is on disk."""
         clock.end()
         self._health.run(False)
         if self._made in clock.listeners:
@@ -380,7 +383,7 @@ class Session:
 
     @property
     def recent(self) -> list[StepRecord]:
-        """The newest steps of this rank, oldest first."""
+        """Return the newest steps of this rank, oldest first."""
         return list(self._writer.recent)
 
     def flush(self) -> None:
@@ -395,12 +398,12 @@ class Session:
         self._writing.put(record)
 
     def detail(self, steps: int) -> None:
-        """Keep the next `steps` steps moment by moment, one that is being made included. From any thread."""
+        """Keep the next `steps` steps moment by moment, the one that is being made included. From any thread."""
         self._until = max(self._until, self._made_steps + steps)
         self._look()
 
     def memory(self, measured: MemoryRecord) -> None:
-        """Take what memory.memory_of counted, after a backward pass and before the gradients are dropped."""
+        """Take what health.memory_of counted, after a backward pass and before the gradients are dropped."""
         self._writing.put(measured)
 
     def close(self) -> None:
@@ -420,5 +423,5 @@ class Session:
         return self._made_steps < self._until or self._next % self._detail_every == 0
 
     def _look(self) -> None:
-        """As closely as the step deserves that begins."""
+        """Look as closely as the step that begins deserves."""
         clock.listening = self._in_detail or self._next % LISTEN_EVERY == 0

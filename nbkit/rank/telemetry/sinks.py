@@ -1,4 +1,4 @@
-"""Sinks: objects of the user's own that get the events of a training, such as a tracker's client.
+"""Sinks: the user's own objects that get the events of a training, such as a tracker's client.
 
     class Tracker:
         def open(self, run):  # optional
@@ -33,15 +33,15 @@ _LAST_SECONDS = 10.0
 
 @runtime_checkable
 class Sink(Protocol):
-    """What gets the events of a training, on rank 0. `open(run)` and `close()` are optional."""
+    """An object that gets the events of a training, on rank 0. `open(run)` and `close()` are optional."""
 
     def write(self, event: dict[str, Any]) -> None:
-        """Take an event: {"kind": ..., "step": finished steps, ...}. That of a step has its entry of `history`."""
+        """Take an event: {"kind": ..., "step": finished steps, ...}. The event of a step has its entry of `history`."""
         ...
 
 
 def check_sinks(sinks: Sequence[Sink]) -> None:
-    """Raise TrainingError for what has no method `write`."""
+    """Raise TrainingError if a sink is a class, or has no method `write`."""
     for sink in sinks:
         if isinstance(sink, type) or not isinstance(sink, Sink):
             raise TrainingError(
@@ -52,7 +52,7 @@ def check_sinks(sinks: Sequence[Sink]) -> None:
 
 
 class SinkListener:
-    """Hands the events of a job to one sink, in a thread: no step waits for it, and an error of it ends no training.
+    """Hands the events of a job to one sink, in a thread. No step waits for it, and its errors end no training.
 
     A sink that raises is named in a warning, and gets nothing more.
     """
@@ -62,7 +62,7 @@ class SinkListener:
         self._writing = Background(
             thread.take, thread.close, name="nbkit-sink", what=f"given to the sink {type(sink).__name__}"
         )
-        # The thread does not know this object, so that it ends with it, or with the process.
+        # The thread does not refer to this object, so that it ends with it, or with the process.
         weakref.finalize(self, self._writing.end, seconds=_LAST_SECONDS)
 
     def __call__(self, event: Event) -> None:
@@ -74,7 +74,7 @@ class SinkListener:
 
 
 class _Thread:
-    """The thread's side."""
+    """The part of a SinkListener that runs in its thread."""
 
     def __init__(self, sink: Sink, run: dict[str, Any]) -> None:
         self._sink, self._run, self._opened = sink, run, False

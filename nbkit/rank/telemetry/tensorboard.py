@@ -1,11 +1,11 @@
-"""Writes what TensorBoard shows, in threads that nothing waits for but the end of a run.
+"""Write what TensorBoard shows, in threads that nothing waits for but the end of a run.
 
-Of the job, from rank 0: scalars of every step, and events as text. Of each rank: where its step goes, what it sends,
-its memory, read from its own record file.
+About the job, from rank 0: scalars of every step, and events as text. About each rank: where its step goes, what it
+sends, and its memory, read from its own record file.
 
     job.ledger.listeners += [Session(run_dir, rank=rank, ...), ScalarWriter(run_dir, rank)]     # in this order
 
-A rank's are written once a second, as the mean of the steps since the last time, so that the cost does not grow with
+A rank's scalars are written once a second, as the mean of the steps since the last time. So the cost does not grow with
 the pace of the steps.
 """
 
@@ -28,7 +28,7 @@ from nbkit.records.readings import members_of, table
 from nbkit.records.record_file import START, read_since
 from nbkit.records.records import Group, MemoryRecord, Record, StepRecord
 
-_PACE_S = 1.0  # to be woken for each step would cost the training more than the writing
+_PACE_S = 1.0  # waking up for each step would cost the training more than the writing
 
 _TAGS = {
     "loss": tags.LOSS,
@@ -43,7 +43,10 @@ _MEMORY = ("parameters", "gradients", "optimizer", "buffers", "now", "peak")
 
 
 def _add_values(writer: Any, values: Mapping[str, float], step: int) -> None:
-    """tag -> value of a step, in one event of a SummaryWriter: each costs this process as much as all values in it."""
+    """Write tag -> value of a step, in one event of a SummaryWriter.
+
+    An event costs this process as much as all its values.
+    """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     if not hasattr(writer, "_get_file_writer"):
@@ -55,9 +58,9 @@ def _add_values(writer: Any, values: Mapping[str, float], step: int) -> None:
 
 
 class BoardWriter:
-    """A listener that writes events to `path`. Complete on disk when a run has stopped.
+    """A listener that writes events to `path`. All is on disk when a run has stopped.
 
-    What goes wrong in writing is warned of once, at the next step; it never ends a training.
+    A failure in writing is warned of once, at the next step. It never ends a training.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +76,7 @@ class BoardWriter:
         writer = _JobWriter(path)
         what = f"written for TensorBoard to {path}"
         self._writing = Background(writer.take, writer.close, name="nbkit-board", what=what, pace_s=_PACE_S)
-        # The thread knows the writer alone, so that it ends with this object.
+        # The thread refers only to the writer, so that it ends with this object.
         weakref.finalize(self, self._writing.end)
 
     def __call__(self, event: Event) -> None:
@@ -86,7 +89,7 @@ class BoardWriter:
 
 
 class _JobWriter:
-    """The thread's side."""
+    """The part of a BoardWriter that runs in its thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -110,8 +113,10 @@ class _JobWriter:
 
 
 def _open(path: Path) -> Any:
-    """Return a SummaryWriter for `path`. In the writing thread: its import takes half a second, for which no step
-    waits."""
+    """Return a SummaryWriter for `path`.
+
+    Call it in the writing thread: its import takes half a second, for which no step waits.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(path))
@@ -128,7 +133,7 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _scalars_of(rank: int, step: StepRecord, groups: Iterable[Group]) -> dict[str, float]:
-    """tag -> value of a step of this rank; what was not timed is left out."""
+    """Return tag -> value of a step of this rank. What was not timed is left out."""
     found: dict[str, float] = {}
     if step.seconds > 0:
         found[tags.RANK_SECONDS] = step.seconds
@@ -143,9 +148,9 @@ def _scalars_of(rank: int, step: StepRecord, groups: Iterable[Group]) -> dict[st
 
 
 class ScalarWriter:
-    """A listener; writes into <run_dir>/rank<rank>, while runs are under way. Complete on disk when one has stopped.
+    """A listener that writes into <run_dir>/rank<rank> while runs are under way. All is on disk when one has stopped.
 
-    What goes wrong in writing is warned of once, at the next step; it never ends a training.
+    A failure in writing is warned of once, at the next step. It never ends a training.
     """
 
     def __init__(self, run_dir: Path, rank: int, *, every_s: float = 1.0) -> None:
@@ -156,7 +161,7 @@ class ScalarWriter:
         self._follower = _RankWriter(run_dir / "telemetry" / f"rank{rank}.jsonl", self.path, rank)
         take, close, what = self._follower.take, self._follower.close, f"written for TensorBoard to {self.path}"
         self._writing = Background(take, close, name="nbkit-scalars", what=what, idle_s=every_s)
-        # The thread knows the follower alone, so that it ends with this object.
+        # The thread refers only to the follower, so that it ends with this object.
         weakref.finalize(self, self._writing.end)
 
     def __call__(self, event: Event) -> None:
@@ -173,7 +178,10 @@ class ScalarWriter:
 
 
 class _RankWriter:
-    """The thread's side. running: write every now and then, not only when all is asked for."""
+    """The part of a ScalarWriter that runs in its thread.
+
+    running: write now and then, not only when all is asked for.
+    """
 
     def __init__(self, records: Path, folder: Path, rank: int) -> None:
         self._records, self._folder, self._rank = records, folder, rank

@@ -1,4 +1,4 @@
-"""Refuses losses that are not finite, ranks that read different data, optimizers of other weights, ..."""
+"""Checks of arguments and of each step: losses that are not finite, ranks that read different data, and so on."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ trainer_call = says_what_it_takes(
 prepare_call = says_what_it_takes(hint=f"nbkit.prepare(model, {_OPTIMIZER}, loss=loss)")
 fit_call = says_what_it_takes(hint=_fit)
 batches_call = says_what_it_takes(hint="for batch in job.batches(loader):")
-"""Calls of a user's that do not fit the function are answered with one that does."""
+"""A user's call that does not fit the function is answered with an example that does."""
 
 
 def check_counts(**counts: int | None) -> None:
-    """Raises TrainingError for what is no whole number of at least 1; None means not given."""
+    """Raise TrainingError for a count that is not a whole number of at least 1. None means not given."""
     for name, count in counts.items():
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise TrainingError(
@@ -48,13 +48,13 @@ def check_counts(**counts: int | None) -> None:
 
 
 def check_clip_norm(clip_norm: float | None) -> None:
-    """Raises TrainingError for a norm that gradients could not be clipped to."""
+    """Raise TrainingError for a norm that gradients cannot be clipped to."""
     if clip_norm is not None and not clip_norm > 0:
         raise TrainingError("clip_norm is more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
 
 
 def check_places(log_dir: str | None, save_path: str | Path | None, *, saves: bool, balances: bool) -> None:
-    """Raises TrainingError for what needs a directory where none is."""
+    """Raise TrainingError for a setting that needs a directory when none is given."""
     if saves and save_path is None and log_dir is None:
         raise TrainingError(
             "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model'"
@@ -64,7 +64,7 @@ def check_places(log_dir: str | None, save_path: str | Path | None, *, saves: bo
 
 
 def check_whole(numbers: StepNumbers, pending: Pending) -> None:
-    """Raises TrainingError when the step's gradients were not summed over the ranks."""
+    """Raise TrainingError if the step's gradients were not summed over all ranks."""
     if not numbers.whole:
         raise TrainingError(
             f"The reduction of step {pending.step} was broken off: its gradients are not those of all ranks.",
@@ -74,7 +74,10 @@ def check_whole(numbers: StepNumbers, pending: Pending) -> None:
 
 
 def check_finite(numbers: StepNumbers, pending: Pending, *, steps_since: int) -> None:
-    """Raises NotFinite, the same on every rank. steps_since: optimizer steps made with or after these gradients."""
+    """Raise NotFinite, the same on every rank, if a loss is not finite.
+
+    steps_since: optimizer steps made with or after these gradients.
+    """
     if not numbers.not_finite:
         return
     ranks = ", ".join(map(str, numbers.not_finite))
@@ -84,7 +87,7 @@ def check_finite(numbers: StepNumbers, pending: Pending, *, steps_since: int) ->
         else "the weights have not been touched"
     )
     again = "; fit() again goes on with the next batch"
-    if steps_since > 0:  # the weights are not finite in either case, and do not say since when
+    if steps_since > 0:  # the weights are not finite either way, and they do not show since when
         again = " and those of the step before, whose loss was finite and whose gradients need not have been"
     raise NotFinite(
         f"The loss of step {pending.step} is not finite on rank{'s' * (len(numbers.not_finite) > 1)} {ranks}.",
@@ -97,9 +100,9 @@ def check_finite(numbers: StepNumbers, pending: Pending, *, steps_since: int) ->
 
 
 def blame_weights(error: NotFinite, names: str, before: Pending | None) -> None:
-    """Have `error` say that its step began with weights that are not finite, so that no sample of it is to blame.
+    """Have `error` say that its step began with weights that are not finite, so none of its samples is to blame.
 
-    names: of those weights. before: the step before it, None where this process has made none.
+    names: of those weights. before: the step before it, or None if this process has made none.
     """
     past = "they were so before the first step"
     if before is not None:
@@ -113,7 +116,7 @@ def blame_weights(error: NotFinite, names: str, before: Pending | None) -> None:
 
 
 def _samples_of(pending: Pending, ranks: Sequence[int]) -> str:
-    """Say which samples these ranks had in a step; those of one pipeline or one tensor group have the same."""
+    """Return which samples these ranks had in a step. Ranks of one pipeline or one tensor group have the same."""
     by_part: dict[int, list[int]] = {}
     for rank in ranks:
         by_part.setdefault(pending.mesh.index(rank)["dp"], []).append(rank)
@@ -127,7 +130,7 @@ def _samples_of(pending: Pending, ranks: Sequence[int]) -> str:
 
 
 def check_gradients(norm: float, *, step: int, steps_since: int) -> None:
-    """Raises NotFinite for gradients that are not finite, the same on every rank.
+    """Raise NotFinite, the same on every rank, for gradients that are not finite.
 
     norm: of all of them. steps_since: see check_finite.
     """
@@ -146,7 +149,7 @@ def check_gradients(norm: float, *, step: int, steps_since: int) -> None:
 
 
 def check_streams(numbers: StepNumbers, pending: Pending) -> None:
-    """Raises TrainingError when the ranks saw different batches."""
+    """Raise TrainingError if the ranks read different batches."""
     if len(set(numbers.fingerprints)) > 1:
         odd = [rank for rank, mark in enumerate(numbers.fingerprints) if mark != numbers.fingerprints[0]]
         raise TrainingError(
@@ -158,7 +161,7 @@ def check_streams(numbers: StepNumbers, pending: Pending) -> None:
 
 
 def check_own_loop(on_failure: str, backup_every: int | None) -> None:
-    """Raises TrainingError for what there is not in a loop of the user's own."""
+    """Raise TrainingError for settings that a loop of the user's own does not support."""
     check_counts(backup_every=backup_every or None)
     if on_failure not in ("replace", "stop"):
         raise TrainingError(
@@ -169,7 +172,7 @@ def check_own_loop(on_failure: str, backup_every: int | None) -> None:
 
 
 def check_loader(loader: Any) -> None:
-    """Raises TrainingError for a loader that has cut the data for the ranks already."""
+    """Raise TrainingError for a loader that already divides the data among the ranks."""
     if isinstance(getattr(loader, "sampler", None), torch.utils.data.distributed.DistributedSampler):
         raise TrainingError(
             "The loader has a DistributedSampler, and nbkit takes each rank's rows of a global batch itself.",
@@ -179,7 +182,7 @@ def check_loader(loader: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raises TrainingError when `optimizer` is none, wants a closure, or holds other tensors than those of `model`."""
+    """Raise TrainingError if `optimizer` is no torch optimizer, needs a closure, or holds tensors not of `model`."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TrainingError(
             "optimizer= gave no torch optimizer.",
@@ -213,10 +216,10 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_parameters(optimizer: Any, model: nn.Module, *, known: Container[int], held: Iterable[nn.Parameter]) -> None:
-    """Raises TrainingError when model or optimizer hold parameters that came after the job was built.
+    """Raise TrainingError if model or optimizer hold parameters that were added after the job was built.
 
-    known: ids of the parameters that the model had then; held: what the optimizer was given. Others would never be
-    summed over the ranks.
+    The gradients of such parameters would never be summed over the ranks. known: ids of the parameters that the model
+    had when the job was built. held: the parameters that the optimizer was given.
     """
     own = {id(p) for p in held}
     new = [name for name, p in model.named_parameters() if id(p) not in known]

@@ -62,10 +62,11 @@ Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a Builder has found out, the same on every rank: a process that joins a training takes it over.
+    """The findings of a Builder, the same on every rank. A process that joins a training takes them over.
 
-    proven: strategies that the ranks have agreed on; told: those of which all know what they need to know of the model.
-    begun: the first step that was looked at. Picklable where the model, the loss and the example are.
+    proven: strategies that the ranks have agreed on. told: strategies for which every rank has the facts about the
+    model that they need. begun: the first step whose batch was looked at. Picklable if the model, the loss and the
+    example are.
     """
 
     config: TrainConfig
@@ -79,14 +80,14 @@ class Blueprint:
 
 
 class Builder:
-    """Made once per job; `first` gives the sharded model it starts with, `build` one for every later strategy.
+    """Builds the sharded models of one job: `first` for the start, `build` for every later strategy.
 
-    link: between the ranks, None in a world of one.
+    link: the links between the ranks; None in a world of one.
     """
 
-    _short: Any = None  # of the example, where few positions show as much
+    _short: Any = None  # a shorter example, where few positions show as much
     _many: Any = None  # rows of the data, more than the example has
-    reference: Reference | None = None  # what proofs run as one process, where the model's callable gave it once more
+    reference: Reference | None = None  # a second model from the user's callable, which proofs run as one process
 
     def __init__(
         self,
@@ -99,8 +100,10 @@ class Builder:
         device: torch.device,
         asked: Sequence[Strategy] = (),
     ) -> None:
-        """Collective. asked: strategies that are known to come. Raises TrainingError when a rank built another model
-        than rank 0."""
+        """Build the model and look at it. Collective. asked: strategies that are known to come.
+
+        Raises TrainingError when a rank built another model than rank 0.
+        """
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, config
         self.offload = config.offload is not None
         if self.offload and not accelerator().holds(device):
@@ -148,10 +151,10 @@ class Builder:
         device: torch.device,
         module: nn.Module | None = None,
     ) -> Builder:
-        """On a process that joins a training under way: nothing is looked at again, and nothing sent.
+        """Return the Builder of a process that joins a running training. Examines nothing again and sends nothing.
 
-        Collective where the world has another number of ranks than before: their links are measured.
-        module: that its user holds, if one does.
+        Collective if the world has another number of ranks than before, since the links are then measured.
+        module: the module that the user holds, if any.
         """
         self = cls.__new__(cls)
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, blueprint.config
@@ -168,7 +171,8 @@ class Builder:
     @property
     def blueprint(self) -> Blueprint:
         """Return what a process that joins later takes over."""
-        seen = replace(self.config, sample=None), self.skeleton, self.template, self.options  # the data was looked at
+        # Without `sample`: the data was looked at already.
+        seen = replace(self.config, sample=None), self.skeleton, self.template, self.options
         known = frozenset(self._agreed), frozenset(self._told)
         return Blueprint(*seen, *known, self._first_batches.begun, self.link)
 
@@ -180,8 +184,8 @@ class Builder:
         self._connected: dict[Strategy, Connections] = {}
         self._connecting = threading.RLock()
         self.step_proofs: dict[Strategy, StepProof] = {}
-        self.computing: weakref.ref[ShardedModel] | None = None  # the job, now
-        self._ready: ShardedSkeleton | None = None  # for the next sharded model, if it is of this strategy
+        self.computing: weakref.ref[ShardedModel] | None = None  # the sharded model that the job uses now
+        self._ready: ShardedSkeleton | None = None  # prepared for the next sharded model, if the strategy is the same
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # of the skeleton
         self._looking, self._knowing = threading.Lock(), threading.Lock()
@@ -195,7 +199,7 @@ class Builder:
         )
 
     def first(self, strategy: Strategy) -> tuple[ShardedModel, torch.optim.Optimizer]:
-        """The sharded model that a job starts with, and its optimizer."""
+        """Return the sharded model that a job starts with, and its optimizer."""
         own = None if self.shells else self.module
         sharded_model, optimizer = self.build(strategy, self.connect(strategy, alike=self._alike(strategy)), own=own)
         if self.shells:
@@ -206,7 +210,7 @@ class Builder:
             fill_weights(sharded_model, self.module)
         fill_state(sharded_model, self.template.state, partial(remember, optimizer))
         for p in sharded_model.module.parameters():
-            p.grad = None  # of a backward pass that the user made before
+            p.grad = None  # left by a backward pass that the user made before
         return sharded_model, optimizer
 
     def build(
@@ -217,9 +221,9 @@ class Builder:
         own: nn.Module | None = None,
         like: torch.optim.Optimizer | None = None,
     ) -> tuple[ShardedModel, torch.optim.Optimizer]:
-        """A sharded model whose weights are to be filled, and an optimizer without state. Sends nothing.
+        """Return a sharded model whose weights are still to be filled, and an optimizer without state. Sends nothing.
 
-        own: the whole model, for a strategy that splits nothing. like: whose settings the optimizer takes.
+        own: the whole model, for a strategy that splits nothing. like: the optimizer whose settings are taken.
         """
         ready, self._ready = self._ready, None
         if ready is not None and ready.connections is connections and own is None:
@@ -239,21 +243,24 @@ class Builder:
         return len(set(stamps)) == 1
 
     def groups_made(self, strategy: Strategy) -> int:
-        """A number that ranks have in common which have made the same groups, of `strategy` or not."""
+        """Return a number that counts the groups made so far, and tells whether those of `strategy` are among them.
+
+        It is equal on ranks that have made the same groups.
+        """
         return 2 * groups_made() + (strategy in self._connected)
 
     def connect(self, strategy: Strategy, *, alike: bool) -> Connections:
-        """Return the groups of `strategy`. Collective. Warns, at the first visit, of what runs and is good to know.
+        """Return the groups of `strategy`. Collective. The first call for a strategy gives its warnings.
 
-        alike: all ranks have made the same groups so far; otherwise all are made anew. Raises StrategyError or
-        TrainingError, before that and on every rank alike, for what it cannot split.
+        alike: all ranks have made the same groups so far; otherwise all groups are made anew. Raises StrategyError or
+        TrainingError, on every rank alike and before any group is made, for a model that the strategy cannot split.
         """
         if not alike:
             forget(self.device)
             self._connected.clear()
         self.agree_on(strategy)
         connections = self._connections(strategy)
-        # Groups of an earlier visit too: in a new generation of the world they have not met.
+        # Groups from an earlier call too: in a new generation of the world their ranks have not met.
         meet_groups(connections, self.device)
         return connections
 
@@ -264,8 +271,10 @@ class Builder:
             return self._connected[strategy]
 
     def close_groups(self, *, kept: Collection[Strategy]) -> None:
-        """Close the groups that only strategies other than `kept` use, where they hold memory of a device. Collective,
-        between two steps."""
+        """Close the groups that no strategy of `kept` uses, if they hold memory of a device.
+
+        Collective, between two steps.
+        """
         if accelerator().holds(self.device) and self.world_size > 1:
             with self._connecting:
                 self._connected = {one: made for one, made in self._connected.items() if one in kept}
@@ -274,13 +283,13 @@ class Builder:
                 close_unused(self.device)
 
     def agree_on(self, strategy: Strategy) -> None:
-        """Before the first visit of `strategy`: what a step of it shows is the same on all ranks. Collective."""
+        """Prove `strategy` before its first use. All ranks get the same result or the same error. Collective."""
         self.learn([strategy])
         if strategy not in self._warned:
             self.template.check(strategy)
             self._warned.add(strategy)
             warn_of(self.skeleton, strategy, self.options)
-        # Which rank is where changes no step: going back to where a training was needs no proof.
+        # The places of the ranks do not change a step. So a strategy that differs only in them needs no new proof.
         composed = strategy.composed
         if composed not in self._agreed:
             self.shard_layouts.of(strategy)
@@ -294,9 +303,9 @@ class Builder:
             self._agreed.add(composed)
 
     def _step_proof(self, strategy: Strategy, *, beside: bool = False) -> StepProof:
-        """Return what a whole step of `strategy` shows beside one process. Sends nothing and draws nothing.
+        """Return the comparison of a whole step under `strategy` with one process. Sends nothing and draws nothing.
 
-        beside: while the model trains, from any thread. Raises NotAside where that cannot be.
+        beside: run it while the model trains, from any thread. Raises NotAside where that is impossible.
         """
         strategy = strategy.composed
         if strategy not in self.step_proofs:
@@ -323,11 +332,11 @@ class Builder:
         return self.step_proofs[strategy]
 
     def aside(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, which runs user code while the model trains. See nbkit.rank.aside."""
+        """Run `work`, which calls user code, while the model trains, and return its result. See nbkit.rank.aside."""
         return aside(work, device=self.device, live=self._live)
 
     def _live(self) -> Iterable[torch.Tensor]:
-        """The tensors that train."""
+        """Yield the tensors that train."""
         sharded_model = self.computing() if self.computing is not None else None
         if sharded_model is not None:
             yield from sharded_model.held.values()
@@ -335,7 +344,7 @@ class Builder:
         yield from self.module.buffers()
 
     def check_moves(self, old: Strategy, new: Strategy) -> None:
-        """Raises StrategyError where a switch would lose what the model keeps; else as OptimizerSpec.check_moves."""
+        """Raise StrategyError if a switch would lose state that the model keeps. See OptimizerSpec.check_moves too."""
         if (outside := self.options.outside) is not None and outside.keyed:
             raise StrategyError(
                 f"A switch to {new} would lose {outside.keyed[0]!r}, which the model sets in one pass and reads in the "
@@ -346,36 +355,36 @@ class Builder:
         self.template.check_moves(old, new)
 
     def follow(self, everyone: Sequence[Changes]) -> None:
-        """From now on sides are made with the changes of all ranks."""
+        """Build all later sharded models with the changes that the ranks made to the model."""
         if follow(everyone, self.skeleton):
             self._ready, self._changes = None, self._changes + 1
 
     def make_ready(self, old: Strategy, new: Strategy, kinds: Kinds) -> None:
-        """What a switch takes from here, beforehand: sends nothing, in any thread. The module only if no group lacks.
+        """Prepare what a switch from `old` to `new` takes from this builder. Sends nothing; from any thread.
 
-        Raises as `plans.exchange` and `cut` do.
+        The module is cut only if no process group is missing. Raises as `plans.exchange` and `cut` do.
         """
         began = time.perf_counter()
         self.plans.exchange(old, new, kinds)
         if self.rank == 0:
-            with suppress(NotAside):  # then it is made between two steps
-                self._step_proof(new, beside=True)  # which `connect` tells to all
+            with suppress(NotAside):  # otherwise the proof is made between two steps
+                self._step_proof(new, beside=True)  # `connect` sends it to all ranks
         self._beside = new, time.perf_counter() - began
         with self._connecting:
             there = new in self._connected or served(new, self.shard_layouts.of(new), self._node_of)
             if there:
-                self._connections(new)  # in use from here on, so that nobody closes them
+                self._connections(new)  # marks them as in use, so that nobody closes them
         if there:
             self.create_groups(new)
 
     def connected(self, strategy: Strategy) -> bool:
-        """Return True if its groups are there, and known to be."""
+        """Return True if the groups of `strategy` exist and this builder knows them."""
         return strategy in self._connected
 
     def create_groups(self, new: Strategy) -> None:
-        """The groups that are not there, and the module cut with them. Collective where one is made; in any thread.
+        """Make the groups that are missing, and cut the module with them. From any thread; collective if one is made.
 
-        Raises as `connect` does, and as `cut`.
+        Raises as `connect` and `cut` do.
         """
         began, changes = time.perf_counter(), self._changes
         ready = cut(self.skeleton, new, self._connections(new), options=self.options, device=self.device)
@@ -384,19 +393,19 @@ class Builder:
         self._beside = new, self._beside[1] + time.perf_counter() - began
 
     def beside(self, new: Strategy) -> float:
-        """Return seconds that `make_ready` took for this switch, 0 without it."""
+        """Return the seconds that `make_ready` took for this switch, or 0 if it was not called."""
         (made, seconds), self._beside = self._beside, (None, 0.0)
         return seconds if made == new else 0.0
 
     def look_at_first(self, sharded_model: ShardedModel, shard: Shard, step: int) -> None:
-        """Look at the batch of `step`, if it is one of the first, for rows that are coupled. Collective in those.
+        """Examine the batch of `step`, if it is one of the first, for coupled rows. Collective for those batches.
 
-        From then on strategies that part rows are refused, or warned of. Raises StrategyError, on every rank alike,
-        where the one in force does.
+        If rows are coupled, strategies that part rows are refused or warned of from then on. Raises StrategyError, on
+        every rank alike, if the strategy in force parts them.
         """
         if (found := self._first_batches.look(sharded_model, shard, step)) is None:
             return
-        # What an earlier look has proven holds where this one cannot tell.
+        # Where this look cannot tell, the result of an earlier one still holds.
         known = {name: value for name, value in vars(found).items() if value is not None}
         if self.options.collectives:
             known.pop("coupled", None)  # a whole step has shown it
@@ -406,7 +415,7 @@ class Builder:
             warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=2)
 
     def took(self, optimizer: torch.optim.Optimizer) -> None:
-        """The job updates with `optimizer` now."""
+        """Note that the job now updates with `optimizer`."""
         self.template.follow(optimizer)
 
     def _skeleton(self, model: Model) -> nn.Module:
@@ -425,22 +434,22 @@ class Builder:
             return skeleton
 
     def _built_again(self, model: Model) -> Reference | None:
-        """A second model of the same callable, on every rank as the first one was; None where it gives no such.
+        """Return a second model from the same callable, or None if the callable cannot give one.
 
-        `_copies_seen` looks whether the first one computes as before.
+        It is built on every rank, as the first one was. `_copies_seen` checks that the first still computes as before.
         """
         few = sum(p.numel() for p in self.skeleton.parameters()) <= WIDE
         if isinstance(model, nn.Module | Pretrained) or self.config.example is None or self.world_size == 1 or not few:
             return None
-        # A model may note itself where the loss looks for it: that is the first one, and stays so.
+        # A model may register itself where the loss looks for it. That must stay the first model.
         with suppress(Exception), outside_kept(self.module, self.config.loss):
             return Reference(built_again(model, self.skeleton, first=self.module))
         return None
 
     def _look(self, config: TrainConfig, asked: Sequence[Strategy], model: Model) -> Options:
-        """The options, with what running the model on the example shows: of its rows, and what `asked` need to know.
+        """Return the options, completed by running the model on the example: its rows, and the facts that `asked` need.
 
-        On rank 0, while the others wait and leave it the machine: what it times are costs, not rivals.
+        Rank 0 does this while the others wait. So they do not disturb what it times.
         """
         options = Options(
             tp_plan=config.tp_plan,
@@ -457,7 +466,7 @@ class Builder:
         if self.rank == 0:
             options = replace(options, looked=frozenset[str]())
             with stand_in(Alone()) as here, outside_kept(self.module, config.loss) as outside:
-                with suppress(Exception):  # what is wrong with the model is said, in full, where it is trained
+                with suppress(Exception):  # an error of the model is reported in full when it trains
                     options = self._seen(config, options)
                 outside.put_back()
                 try:
@@ -471,7 +480,7 @@ class Builder:
                     found = find_facts(self.module, self._runs(self.module), options, wanted)
                     options = replace(options, **found)
             if here.heard:
-                # What couples rows in one process may not over ranks that gather them: a whole step tells.
+                # Rows that are coupled in one process need not be over ranks that gather them. A whole step tells.
                 options = replace(options, collectives=here.heard[0], coupled=None)
         if self.world_size > 1:
             sent: list[Any] = [options, refused]
@@ -486,9 +495,9 @@ class Builder:
         return options
 
     def _copies_seen(self, options: Options) -> Options:
-        """`options` with whether copies of the model compute as it does, with parts of their own."""
+        """Return `options`, completed by whether copies of the model, with parts of their own, compute as it does."""
 
-        states: dict[int, OutsideState] = {}  # the first one is of what all of them share
+        states: dict[int, OutsideState] = {}  # the first one holds what all of them share
 
         def put_back() -> None:
             for state in states.values():
@@ -508,7 +517,7 @@ class Builder:
         return replace(options, astray="" if again else astray, rebuilt=bool(astray) and again, again=again)
 
     def _seen(self, config: TrainConfig, options: Options) -> Options:
-        """`options` with what the model draws itself, and what couples the rows of a batch."""
+        """Return `options`, completed by what the model draws itself and what couples the rows of a batch."""
         example = on_device(config.example, self.device)
         look = first_runs(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
         self._short = look.short
@@ -529,9 +538,9 @@ class Builder:
         return replace(runs, whole=whole, brief=brief)
 
     def learn(self, strategies: Sequence[Strategy]) -> None:
-        """What `strategies` need to know of the model is known on every rank afterwards. Collective.
+        """Give every rank the facts about the model that `strategies` need. Collective.
 
-        Rank 0 finds out what it does not know yet, while the others wait. Sends nothing for what all have been told.
+        Rank 0 finds out what it does not know yet, while the others wait. Sends nothing if all ranks know the facts.
         """
         new = [each for each in (one.composed for one in strategies) if each not in self._told and facts_for(each)]
         if self.options.looked is None or not new:
@@ -543,21 +552,21 @@ class Builder:
         self._told.update(new)
 
     def learned(self, strategy: Strategy) -> bool:
-        """Return True if all ranks know what `strategy` needs to know of the model; equal on all of them."""
+        """Return True if all ranks have the facts about the model that `strategy` needs. The same on every rank."""
         return self.options.looked is None or not facts_for(strategy) or strategy.composed in self._told
 
     def look_for(self, strategies: Sequence[Strategy], *, beside: bool = False) -> Mapping[str, Any]:
-        """Find out, on this rank, what `strategies` need to know of the model; all that is known. Sends nothing.
+        """Find out, on this rank, the facts about the model that `strategies` need. Return all known facts.
 
-        The model is run on the example, with weights that take no memory. beside: while the model trains, from any
-        thread; nothing is found where that cannot be.
+        Sends nothing. The model is run on the example, with weights that take no memory. beside: run it while the model
+        trains, from any thread; where that is impossible, nothing new is found.
         """
         with self._looking:
             if wanted := lacking(self.options, strategies):
                 threaded = beside and accelerator().holds(self.device)
 
                 def find() -> dict[str, Any]:
-                    # What it sends itself does not wait for other ranks.
+                    # The model's own collectives do not wait for other ranks here.
                     with stand_in(Alone()), outside_kept(self.module, self.config.loss):
                         return find_later(self.skeleton, self._runs, self.options, wanted, beside=threaded)
 
@@ -570,8 +579,8 @@ class Builder:
             self.options = self.shard_layouts.options = replace(self.options, **facts) if facts else self.options
 
     def _rows(self, config: TrainConfig, run: Callable[[Any], Any], look: FirstRuns) -> dict[str, Any]:
-        """Return what couples the rows of a batch, and what weighs them: attributes of Options."""
-        with suppress(Exception), undrawn():  # what is wrong with the data is said where it is read to train
+        """Return what couples the rows of a batch, and what weighs them, as attributes of Options."""
+        with suppress(Exception), undrawn():  # an error of the data is reported when it is read to train
             sample = config.sample() if config.sample is not None else Sample(config.example)
             if sample is not None:
                 self._many = sample.batch
@@ -583,7 +592,10 @@ class Builder:
         return {}
 
     def may_cut(self) -> None:
-        """One process is to cut its rows, which it did not: look at them, now and in the next batches."""
+        """Prepare a single process to cut its rows into micro-batches. Examines the rows now and in the next batches.
+
+        Does nothing with several ranks, or if rows are cut already.
+        """
         if self.world_size > 1 or self.options.cut:
             return
         self._first_batches.part()
@@ -592,6 +604,6 @@ class Builder:
             self.choose(**self._rows(self.config, lambda value: call(self.module, value), look))
 
     def choose(self, **options: Any) -> None:
-        """Attributes of Options that change in a job. The sharded models that are made from now on have them."""
+        """Change attributes of Options within a job. All sharded models made from now on have them."""
         self._know(**options)
         self._ready, self._changes = None, self._changes + 1

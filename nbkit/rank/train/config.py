@@ -36,15 +36,15 @@ from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy
 
 DROPOUTS = ("keyed", "fused")
-"""What may be asked for, beside None: as the device is fastest."""
+"""Values of dropout= beside None. None: whatever is fastest on the device."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """See `prepare` for what each means. Raises TrainingError for a value that does not exist.
+    """Settings of a job; see `prepare` for each. Raises TrainingError for a value that does not exist.
 
-    sample: reads the rows by which the loss is looked at; None takes those of `example`.
-    batch: rows of a global batch, where they are known beforehand.
+    sample: reads the rows on which the loss is examined; None: the rows of `example`.
+    batch: rows of a global batch, if known beforehand.
     """
 
     loss: Loss
@@ -63,7 +63,7 @@ class TrainConfig:
     batch: int | None = None
 
     def fuses_dropout(self, device: torch.device) -> bool:
-        """Return True if a kernel of attention draws its own masks there."""
+        """Return True if attention kernels draw their own dropout masks on `device`."""
         return self.dropout == "fused" or (self.dropout is None and accelerator().holds(device))
 
     def runs(self, module: nn.Module, short: Any, device: torch.device) -> ModelRuns:
@@ -84,7 +84,7 @@ class TrainConfig:
         )
 
     def __post_init__(self) -> None:
-        # Of numpy, it would go into checkpoints, and wrap around where seeds are mixed.
+        # A numpy integer would end up in checkpoints, and would wrap around where seeds are mixed.
         object.__setattr__(self, "seed", int(self.seed))
         if self.precision not in (None, *PRECISIONS):
             raise TrainingError(
@@ -106,7 +106,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class LastCheckpoint:
-    """The last checkpoint that was written or read; path: None before the first. tried: when a save was begun last."""
+    """The last checkpoint that was written or read. path: None before the first. tried: step of the last save begun."""
 
     path: Path | None = None
     step: int = 0
@@ -115,10 +115,10 @@ class LastCheckpoint:
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """See Trainer for what each means.
+    """Settings of a Trainer's loop; see Trainer for each.
 
-    save_steps, save_seconds: of save_every, which is one of them. saves_if_detached: nobody has said how often. name:
-    the run's.
+    save_steps, save_seconds: save_every in steps or in seconds; at most one of them is set. saves_if_detached: the user
+    gave no save_every, so that only a detached cell saves. name: the run's.
     """
 
     data: Any
@@ -148,7 +148,7 @@ class LoopSettings:
     workers: int
 
     def stream(self, axes: Axes, strategy: Strategy, seed: int, device: torch.device) -> Stream:
-        """The data from its beginning, as a rank at this place reads it. Collective: ranks compare what they hold."""
+        """Open the data at its beginning, as a rank at this place reads it. Collective: ranks compare their data."""
         return open_stream(
             self.data,
             batch_size=self.batch_size,
@@ -191,7 +191,7 @@ OWN_LOOP = LoopSettings(
     balance=False,
     workers=0,
 )
-"""Of a loop that its user makes over `job.batches`."""
+"""Settings of a loop that the user writes over `job.batches`."""
 
 
 def warn_without_effect(
@@ -204,7 +204,7 @@ def warn_without_effect(
     keep: Asked,
     workers: int = 0,
 ) -> None:
-    """Name every setting of a Trainer that means nothing beside the others. Raises TrainingError for a DataLoader."""
+    """Warn of every setting of a Trainer that has no effect given the others. Raises TrainingError for a DataLoader."""
     refuse_loader(data)
     never = not (save_every or (save_every is None and DETACHED.get()))
     whole = "" if is_map_style(data) or not isinstance(data, Iterable) else why_whole(data)
@@ -233,10 +233,10 @@ def warn_without_effect(
 
 
 def example_of(data: Any, collate: Callable[[list[Any]], Any], given: Any = None) -> Any:
-    """`given`, or two rows to run the model on; None where reading them would use up the data."""
+    """Return `given`, or two rows to run the model on; None if reading them would use up the data."""
     if given is not None:
         return given
-    # Whatever is wrong with the data is said, in full, where it is read to train.
+    # An error of the data is reported in full when it is read to train.
     with suppress(Exception), alike():
         if not is_map_style(data):
             shards = data_shards(data)

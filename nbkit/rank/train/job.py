@@ -1,4 +1,6 @@
-"""One training job on this rank: forward, backward and what a step boundary does. The Trainer is built on it.
+"""One training job on this rank: forward, backward and the work of a step boundary. The Trainer is built on it.
+
+A user's own loop looks like this:
 
 job = nbkit.prepare(model, optimizer, loss=loss_fn)
 for batch in job.batches(loader):       # global batches, the same on every rank; this rank takes its rows
@@ -6,7 +8,7 @@ for batch in job.batches(loader):       # global batches, the same on every rank
     job.clip(1.0); job.optimizer.step(); job.optimizer.zero_grad()
     job.log(loss=result.loss)
 
-The loss on other data: weighted over all samples and ranks, each counted once.
+`evaluate` computes the loss on other data, weighted over all samples and ranks. Each sample counts once.
 """
 
 from __future__ import annotations
@@ -56,9 +58,9 @@ from nbkit.records.events import RunStarted, RunStopped, Switched
 
 
 def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any]) -> float:
-    """Mean loss of the job's model over one pass of `data`. Collective; the model is in eval mode meanwhile.
+    """Return the mean loss of the job's model over one pass of `data`. Collective. The model is in eval mode meanwhile.
 
-    Raises TrainingError when there is nothing to weigh.
+    Raises TrainingError if the total weight of the samples is 0.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=job.device)
     axes = job.sharded_model.axes
@@ -108,15 +110,16 @@ def prepare(
     on_failure: str = "replace",
     backup_every: int | None = None,
 ) -> Job:
-    """A job for people who have a loop; collective: every rank calls it.
+    """Return a job for a user who has a loop of their own. Collective: every rank calls it.
 
     model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is a
-    module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight); with `inputs`, the names of
-    what the model takes of a dict batch, loss gets (output, batch). precision: None, "bf16" or "fp16". microbatch_size:
-    rows per rank and forward, None for all at once. example: a small batch to run the model on: pipelines and context
-    parallelism need it, and tensor parallelism for all but well-known classes. on_failure: "replace" a rank that dies
-    in a loop over `batches` by one that helps to save the job (docs/clusters.md), or "stop". All else: see Trainer.
-    Raises TrainingError or StrategyError when it could not train as asked.
+    module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight). inputs: the names of the
+    entries of a dict batch that the model takes; loss then gets (output, batch). precision: None, "bf16" or "fp16".
+    microbatch_size: rows per rank and forward, None for all at once. example: a small batch to run the model on.
+    Pipelines and context parallelism need it, and so does tensor parallelism for all but well-known classes.
+    on_failure: "replace" a rank that dies in a loop over `batches` by one that helps to save the job
+    (docs/clusters.md), or "stop". For all other arguments see Trainer.
+    Raises TrainingError or StrategyError if it could not train as asked.
     """
     config = TrainConfig(
         loss, seed, inputs, precision, microbatch_size, example, stages, tp_plan, recompute, offload, compile, dropout
@@ -132,9 +135,9 @@ def prepare(
 
 
 class Job(Switchable):
-    """A training that a loop drives, the user's own or the Trainer's. See nbkit.rank.train.step.step for the step.
+    """A training driven by a loop, the user's own or the Trainer's. See nbkit.rank.train.step.step for the step.
 
-    own_loop: what holds for a loop over `batches`.
+    own_loop: the settings of a loop over `batches`.
     """
 
     def __init__(
@@ -154,9 +157,9 @@ class Job(Switchable):
         switches: Sequence[Switched],
         like: Job | None = None,
     ) -> Job:
-        """The job of a process that joins a training under way, which has no sharded model before `start`.
+        """Return the job of a process that joins a running training. It has no sharded model before `start`.
 
-        like: of this process, in a world that is no more; the model that its user holds is the new one's.
+        like: this process's job in an earlier world. The new job takes over the model object that its user holds.
         """
         self = cls.__new__(cls)
         here = self._take_place()
@@ -169,16 +172,16 @@ class Job(Switchable):
     def start(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
         """See Training.start."""
         super().start(sharded_model, inner)
-        # Weak, so that a `break` ends the loop; after an error the traceback holds it, and it is ended by name.
+        # Weak, so that a `break` ends the loop. After an error the traceback keeps it alive: `_leave_loop` ends it.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         self.own_loop = OWN_LOOP
-        self._own: Any = None  # the OwnLoop in which batches were read last, if a rank is replaced in it
+        self._own: Any = None  # the OwnLoop that read batches last, if ranks are replaced in it
         note(self)
         torch_clip.watch(self)
         own_gradients.watch(self)
 
     def record(self, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> None:
-        """Have everything recorded from now on, in a new directory under `log_dir`; None: nothing. See record_run."""
+        """Record everything from now on in a new directory under `log_dir`; None: nothing. See record_run."""
         if log_dir is not None:
             self.run_dir = record_run(
                 self.recorder,
@@ -193,7 +196,7 @@ class Job(Switchable):
             )
 
     def listen(self, sinks: Sequence[Sink], *, name: str | None) -> None:
-        """Hand all events to these sinks, on rank 0: on the others they are the same."""
+        """Hand all events to these sinks on rank 0. The events are the same on the other ranks."""
         run = {
             "name": name,
             "run_dir": None if self.run_dir is None else str(self.run_dir),
@@ -205,7 +208,7 @@ class Job(Switchable):
             self.ledger.listeners += [SinkListener(sink, run) for sink in sinks]
 
     def record_on(self, run_dir: Path | None) -> None:
-        """Record into the directory of a run under way, which this process joins. Collective: see `record_into`."""
+        """Record into the directory of a running training that this process joins. Collective: see `record_into`."""
         self.run_dir = run_dir
         if run_dir is not None:
             record_into(
@@ -220,18 +223,18 @@ class Job(Switchable):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One dict per finished step, the same on every rank; within a run it is one step behind."""
+        """Return one dict per finished step, the same on every rank. Within a run it is one step behind."""
         if not self._running:
             self.ledger.settle()
         return self.ledger.records
 
     @argument_checks.batches_call
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches, with a step boundary after each.
+        """Return an iterator over the loader's batches, with a step boundary after each.
 
-        The loader gives *global* batches, in the same order on every rank; `backward` takes this rank's rows. What a
-        DataLoader shuffles or a dataset draws is seeded here, so that the ranks agree. A loop that was left by an
-        error ends when the next one begins.
+        The loader gives *global* batches, in the same order on every rank; `backward` takes this rank's rows. Random
+        numbers of a DataLoader or dataset are seeded here, so that the ranks agree. A loop that was left by an error
+        ends when the next one begins.
         """
         argument_checks.check_loader(loader)
         self._leave_loop()
@@ -240,7 +243,7 @@ class Job(Switchable):
         return batches
 
     def _steps(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
-        """What the loader gives, seeded for each step; the time it takes is the loader's."""
+        """Yield the loader's batches. Reading is seeded for each step, and its time counts as the phase "data"."""
         host = resume_fit.host
         own = self._own = None if host is None else host.loop(self)
         with self.running() if own is None else own.running():
@@ -263,11 +266,11 @@ class Job(Switchable):
             super()._update()
 
     def _in_order(self) -> AbstractContextManager[None]:
-        """Around what waits for other ranks in a loop of the user's own."""
+        """Return a context for waiting on other ranks. In a loop of the user's own it saves the job if one dies."""
         return nullcontext() if self._own is None else self._own.saved_if_a_rank_dies()
 
     def _leave_loop(self, error: BaseException | None = None) -> None:
-        """Nothing more comes of the newest loop over `batches`. error: what ends it, if it is under way."""
+        """End the newest loop over `batches`. error: what ends it, if it is running."""
         if self._loop is not None and (batches := self._loop()) is not None:
             if error is not None:
                 self.ledger.ended_by(error)
@@ -275,10 +278,10 @@ class Job(Switchable):
         self._loop = None
 
     def backward(self, batch: Any) -> StepResult:
-        """Forward and backward of one global batch (or of this rank's Shard of it), in micro-batches.
+        """Run forward and backward of one global batch (or of this rank's Shard of it), in micro-batches.
 
-        Afterwards every rank holds the same gradients, those of the loss over the whole global batch.
-        Raises NotFinite on CPU ranks before the weights are touched; on GPUs `at_boundary` does, one step later.
+        Afterwards every rank holds the same gradients: those of the loss over the whole global batch.
+        On CPU ranks it raises NotFinite before the weights are touched. On GPUs `at_boundary` raises it one step later.
         """
         if self.training_step.reduced:
             raise TrainingError(
@@ -295,7 +298,7 @@ class Job(Switchable):
         self.ledger.begun = True
         while True:
             try:
-                # What is around it too: rows, seeds, whether the loss is finite.
+                # This covers taking the rows, seeding, and the check that the loss is finite too.
                 with self._in_order(), self.first_step() as first, phase("backward"):
                     result = self.training_step.backward(self.training_step.rows(batch))
             except BaseException as error:
@@ -318,23 +321,26 @@ class Job(Switchable):
                 )
 
     def _place(self) -> tuple[int, int]:
-        """(number of this rank's part of a global batch, how many parts there are)."""
+        """Return (number of this rank's part of a global batch, number of parts)."""
         axes = self.sharded_model.axes
         return axes.index("dp"), axes.size("dp")
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their total norm is at most `max_norm`; the norm before, not waited for."""
+        """Scale the gradients so that their total norm is at most `max_norm`.
+
+        Returns the norm before scaling, as a tensor that is not waited for.
+        """
         with self._passed_over(), self._in_order():
             return self.training_step.clip(max_norm)
 
     def grad_norm(self) -> Tensor:
-        """Return the 2-norm of all gradients, on the device; recorded in this step's history."""
+        """Return the 2-norm of all gradients, on the device. It is recorded in this step's history."""
         with self._passed_over(), self._in_order():
             return self.training_step.grad_norm()
 
     @contextmanager
     def _passed_over(self) -> Iterator[None]:
-        """A step whose gradients are not finite is not made, and another batch may follow."""
+        """Drop the gradients and leave the loop if NotFinite is raised inside. Another batch may follow."""
         try:
             yield
         except NotFinite as error:
@@ -343,10 +349,10 @@ class Job(Switchable):
             raise
 
     def evaluate(self, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any] = default_collate) -> float:
-        """Mean loss over one pass of `data`, samples as a DataLoader takes them, each counted once. Collective.
+        """Return the mean loss over one pass of `data`. Collective, between two steps, under any strategy.
 
-        batch_size: rows of a global batch. Under every strategy, between two steps; the model is in eval mode then.
-        Raises TrainingError when there is nothing to weigh.
+        data: samples as a DataLoader takes them; each counts once. batch_size: rows of a global batch. The model is in
+        eval mode meanwhile. Raises TrainingError if the total weight of the samples is 0.
         """
         with self.ledger.clock.stopped():
             meeting.meet("evaluate")
@@ -354,9 +360,9 @@ class Job(Switchable):
             return evaluate(self, data, batch_size=batch_size, collate=collate)
 
     def log(self, **numbers: float | Tensor) -> None:
-        """Add numbers (0-dimensional tensors are not waited for) to the record of the step just made.
+        """Add numbers to the record of the step just made. 0-dimensional tensors are not waited for.
 
-        Give the same on every rank: `history` is meant to be equal on all of them. `loss` is there already.
+        Give the same numbers on every rank, so that `history` stays equal on all of them. `loss` is there already.
         """
         self.ledger.log(numbers)
 
@@ -364,9 +370,9 @@ class Job(Switchable):
     def running(
         self, *, total: int = 0, owner: Any = None, arithmetic: str = "", joins: bool = False
     ) -> Iterator[None]:
-        """Steps are made inside: requests are served at boundaries, and the history is complete after it.
+        """Make steps inside. Requests are served at step boundaries, and the history is complete afterwards.
 
-        joins: other ranks are inside already. Collective where they are not.
+        joins: other ranks are inside already. Collective if they are not.
         """
         if isinstance(other := step_boundary.training(), Job):
             other._leave_loop()
@@ -379,13 +385,13 @@ class Job(Switchable):
         if not joins:
             if owner is None:
                 meeting.meet("a loop over job.batches")
-            self.level()  # a step of zero 3 that was broken off shows whole parameters until then
+            self.level()  # a ZeRO 3 step that was broken off shows whole parameters until this call
             self.compare_ranks()
         else:
             self.check_model()
         reason = "error"
         try:
-            # Inside: an interrupt from here on must leave again, or every later training is refused.
+            # Within `try`: an interrupt from here on must reach `leave`, or every later training is refused.
             if not joins:
                 step_boundary.forget(self.device)
             step_boundary.enter(owner or self)
@@ -403,7 +409,7 @@ class Job(Switchable):
             reason = "done"
         except BaseException as error:
             if isinstance(error, GeneratorExit):
-                meeting.leave()  # a loop that was left; where others go on, they are told
+                meeting.leave()  # the loop was left on this rank; ranks that go on are told
             if lost := accelerator().context_lost(error):
                 reason = self.ledger.ended_by(error)
                 raise TrainingError(
@@ -426,9 +432,9 @@ class Job(Switchable):
             self.ledger.emit(RunStopped(self.step, reason=reason))
 
     def break_off(self) -> None:
-        """No step is under way any more: what is left of one is dropped, and the numbers of those made are read."""
+        """Drop what is left of a step that was broken off, and read the numbers of the steps that were made."""
         here, half_way = world.current(), self.ledger.torn() | self.integrity.half_way
-        self.integrity.half_way = True  # should it be interrupted here
+        self.integrity.half_way = True  # in case this is interrupted
         whole = self.sharded_model.data.break_off(broken=here is None or bool(here.dirty))
         self.integrity.half_way = half_way or not whole
         self._stays()
@@ -438,8 +444,9 @@ class Job(Switchable):
         self.optimizer.zero_grad()
 
     def arrive(self) -> None:
-        """Wait at the end of a run until all ranks are there: one that dies before is replaced, and no rank has left
-        the training yet. Collective.
+        """Wait at the end of a run until all ranks are there. Collective.
+
+        So no rank has left the training while one that dies can still be replaced.
         """
         self.sharded_model.data.settle()
         self.ledger.settle(act=True)
@@ -462,7 +469,7 @@ class Job(Switchable):
         return any_rank(bool(flag), device=self.device)
 
     def at_boundary(self) -> None:
-        """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on."""
+        """Act between two steps: read the numbers of the step before last, and serve requests that all ranks hold."""
         self.recorder.at_boundary(self.step)
         self.training_step.boundary()
         if self.step % EVERY == 0:
@@ -473,7 +480,7 @@ class Job(Switchable):
         self.back_up()
 
     def check_plan(self) -> None:
-        """Raise what a switch of the plan would raise for its ranks, data, optimizer or model. Collective."""
+        """Raise now what a planned switch would raise for its ranks, data, optimizer or model. Collective."""
         for old, new in itertools.pairwise([self.strategy, *self.plan.check(self.parsed, self.feed.fits)]):
             if str(old) != str(new):
                 self.builder.template.check_moves(old, new)
@@ -488,14 +495,17 @@ class Job(Switchable):
         except (SwitchError, StrategyError):
             self.plan.done(self.step)
             raise
-        # Only now: a switch that is broken off, as by a lack of memory on another rank, is due again on all.
+        # Only now: a switch that is broken off, as by a lack of memory on another rank, stays due on all ranks.
         self.plan.done(self.step)
         if self.pending is not None:
-            # Nobody waits for this one's result, and the training goes on under the old strategy.
+            # Nobody waits for this result. If the switch is taken back, training goes on under the old strategy.
             self.pending.add_done_callback(lambda pending: _warn_if_taken_back(pending.exception()))
 
     def seed_data(self, *, own: bool) -> tuple[int, int, int]:
-        """Seed what reading the next batch draws, on this rank alone or the same on every rank; returns what by."""
+        """Seed the random numbers drawn while reading the next batch, and return the seed.
+
+        own: another seed for each rank's part of the data; otherwise the same on every rank.
+        """
         rank = self.world_size + 1 + self.sharded_model.axes.index("dp") if own else SHARED
         data_rng.seed(self.seed, self.step, rank)
         return self.seed, self.step, rank

@@ -1,8 +1,8 @@
 """Records a job on disk while it trains: records of every rank, TensorBoard's scalars, and the forecast.
 
-A Trainer and `nbkit.prepare` record by themselves, into the directory of their run; log_dir=None turns that off, and
-NBKIT_TELEMETRY=off leaves only rank 0's scalars. Nothing has to be called in a loop of one's own: `job.batches`,
-`job.backward` and `job.optimizer` say where the time goes, and `with nbkit.rank.telemetry.phase("data"):` says more.
+A Trainer and `nbkit.prepare` record by themselves, into the directory of their run. log_dir=None turns that off, and
+NBKIT_TELEMETRY=off leaves only rank 0's scalars. A user's own loop has nothing to call: `job.batches`, `job.backward`
+and `job.optimizer` mark where the time goes. `with nbkit.rank.telemetry.phase("data"):` adds detail.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _MEMORY_EVERY = 100
 
 
 class Recorder:
-    """Marks the ends of a job's steps, counts its memory now and then, and notes what the formulas say of it.
+    """Marks the ends of a job's steps, measures its memory now and then, and writes the forecast of the formulas.
 
-    Made before the model is, so that what the process held already is not taken for the job's. Without a session it
-    does nothing.
+    It is made before the model, so that memory that the process held already is not counted as the job's. Without a
+    session it does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,21 +52,21 @@ class Recorder:
         self._foreseen, self._forecasts = "", False
 
     def begin(self, session: Session, run_dir: Path, *, forecasts: bool) -> None:
-        """Record from here on. forecasts: this is the rank that writes what the formulas say."""
+        """Record from here on. forecasts: this rank writes the forecast."""
         self._session, self._run_dir, self._forecasts = session, run_dir, forecasts
 
     @property
     def recent(self) -> list[StepRecord]:
-        """The newest steps of this rank as they were measured; none without a session."""
+        """The newest measured steps of this rank; none without a session."""
         return self._session.recent if self._session is not None else []
 
     @property
     def peak_bytes(self) -> int:
-        """The most that this process has ever held: what torch and the kernel say counts from the last strategy on."""
+        """The most bytes that this process has ever held. torch and the kernel count only since the last strategy."""
         return max(self._peak, bytes_held(self._device)[1])
 
     def __call__(self, event: Event) -> None:
-        """Take an event: what a strategy needs is known two steps after it came into force."""
+        """Take an event. The memory that a strategy needs is known two steps after it came into force."""
         if isinstance(event, RunStarted | Switched):
             self._due, self._since = event.step + 2, event.step
         if isinstance(event, RunStarted):
@@ -82,19 +82,22 @@ class Recorder:
         strategy: Strategy,
         cost_model: Callable[[], CostModel],
     ) -> None:
-        """The optimizer has made step number `step`, and the gradients are still there. held: see ShardedModel."""
+        """Record memory and forecast, if due, after the optimizer made step number `step`.
+
+        The gradients must still be there. held: see ShardedModel.
+        """
         training = clock.laps is not None and clock.state != OUTSIDE
-        # A trial's steps are none of the training's.
+        # The steps of a trial are not steps of the training.
         if self._session is None or not training or (step != self._due and step % _MEMORY_EVERY):
             return
         with phase(OTHER):
             self._session.memory(memory_of(model, optimizer, step=step, held=held, device=self._device))
             if step == self._due:
                 self._peak = self.peak_bytes
-                reset_peak(self._device)  # the next count says what this strategy takes
+                reset_peak(self._device)  # the next measurement is of this strategy alone
             if self._forecasts and self._foreseen != str(strategy):
                 self._foreseen = str(strategy)
-                # No formula is worth a training, and the other ranks make none and would wait.
+                # An error in a formula must not end the training. The other ranks compute none, and would wait.
                 try:
                     forecast.append(self._run_dir, cost_model().forecast(strategy, since=self._since))
                 except (NbkitError, OSError):
@@ -103,14 +106,14 @@ class Recorder:
                     warnings.warn(f"no formula for {strategy}: {type(error).__name__}: {error}", stacklevel=2)
 
     def look_closely(self) -> None:
-        """Keep the first steps from here on moment by moment, as after every switch."""
+        """Record the first steps from here on in detail, as after every switch."""
         if self._session is not None:
             self._session.detail(FIRST_IN_DETAIL)
 
     def trace(self, steps: int, *, after: int) -> dict[str, Any]:
-        """Keep the next `steps` steps moment by moment; which they are: {"first", "last"}. after: finished steps.
+        """Record the next `steps` steps in detail and return their numbers: {"first", "last"}. after: finished steps.
 
-        Raises UsageError when nothing is recorded, or for no steps.
+        Raises UsageError if nothing is recorded, or if `steps` is not at least 1.
         """
         if self._session is None or mode() == "off":
             raise UsageError(
@@ -126,7 +129,7 @@ class Recorder:
         return {"first": after + 1, "last": after + steps}
 
     def at_boundary(self, step: int) -> None:
-        """Step number `step` is made, if that has not been said before."""
+        """Mark the end of step number `step`, once."""
         if self._session is not None and step != self._marked:
             self._marked = step
             clock.step(step)
@@ -144,10 +147,10 @@ def record_run(
     world_size: int,
     device: torch.device,
 ) -> Path:
-    """Have everything recorded that a job does, in a new directory under `log_dir`. Collective.
+    """Record everything that a job does in a new directory under `log_dir`. Collective.
 
-    Returns that directory, the same on every rank; adds to `listeners` who writes there. Raises TrainingError, on every
-    rank, when rank 0 cannot make it or max_disk is reached; a rank on a host that cannot write there warns, and trains
+    Returns that directory, the same on every rank, and adds its writers to `listeners`. Raises TrainingError, on every
+    rank, if rank 0 cannot make it or max_disk is reached. A rank on a host that cannot write there warns, and trains
     without records.
     """
     runs = Path(log_dir).absolute()
@@ -173,9 +176,9 @@ def record_into(
     world_size: int,
     device: torch.device,
 ) -> None:
-    """Have everything recorded that a job does in `run_dir`, which is there. Collective: see clock_offset.
+    """Record everything that a job does in `run_dir`, which exists. Collective: see clock_offset.
 
-    A process that takes a rank over writes into a further part of this rank's file.
+    A process that takes over a rank writes into a further part of that rank's file.
     """
     if rank == 0:
         listeners.append(BoardWriter(run_dir))
@@ -202,14 +205,17 @@ def record_into(
 
 
 def _new_run_dir(log_dir: str, name: str | None, strategy: str, batch: int | None) -> tuple[str, str]:
-    """(log_dir/<name or time>-<strategy>[-b<batch>], numbered where that is there already, "") or ("", the problem)."""
+    """Make log_dir/<name or time>-<strategy>[-b<batch>], with a number if that exists already.
+
+    Returns (its path, "") or ("", the problem).
+    """
     words = [path_part(name) if name else time.strftime("%Y%m%d-%H%M%S"), strategy.replace("=", "").replace(" ", "-")]
     stem = "-".join([*words, f"b{batch}"] if batch else words)
     number = 1
     while True:
         path = Path(log_dir) / (stem if number == 1 else f"{stem}-{number}")
         try:
-            path.mkdir(mode=0o700, parents=True)  # losses and texts of errors are nobody else's business
+            path.mkdir(mode=0o700, parents=True)  # losses and error texts are private
             note_name(path, name)
         except FileExistsError:
             number += 1

@@ -1,6 +1,6 @@
-"""The directory of runs without log_dir=, and how much may lie there: `runs` and `max_disk` of nbkit.toml.
+"""The default directory of runs, and how much disk it may use: `runs` and `max_disk` of nbkit.toml.
 
-A cluster hands both to its ranks in their environment, so that they are there before anything is imported.
+A cluster passes both to its ranks as environment variables, so that they are set before anything is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ABOUT = "run.json"
 
 
 def note_name(run_dir: Path, name: str | None) -> None:
-    """Write into the directory of a run which `name` the user gave it: the directory's own name does not tell."""
+    """Write the `name` that the user gave a run into its directory. The directory's own name does not tell it."""
     (run_dir / _ABOUT).write_text(json.dumps({"name": name}) + "\n", encoding="utf-8")
 
 
@@ -42,10 +42,10 @@ def _name_in(run_dir: Path) -> str | None:
 
 
 def check_room(runs: Path, to: Path, what: str, *, run: str = "") -> None:
-    """Raises TrainingError, on every rank, when the files in `runs` are as many bytes as max_disk. Collective.
+    """Raise TrainingError, on every rank, if the files in `runs` have reached max_disk bytes. Collective.
 
-    runs: absolute. to: where something is to be written; outside of `runs` there is always room. what: is refused. run:
-    the one that goes on, which is not to be deleted.
+    runs: an absolute path. to: where something is to be written; outside of `runs` there is always room. what: the
+    refusal, in words. run: the run that goes on, which the hint must not suggest to delete.
     """
     if not MAX_BYTES:
         return

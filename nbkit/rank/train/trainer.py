@@ -1,11 +1,11 @@
-"""The Trainer: a training loop for people who have none, the same in a cell and in a script under torchrun.
+"""The Trainer: a complete training loop, the same in a cell and in a script under torchrun.
 
-The one moving line of a training: `step 120/500 · loss 2.314 · 12,300 tokens/s · 31 s to go`. Earlier runs count.
+ProgressLine prints the one moving line of a training: `step 120/500 · loss 2.314 · 12,300 tokens/s · 31 s to go`. The
+step count includes earlier runs.
 
-Snapshots of a training in host memory, every so many steps, and the way back to one of them.
-
-Each element is kept once, by a rank that holds it, as in a checkpoint; one exchange brings it back under whatever
-strategy is in force then. A rank that joins later has none of it: then all begin anew.
+Snapshots keeps copies of a training in host memory, every so many steps, and goes back to one of them. As in a
+checkpoint, each element is kept once, by a rank that holds it. One exchange restores it under the strategy in force at
+that time. A rank that joins later holds no part of the snapshots, so all ranks drop theirs.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ProgressLine:
 
 
 def progress_line() -> str:
-    """The line as it stands."""
+    """Return the line as it stands now."""
     now = step_boundary.progress()
     parts = [f"step {now.get('step', 0)}" + (f"/{now['goal']}" if now.get("goal") else "")]
     if "loss" in now:
@@ -115,11 +115,11 @@ def progress_line() -> str:
     return " · ".join(parts)
 
 
-_SHARE_OF_FREE = 0.25  # of a host's memory: as many snapshots as fit there
+_SHARE_OF_FREE = 0.25  # part of a host's free memory that snapshots may take
 
 
 class Snapshots:
-    """Of one Trainer on this rank, the oldest first. every: steps; None: there are none."""
+    """The snapshots of one Trainer on this rank, the oldest first. every: steps between two; None: no snapshots."""
 
     def __init__(self, job: Job, saves: Autosave, *, every: int | None, say: Callable[[str], None]) -> None:
         self._job, self._saves, self._every, self._say = job, saves, every, say
@@ -128,11 +128,11 @@ class Snapshots:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that there is a way back to."""
+        """The steps that have a snapshot."""
         return [taken.step for taken, _ in self._kept]
 
     def take(self) -> None:
-        """A snapshot of this boundary, where one is due: the first one of all is. Collective then."""
+        """Take a snapshot of this boundary if one is due. One is always due if there is none. Collective if due."""
         step = self._job.step
         if self._every is None or (self._kept and (step % self._every or step == self.steps[-1])):
             return
@@ -150,9 +150,9 @@ class Snapshots:
             self._kept.append((replace(taken, held=copies), flat))
 
     def back_to(self, step: int) -> int:
-        """The training is where it was after the newest of `steps` that is not beyond `step`, which is returned.
+        """Go back to the newest snapshot that is not beyond `step`, and return its step.
 
-        Collective. Raises TrainingError, on every rank, where there is none.
+        Collective. Raises TrainingError, on every rank, if there is none.
         """
         job, before = self._job, self._job.step
         self._saves.collect(wait=True)
@@ -183,11 +183,11 @@ class Snapshots:
         return job.step
 
     def clear(self) -> None:
-        """There is no way back any more."""
+        """Drop all snapshots."""
         self._kept.clear()
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Let go of the oldest until another one of `num_bytes` has room; whether it has. Collective."""
+        """Drop the oldest snapshots until one of `num_bytes` fits. Return True if it does. Collective."""
         sizes = [flat.numel() for _, flat in self._kept]
         free = left(torch.device("cpu"))
         most = sum(sizes) + num_bytes if free is None else int(_SHARE_OF_FREE * (free + sum(sizes)))
@@ -201,40 +201,41 @@ class Snapshots:
 
 
 class Trainer:
-    """Trains `model` on `data`; collective: every rank makes the same calls.
+    """Trains `model` on `data`. Collective: every rank makes the same calls.
 
     model: a callable that builds an nn.Module, or such a module. loss: (output, target) -> mean, or -> (sum, weight).
-    optimizer: a callable given the model. data: map-style or iterable; items (input, target), or dicts: then `inputs`
-    names what the model takes and loss gets (output, batch). batch_size: global, over all ranks. strategy: "ddp";
-    "auto" takes the first of a plan (docs/plan.md) and says so. seed: of weights, order and dropout.
+    optimizer: a callable given the model. data: map-style or iterable, with items (input, target) or dicts. With dicts,
+    `inputs` names the entries that the model takes, and loss gets (output, batch). batch_size: global, over all ranks.
+    strategy: "ddp"; "auto" takes the first of a plan (docs/plan.md) and prints it. seed: of weights, order and dropout.
     precision: None, or "bf16" or "fp16" (forward and loss under autocast; with "fp16" a scale on the loss).
     clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr. microbatch_size:
     samples per rank and forward (default: all of them). shuffle: each epoch anew (default, map-style data only).
     drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch. workers: processes of each
-    rank that read ahead, also in shards (docs/data.md). eval_data, eval_every: evaluate every so many steps, into
-    `history` as eval_loss. save_every, save_path: a checkpoint every so many steps, or "10min" of training (the default
-    in a detached cell; False: never), into checkpoint in the run's directory, or save_path, beside the training. keep:
-    3, "2h" or (3, "2h") of them, instead of one. snapshot_every: steps from one to the next of what `rewind` goes back
-    to. callbacks: f(trainer, record), after each step, which a GPU is waited for: the model is that of the record.
-    log_every: steps between gradient norms when nothing clips. log_dir: parent of the run's directory (None: no
-    records), which %dashboard and TensorBoard read; name: the run's. sinks: objects with a method write(event), which
-    get each step and event on rank 0. progress: print the moving line. stages: names of
-    the modules that begin stages 1, 2, ... of a pipeline; tp_plan: module name (with *) -> how tensor parallelism
-    splits it; both only where nbkit does not find out by itself. example: a small batch to run the model on, for
-    iterable data. recompute: compute activations again in the backward pass. offload: "cpu" keeps the optimizer's state
-    in host memory. compile: each block, where that is sound. dropout: "keyed", the same under every strategy (default
-    on CPU ranks); "fused": that of attention is drawn by its kernel (default on GPUs, whose fused kernels take no
-    mask). switches: finished steps -> strategy, for a training that nobody watches, or a JSON file of that; 0 is the
-    first. balance: measure how fast ranks compute, and switch to speeds= of the strategy that match, as they change.
-    on_failure: "replace" a rank that dies in `fit` and go on, where that can be done (docs/clusters.md); "shrink": go
-    on with the ranks that are left; or "stop". hang_timeout: seconds after which a rank that all others wait for is
-    ended, and counts as dead.
-    on_oom: a step that runs out of memory is taken back (docs/memory.md) and made again with what "fit"s, or as you say
-    when it "ask"s (the default in a notebook); "raise": the error ends `fit` (the default elsewhere). backup_every:
-    steps between backups of what one rank alone holds, in the host memory of another; default: as many as cost below 5
-    % of a step, where a rank can be replaced. 0: none, so that it takes a checkpoint.
+    rank that read ahead, also in shards (docs/data.md). eval_data, eval_every: evaluate every so many steps, and put
+    the result into `history` as eval_loss. save_every: write a checkpoint beside the training every so many steps, or
+    every "10min" of training (the default in a detached cell; False: never). save_path: its place; default: checkpoint
+    in the run's directory. keep: how many or how old checkpoints stay, as 3, "2h" or (3, "2h"); default: one.
+    snapshot_every: steps between snapshots, to which `rewind` goes back. callbacks: f(trainer, record), called after
+    each step; a GPU is waited for, so that the model is that of the record. log_every: steps between gradient norms
+    when nothing clips. log_dir: parent of the run's directory (None: no records), which %dashboard and TensorBoard
+    read. name: the run's. sinks: objects with a method write(event), which get each step and event on rank 0. progress:
+    print the moving line. stages: names of the modules that begin stages 1, 2, ... of a pipeline. tp_plan: module name
+    (with *) -> how tensor parallelism splits it. Both are needed only if nbkit does not find them out. example: a small
+    batch to run the model on, for iterable data. recompute: compute activations again in the backward pass. offload:
+    "cpu" keeps the optimizer's state in host memory. compile: compile each block, where that is sound. dropout:
+    "keyed": the same under every strategy (default on CPU ranks); "fused": attention kernels draw their own (default on
+    GPUs, whose fused kernels take no mask). switches: finished steps -> strategy, or a JSON file of that, for an
+    unattended training; step 0 gives the first strategy. balance: measure how fast ranks compute, and switch to
+    matching speeds= of the strategy when they change. on_failure: "replace" a rank that dies in `fit` and go on, if
+    possible (docs/clusters.md); "shrink": go on with the ranks that are left; or "stop". hang_timeout: seconds after
+    which a rank that all others wait for is ended, and counts as dead.
+    on_oom: a step that runs out of memory is taken back (docs/memory.md). "fit" makes it again with a setting that
+    fits; "ask" asks you for the setting (the default in a notebook); "raise" ends `fit` with the error (the default
+    elsewhere). backup_every: steps between backups of what one rank alone holds, in the host memory of another rank.
+    Default: as often as costs below 5 % of a step, if a rank can be replaced. 0: none; a replacement then needs a
+    checkpoint.
 
-    Raises TrainingError or StrategyError, before anything trains, when it could not train as asked.
+    Raises TrainingError or StrategyError, before anything trains, if it could not train as asked.
     """
 
     _stream: Stream
@@ -341,7 +342,7 @@ class Trainer:
 
     @classmethod
     def joining(cls, job: Job, loop: LoopSettings, *, run_dir: Path | None, saved: LastCheckpoint) -> Trainer:
-        """The Trainer of a process that joins a training under way. Collective: the others `reopen`."""
+        """Return the Trainer of a process that joins a running training. Collective: the others call `reopen`."""
         self = cls.__new__(cls)
         self._begin(job, loop)
         self._stream.agree()
@@ -351,7 +352,7 @@ class Trainer:
         return self
 
     def reopen(self) -> None:
-        """Open the data anew, where it stands, beside ranks that join. Collective: what they hold is compared."""
+        """Open the data anew at its present position, when ranks join. Collective: ranks compare what they hold."""
         stream = self.loop.stream(self.job.sharded_model.axes, self.strategy, self.job.seed, self.job.device)
         stream.follow(self._stream)
         stream.agree()
@@ -361,7 +362,7 @@ class Trainer:
         self.snapshots.clear()
         self._rebalancing.forget()
         if self.run_dir is not None and mode() != "off":
-            clock_offset()  # which ranks that join measure
+            clock_offset()  # collective: ranks that join measure it
 
     def _begin(self, job: Job, loop: LoopSettings) -> None:
         self.job, self.loop, self._callbacks = job, loop, loop.callbacks
@@ -387,7 +388,7 @@ class Trainer:
 
     @property
     def model(self) -> nn.Module:
-        """Return what this rank holds."""
+        """The model, as this rank holds it."""
         return self.job.model
 
     @property
@@ -407,9 +408,9 @@ class Trainer:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One dict per finished step, equal on every rank; inside `fit` it is one step behind, but in callbacks.
+        """Return one dict per finished step, equal on every rank. Inside `fit` it is a step late, except in callbacks.
 
-        Of more than 20,000 steps: the newest 10,000, and of those before every 2nd, 4th, ... (up to 10,000).
+        Beyond 20,000 steps it keeps the newest 10,000, and every 2nd, 4th, ... of those before (up to 10,000).
         """
         return self.job.history
 
@@ -417,7 +418,7 @@ class Trainer:
     def lr(self) -> float:
         """The learning rate of the first parameter group; set it at any step boundary, on every rank.
 
-        Other groups keep their ratio to it, and `lr_schedule` its shape: of this rate it takes its factors.
+        Other groups keep their ratio to it. `lr_schedule` keeps its shape: its factors apply to this rate.
         """
         return self._rate.value
 
@@ -430,13 +431,13 @@ class Trainer:
 
     @fit_call
     def fit(self, steps: int | None = None, *, until: int | None = None, resume: str | None = None) -> Records:
-        """Train for `steps` more steps, or until step `until` is finished; returns the records of these steps.
+        """Train for `steps` more steps, or until step `until` is finished. Return the records of these steps.
 
         `until` suits a script that is run again after `load`: it makes the steps that are left, or none. resume="auto":
         before the first step, load the newest whole checkpoint in save_path, or of the runs with this `name`.
 
-        Raises Stopped when the user asked for it, NotFinite when the loss is: either way at a step boundary, on every
-        rank alike, and `fit` may be called again.
+        Raises Stopped if the user stops it, and NotFinite if the loss is not finite. Both come at a step boundary, on
+        every rank alike, and `fit` may be called again.
         """
         joined, self._joined = self._joined, None
         if joined is None:
@@ -450,7 +451,7 @@ class Trainer:
             check_same_goal(span.goal, self.job.device)
         if span.goal == self.step and joined is None:
             return Records()
-        # A new process would lack what a checkpoint would.
+        # A new process would lack the same state that a checkpoint lacks.
         wanted = self.loop.on_failure != "stop" and not self.job.builder.template.lost(self.strategy)
         with seat(self, sys._getframe(2), wanted=wanted) as replaceable:
             while True:
@@ -463,38 +464,42 @@ class Trainer:
                     joined = span = resized(self, asked, FitRange(span.first, self.job.ledger.goal))
 
     def join(self, span: FitRange) -> None:
-        """On a new rank, which has joined a training: the next `fit` makes the steps that are left of `span`."""
+        """Have the next `fit` make the steps that are left of `span`. Called on a rank that has joined a training."""
         self._joined = span
 
     def stop_if(self, flag: bool) -> bool:
-        """In a callback: end `fit` after this step on all ranks if `flag` is true on any. Returns that. Collective."""
+        """End `fit` after this step on all ranks if `flag` is true on any rank. For callbacks. Collective.
+
+        Returns True on every rank if `fit` ends.
+        """
         stops = self.job.stop_if(flag)
         self.stops = self.stops or stops
         return stops
 
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
-        """Train on under another strategy: see Job.switch. Collective, between two steps."""
+        """Continue the training under another strategy: see Job.switch. Collective, between two steps."""
         return self.job.switch(strategy, beside=beside)
 
     def undo(self, *, beside: bool = False) -> Switched:
-        """Back to the strategy before the last switch; the weights stay as they are now. Collective."""
+        """Go back to the strategy before the last switch. The weights stay as they are now. Collective."""
         return self.job.undo(beside=beside)
 
     def try_out(self, strategy: str, steps: int = 10) -> dict[str, Any]:
-        """Train `steps` steps under another strategy, measure them, and go back as if nothing had been. Collective.
+        """Train `steps` steps under another strategy, measure them, and undo them. Collective.
 
-        No evaluation, checkpoint, callback or record of them. Raises TrainingError for data that cannot go back.
+        These steps make no evaluation, checkpoint, callback or record. Raises TrainingError for data that cannot go
+        back.
         """
         meeting.meet("try_out")
         return try_out(self.job, strategy, steps, self._update, again=self._stream.goes_back)
 
     def compare(self, *strategies: str, steps: int = 20) -> dict[str, Any]:
-        """Measure strategies in turns, and go on as if nothing had been: see switch/compare.py. Collective."""
+        """Measure strategies in turns, and undo the steps: see switch/compare.py. Collective."""
         meeting.meet("compare")
         return compare(self.job, strategies, steps, self._update, again=self._stream.goes_back)
 
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> float:
-        """Mean loss over one pass of `data` (default: eval_data), every sample counted once."""
+        """Return the mean loss over one pass of `data` (default: eval_data). Every sample counts once."""
         data = self.loop.eval_data if data is None else data
         if data is None:
             raise TrainingError("There is no data to evaluate on.", hint="trainer.evaluate(dataset)")
@@ -509,7 +514,7 @@ class Trainer:
         top_k: int | None = None,
         seed: int = 0,
     ) -> Any:
-        """`prompt`, or each of several, continued by `tokens` tokens, the same on every rank: see docs/generate.md."""
+        """Continue `prompt`, or each of several, by `tokens` tokens. The same on every rank: see docs/generate.md."""
         check_counts(tokens=tokens)
         sampling, inputs, device = Sampling(temperature, top_k, seed), self.job.config.inputs, self.job.device
         with self.job.ledger.clock.stopped():
@@ -520,19 +525,20 @@ class Trainer:
     def save(self, path: str | Path, *, beside: bool = False) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
 
-        Any strategy on any number of ranks can load it. Killed half-way, what was at `path` before stands. beside: go
-        on once it is copied to host memory; a thread writes it, and says what fails. `fit` and the next save wait.
+        Any strategy on any number of ranks can load it. If the save is killed half-way, what was at `path` before stays
+        intact. beside: go on once the state is copied to host memory; a thread writes it and reports a failure. The end
+        of `fit` and the next save wait for it.
         """
         meeting.meet("save")
         self.saves.save(user_path(path), beside=beside)
 
     def load(self, path: str | Path) -> None:
-        """Go on from what `save` wrote, on any number of ranks, or plain FSDP2 or torchtitan. Collective."""
+        """Go on from a checkpoint of `save`, from any number of ranks, or of plain FSDP2 or torchtitan. Collective."""
         path = user_path(path)
         meeting.meet("load")
         self.saves.collect(wait=True)
         self.job.ledger.settle()
-        # Everything that can refuse, before anything is changed.
+        # Run everything that can refuse before anything is changed.
         saved, before = self.job.opened(path), self.step
         position = saved.about["position"]
         self._stream.resume(position["epoch"], position["offset"], saved.about.get("data"))
@@ -543,16 +549,19 @@ class Trainer:
         self.job.ledger.emit(Checkpointed(self.step, path=saved.named, action="loaded", before=before))
 
     def rewind(self, step: int) -> int:
-        """Back to the newest snapshot that is not beyond `step`, under the strategy of now; the step of it. Collective.
+        """Go back to the newest snapshot that is not beyond `step`, and return its step. Collective.
 
-        Everything is as it was then, and the next steps are made as they were. Raises TrainingError without one.
+        The strategy stays. All else is as it was then, and the next steps repeat exactly. Raises TrainingError if there
+        is no such snapshot.
         """
         meeting.meet("rewind")
         return self.snapshots.back_to(step)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the whole model on the CPU, every parameter and buffer under its own name, on every rank.
-        Collective."""
+        """Return the whole model on the CPU, on every rank. Collective.
+
+        Every parameter and buffer has its own name.
+        """
         return self.job.full_state_dict()
 
     def _make_step(self) -> None:
@@ -568,7 +577,7 @@ class Trainer:
             print(f"\r{text:<80}", flush=True)
 
     def _update(self, *, late: bool = False) -> None:
-        """late: no callback holds weights, see Training.late_weights."""
+        """Make one step. late: no callback holds weights, see Training.late_weights."""
         job, step, epoch, offset = self.job, self.job.step, self._stream.epoch, self._stream.offset
         try:
             taken_back = True
@@ -592,7 +601,7 @@ class Trainer:
                     job.optimizer.zero_grad()
                 taken_back = first.taken_back
         except BaseException as error:
-            # A batch whose loss is not finite is passed over; any other that made no step is read again.
+            # A batch whose loss is not finite is skipped. Any other batch that made no step is read again.
             if job.step == step and not isinstance(error, NotFinite):
                 with suppress(TrainingError):
                     self._stream.seek(epoch, offset)
@@ -614,7 +623,7 @@ class Trainer:
         self._stream.seek(position["epoch"], position["offset"])
 
     def _call_back(self, event: Event) -> None:
-        # After an error this rank is alone with its record: a callback that communicates would wait for ever.
+        # After an error only this rank has the record: a callback that communicates would wait forever.
         if isinstance(event, StepDone) and not self.job.integrity.broken_off:
             self.saves.trained(event.record["seconds"])
             for callback in self._callbacks:

@@ -1,4 +1,4 @@
-"""The training on this rank: model, optimizer and where they stand, and every way in which that changes as a whole."""
+"""The training on this rank: model, optimizer and progress, and every operation that changes them as a whole."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from nbkit.strategy import Strategy
 
 
 class Training:
-    """A model, its optimizer and where they stand. `model` and `optimizer` stay the same objects for life.
+    """A model, its optimizer and their progress. `model` and `optimizer` stay the same objects throughout.
 
     pending: the last switch, until a step has been made under it.
     """
@@ -62,14 +62,14 @@ class Training:
         """later: strategies that are planned to be switched to."""
         here = self._take_place()
         meeting.meet("Trainer() or prepare()")
-        # What is wrong with a strategy is said before a model is built.
+        # Refuse a wrong strategy before a model is built.
         if strategy != AUTO:
             Strategy.parse(strategy, self.world_size)
         link = link_of(self.device)
         chosen = None if strategy == AUTO else _parsed(strategy, self.world_size, link)
         asked = Strategy.every(self.world_size, schedules=("1f1b",)) if chosen is None else [chosen]
         for text in later:
-            with suppress(StrategyError):  # the plan is checked where the batch is known too
+            with suppress(StrategyError):  # the plan is checked later, when the batch is known too
                 asked = [*asked, _parsed(text, self.world_size, link)]
         builder = Builder(model, optimizer, config, asked=asked, **here)
         self._begin(builder)
@@ -84,14 +84,14 @@ class Training:
         self.start(*builder.first(chosen))
 
     def parsed(self, text: str) -> Strategy:
-        """The strategy that `text` means on these ranks, which may be on several nodes. Raises StrategyError."""
+        """Return the strategy that `text` means on these ranks, which may be on several nodes. Raises StrategyError."""
         return _parsed(text, self.world_size, self.builder.link)
 
     def _take_place(self) -> dict[str, Any]:
         place = World.join_from_env().place
         self.rank, self.world_size = place.rank, place.world_size
         self.device = accelerator().device(place.device)
-        self.recorder = Recorder(self.device)  # before there is a model: memory counts from here
+        self.recorder = Recorder(self.device)  # before the model exists: memory is counted from here
         return {"rank": self.rank, "world_size": self.world_size, "device": self.device}
 
     def _begin(self, builder: Builder) -> None:
@@ -116,7 +116,7 @@ class Training:
     def _take(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
         self.sharded_model = sharded_model
         self.optimizer.inner = inner
-        # What the user holds of the model shows from now on what this rank holds; what it held before is free.
+        # The user's model object now shows what this rank holds. What it showed before is freed.
         self._handle.show(sharded_model.module, sharded_model.strategy)
         self._known = {id(p) for p in self.model.parameters()}
         self.builder.computing = weakref.ref(sharded_model)
@@ -145,10 +145,10 @@ class Training:
         return self.switches[-1].old if self.switches else None
 
     def close_left_groups(self, coming: Strategy | None = None) -> None:
-        """Close the groups that neither the strategy in force nor a way back uses, where they hold memory of a device.
+        """Close the groups that neither the strategy in force nor a way back uses, if they hold memory of a device.
 
-        coming: what is about to be switched to: the way back then leads to the strategy in force now. Collective,
-        between two steps.
+        coming: the strategy that is about to be switched to; the way back then leads to the strategy in force now.
+        Collective, between two steps.
         """
         kept = {self.strategy, self.strategy if coming is None else coming}
         if len(kept) == 1 and self.previous is not None:
@@ -177,23 +177,23 @@ class Training:
         self.feed.recut()
 
     def restore(self, state: TrainingState) -> None:
-        """Go back to `state`: the steps since have not been made, what computed since is closed. Not collective."""
+        """Go back to `state`, as if later steps had not been made. Closes the later sharded model. Not collective."""
         self.optimizer.zero_grad()
         if (other := self.sharded_model) is not state.sharded_model:
             self.adopt(state)
             other.close()
-        # Whatever was broken off was the other's: the weights that go on are whole.
+        # If anything was broken off, it was in the other sharded model. The weights of `state` are whole.
         self.integrity.restored(ranks_agree=False)
         self.ledger.step = state.step
         self.precision.load_state_dict(state.precision)
         self.feed.go_to(state.position)
 
     def level(self) -> None:
-        """Compare how far the ranks are, unless steps are being made; level them if one was broken off. Collective.
+        """Compare how far the ranks are, unless steps are being made; level them if a step was broken off. Collective.
 
-        Replicas that train apart are averaged. Raises TrainingError, on every rank, when no step is whole on the ranks
-        that finished it: all of them were interrupted within it, or a part of the state is nowhere else; or when they
-        are under different strategies.
+        Replicas that train apart are averaged. Raises TrainingError, on every rank, if the ranks are under different
+        strategies, or if no step is whole on the ranks that finished it. That happens when all of them were interrupted
+        within a step, or when a part of the state exists nowhere else.
         """
         if not self._running:
             self.level_now()
@@ -203,7 +203,7 @@ class Training:
                 self.sharded_model.data.unite()
 
     def level_now(self) -> None:
-        """As `level`, also while steps are being made, and without averaging replicas. Collective."""
+        """Level the ranks as `level` does, even while steps are being made. Averages no replicas. Collective."""
         kind, leads_back = zlib.crc32(str(self.strategy).encode()), self.pending is not None
         own = recovery.Standing(self.step, self.integrity.broken_off, self.integrity.half_way, kind, leads_back)
         everyone = recovery.compare(own, world_size=self.world_size, device=self.device)
@@ -214,7 +214,7 @@ class Training:
                 hint="build the Trainer again, and trainer.load(path) of a checkpoint",
             )
         if not all(each.leads_back for each in everyone):
-            self.pending = None  # some have made the first step under this strategy, or do not know of it
+            self.pending = None  # some ranks have made the first step under this strategy, or do not know of the switch
         if not (whole := recovery.whole_ranks(everyone)):
             return
         mine = self.progress
@@ -226,13 +226,15 @@ class Training:
 
     @property
     def waits_for_update(self) -> bool:
-        """Return whether gradients are summed over the ranks, and the optimizer has not stepped with them."""
+        """Return True if gradients are summed over the ranks and the optimizer has not stepped with them yet."""
         pending = self.ledger.pending
         return self.training_step.reduced and bool(pending) and not pending[-1].made
 
     def check_model(self) -> None:
-        """What the user has put in the place of parameters, or their memory, is taken over. Raises TrainingError where
-        that cannot be, or where the model is another job's."""
+        """Take over tensors or memory that the user has put in the place of the model's parameters.
+
+        Raises TrainingError if that is impossible, or if the model is another job's.
+        """
         self._handle.check()
         self.sharded_model.data.follow()
         argument_checks.check_parameters(
@@ -240,18 +242,18 @@ class Training:
         )
 
     def unite(self) -> None:
-        """Replicas that train apart are one state, the optimizer's too: somebody takes it from any rank. Collective."""
+        """Average replicas that train apart, optimizer state included, so that any rank has the state. Collective."""
         if self.sharded_model.data.apart == 1:
             return
         own = job_state.per_element(self.sharded_model, self.optimizer.inner)
         everyone = all_gather_objects(set(own), world_size=self.world_size, device=self.device)
-        shared = sorted(set.intersection(*everyone))  # where ranks have run other branches they have state of others
+        shared = sorted(set.intersection(*everyone))  # ranks that ran other branches have state of other parameters
         with self.integrity.changing():
             self.sharded_model.data.unite([own[key][0] for key in shared])
 
     @property
     def progress(self) -> recovery.TrainingProgress:
-        """Where this rank stands between two steps, beside weights and optimizer."""
+        """Return the state of this rank between two steps, without weights and optimizer."""
         precision, position = self.precision.state_dict(), self.feed.position()
         return recovery.TrainingProgress(precision, self.step, list(self.ledger.records), position)
 
@@ -261,12 +263,12 @@ class Training:
         self.feed.go_to(progress.position)
 
     def go_on(self, progress: recovery.TrainingProgress) -> None:
-        """The weights are those of `progress` now, and so is all else. Not collective; `meet` follows."""
+        """Continue from `progress`, whose weights are in place already. Not collective; `meet` follows."""
         self._stand_at(progress)
         self.integrity.restored(ranks_agree=False)
 
     def rewind(self, progress: recovery.TrainingProgress) -> None:
-        """The weights are those of the earlier step of `progress` now, and so is all else. Collective."""
+        """Go back to the earlier step of `progress`, whose weights are in place already. Collective."""
         self.backups.back_to(progress.step)
         self.ledger.replace(progress.step, progress.records, loaded=True)
         self.precision.load_state_dict(progress.precision)
@@ -274,13 +276,13 @@ class Training:
         self._whole_again()
 
     def meet(self, asked: int | None) -> None:
-        """All ranks stand at one boundary, and some of them are new. Collective. asked: see Backups."""
+        """Go on at a boundary that all ranks share, after new ranks have joined. Collective. asked: see Backups."""
         self._whole_again()
         self.backups.form_again(asked, self.step)
         self.back_up(now=True)
 
     def back_up(self, *, now: bool = False) -> None:
-        """A backup of this boundary, where one is due, or `now`. Collective then."""
+        """Take a backup of this boundary if one is due, or `now`. Collective if one is taken."""
         if self.ledger.newest is not None:
             self.backups.measured(self.ledger.newest.backup, max(self.ledger.newest.seconds))
             self.ledger.newest = None
@@ -292,25 +294,25 @@ class Training:
             self.backups.take(self.sharded_model, inner, layouts, names, self.step, point)
 
     def compare_ranks(self) -> None:
-        """Raise TrainingError, on every rank alike, where the ranks would train otherwise from here. Collective."""
+        """Raise TrainingError, on every rank alike, if the ranks have different settings. Collective."""
         values = {**settings_by_name(self.optimizer.inner), "seed": self.seed}
         hint = "change them on every rank alike, by numbers that all ranks have, such as trainer.history[-1]['loss']"
         compare_ranks(values, world_size=self.world_size, device=self.device, what="settings", hint=hint)
 
     def _whole_again(self) -> None:
-        """The ranks stand at the same place with the same weights, whatever was broken off before. Collective."""
+        """Note that all ranks are at the same step with the same weights again. Collective."""
         self.integrity.restored(ranks_agree=True)
         self.training_step.begin_again()
 
     def save(self, path: str | Path, *, beside: bool = False, then: Callable[[], None] | None = None) -> None:
         """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
 
-        Raises TrainingError on every rank when one could not write or the ranks do not share `path`, when weights are
-        not finite, or when max_disk is reached: what was at `path` stands.
-        beside: a thread writes it, once it has been copied to host memory: see `writing`. then: what rank 0 does when
-        it is whole.
+        Raises TrainingError on every rank if one could not write, the ranks do not share `path`, weights are not
+        finite, or max_disk is reached. What was at `path` then stays intact.
+        beside: a thread writes it after a copy to host memory: see checkpoint/writer.py. then: called on rank 0 when it
+        is whole.
         """
-        path = user_path(path).absolute()  # a thread writes it, and a cell may change the working directory
+        path = user_path(path).absolute()  # a thread writes it, and a cell may change the working directory meanwhile
         meeting.meet("save")
         self.builder.template.check_saves(self.strategy)
         if self.run_dir is not None:
@@ -338,7 +340,7 @@ class Training:
         self.checkpoint_writer.begin(checkpoint.take(path, self.state, self.builder, about), beside=beside, then=then)
 
     def not_finite(self) -> str:
-        """Return which weights are not finite, on which ranks; "" where all are. Collective: one small all-gather."""
+        """Return which weights are not finite, and on which ranks; "" if all are. Collective: one small all-gather."""
         own = job_state.not_finite(self.sharded_model)
         told = all_gather_objects((own[:1], len(own)), world_size=self.world_size, device=self.device)
         ranks = [rank for rank, (_, count) in enumerate(told) if count]
@@ -350,14 +352,15 @@ class Training:
         return f"{first}{more} on rank{'s' * (len(ranks) > 1)} {shown}"
 
     def opened(self, path: str | Path) -> checkpoint.Saved:
-        """The checkpoint at `path`, if it fits; changes nothing. Collective. Raises as checkpoint.opened does."""
+        """Open the checkpoint at `path`, if it fits. Changes nothing. Collective. Raises as checkpoint.opened does."""
         meeting.meet("load")
         return checkpoint.opened(user_path(path), self.state, self.builder, seed=self.seed, place_after=self.feed.after)
 
     def load(self, saved: checkpoint.Saved) -> None:
-        """Weights, optimizer, step, seed and history as they were saved; not the position in the data. Collective.
+        """Load weights, optimizer, step, seed and history; not the position in the data. Collective.
 
-        In place, without a second copy: when a rank cannot read its part, no rank has whole weights, and it says so.
+        It loads in place, without a second copy. If a rank cannot read its part, no rank has whole weights, and the
+        error says so.
         """
         self.builder.template.check_saves(self.strategy)
         about = saved.about
@@ -374,31 +377,35 @@ class Training:
             print(f"{saved.named}: goes on after step {self.step} with the next batch of this training's own order")
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the whole model on the CPU, every parameter and buffer under its own name, on every rank.
-        Collective."""
+        """Return the whole model on the CPU, on every rank. Collective.
+
+        Every parameter and buffer has its own name.
+        """
         meeting.meet("full_state_dict")
         self.level()
         return checkpoint.full_state_dict(self.sharded_model, self.builder)
 
     def bytes_per_element(self) -> dict[str, dict[str, int]]:
-        """Of every parameter, and of what the optimizer keeps of it: see job_state.bytes_per_element."""
+        """Return bytes per element of every parameter and of its optimizer state: see job_state.bytes_per_element."""
         return bytes_per_element(self.sharded_model, self.optimizer.inner, self.builder.skeleton)
 
     def cost_model(self) -> CostModel:
-        """Return what the formulas say of any strategy. From any thread."""
+        """Return the formulas that predict the cost of any strategy. From any thread."""
         seen, kinds = self._cost_model, self.bytes_per_element()
         if seen is None or not seen.holds(kinds, self.builder.options):
             seen = self._cost_model = CostModel(self.builder, kinds, self.feed.fits, before=seen)
         return seen
 
     def forget_estimates(self) -> None:
-        """What a step takes has changed, though the strategy has not."""
+        """Drop the estimates, since the cost of a step has changed although the strategy has not."""
         self._cost_model = None
 
     @contextmanager
     def late_weights(self) -> Iterator[None]:
-        """Between an update inside and the next step nobody looks at the weights who holds them himself: those that
-        other ranks updated are waited for when they are read."""
+        """Let updates inside finish late: weights that other ranks updated are waited for only when they are read.
+
+        The caller promises that until the next step no code reads weights through tensors that it kept.
+        """
         self._late = self._running
         try:
             yield
@@ -417,14 +424,17 @@ class Training:
         )
 
     def _fits(self, param: nn.Parameter, key: str, shape: tuple[int, ...]) -> bool:
-        """See OptimizerHandle. What has other shapes, such as sums of rows, only the optimizer knows."""
+        """Return True if state of this shape fits `param`: see OptimizerHandle.
+
+        Only the optimizer can judge state of other shapes, such as sums of rows.
+        """
         data = self.sharded_model.data
         whole = next(data.layouts[name].shape for name, p in data.held.items() if p is param)
         return shape == tuple(param.shape) or not (shape == whole or key in self.builder.template.keys_per_element)
 
     def _forgotten(self, are_none: bool) -> None:
         self.training_step.reduced = False
-        # Of parameters that are in no group too: the next step would sum theirs once more.
+        # Clear gradients of parameters that are in no group too: the next step would sum them once more.
         inside = set() if are_none else {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for p in self.sharded_model.data.leaves():
             if p.grad is not None and id(p) not in inside:

@@ -1,4 +1,4 @@
-"""The state that a switch replaces and that the way back restores: one value, handed on whole."""
+"""The state that a switch replaces and that going back restores, as one value."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nbkit.rank.train.step.model_handle import Shown, shown_by
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where a training stands between two steps on this rank.
+    """The state of a training between two steps on this rank.
 
-    shown: by the sharded model's modules. They may be the user's own, which take on the attributes of whatever is in
-    force. position: in the data. precision: the loss scale (see Precision.state_dict).
+    shown: what the modules of the sharded model show. They may be the user's own modules, which take on the attributes
+    of the state in force. position: in the data. precision: the loss scale (see Precision.state_dict).
     """
 
     sharded_model: ShardedModel

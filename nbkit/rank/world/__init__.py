@@ -1,1 +1,1 @@
-"""The world that a rank belongs to: joining and leaving it, its generations, how a stuck rank is broken out."""
+"""The world that a rank belongs to: joining and leaving it, its generations, and releasing a stuck rank."""

@@ -1,6 +1,7 @@
-"""What this rank does right now, told by another thread than the one that does it: see nbkit.wire.activity.
+"""Reports what this rank does right now, from another thread than the working one: see nbkit.wire.activity.
 
-Whether the user's own code calls a model of which every rank holds a part: then all of them have to.
+It also finds out whether the user's own code calls a model of which every rank holds a part. Then all ranks must call
+it.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ _TORCH = PurePath(nn.__file__).parents[1]
 
 
 def split_model_call(frames: Sequence[FrameType]) -> tuple[FrameType, str] | None:
-    """The frame of the user's that calls the model, and the model's strategy; None where a step calls it, or nobody.
+    """Return (the user's frame that calls a split model, its strategy); None if a step calls it, or nothing does.
 
     frames: of a thread, innermost first.
     """
     caller, model = None, None
     for frame in frames:
-        if frame.f_code is call_of_module:  # the outermost one is the model, those before are its blocks
+        if frame.f_code is call_of_module:  # the outermost module is the model, the inner ones are its blocks
             caller, model = None, frame.f_locals.get("self")
         elif model is not None and caller is None and not PurePath(frame.f_code.co_filename).is_relative_to(_TORCH):
             caller = frame
@@ -55,26 +56,25 @@ def split_model_call(frames: Sequence[FrameType]) -> tuple[FrameType, str] | Non
     return (caller, strategy) if strategy is not None else None
 
 
-OPERATIONS = 64  # of a group that are told, and as many messages
-_CALLS = 4096  # that are looked through for them
-_DEVICE_SECONDS = 1.0  # an operation that a device has not finished after this is waited for
+OPERATIONS = 64  # operations of a group to report, and as many messages
+_CALLS = 4096  # newest calls to search for them
+_DEVICE_SECONDS = 1.0  # if a device has not finished an operation after this time, the rank waits for it
 _CALL_CHARACTERS = 60
 _C10D = dist.distributed_c10d.__file__
 _AUTOGRAD = torch.autograd.graph.__file__
 _READERS = ("torch/utils/data/", "nbkit/rank/data/")
-_WAITS = (Timed.wait.__code__, wait_on_host.__code__)  # each knows it as `call`
-_LIMITED = (*_WAITS, Interruptible.wait.__code__)  # each knows its `timeout`, if there is one
+_WAITS = (Timed.wait.__code__, wait_on_host.__code__)  # each has the local variable `call`
+_LIMITED = (*_WAITS, Interruptible.wait.__code__)  # each has the local variable `timeout`
 _NEW_GROUP = "_new_group_with_tag"
 
 
 def activity(rank: int, cells: Mapping[str, int], *, stacks: bool = False, **known: Any) -> Activity:
-    """Return what this rank does. cells: file -> cell number, of the code in cells. known: further fields of an
-    Activity."""
+    """Return what this rank does. cells: file -> cell number, for code in cells. known: more fields of Activity."""
     frames = sys._current_frames()
     main = list(_outwards(frames.get(threading.main_thread().ident or 0)))
     line, logs = _innermost(main, cells), _logs(cells)
     waits, on_device = _awaited(main, line, cells), False
-    for ident, frame in frames.items():  # on a device the backward pass runs in a thread of its own
+    for ident, frame in frames.items():  # on a device the backward pass runs in its own thread
         if waits is None and ident not in (threading.main_thread().ident, threading.get_ident()):
             call = next((each.f_locals["call"] for each in _outwards(frame) if each.f_code in _WAITS), None)
             waits = None if call is None else _operation(call, cells, line)
@@ -98,7 +98,7 @@ def activity(rank: int, cells: Mapping[str, int], *, stacks: bool = False, **kno
 
 
 def awaited() -> Operation | None:
-    """Return what the main thread waits in right now, without a limit of time. From another thread."""
+    """Return the operation that the main thread waits in without a time limit. Call it from another thread."""
     main = list(_outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
     if any(frame.f_code in _LIMITED and any(frame.f_locals["timeout"]) for frame in main):
         return None
@@ -123,7 +123,7 @@ def _line(code: CodeType, at: int, cells: Mapping[str, int]) -> CodeLine:
 
 
 def _called(file: str, positions: tuple[int | None, ...]) -> str:
-    """Return what a call at these positions calls: "time.sleep"; "" for what is no call, or has no source."""
+    """Return the name of the function called at these positions, such as "time.sleep"; "" without call or source."""
     first, last, start, stop = positions
     if first is None or last is None or start is None or stop is None:
         return ""
@@ -151,7 +151,7 @@ def _reads_data(frames: list[FrameType]) -> bool:
 
 
 def _awaited(frames: list[FrameType], line: CodeLine | None, cells: Mapping[str, int]) -> Operation | None:
-    """Return what the innermost frames wait in, up to the user's own code that has called them."""
+    """Return the operation that the innermost frames wait in. The search ends at the first frame of the user's code."""
     for frame in frames:
         code = frame.f_code
         if is_users(code.co_filename):
@@ -167,7 +167,7 @@ def _awaited(frames: list[FrameType], line: CodeLine | None, cells: Mapping[str,
         if code.co_filename == _C10D and code.co_name == _NEW_GROUP:
             return _being_made(frame, line)
         if code.co_filename == _C10D and collectives.mode() != "time":
-            last = delegating_group.last_issued()  # the handles tell nothing where nothing is timed
+            last = delegating_group.last_issued()  # the handles have no information if nothing is timed
             return None if last is None else replace(last, line=line)
         if code.co_filename == _AUTOGRAD and (call := _oldest(lambda call: call.is_open)) is not None:
             return _operation(call, cells, line)  # torch's DDP waits in C++, within the backward pass
@@ -175,7 +175,7 @@ def _awaited(frames: list[FrameType], line: CodeLine | None, cells: Mapping[str,
 
 
 def _being_issued(frame: FrameType, line: CodeLine | None) -> Operation | None:
-    """The operation that the inner group has not taken yet: members have to meet before the first use of some."""
+    """Return the operation that is being issued. Members of some groups must meet before the first use."""
     known, group = frame.f_locals, frame.f_locals.get("self")
     if not isinstance(group, DelegatingGroup) or "number" not in known:
         return None
@@ -194,9 +194,9 @@ def _being_issued(frame: FrameType, line: CodeLine | None) -> Operation | None:
 
 
 def _being_made(frame: FrameType, line: CodeLine | None) -> Operation:
-    """Return a group: all ranks of the world make it, in one order."""
+    """Return the creation of a group as an operation. All ranks of the world create groups in the same order."""
     world = group_tables
-    # torch counts a group when its name is given, which is before anything is waited for.
+    # torch counts a group when it names it, before it waits for anything.
     ranks = tuple(frame.f_locals.get("ranks") or ())
     everyone = _everyone()
     alone = bool(ranks) and frame.f_locals.get("use_local_synchronization")
@@ -208,7 +208,7 @@ def _everyone() -> tuple[int, ...]:
 
 
 def _on_device(cells: Mapping[str, int]) -> Operation | None:
-    """The oldest operation that a device has been given and has not finished for a while."""
+    """Return the oldest operation that a device has not finished for a while."""
     call = _oldest(lambda call: call.cuda is not None and call.cuda.is_open())
     if call is None or now() - call.issued < _DEVICE_SECONDS * 1e9:
         return None
@@ -216,12 +216,12 @@ def _on_device(cells: Mapping[str, int]) -> Operation | None:
 
 
 def _oldest(under_way: Callable[[CollectiveCall], bool]) -> CollectiveCall | None:
-    """Of the newest operations the oldest one under way."""
+    """Return the oldest call that is under way, among the newest calls."""
     return next((call for call in _newest() if under_way(call)), None)
 
 
 def _newest() -> list[CollectiveCall]:
-    """The newest calls of this generation of the world, the oldest first."""
+    """Return the newest calls of this generation of the world, the oldest first."""
     ring = collectives.ring
     return ring.between(max(ring.generation, ring.end - _CALLS), ring.end)[0]
 
@@ -257,7 +257,7 @@ def _by_rank(group: DelegatingGroup, counts: Mapping[int | str, int]) -> dict[in
 
 
 def _operation(call: CollectiveCall, cells: Mapping[str, int], line: CodeLine | None = None) -> Operation:
-    """line: where it was issued, when the call does not say so itself."""
+    """Return a call as an Operation. line: where it was issued, if the call does not say so itself."""
     if call.code is not None:
         line = _line(call.code, call.at, cells)
     dtype = str(call.dtype).removeprefix("torch.") if call.dtype is not None else ""

@@ -1,12 +1,11 @@
-"""One rank's failure within a step, told to all ranks through the store of the world, so that all of them end it.
+"""Tells all ranks about one rank's failure in a step, so that all of them end the step. Releases a stuck rank.
 
-A rank that fails leaves the others waiting in a collective. Between `begin` and `end` a thread of each rank looks into
-the store, and wakes this rank from what it waits in when another has called `ring`. Then all `meet`, which takes no
-process group, and `mend` the groups: what was on its way in them is lost.
+A rank that fails leaves the others waiting in a collective. Between `Alarm.begin` and `Alarm.end`, a thread of each
+rank watches the store of the world. When another rank has called `ring`, it wakes this rank from its wait. Then all
+ranks `meet`, which uses no process group, and `mend` the groups. Messages under way in the groups are lost.
 
-See where this rank is while it is stuck, and break it out of a collective that it waits in.
-
-Everything here may be called from a thread while the main thread blocks in a collective.
+`break_out` and `wake` release this rank from a collective; `where` says where a stuck rank is. They may be called from
+a thread while the main thread blocks in a collective.
 """
 
 from __future__ import annotations
@@ -32,17 +31,18 @@ from nbkit.rank.comm.delegating_group import DelegatingGroup, registered
 from nbkit.rank.comm.gloo import interruptible_wait
 from nbkit.rank.world import world
 
-# Frames of the machinery between a user's cell and the interpreter; by folder name, nothing of it is imported here.
+# Packages between a user's cell and the interpreter. They are matched by folder name, so none is imported here.
 _MACHINERY = ("IPython", "ipykernel", "ipyparallel", "jupyter_client", "tornado", "traitlets", "zmq", "torch")
 
 _dump_file: IO[str] | None = None
 
 
 def break_out(reason: str, error: Exception | None = None) -> None:
-    """Release this process from whatever operation of a process group it waits in, and from the forming of one.
+    """Release this process from any operation of a process group it waits in, and from the forming of a group.
 
-    The waiting call raises `error`, or an error of its own; the world is marked dirty with `reason` and is of use again
-    after `World.reform`. Returns within about 4 s, mostly within 0.2; harmless when repeated or when nothing waits.
+    The waiting call raises `error`, or an error of its own. The world is marked dirty with `reason`, and can be used
+    again after `World.reform`. Returns within about 4 s, mostly within 0.2. It is harmless if repeated, or if nothing
+    waits.
     """
     if (here := world.current()) is not None and not here.dirty:
         here.dirty = reason
@@ -50,11 +50,11 @@ def break_out(reason: str, error: Exception | None = None) -> None:
 
 
 def wake(reason: str, error: Exception | None = None) -> None:
-    """As `break_out`, for who forms the groups again by itself (see `Alarm`): the world is not marked dirty.
+    """Release this process like `break_out`, but do not mark the world dirty. The caller forms the groups again.
 
-    gloo: the connections of our groups are shut (nothing else wakes gloo; on Linux only), and who waits for the rest of
-    a message, which even that does not wake, leaves a second later. nccl: the communicators are
-    aborted; who waits for peers in the first use of one waits in Python.
+    See `Alarm`. gloo: the connections of our groups are shut (on Linux only), since nothing else wakes gloo. Even that
+    does not wake a wait for the rest of a message, which ends a second later. nccl: the communicators are aborted. A
+    wait for peers in the first use of a communicator is in Python.
     """
     background_creation.forming.broken = background_creation.forming.broken or reason
     for tell in group_creation.breaking_off:
@@ -84,10 +84,10 @@ def where() -> str:
 
 
 def dump_on_signal(path: str | os.PathLike[str]) -> None:
-    """On SIGUSR1 append the stack of the main thread to the file `path`; works while a C call holds the GIL.
+    """Append the stack of the main thread to the file `path` on SIGUSR1. This works while a C call holds the GIL.
 
-    Not those of all threads: Python reads them while they run, and ends with SIGSEGV when one of them ends meanwhile.
-    The system gives the signal to the main thread.
+    It does not write the stacks of all threads: Python would read them while they run, and crash with SIGSEGV if one of
+    them ends meanwhile. The system sends the signal to the main thread.
     """
     global _dump_file
     previous, _dump_file = _dump_file, Path(path).open("a")
@@ -110,7 +110,7 @@ _STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
 _LOOK_SECONDS = 0.05
-_MEET_SECONDS = 300.0  # a rank that computes comes when it next waits for another one
+_MEET_SECONDS = 300.0  # a rank that is computing comes only when it next waits for another one
 _MEND_SECONDS = 60.0
 _RUNG = "rung"
 
@@ -120,9 +120,9 @@ class AlarmHeard(RuntimeError):
 
 
 class Alarm:
-    """Of one step of all ranks. name: the same on every rank, another one for every step of a world that is mended.
+    """The alarm of one step of all ranks.
 
-    heard: this rank was woken.
+    name: equal on every rank, and different for every step of a world that is mended. heard: this rank was woken.
     """
 
     def __init__(self, name: str) -> None:
@@ -139,18 +139,18 @@ class Alarm:
         return here is not None and not here.dirty and isinstance(dist.group.WORLD, DelegatingGroup)
 
     def begin(self) -> None:
-        """Listen."""
+        """Start to listen."""
         if self.world.place.world_size > 1:
             threading.Thread(target=self._listen, name="nbkit-alarm", daemon=True).start()
 
     def end(self) -> None:
-        """Do not listen any more: nobody is woken after this. Harmless twice."""
-        # The thread itself is not waited for: it tries for minutes to reach a store whose rank has died.
+        """Stop listening. This rank is not woken after this. May be called twice."""
+        # Do not wait for the thread: it tries for minutes to reach a store whose rank has died.
         with self._waking:
             self._over.set()
 
     def check(self) -> None:
-        """Raises AlarmHeard when another rank has failed: on a GPU a collective that was broken off raises nothing."""
+        """Raise AlarmHeard if another rank has failed. On a GPU a collective that was broken off raises nothing."""
         if self.heard:
             raise AlarmHeard("another rank has failed")
 
@@ -159,14 +159,14 @@ class Alarm:
         self._store().set(_RUNG, str(self.world.place.rank))
 
     def rung(self) -> bool:
-        """Return True if any rank has told so."""
+        """Return True if any rank has called `ring`."""
         return self.world.place.world_size > 1 and bool(self._store().check([_RUNG]))
 
     def meet(self, said: str) -> list[str]:
-        """Return what each rank says, by rank, when all have come. Collective, without a group.
+        """Wait for all ranks, and return what each rank says, by rank. Collective, without a group.
 
-        Raises ClusterError when the world is broken from outside meanwhile (a rank died, the user's Stop), and when a
-        rank does not come.
+        Raises ClusterError if the world is broken from outside meanwhile (a rank died, or the user pressed Stop), or if
+        a rank does not come.
         """
         store, ranks = self._store(), range(self.world.place.world_size)
         store.set(f"said/{self.world.place.rank}", said)
@@ -181,9 +181,9 @@ class Alarm:
         return [store.get(f"said/{rank}").decode() for rank in ranks]
 
     def mend(self) -> None:
-        """Form all groups again, in this generation of the world. Collective; the alarm has ended.
+        """Form all groups again, in this generation of the world. Collective. Call it after `end`.
 
-        Raises ClusterError when the ranks do not come together, and when the world is broken from outside meanwhile.
+        Raises ClusterError if the ranks do not come together, or if the world is broken from outside meanwhile.
         """
         here = self.world
         here.key += "+"
@@ -200,7 +200,7 @@ class Alarm:
 
     def _listen(self) -> None:
         try:
-            # A connection of its own: nccl waits in the world's.
+            # Use a separate connection, because nccl waits in the world's.
             own: Any = self.world._require_store()
             store = PrefixStore(self._name, own.clone())
             while not self._over.wait(_LOOK_SECONDS):
@@ -211,4 +211,4 @@ class Alarm:
                             wake("another rank has failed")
                     return
         except Exception:
-            return  # the store is gone, and rank 0 with it: that is told in other ways
+            return  # the store is gone, and rank 0 with it; this is reported in other ways

@@ -127,24 +127,24 @@ def arrive() -> None:
 
 
 def parted() -> TrainingError | None:
-    """Return what a rank raises that was broken off because the ranks have parted, None where they have not."""
+    """Return the error of a rank that was broken off because the ranks have parted; None if they have not."""
     here = world.current()
     if not _here.apart and here is not None and here.dirty and here.place.world_size > 1 and _here.key == here.key:
         with suppress(Exception):
             store, key = _store(here), f"apart/{_here.number + 1}"
-            if store.check([key]):  # another rank was told, and what it broke off has ended this one's collective
+            if store.check([key]):  # another rank was told and broke off, which ended this rank's collective
                 _here.apart = json.loads(store.get(key))["said"]
     return _error(_here.apart) if _here.apart else None
 
 
 def unheard() -> TrainingError | None:
-    """Return `parted()` where what was broken off has raised nothing: on a device it ends with any numbers."""
+    """Return `parted()` for a device, where a broken-off collective raises nothing and gives arbitrary numbers."""
     here = world.current()
     return parted() if here is not None and here.dirty.endswith(PARTED) and here.place.device != "cpu" else None
 
 
 def _cause() -> TrainingError | None:
-    """Return what a rank raises in place of an error of gloo's, None where the ranks have not parted.
+    """Return the error that a rank raises instead of gloo's error; None if the ranks have not parted.
 
     A rank that has been told shuts its connections, and another one may see their end before it is told itself. The
     reason is in the store by then.
@@ -192,7 +192,7 @@ def _store(here: world.World, store: Store | None = None) -> Store:
 
 
 def _own(here: world.World, does: str, purpose: str) -> dict[str, Any]:
-    """Return what others are told of this rank, in the main thread. purpose: for which it waits, "" if it does not."""
+    """Return what other ranks are told about this one. Main thread only. purpose: it waits for this; else ""."""
     run = _here.run
     return {
         "rank": here.place.rank,
@@ -336,7 +336,7 @@ def _apart(here: world.World, store: Store, number: int) -> tuple[int, str] | No
 
 
 def _cannot_come(other: dict[str, Any]) -> str:
-    """Return what this rank does in place of coming to where `other` is, "" where it may still come."""
+    """Return what this rank does instead of coming to the place of `other`; "" if it may still come."""
     run = _here.run
     if run is not None and other["run"] is not None and other["run"][0] == run[0]:
         # Which step it is can also change by a load or a rewind, from which another rank may come long before this
@@ -351,13 +351,13 @@ def _cannot_come(other: dict[str, Any]) -> str:
 
 
 def _awaited() -> Operation | None:
-    """Return the collective that the main thread has waited in for a while, where that has no end of its own."""
+    """Return the collective that the main thread has waited in for a while; None if that wait ends by itself."""
     from nbkit.rank.world.activity import awaited
 
     waits = awaited()
     if waits is None or waits.peer is not None or waits.seconds <= _SURE_SECONDS:
         return None
-    return waits if waits.op != "monitored_barrier" else None  # which says itself who has not come
+    return waits if waits.op != "monitored_barrier" else None  # it reports the missing ranks itself
 
 
 def _ended(store: Store, ranks: Iterable[int], lacks: Callable[[dict[str, Any]], bool]) -> Iterable[tuple[int, str]]:
@@ -382,7 +382,7 @@ def _say_whether_ended(here: world.World, *, ended: bool) -> None:
 
 
 def _line(frame: FrameType | None = None) -> str:
-    """Return where the main thread is in the user's code: " at line 3". frame: of it, where one is known."""
+    """Return the main thread's line in the user's code, such as " at line 3". frame: its innermost frame, if known."""
     frame = frame or sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if is_users(frame.f_code.co_filename):

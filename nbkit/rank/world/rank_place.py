@@ -18,7 +18,7 @@ from nbkit.rank.device import BACKENDS, accelerator
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a process stands in the world. device: "cpu" or "cuda"; backend: "gloo" or "nccl"."""
+    """The place of a process in the world. device: "cpu" or "cuda"; backend: "gloo" or "nccl"."""
 
     rank: int
     world_size: int
@@ -42,7 +42,10 @@ class RankPlace:
 
     @classmethod
     def from_env(cls) -> RankPlace:
-        """As torchrun set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; a world of one where RANK is not set."""
+        """Return the place given by RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them.
+
+        If RANK is not set, it is a world of one.
+        """
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -52,7 +55,7 @@ class RankPlace:
         return cls(rank, size, local_rank, local_size, device, backend)
 
     def roles(self) -> dict[str, str]:
-        """Return what torchrun sets beside RANK and the like, as for hosts of equal size and a first try."""
+        """Return the other variables that torchrun sets, for hosts of equal size and a first start."""
         size, local = self.world_size, self.local_world_size
         return {
             "GROUP_RANK": str((self.rank - self.local_rank) // local),
@@ -65,17 +68,17 @@ class RankPlace:
         }
 
     def gpu(self, *, num_gpus: int, bound: torch.device | None = None, current: int = 0) -> int:
-        """Index of this rank's GPU among `num_gpus` visible ones.
+        """Return the index of this rank's GPU among `num_gpus` visible ones.
 
-        bound: what the user's init_process_group(device_id=...) named; current: what the user's set_device chose,
-        where 0 is also what nobody has chosen.
+        bound: the device in the user's init_process_group(device_id=...). current: the device chosen by the user's
+        set_device; 0 may also mean that nothing was chosen.
         """
         if bound is not None and bound.index is not None:
             return bound.index
         return current or self.local_rank % num_gpus
 
     def warn_of_gloo(self, *, num_gpus: int) -> None:
-        """Say so when gloo was chosen because this process sees fewer GPUs than there are ranks on its host."""
+        """Warn if gloo was chosen because this process sees fewer GPUs than there are ranks on its host."""
         if self.device != "cpu" and self.backend == "gloo" and self.local_rank == 0:
             warnings.warn(
                 f"gloo, not nccl: {self.local_world_size} ranks on this host, and this one sees {num_gpus} "
@@ -86,24 +89,23 @@ class RankPlace:
 
     @property
     def message_device(self) -> torch.device:
-        """Return where tensors lie that one rank sends to another: gloo would read the memory of a GPU as the
-        host's."""
+        """Return the device for tensors sent between ranks. gloo would read GPU memory as if it were host memory."""
         return accelerator().device("cpu" if self.backend == "gloo" else self.device)
 
     @property
     def torch_backend(self) -> str:
-        """Return what torch is asked for: with nccl, CPU tensors go over gloo."""
+        """Return the backend string for torch. With nccl, CPU tensors use gloo."""
         return self.backend if self.backend == "gloo" else f"cpu:gloo,{self.device}:{self.backend}"
 
 
 def open_listener(address: str = "127.0.0.1") -> socket.socket:
-    """A socket listening at `address`, on a free port, for rank 0 to serve the store of a generation."""
+    """Return a socket listening at `address` on a free port. Rank 0 serves the store of a generation on it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=2048)
 
 
 def keep_local(address: str) -> None:
-    """On one host nothing may listen beyond loopback; gloo and nccl otherwise choose an interface by host name."""
+    """Restrict gloo and nccl to loopback if `address` is loopback. They would choose an interface by host name."""
     with contextlib.suppress(ValueError):
         if address == "localhost" or ipaddress.ip_address(address).is_loopback:
             loopback = "lo0" if sys.platform == "darwin" else "lo"

@@ -1,11 +1,11 @@
-"""The TCP connections of this process, told apart by inode: which ones a group opened, and shutting just those.
+"""Finds and shuts the TCP connections of this process; restricts a listening socket to some hosts. Linux only.
 
-Linux only: elsewhere a socket's inode does not tell it apart, and no socket is found.
+Sockets are identified by inode. So the connections that a group opened are known, and only these are shut. On other
+systems the inode does not identify a socket, and no socket is found.
 
-A listening socket that only some hosts can connect to: a filter in the kernel drops what comes from others.
-
-It is a classic BPF program on the socket (SO_ATTACH_FILTER), which needs no privileges. Connections that the socket
-accepts inherit it. To others the port is as that of a host that does not answer. Linux only.
+`admit_only` lets only some hosts connect to a listening socket: a filter in the kernel drops packets of other hosts. It
+is a classic BPF program on the socket (SO_ATTACH_FILTER), which needs no privileges. Connections that the socket
+accepts inherit the filter. To other hosts the port looks like that of a host that does not answer.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import time
 from collections.abc import Collection, Iterator
 
 of_plain_groups: frozenset[int] = frozenset()
-"""Of the default group, where it is torch's own; a delegating group knows its own sockets."""
+"""Sockets of the default group, if it is torch's own. A delegating group knows its own sockets."""
 
 _STILL_SECONDS, _SETTLE_SECONDS = 0.1, 2.0
 _TCP_INFO = struct.Struct("120xQQ")
-"""Of Linux' struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received."""
+"""The fields tcpi_bytes_acked and tcpi_bytes_received of Linux's struct tcp_info."""
 
 
 def inodes() -> frozenset[int]:
-    """Inodes of all sockets this process holds, of any kind. Inodes are not reused while the machine is up."""
+    """Return the inodes of all sockets of this process, of any kind. Inodes are not reused while the machine is up."""
     return frozenset(_by_inode())
 
 
 def shut(wanted: Collection[int]) -> int:
-    """Shut both ways every connected TCP socket whose inode is in `wanted`; returns how many.
+    """Shut, in both directions, every connected TCP socket whose inode is in `wanted`. Returns their number.
 
-    Whoever blocks in one of them, on this side or the other, wakes at once with an error, also when a forked
-    child holds a duplicate. Listening sockets are left alone: gloo aborts the process when its listener goes.
+    A thread that blocks in one of them, on this side or the other, wakes at once with an error, even if a forked child
+    holds a duplicate. Listening sockets are not shut: gloo aborts the process if it loses its listener.
     """
     count = 0
     for inode, fd in _by_inode().items():
@@ -54,11 +54,11 @@ def shut(wanted: Collection[int]) -> int:
 
 
 def settle(wanted: Collection[int]) -> None:
-    """Return when nothing has come or gone on the connections of `wanted` for a moment, after two seconds at most.
+    """Return when the connections of `wanted` have been idle for a moment, or after two seconds.
 
-    Before they are shut: gloo awaits the rest of a message whose connection has ended for ever, on both sides. Such a
-    wait is ended (see gloo/interruptible_wait.py), but a thread of gloo's and the tensors stay. Messages between ranks
-    that live go on by themselves, and are soon through.
+    Call it before the connections are shut. If a connection ends inside a message, gloo waits forever for the rest, on
+    both sides. Our wait for it is ended (see gloo/interruptible_wait.py), but one of gloo's threads and the tensors
+    stay. Messages between living ranks go on by themselves and soon arrive.
     """
     if not wanted:
         return
@@ -70,7 +70,7 @@ def settle(wanted: Collection[int]) -> None:
 
 
 def moved_bytes(wanted: Collection[int]) -> int:
-    """Sent and acknowledged, and received, by all of them so far."""
+    """Return the bytes that these sockets have sent (acknowledged) and received so far."""
     total = 0
     for inode, fd in _by_inode().items():
         if inode in wanted:
@@ -82,8 +82,10 @@ def moved_bytes(wanted: Collection[int]) -> int:
 
 
 def _is_still(one: socket.socket, inode: int) -> bool:
-    """Return True if a socket is the one of that inode: gloo's threads close sockets meanwhile, and a new connection
-    may have got the number of the descriptor."""
+    """Return True if a socket still has that inode.
+
+    gloo's threads may close sockets meanwhile, and a new connection may have got the same descriptor number.
+    """
     return os.fstat(one.fileno()).st_ino == inode
 
 
@@ -107,16 +109,16 @@ def _by_inode() -> dict[int, int]:
 
 _SO_ATTACH_FILTER = 26
 _LOAD_WORD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF_LD|BPF_W|BPF_ABS, BPF_JMP|BPF_JEQ|BPF_K, BPF_RET|BPF_K
-_IP_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets count from the IP header, wherever the kernel has come in the packet
-_SOURCE = {4: 12, 6: 8}  # of the source address in the IP header
+_IP_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets count from the IP header, wherever the kernel is in the packet
+_SOURCE = {4: 12, 6: 8}  # IP version -> offset of the source address in the IP header
 _WHOLE, _NOTHING = 0xFFFFFFFF, 0
 _Instruction = tuple[int, int, int, int]  # code, steps forward if equal, if not, and the operand
 
 
 def admit_only(listener: socket.socket, hosts: Collection[str]) -> bool:
-    """From now on `listener` takes packets of these addresses alone; False where the system cannot do that.
+    """Make `listener` accept only packets of these addresses from now on. Returns False if the system cannot do that.
 
-    Addresses of another family than the listener's play no part. A kernel's limits are about a thousand addresses.
+    Addresses of another family than the listener's are ignored. The kernel's limit is about a thousand addresses.
     """
     if sys.platform != "linux":
         return False
@@ -134,11 +136,11 @@ def admit_only(listener: socket.socket, hosts: Collection[str]) -> bool:
 
 
 def _program(addresses: Collection[int], version: int) -> Iterator[_Instruction]:
-    """Word by word, so that an address of IPv6 is four comparisons; the first address that is equal admits."""
+    """Yield the filter program. It compares word by word, four words for IPv6. The first equal address admits."""
     words = 1 if version == 4 else 4
     for address in addresses:
         for word in range(words):
-            if words > 1 or address == next(iter(addresses)):  # of IPv4 the one word stays loaded
+            if words > 1 or address == next(iter(addresses)):  # for IPv4 the single word stays loaded
                 yield _LOAD_WORD, 0, 0, _IP_HEADER + _SOURCE[version] + 4 * word
             wanted = address >> 32 * (words - 1 - word) & 0xFFFFFFFF
             yield _IF_EQUAL, 0, 2 * (words - 1 - word) + 1, wanted

@@ -1,17 +1,15 @@
 """The world a rank belongs to: joining it, its generations, leaving it.
 
-A generation is one forming of the world: a store of its own (served by rank 0, on a socket that was bound for it),
-and a new inner group in every delegating group. The user's objects keep their groups from one to the next.
+A generation is one forming of the world. It has its own store (served by rank 0, on a socket bound for it), and a new
+inner group in every delegating group. The user's objects keep their groups from one generation to the next.
 
-Makes init_process_group and destroy_process_group harmless on a rank that is in a world.
+On a rank in a world, init_process_group and destroy_process_group are harmless. A second init does nothing; an init
+after a destroy joins the current generation again. So code written for torchrun, which calls both, runs unchanged in a
+cell.
 
-A second init is harmless; after a destroy it joins the current generation again. So code written for torchrun,
-which does both by itself, runs in a cell as it is.
-
-Clears what a step that was broken off leaves in the user's DDP and FSDP2 objects.
-
-An exception in the middle of backward leaves a DDP reducer waiting for gradients that never come, and FSDP2
-modules unsharded with gathers in flight. Their own torch says so and stops; after a new generation they train on.
+A step that was broken off leaves state in the user's DDP and FSDP2 objects: an exception in the middle of backward
+leaves a DDP reducer waiting for gradients that never come, and FSDP2 modules unsharded with gathers in flight. In plain
+torch they raise an error and stop. `clear_broken_steps` resets them, so that they train on in a new generation.
 """
 
 from __future__ import annotations
@@ -53,12 +51,12 @@ from nbkit.rank.world.rank_place import RankPlace, keep_local, open_listener
 DESTROYED = "the default process group was destroyed by user code"
 
 init_process_group: Callable[..., None] = c10d.init_process_group
-"""torch's own."""
+"""torch's own function."""
 _destroy_process_group: Callable[..., None] = c10d.destroy_process_group
 
 
 class _World(Protocol):
-    """What this file needs to know of a world."""
+    """The attributes of a world that the replaced functions use."""
 
     dirty: str
     place: Any
@@ -70,7 +68,7 @@ _world: _World | None = None
 
 
 def guard(world: _World | None) -> None:
-    """From now on user code's init and destroy act on `world`; with None they are torch's own again."""
+    """Make user code's init and destroy act on `world` from now on. None restores torch's own functions."""
     global _world
     _world = world
     module: Any
@@ -134,17 +132,17 @@ def _parts(backend: str, present: str) -> list[str]:
 
 
 def clear_broken_steps() -> None:
-    """Put every DDP and FSDP2 object of this process between two steps; gradients in flight are lost.
+    """Reset every DDP and FSDP2 object of this process to the state between two steps. Gradients in flight are lost.
 
-    All ranks must do so between the same two collectives: DDP agrees anew on its buckets in the next step.
+    All ranks must do so between the same two collectives, because DDP agrees on its buckets again in the next step.
     """
-    # Found, not registered: user code makes them behind our back, also before this module is imported.
+    # Objects are searched, not registered: user code makes them itself, also before this module is imported.
     objects = gc.get_objects()
-    # FSDP is not imported here: who has not imported it has no such module, and importing it takes half a second.
+    # FSDP is not imported here, which would take half a second. If nobody imported it, there are no such modules.
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", DistributedDataParallel)
     wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, (DistributedDataParallel, sharded))}
     for module in [one for one in objects if type(one) in wanted]:
-        with contextlib.suppress(AttributeError):  # of a torch that is newer: then they have to be made again
+        with contextlib.suppress(AttributeError):  # a newer torch: the objects have to be made again
             if isinstance(module, DistributedDataParallel):
                 module._has_rebuilt_buckets = False
                 module.reducer._reset_state()
@@ -154,7 +152,7 @@ def clear_broken_steps() -> None:
 
 def _reset_fully_sharded(module: Any) -> None:
     state = module._get_fsdp_state()
-    # None: no forward has run yet. Only the root of a tree of sharded modules resets it.
+    # It is None if no forward has run yet. Only the root of a tree of sharded modules resets it.
     if not state._is_root:
         return
     if not hasattr(module, "reset_iter_state"):  # before torch 2.13
@@ -166,7 +164,7 @@ def _reset_fully_sharded(module: Any) -> None:
             gathering, group._all_gather_result = group._all_gather_result, None
             work = getattr(gathering, "all_gather_work", None)
             if work is not None and hasattr(work, "wait"):
-                with contextlib.suppress(RuntimeError):  # what was in flight was broken off: that is why we are here
+                with contextlib.suppress(RuntimeError):  # it was broken off
                     work.wait()
     module.reset_iter_state()
 
@@ -182,7 +180,7 @@ def _refuse(module: Any, args: Any) -> None:
 
 __all__ = ["RankPlace", "World", "current", "open_listener"]
 
-_RUN_ID = "nbkit"  # where torchrun has given none
+_RUN_ID = "nbkit"  # if torchrun has set none
 
 _current: World | None = None
 
@@ -194,7 +192,7 @@ class World:
         self.place = place
         self.generation, self.key = generation, f"gen{generation}"  # key: of this forming, in the store
         self.dirty = ""
-        self.environment: dict[str, str] = {}  # what a world formed without torchrun has set of it
+        self.environment: dict[str, str] = {}  # torchrun's variables that a world formed without it has set
         self._store: Store | None = None
         self._num_formed = 0  # default groups formed in this generation; the same on all ranks
 
@@ -231,8 +229,10 @@ class World:
 
     @classmethod
     def join_from_env(cls) -> World:
-        """Return the world of a script: torchrun's, or of one process where RANK is not set; an existing group is
-        kept."""
+        """Return the world of a script: torchrun's, or one of a single process if RANK is not set.
+
+        An existing default group is kept.
+        """
         global _current
         if _current is not None:
             return _current
@@ -263,11 +263,11 @@ class World:
         world._store = default_store()
         guard(world)
         _current = world
-        atexit.register(world.leave)  # a group that is left to the interpreter's own end may abort it
+        atexit.register(world.leave)  # a group that still exists at interpreter exit may abort the process
         return world
 
     def alive(self) -> bool:
-        """True when the default group exists and nothing has broken it."""
+        """Return True if the default group exists and nothing has broken it."""
         group = dist.group.WORLD
         return group is not None and not self.dirty and not isinstance(getattr(group, "inner", None), Broken)
 
@@ -300,9 +300,9 @@ class World:
         port: int,
         timeout_s: float,
     ) -> World:
-        """Leave this world, and join the next generation, of another number of ranks, at `place`. Returns that.
+        """Leave this world, and join the next generation, with another number of ranks, at `place`. Returns that world.
 
-        Every group is destroyed: its members are numbers of this world. Raises as `join` does.
+        Every group is destroyed, because its members are rank numbers of this world. Raises as `join` does.
         """
         forming.stop("a world of another size is formed")
         abort(live())
@@ -322,10 +322,10 @@ class World:
             self.dirty = ""
 
     def leave(self) -> None:
-        """Leave in good order: all groups destroyed, the store dropped. Harmless twice."""
+        """Leave in good order: destroy all groups and drop the store. May be called twice."""
         global _current
         forming.stop("this rank leaves the world")
-        groups = live()  # held, so that none ends before it has been released
+        groups = live()  # keep references, so that no group is freed before it has been released
         # Works and reducers in reference cycles hold groups; freed at interpreter exit they end in std::terminate.
         gc.collect()
         if dist.is_initialized():
@@ -340,7 +340,7 @@ class World:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Every variable by which a program finds this world, as under torchrun."""
+        """Return all environment variables by which a program finds this world, as under torchrun."""
         return {**self.environment, **self.place.roles(), "TORCHELASTIC_RUN_ID": _RUN_ID}
 
     def _prepare(self, address: str, port: int) -> None:
@@ -354,7 +354,7 @@ class World:
             "LOCAL_WORLD_SIZE": str(place.local_world_size),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            # A store of the user's own with env:// then joins ours as a client; it could not bind the port.
+            # With this, a user's own env:// store joins ours as a client. It could not bind the port.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         os.environ.update(self.environment)
@@ -365,10 +365,10 @@ class World:
             # A failing collective must not end a process whose state the user wants to keep.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-            # Else torch prints what it knows of a failed collective, after which a training goes on here.
+            # Otherwise torch prints a dump for a failed collective, although training goes on here.
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-            # Each communicator has a stream, and a pipeline four of them beside those of computing and copying: on
-            # CUDA's 8 hardware queues one that waits would hold up others. Read when CUDA is first used.
+            # Each communicator has a stream. A pipeline has four, beside the streams for computing and copying. On
+            # CUDA's 8 hardware queues, a waiting stream would block others. CUDA reads this when it is first used.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
     def _meet(self, listen: socket.socket | None, address: str, port: int, timeout_s: float) -> None:
@@ -389,7 +389,7 @@ class World:
 
     def _form_groups(self, groups: list[DelegatingGroup]) -> None:
         held, name, count = self._compare(groups)
-        # Only now, when all ranks are here: until then a slower one may still be in the last call on an old group.
+        # Release only now that all ranks are here. Before, a slower rank may still be in its last call on an old group.
         release(live(), lambda group: Broken(f"Process group {group.label} was destroyed, or is being re-formed."))
         group_tables.pg_coalesce_state.clear()
         if groups:
@@ -399,10 +399,10 @@ class World:
             reform_group(default, self._next_store(), meets_as=name)
         else:
             if default is not None:
-                dist.destroy_process_group()  # torch's own group: this torch lets no other stand in its place
+                dist.destroy_process_group()  # torch's own group: this torch version does not allow a replacement
             group_tables.group_count = int(name)
             self._init(self.place.torch_backend)
-        # torch names a new group by a running number, which must be the same on all ranks, also on a replaced one.
+        # torch names a new group by a running number, which must be equal on all ranks, also on a replaced rank.
         group_tables.group_count = max(count, group_tables.group_count)
         for group in groups:
             if group is default:
@@ -420,10 +420,10 @@ class World:
         self._check()
 
     def _compare(self, groups: list[DelegatingGroup]) -> tuple[list[set[str]], str, int]:
-        """Tell all ranks which groups this one holds, and hear the same of them.
+        """Exchange with all ranks which groups each one holds.
 
-        Returns the groups, index == rank; the number that is the default group's name on the first rank which has one
-        (user code may have destroyed it on some, or made it again); and torch's highest number for a next group.
+        Returns the groups by rank; the number that is the default group's name on the first rank that has one (user
+        code may have destroyed it on some ranks, or made it again); and torch's highest number for a next group.
         """
         store = BreakableStore(PrefixStore(f"{self.key}/groups", self._require_store()))
         default = dist.group.WORLD
@@ -459,7 +459,7 @@ class World:
         device = self.place.message_device
         one = torch.ones(1, dtype=torch.float32, device=device)  # a cell may have set another default on some ranks
         work = dist.all_reduce(one, async_op=True)
-        # Polled, because a wait in C++ could be neither interrupted nor limited without limiting the group for life.
+        # Poll, because a wait in C++ cannot be interrupted, and a time-out for it would apply to the group for life.
         while not work.is_completed():
             if forming.deadline is not None and time.monotonic() > forming.deadline:
                 raise ClusterError("The world formed, but its first all-reduce does not end.")
@@ -470,7 +470,7 @@ class World:
                 "The world formed, but its first all-reduce is wrong.",
                 numbers=f"sum of ones {total}, ranks {self.place.world_size}",
             )
-        # As long as gloo's and nccl's own: nccl meets in it when a communicator is first used.
+        # The same time-out as for gloo and nccl: nccl meets in the store when a communicator is first used.
         self._require_store().set_timeout(FOREVER)
         reset_counts()
 

@@ -1,1 +1,1 @@
-"""TensorBoard's tab "Communication": what the records of a run say, drawn while it trains."""
+"""TensorBoard's tab "Communication": charts of a run's records, drawn while it trains."""

@@ -1,13 +1,12 @@
-"""The tab "Communication" as TensorBoard loads it: a page, and JSON that the page asks for each second.
+"""TensorBoard's tab "Communication": a page, and JSON that the page requests every second.
 
     runs                                    one line for each run
-    newest                                  another word when TensorBoard's own tabs have something new
-    poll?run=&epoch=&points=&events=        what has been added to a run's timeline since the reader's cursor
+    newest                                  a value that changes when TensorBoard's own tabs have something new
+    poll?run=&epoch=&points=&events=        what was added to a run's timeline since the reader's cursor
     step?run=&step=N|newest&replica=        one step
 
-Everything is read from the run's record files; TensorBoard's own event files are not needed.
-
-The runs under a log directory, with a summary of each for choosing and comparing.
+Everything is read from the run's record files; TensorBoard's own event files are not needed. `RunCatalog` holds the
+runs under a log directory, with a summary of each to choose from and compare.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _TAIL_BYTES = 128 << 10
 
 
 class RunCatalog:
-    """The runs under `logdir` (None: nowhere), by their paths in it. For one thread at a time."""
+    """The runs under `logdir` (None: no directory), by their paths in it. Not thread-safe."""
 
     def __init__(self, logdir: Path | None) -> None:
         self.logdir = logdir
@@ -52,7 +51,7 @@ class RunCatalog:
         self._summaries: dict[str, tuple[float, dict[str, Any]]] = {}
 
     def open(self, name: str) -> Run | None:
-        """The run of that name; None when there is none. The longest unused of several open ones is closed."""
+        """Return the run with that name, or None. If too many runs are open, the longest unused one is closed."""
         self._look()
         if name not in self._folders:
             return None
@@ -63,10 +62,10 @@ class RunCatalog:
         return run
 
     def summaries(self) -> list[dict[str, Any]]:
-        """One line for each run, those that train first, then the newest: its last steps, whether it trains now.
+        """Return one row for each run: its last steps, and whether it trains now.
 
-        seconds, by the clock, parts, rate and sent are medians of the newest steps under the strategy in force, loss is
-        the newest. unit: of the rate, "tokens" or "rows".
+        Live runs come first, then the newest. seconds, by the clock, parts, rate and sent are medians of the newest
+        steps under the current strategy. loss is the newest loss. unit: the unit of the rate, "tokens" or "rows".
         """
         self._look()
         found = []
@@ -74,17 +73,17 @@ class RunCatalog:
             files = rank_files(folder)
             written = max((changed(path) for path in files.values()), default=0.0)
             known = self._summaries.get(name)
-            # The ranks of a live run need not all be asked each time.
+            # Not all ranks of a live run need to be read each time.
             if known is None or written > known[0] + 1.0:
                 known = written, _summary(files)
                 self._summaries[name] = known
             live = time.time() - written < _LIVE_S and any(_trains(path) for path in files.values())
             found.append({"name": name, "live": live, "changed": round(written, 1), **known[1]})
-        # A Trainer that is over or only tried out still notes what its process sends: when it was written says little.
+        # A finished or tried-out Trainer still records what its process sends, so the write time says little.
         return sorted(found, key=lambda one: (one["live"], one["step"] > 0, one["began"]), reverse=True)
 
     def newest(self) -> str:
-        """Another word whenever something has been written for TensorBoard's own tabs."""
+        """Return a value that changes whenever something is written for TensorBoard's own tabs."""
         self._look()
         return f"{len(self._written)} {max((changed(path) for path in self._written), default=0.0)}"
 
@@ -139,14 +138,16 @@ def _summary(files: dict[int, Path]) -> dict[str, Any]:
 
 
 def _sent(step: Mapping[int, StepRecord], members: Members) -> float:
-    """Return bytes of all ranks."""
+    """Return the bytes sent by all ranks."""
     rows = (row for record in step.values() for row in record.traffic)
     return sum(sent_by(row, members) for row in rows if row.op not in ("recv", "batch"))
 
 
 def _groups(files: dict[int, Path], step: Mapping[int, StepRecord]) -> list[Group]:
-    """Return the groups of a step. Those that came with a switch stand where it was made: a whole file is read for
-    them."""
+    """Return the groups of a step.
+
+    Groups made by a switch are recorded where the switch was made, so a whole file is read for them.
+    """
     found = [one for path in files.values() for one in read_head(path) if isinstance(one, Group)]
     known = {one.label for one in found}
     lacking = [rank for rank, record in step.items() if any(row.group not in known for row in record.traffic)]
@@ -160,7 +161,7 @@ def _tail(path: Path) -> list[StepRecord]:
 
 
 def _trains(path: Path) -> bool:
-    """Return True if a rank has noted something of a training, and not last that it ended."""
+    """Return True if a rank has recorded something of a training and its last record is not the end of it."""
     for line in reversed(_last_lines(path)):
         record = from_line(line)
         if isinstance(record, EventRecord | StepRecord):
@@ -184,7 +185,7 @@ _TYPES = {".js": "application/javascript", ".css": "text/css"}
 
 
 class CommunicationPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
-    """A dynamic plugin: its page runs in a frame of TensorBoard's, of the same origin."""
+    """A dynamic plugin. Its page runs in a frame of TensorBoard's page, from the same origin."""
 
     plugin_name = NAME
 
@@ -193,7 +194,7 @@ class CommunicationPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._lock = threading.Lock()
 
     def is_active(self) -> bool:
-        """Always: an empty page says what it waits for, a missing tab does not."""
+        """Return True always: an empty page can say what it waits for, a missing tab cannot."""
         return True
 
     def frontend_metadata(self) -> Any:

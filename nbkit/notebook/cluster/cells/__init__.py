@@ -1,1 +1,1 @@
-"""A cell on its way to the ranks and back: sent, watched, shown, stopped."""
+"""Cells: how they are sent to the ranks, watched, shown and stopped."""

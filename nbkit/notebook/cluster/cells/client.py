@@ -1,12 +1,14 @@
-"""The client of a cluster: calls and requests to ranks, and everything that comes back.
+"""The client of a cluster: sends calls and requests to ranks, and receives everything that comes back.
 
-The only file that touches private parts of ipyparallel's Client, each for a reason: its iopub handler drops
-what belongs to an earlier kernel, collects all text of a cell in one growing string, and shows widgets of an engine
-in whatever cell the kernel is asked for last; its public control
-requests are a fixed list; its apply packs the function once per engine, keeps five records of each call, wakes its
-thread for each, and parses the times in each reply, which takes half of a call's CPU; and it sends on raw sockets whose
-streams then miss the event that a reply has come (zmq's file descriptors are edge-triggered, and a send takes
-the edge), so that now and then a reply is never read. Here everything is sent through the streams.
+This is the only file that uses private parts of ipyparallel's Client. The reasons:
+
+- Its iopub handler drops messages that belong to an earlier kernel, collects all text of a cell in one growing string,
+  and shows an engine's widgets in the cell that the kernel ran last.
+- Its public control requests are a fixed list.
+- Its apply packs the function once per engine, keeps five records of each call, wakes its thread for each, and parses
+  the times in each reply. This takes half of a call's CPU time.
+- It sends on raw sockets. zmq's file descriptors are edge-triggered and a send consumes the edge, so the sockets'
+  streams may miss that a reply has come, and that reply is never read. Here everything is sent through the streams.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from nbkit.errors import ClusterError
 from nbkit.wire.cells import COMM_TYPES, SIGNATURES_KEPT
 from nbkit.wire.rank_functions import Remote
 
-HELLO_SECONDS, HELLO_SECONDS_PER_RANK = 0.3, 0.002  # until a greeting is taken for lost
-STOPPED_SECONDS = 3.0  # for a call that is stopped to end
+HELLO_SECONDS, HELLO_SECONDS_PER_RANK = 0.3, 0.002  # until a greeting counts as lost
+STOPPED_SECONDS = 3.0  # time for a stopped call to end
 Listener = Callable[[str, dict[str, Any], dict[str, Any]], None]  # (message type, mark, content)
 
 
 class _IPClient(ipyparallel.Client):  # type: ignore[misc]
-    """ipyparallel's client, with nbkit's own messages taken out of its stream."""
+    """ipyparallel's client, with nbkit's own messages removed from its stream."""
 
     def __init__(self, client_file: str, timeout: float) -> None:
         self.listener: Listener | None = None
@@ -45,7 +47,7 @@ class _IPClient(ipyparallel.Client):  # type: ignore[misc]
         try:
             self._hand_on(frames)
         except Exception:
-            # Raised into zmq, it would be the last message of this session.
+            # If the error reached zmq, no later message of this session would be handled.
             traceback.print_exc(file=sys.__stderr__)
 
     def _hand_on(self, frames: list[Any]) -> None:
@@ -60,7 +62,7 @@ class _IPClient(ipyparallel.Client):  # type: ignore[misc]
         self.listener(kind, mark, content)
 
     def call_engines(self, engines: Sequence[str], packed: list[bytes]) -> list[Future[Any]]:
-        """Send one call, packed already, to each engine; what each returns, or its error as a value."""
+        """Send one packed call to each engine. Return each result, or the error as a value."""
         answers: list[Future[Any]] = [Future() for _ in engines]
         calls = []
         for engine, answer in zip(engines, answers, strict=True):
@@ -79,22 +81,22 @@ class _IPClient(ipyparallel.Client):  # type: ignore[misc]
                 answer.set_exception(error)
 
     def _handle_apply_reply(self, message: dict[str, Any]) -> None:
-        """As ipyparallel's, for `call_engines`."""
+        """Handle the reply to one of `call_engines`, as ipyparallel's own method does for its calls."""
         _, answer = self._calls.pop(message["parent_header"].get("msg_id"), ("", None))
-        if answer is None:  # its engine was taken for dead
+        if answer is None:  # its engine was considered dead
             return
         try:
             if message["content"]["status"] == "ok":
                 result = serialize.deserialize_object(message["buffers"])[0]
             else:
                 result = self._unwrap_exception(message["content"])
-        except Exception as error:  # or whoever waits for this reply, which cannot be read, would wait for ever
+        except Exception as error:  # this reply cannot be read; its waiter must not wait for ever
             answer.set_exception(error)
         else:
             answer.set_result(result)
 
     def _handle_stranded_msgs(self, rank: int, engine: str) -> None:
-        """Answer what was asked of an engine that is gone."""
+        """Answer the requests to an engine that is gone."""
         for message, (asked, answer) in list(self._calls.items()):
             if asked == engine:
                 del self._calls[message]
@@ -102,7 +104,7 @@ class _IPClient(ipyparallel.Client):  # type: ignore[misc]
 
 
 class Client:
-    """A client of the cluster whose client file is given. It has a thread of its own, the client's thread."""
+    """A client of the cluster whose client file is given. It has its own thread, the client's thread."""
 
     def __init__(self, client_file: Path) -> None:
         self.ipp = _IPClient(str(client_file), timeout=30)
@@ -111,10 +113,10 @@ class Client:
         self.ipp.listener = self._on_message
 
     def listen(self, listener: Listener, on_gone: Callable[[int], None]) -> None:
-        """Hand on everything that arrives from now on.
+        """Pass on everything that arrives from now on.
 
         listener: called on the client's thread for each of nbkit's messages from any rank.
-        on_gone: called there with the rank whose engine has left the hub.
+        on_gone: called on that thread with a rank whose engine has left the hub.
         """
         self._listener = listener
         self.ipp._registration_callbacks.append(
@@ -132,11 +134,11 @@ class Client:
         return list(self.ipp.ids)
 
     def wait_for(self, n: int, timeout: float) -> bool:
-        """Return True if `n` ranks have registered within `timeout` seconds. If not, the hub is asked which ones it
-        has.
+        """Return True if `n` ranks have registered within `timeout` seconds. If not, ask the hub which ones it has.
 
-        The hub tells a new client which ranks it has, and what comes later it publishes: a rank that registers between
-        the two, before the client's subscription has reached the hub, is in neither. The next `wait_for` knows it.
+        The hub tells a new client which ranks it has, and publishes those that register later. A rank that registers
+        between the two, before the client's subscription has reached the hub, is in neither. The next `wait_for` finds
+        it.
         """
         arrived = self.ipp.wait_for_engines(n, block=False, timeout=timeout, interactive=False)
         if arrived is None or _settled(arrived, timeout):
@@ -146,11 +148,11 @@ class Client:
         return False
 
     def reach(self, ranks: Iterable[int], timeout: float, is_worth_it: Callable[[], bool]) -> dict[int, dict[str, Any]]:
-        """Make sure that calls and requests reach each rank, and that its messages reach us; what each says of itself.
+        """Make sure that calls, requests and messages pass between here and each rank. Return what each rank reports.
 
-        A rank's three channels connect in their own time, and zmq drops what is sent to a peer that has not
-        connected yet, or by one. So: again, until it has worked once, or `is_worth_it` says no. Ranks that stay
-        silent are left out.
+        A rank's three channels connect independently, and zmq drops what is sent to or by a peer that has not connected
+        yet. So this is repeated until it has worked once, or until `is_worth_it` returns False. Ranks that stay silent
+        are left out.
         """
         wanted = set(ranks)
         answers: dict[int, dict[str, Any]] = {}
@@ -160,7 +162,7 @@ class Client:
             calls = self.call(wanted - set(answers), "nbkit.bridge.calls:hello")
             requests = self.request(wanted - self.heard, "hello")
             settle([*calls.values(), *requests.values()], HELLO_SECONDS + HELLO_SECONDS_PER_RANK * len(wanted))
-            asked += calls.items()  # what comes late counts too
+            asked += calls.items()  # late replies count too
             answers.update({rank: call.result() for rank, call in asked if call.done() and not call.exception()})
             asked = [(rank, call) for rank, call in asked if not call.done()]
             if wanted <= set(answers) and self._hears(wanted):
@@ -168,7 +170,7 @@ class Client:
         return {rank: answer for rank, answer in answers.items() if rank in self.heard}
 
     def listen_to(self, ranks: Iterable[int], timeout: float) -> None:
-        """`reach` for ranks that may be busy: make sure that their messages arrive here."""
+        """Make sure that the ranks' messages arrive here. Like `reach`, but the ranks may be busy."""
         wanted, deadline = set(ranks), time.monotonic() + timeout
         while not wanted <= self.heard and time.monotonic() < deadline:
             self.request(wanted - self.heard, "hello")
@@ -181,7 +183,7 @@ class Client:
         return ranks <= self.heard
 
     def call(self, ranks: Iterable[int], target: str, *args: Any) -> dict[int, Future[Any]]:
-        """Call `module:function` in the main thread of each rank, after what it is doing now."""
+        """Call `module:function` in the main thread of each rank, after its current work."""
         packed = serialize.pack_apply_message(Remote(target), args, {})
         futures: dict[int, Future[Any]] = {rank: Future() for rank in ranks}
         here = [(rank, engine) for rank in futures if (engine := self.ipp._engines.get(rank)) is not None]
@@ -193,7 +195,7 @@ class Client:
         return futures
 
     def relay(self, rank: int, kind: str, content: dict[str, Any], metadata: Any, buffers: Any) -> None:
-        """Send a comm message of a page on to the rank where the widget lives; it is handled between two cells."""
+        """Send a page's comm message to the rank where the widget lives. The rank handles it between two cells."""
         if (engine := self.ipp._engines.get(rank)) is not None:
             self.ipp._send(
                 self.ipp._mux_stream,
@@ -205,7 +207,10 @@ class Client:
             )
 
     def request(self, ranks: Iterable[int], do: str, **content: Any) -> dict[int, Future[Any]]:
-        """Ask each rank something now, whatever it is doing; the futures hold whole reply messages."""
+        """Send a request to each rank that it answers at once, even if it is busy.
+
+        The futures hold whole reply messages.
+        """
         known = set(self.ipp.ids)
         return {
             rank: self.ipp._send(
@@ -219,9 +224,9 @@ class Client:
         }
 
     def call_and_wait(self, ranks: Iterable[int], target: str, *args: Any, timeout: float = 600.0) -> dict[int, Any]:
-        """`call`, and what each rank returned. Raises what one of them raised, and TimeoutError.
+        """Do `call` and return what each rank returned. Raises what a rank raised, and TimeoutError.
 
-        Whoever is not waited for any longer is told: the next cell would wait behind it.
+        A rank that is no longer waited for is told so; otherwise the next cell would wait behind its call.
         """
         futures = self.call(ranks, target, *args)
         try:
@@ -236,7 +241,7 @@ class Client:
         return {rank: future.result() for rank, future in futures.items()}
 
     def ask(self, ranks: Iterable[int], do: str, timeout: float = 2.0, **content: Any) -> dict[int, dict[str, Any]]:
-        """`request`, and the replies; ranks that do not answer in `timeout` seconds are left out."""
+        """Send a `request` and return the replies. Ranks that do not answer in `timeout` seconds are left out."""
         futures = self.request(ranks, do, **content)
         deadline = time.monotonic() + timeout
         answers = {}
@@ -254,7 +259,7 @@ class Client:
         self.ipp._io_loop.add_callback(function, *args)
 
     def later(self, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-        """Run on the client's thread in `seconds`. Call from that thread only."""
+        """Run on the client's thread after `seconds`. Call it from that thread only."""
         return self.ipp._io_loop.call_later(seconds, function, *args)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The connection of a notebook to a cluster: sends cells and requests, and hands every answer to its cell.
+"""The connection of a notebook to a cluster: sends cells and requests, and passes every answer to its cell.
 
-What a notebook hears of the end of its cluster while it comes: why, and whether a training has still to be saved.
+`EndNews` tells running cells that their cluster is about to end: why, and whether a training still has to be saved.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from nbkit.wire.processes import Process
 
 
 class EndNews:
-    """One per connection. Looked at every second."""
+    """News about the end of one connection's cluster. It is checked every second."""
 
     def __init__(self, entry: ClusterEntry) -> None:
         self._entry = entry
         self._said, self._looks = "", 0
 
     def say(self, cells: Collection[Execution]) -> None:
-        """Say to the cells that run why the cluster ends, before it does; once for each reason."""
+        """Tell the running cells why the cluster is about to end; once for each reason."""
         end = cluster_end.read(self._entry.folder)
         if cells and end is not None and end.step < 0 and end.why != self._said:
             self._said = end.why
@@ -50,13 +50,13 @@ class EndNews:
                 execution.say(f"{end.why}: a training ends at its next step boundary, and is saved.")
 
     def still_ends(self) -> bool:
-        """Return True if ranks of a cluster that is gone live, and have still to end a training."""
+        """Return True if the cluster is gone but some of its ranks are alive and still ending a training."""
         self._looks += 1
         if self._entry.is_spread and self._entry.controller.is_alive() and not registry.how_ended(self._entry):
-            return True  # its coordinator was killed: its ranks, on other hosts, hear of it, and answer
+            return True  # its coordinator was killed: its ranks on other hosts learn of it, and still answer
         if not any(process.is_alive() for process in self._entry.ranks):
             return False
-        # What a rank writes of it may come a moment after the end that it hears of.
+        # What a rank writes about it may arrive a moment after the end itself.
         return cluster_end.read(self._entry.folder) is not None or self._looks < 2
 
 
@@ -68,7 +68,7 @@ _TAKEN = "another notebook has taken the cluster over"
 
 
 class Connection:
-    """An open connection to a running cluster, complete once it is made. Methods `_on_*` run on the client's thread.
+    """An open connection to a running cluster, ready once it is made. Methods `_on_*` run on the client's thread.
 
     entry: the cluster as it is registered, with this kernel as its notebook. ended: why nothing can be sent any more,
     "" while it is open.
@@ -76,7 +76,7 @@ class Connection:
 
     def __init__(self, entry: ClusterEntry, client: Client) -> None:
         self.entry, self.client = entry, client
-        self._resized = 0.0  # when the number of ranks has changed last
+        self._resized = 0.0  # when the number of ranks last changed
         self.ended = ""
         self.cells: dict[str, Execution] = {}
         self.latest: Execution | None = None
@@ -93,7 +93,7 @@ class Connection:
         client.soon(self._watch)
 
     def take_up(self, screen: Screen) -> None:
-        """Learn from the ranks of a cluster that was running already, and follow the cell that they run, if any."""
+        """Learn the state of an already running cluster from its ranks, and follow the cell that they run, if any."""
         self._read_deaths()
         alive = [rank for rank in self.client.ranks if rank not in self.deaths]
         self.client.listen_to(alive, 5.0)
@@ -114,7 +114,7 @@ class Connection:
                 self.client.soon(self._on_prompt, Prompt(**asked))
 
     def close(self, why: str = "the cluster was stopped") -> None:
-        """Close it, and end the cells that are running with this reason."""
+        """Close the connection, and end the running cells with this reason."""
         self.ended = why
         for execution in list(self.cells.values()):
             execution.reason = execution.reason or why
@@ -125,12 +125,12 @@ class Connection:
     # State ----------------------------------------------------------------------------------------------------------
 
     def busy(self) -> Execution | None:
-        """The ordinary cell that runs now."""
+        """Return the ordinary cell that runs now."""
         latest = self.latest
         return latest if latest is not None and not latest.done.done() else None
 
     def why_gone(self) -> str:
-        """Why nothing can be sent to the cluster any more, or ""."""
+        """Return why nothing can be sent to the cluster any more, or ""."""
         if self.ended or not self.entry.is_alive():
             return self.ended or registry.how_ended(self.entry) or "the cluster has ended"
         try:
@@ -147,7 +147,7 @@ class Connection:
             raise ClusterError(f"{self.entry.name}: {why}.", hint=again)
 
     def check_ours(self) -> None:
-        """Raise ClusterError if another notebook, which lives, has taken the cluster: it is not ours to end."""
+        """Raise ClusterError if another live notebook has taken the cluster: this one must not end it."""
         if self.why_gone() != _TAKEN:
             return
         with suppress(ClusterError):
@@ -159,7 +159,7 @@ class Connection:
         )
 
     def check_idle(self, what: str) -> None:
-        """Raise CellRunning, naming the cell, if one runs. what: "cell", "push", "pull", "sync" or "control"."""
+        """Raise CellRunning, naming the cell, if a cell runs. what: "cell", "push", "pull", "sync" or "control"."""
         busy = self.busy()
         if busy is not None:
             live = "   or   --at-step to run inside a training" if what == "cell" else ""
@@ -184,7 +184,10 @@ class Connection:
     # Sending --------------------------------------------------------------------------------------------------------
 
     def send(self, request: CellRequest, screen: Screen, note: str = "", *, live: bool = False) -> Execution:
-        """Send a cell to its ranks. note: shown before its output. live: at the next step boundary of a training."""
+        """Send a cell to its ranks.
+
+        note: shown before its output. live: run at the next step boundary of a training.
+        """
         execution = self._execution(request, screen, live=live)
         if note:
             self.client.soon(execution.say, note)
@@ -199,16 +202,16 @@ class Connection:
         return execution
 
     def ensure_world(self) -> str:
-        """Form a new generation of the world if this one is spoilt. Returns what to tell the user, or ""."""
+        """Form a new generation of the world if this one is spoilt. Return what to tell the user, or ""."""
         return self.generation.ensure(self.deaths)
 
     def ask_to_stop(self, request: CellRequest, live: bool) -> dict[int, Future[Any]]:
-        """Ask all ranks to stop a cell, because the numbers of requests must be known on every rank."""
+        """Ask all ranks to stop a cell. All are asked, because every rank must know the numbers of requests."""
         everyone = sorted({*self.client.ranks, *request.ranks})
         return self.client.request(everyone, "stop", cell=request.id, number=self.next_request(), live=live)
 
     def next_request(self) -> int:
-        """The number of the next request that all ranks act on in the same order."""
+        """Return the number of the next request that all ranks handle in the same order."""
         self.request_number += 1
         return self.request_number
 
@@ -234,27 +237,27 @@ class Connection:
         self.client.soon(QuietWatch(self.entry, self.client, self.deaths, execution).begin)
 
     def _keep_in_touch(self, seconds: float) -> None:
-        """Say to the cluster every so often that this notebook is there."""
+        """Tell the cluster at regular intervals that this notebook is there."""
         if not self.ended:
-            self.client.later(seconds, self._keep_in_touch, seconds)  # first: what fails once is tried again
+            self.client.later(seconds, self._keep_in_touch, seconds)  # scheduled first, so that a failure is retried
             self.client.request(self.client.ranks[:1], "seen")
 
     def _watch(self) -> None:
-        """Look every second whether the cluster is still there and ours, and whether a rank has died.
+        """Check every second that the cluster is still there and ours, and whether a rank has died.
 
-        zmq drops what is published while a connection is being made, messages about deaths too.
+        zmq drops what is published while a connection is being made, including messages about deaths.
         """
         if self.ended:
             return
         self.end_news.say(self.cells.values())
         try:
             why = self.why_gone()
-        except Exception:  # what cannot be read now is read again
+        except Exception:  # what cannot be read now is read later
             why = ""
         if not why:
             try:
                 self._read_deaths()
-            except Exception:  # or who wants to save what it has read, on a disk that is full
+            except Exception:  # e.g. it cannot save what it has read, because the disk is full
                 traceback.print_exc(file=sys.__stderr__)
         elif why != _TAKEN and self.cells and self.end_news.still_ends():
             pass
@@ -324,7 +327,10 @@ class Connection:
         execution.on_record(record)
 
     def _on_comm(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
-        """Handle a message of a widget on a rank. One without a number is in no log of the rank and is not fetched."""
+        """Handle a message of a widget on a rank.
+
+        A message without a number is in no log of the rank and is not fetched.
+        """
         self.comms.on_message(mark["rank"], kind, content)
         execution = self.cells.get(mark["cell"])
         if execution is not None and not (mark["rank"] in execution.followed and mark["seq"] >= 0):
@@ -333,7 +339,10 @@ class Connection:
             self.latest.outbox.put("comm", kind, content)
 
     def _on_gone(self, rank: int) -> None:
-        """The hub has lost a rank. Another rank says how it ended, or else a file in the cluster's folder does."""
+        """Handle the hub's news that a rank is gone.
+
+        How it ended comes from another rank, or from the cluster's folder.
+        """
 
         def read() -> None:
             found = self._read_deaths()
@@ -344,7 +353,7 @@ class Connection:
             self.client.later(DEATH_NEWS_SECONDS, read)
 
     def _read_deaths(self) -> list[dict[str, Any]]:
-        """Read what the parent of the ranks wrote of those that ended, before it told anybody, and act on it."""
+        """Read what the parent of the ranks wrote about ended ranks before it told anybody, and act on it."""
         self.read_size()
         found = [each for each in ends_in(self.entry.folder) if each["rank"] < self.entry.n]
         for read in found:
@@ -355,7 +364,7 @@ class Connection:
         return found
 
     def read_size(self) -> None:
-        """Take over the number of ranks that the parent has written, where it has changed."""
+        """Read the number of ranks that the parent has written, if it has changed."""
         read = None if self.ended else resized.read(self.entry.folder, since=self._resized)
         if read is None or read["n"] == self.entry.n:
             return
@@ -370,7 +379,7 @@ class Connection:
                 self._greet(execution, rank)
 
     def _on_replaced(self, read: dict[str, Any]) -> None:
-        """Another process has taken the place of a rank that died in a training. read: what the parent wrote of it."""
+        """Handle that another process replaces a rank that died in a training. read: what the parent wrote about it."""
         rank, key = read["rank"], (read["rank"], read["when"])  # pids of two hosts may be the same number
         if key in self.replaced or self.ended:
             return
@@ -388,7 +397,7 @@ class Connection:
             self._greet(execution, rank)
 
     def _greet(self, execution: Execution, rank: int) -> None:
-        """Follow a cell on a new rank, once that can be reached."""
+        """Follow a cell on a new rank, as soon as the rank can be reached."""
         if execution.done.done() or self.ended or rank >= self.entry.n:
             return
         if rank not in self.client.heard:
@@ -396,7 +405,7 @@ class Connection:
             self.client.later(FOLLOW_SECONDS, self._greet, execution, rank)
             return
         self._follow(execution, rank, 0)
-        if execution.stop is not None:  # it was not there when the others were asked
+        if execution.stop is not None:  # it did not exist when the others were asked
             self.client.request([rank], "stop", cell=execution.request.id, number=self.request_number)
 
     def _on_end(self, execution: Execution) -> None:
@@ -424,7 +433,7 @@ class Connection:
             execution.on_lost(rank, record if isinstance(record, BaseException) else RuntimeError(str(record)))
 
     def _fetch_late(self, execution: Execution, rank: int) -> None:
-        """Ask for outputs that have not arrived: a cell must end, whatever messages a connection has lost."""
+        """Fetch outputs that have not arrived: a cell must end even if a connection has lost messages."""
         record = None if execution.done.done() else execution.records.get(rank)
         if record is not None and execution.arrived[rank] < record.outputs:
             self._follow(execution, rank, 0)
@@ -473,7 +482,7 @@ class Connection:
 
 
 def _out_of_reach(entry: ClusterEntry, why: str) -> ClusterError:
-    """Of a cell whose ranks live and cannot be heard, or would have nobody to reap them."""
+    """Return the error for a cell whose ranks are alive but cannot be heard, or would have no parent to reap them."""
     gone = "the controller" if not entry.controller.is_alive() else "the parent of the ranks"
     return ClusterError(
         f"{entry.name}: {why}, since {gone} was killed. Its ranks live, and end with this cell.",

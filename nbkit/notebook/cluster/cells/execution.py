@@ -1,8 +1,8 @@
 """The execution of one cell: collects what each rank sends back, shows it, and decides how the cell ends.
 
-All of it runs on the client's thread, as messages arrive; other threads wait for `done` only. A rank has finished when
-its record has arrived and as many outputs as the record counts; the cell has ended when every rank has finished and the
-screen has shown everything. The first failure is shown as soon as it is known.
+All of it runs on the client's thread as messages arrive; other threads only wait for `done`. A rank has finished when
+its record has arrived, and as many outputs as the record counts. The cell has ended when every rank has finished and
+the screen has shown everything. The first failure is shown as soon as it is known.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from nbkit.wire.cells import COMM_TYPES, CellRecord, CellRequest, Failure, Promp
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cells.stop import Stop
 
-ROOT_SECONDS = 0.3  # an error about a lost peer waits this long for the message that says what happened to the peer
+ROOT_SECONDS = 0.3  # how long an error about a lost peer waits for the message about that peer
 LOST_SECONDS = 3.0  # without another output of a rank that has ended and does not have those that are missing
-TWIN_SECONDS = 0.3  # a failure waits this long for equal ones: ranks that share cores fail one after the other
+TWIN_SECONDS = 0.3  # how long a failure waits for equal ones: ranks that share cores fail one after the other
 
 
 class Execution:
-    """One cell, from the moment it is sent until `done` has its Results or its error.
+    """A cell, from the moment it is sent until `done` has its Results or its error.
 
-    later: run a function on the client's thread in so many seconds. stop_ranks: ask all ranks to stop the cell; gives
-    their replies. names: get the names that the notebook defines. observers: each is called with the execution, on
-    the client's thread, when all output is shown and before `done` is set; more may be appended until then. fetched:
-    an earlier notebook has sent the cell, so its outputs are fetched instead of pushed. followed: ranks of which they
-    are fetched.
+    later: runs a function on the client's thread after the given number of seconds. stop_ranks: asks all ranks to stop
+    the cell; returns their replies. names: returns the names that the notebook defines. observers: each is called with
+    the execution, on the client's thread, after all output is shown and before `done` is set; more may be appended
+    until then. fetched: an earlier notebook sent the cell, so its outputs are fetched, not pushed. followed: the ranks
+    whose outputs are fetched.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Execution:
     # Messages from the ranks ------------------------------------------------------------------------------------
 
     def on_output(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
-        """Show an output message of one rank. seq: its number in the cell, -1 for what a thread prints afterwards."""
+        """Show an output message of one rank. seq: its number in the cell, -1 for output of a thread after the cell."""
         rank, seq = mark["rank"], mark["seq"]
         if rank not in self.arrived or self.done.done() or self.fault or 0 <= seq < self.arrived[rank]:
             return  # from a rank without this cell, too late, or a repetition
@@ -112,9 +112,9 @@ class Execution:
         self._maybe_close()
 
     def on_missing_output(self, rank: int, outputs: int) -> None:
-        """The log of a rank lacks some of its `outputs`: when no more of them arrives, they are not waited for."""
+        """Handle that a rank's log lacks some of its `outputs`. If no more of them arrive, they are not waited for."""
         if rank not in self.arrived:
-            return  # a resize took it out of the cell after it had been asked
+            return  # a resize removed it from the cell after it was asked
         arrived, since = self.missing.get(rank, (-1, 0.0))
         if arrived != self.arrived[rank]:
             self.missing[rank] = self.arrived[rank], time.monotonic()
@@ -124,7 +124,7 @@ class Execution:
             self._maybe_close()
 
     def on_prompt(self, prompt: Prompt, words: str) -> None:
-        """A rank asks for a line that a person types. words: said once for each rank, "" for nothing."""
+        """Handle a rank's request for a line typed by a person. words: shown once for each rank, "" for nothing."""
         if prompt.rank not in self.arrived or prompt.rank in self.records or self.done.done():
             return
         self._show_all_lines()
@@ -162,12 +162,15 @@ class Execution:
         self._maybe_close()
 
     def on_replaced(self, rank: int) -> None:
-        """Another process goes on with the cell in the place of rank `rank`, and counts its outputs anew."""
+        """Handle that another process continues the cell in place of `rank`, and counts its outputs anew."""
         self.arrived[rank] = 0
         self.followed.add(rank)
 
     def on_resized(self, n: int, newcomers: list[int], said: str) -> None:
-        """The cluster has `n` ranks now. newcomers: of those that run the cell from now on. said: what is shown."""
+        """Handle that the cluster has `n` ranks now.
+
+        newcomers: those that now run the cell too. said: the text to show.
+        """
         self.say(said)
         ranks = sorted({*(rank for rank in self.request.ranks if rank < n), *newcomers})
         self.request = replace(self.request, ranks=tuple(ranks))
@@ -181,7 +184,7 @@ class Execution:
         self._maybe_close()
 
     def on_lost(self, rank: int, error: BaseException) -> None:
-        """The call itself failed, so no record will come."""
+        """Handle that the call itself failed, so that no record will come."""
         self.on_record(self._lost(rank, error))
 
     def _lost(self, rank: int, error: BaseException) -> CellRecord:
@@ -189,10 +192,10 @@ class Execution:
         return CellRecord(self.request.id, rank, 0, "error", 0.0, 0, failure=failure)
 
     def guard(self, what: str, rank: int | None, act: Callable[..., object], *args: Any) -> None:
-        """Call act(*args); an error that it raises ends the cell. what: the message or the work that is being handled.
+        """Call act(*args). An error that it raises ends the cell. what: the message or the work that is being handled.
 
-        Messages are handled on the client's thread, where an error that is raised reaches nobody: whoever waits for
-        the cell would wait for ever.
+        Messages are handled on the client's thread, where nobody sees an error that is raised: a waiter for the cell
+        would wait for ever.
         """
         try:
             act(*args)
@@ -200,7 +203,7 @@ class Execution:
             self.on_fault(what, rank, error)
 
     def on_fault(self, what: str, rank: int | None, error: Exception, *, over: bool = False) -> None:
-        """End the cell because handling a message has failed: show nothing more, and stop the ranks.
+        """End the cell because a message could not be handled: show nothing more, and stop the ranks.
 
         The cell ends with this reason when its ranks are free. over: `rank` will send nothing more.
         """
@@ -215,7 +218,7 @@ class Execution:
                     self.say(f"{self.fault.what}. The cell is stopped.")
                 try:
                     self.stop_ranks()
-                except Exception:  # nothing can be sent; nothing would come either
+                except Exception:  # nothing can be sent, so no answer would come
                     self.finish(error=self.fault)
                     return
         self._maybe_close()
@@ -223,12 +226,12 @@ class Execution:
     # Display ------------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """Show a line of nbkit's own in the cell's output."""
+        """Show a line from nbkit itself in the cell's output."""
         self.shown.add(ShownMessage(NOBODY, "stream", {"name": "stderr", "text": f"{text}\n"}))
         self.outbox.stream("stderr", f"{text}\n")
 
     def _on_unshown(self, kind: str, error: Exception) -> None:
-        """Keep the error of a screen for the end: it stops no rank, for its notebook may be about to close."""
+        """Keep the error of a screen for the end of the cell. It stops no rank: the notebook may be about to close."""
         self.unshown = self.unshown or fault(self.request, f"a message for the screen ({kind})", None, error)
 
     def _show_ready(self) -> None:
@@ -241,7 +244,7 @@ class Execution:
             self.later(wait, self._on_timer)
 
     def _show_all_lines(self) -> None:
-        """Also lines that wait for an equal one or for their newline: something else is shown next."""
+        """Show all lines, even those that wait for an equal one or a newline, because something else comes next."""
         for name, text in self.lines.take(time.monotonic(), final=True):
             self.outbox.stream(name, text)
 
@@ -264,9 +267,9 @@ class Execution:
             self._show_ready()
 
     def _clear(self, ranks: set[int], *, at_once: bool = False) -> None:
-        """Clear what `ranks` have shown. A page is cleared as a whole, so what others have shown is shown again.
+        """Clear what `ranks` have shown. A page is cleared as a whole, so the output of other ranks is shown again.
 
-        at_once: also if nothing follows.
+        at_once: clear even if nothing follows.
         """
         self.clearing -= ranks
         if not ranks or not self.outbox.screen.clears:
@@ -295,14 +298,14 @@ class Execution:
         )
 
     def _show_root(self) -> None:
-        """Show the cause as soon as it is known; equal failures of other ranks are folded into it."""
+        """Show the cause as soon as it is known. Equal failures of other ranks are folded into it."""
         root = root_of(self.records, self.deaths)
         if root is None or self.shown_root or self.reason:
             return
         record = self.records.get(root)
         if record is not None and self.arrived[root] < record.outputs:
-            return  # what it printed before it failed is still on its way, and belongs above
-        # Ranks that fail in the same line at the same time are one story: give the others a moment to arrive.
+            return  # its earlier output is still on its way, and belongs above
+        # Ranks that fail in the same line at the same time are shown together: wait a moment for the others.
         if root in self.records and len(self.records) < len(self.request.ranks) and not self.closing:
             cause = self.records[root].failure
             assert cause is not None
@@ -339,7 +342,7 @@ class Execution:
             self.finish(error=self.fault)
         if self.closing or self.fault:
             return
-        # Asked once for each rank that ends: as long as one is missing, without a look at all of them.
+        # Checked once for each rank that ends; does not loop over all ranks while one is missing.
         if len(self.records) + len(self.deaths) < len(self.request.ranks):
             return
         for rank in self.request.ranks:
@@ -355,8 +358,10 @@ class Execution:
         self.outbox.flushed(partial(self.guard, "the end of the cell", None, self._close))
 
     def give_up_output(self) -> None:
-        """The user has stopped the cell and every rank has ended it: what has not arrived, or is not shown, is not
-        waited for."""
+        """Stop waiting for output that has not arrived or is not shown yet.
+
+        The user has stopped the cell and every rank has ended it.
+        """
         if self.closing:
             self._drop_flood()
             return
@@ -378,7 +383,7 @@ class Execution:
             self.finish(results=self.results("interrupted" if failed else "ok"))
 
     def finish(self, *, results: Results | None = None, error: Exception | None = None) -> None:
-        """End the cell. Observers are called before `done` is set: whoever waits may send the next cell at once."""
+        """End the cell. Observers are called before `done` is set, because a waiter may send the next cell at once."""
         self.ended = time.time()
         if self.tabs is not None:
             self.tabs.end()
@@ -394,7 +399,7 @@ class Execution:
                 self.done.set_result(results or self.results("interrupted"))
 
     def results(self, status: str) -> Results:
-        """The results that have arrived so far."""
+        """Return the results that have arrived so far."""
         return Results(
             values={rank: value_of(record) for rank, record in sorted(self.records.items())},
             output={rank: str(text) for rank, text in self.text.items()},
@@ -405,16 +410,16 @@ class Execution:
 
     @property
     def waiting_for(self) -> list[int]:
-        """The ranks that have neither ended the cell nor died."""
+        """Return the ranks that have neither ended the cell nor died."""
         return [rank for rank in self.request.ranks if rank not in self.records and rank not in self.deaths]
 
     def is_last(self, rank: int) -> bool:
-        """Return True if every other rank has ended the cell or died; said without a look at all of them."""
+        """Return True if every other rank has ended the cell or died. Does not loop over all ranks."""
         ended = self.records.keys() | self.deaths.keys() if self.deaths else self.records
         return len(ended) + (rank not in ended) >= len(self.request.ranks)
 
     def describe(self, *, age: bool = True) -> str:
-        """`cell 7 (trainer.fit(500) …, ranks 0-3, 12 s)`; age: with the seconds, which go on."""
+        """Return `cell 7 (trainer.fit(500) …, ranks 0-3, 12 s)`. age: include the seconds, which keep changing."""
         short, ranks = first_line(self.request.source), self.request.ranks
         seconds = f", {(self.ended or time.time()) - self.sent:.0f} s" if age else ""
         return f"cell {self.request.number} ({short}, rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}{seconds})"

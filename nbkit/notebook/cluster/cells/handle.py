@@ -1,9 +1,7 @@
 """The handle of a detached cell, which `--detach` returns. Its output goes to the notebook cell that sent it.
 
-Waiting for a cell: an event ends the wait, a tick admits the user's interrupt.
-
-A bare future would keep the interrupt out until it is set; a poll alone would make every cell as slow as its
-period. So both.
+Waiting for a cell combines an event, which ends the wait, with a regular tick, which lets the user's interrupt in. A
+bare future would block the interrupt until it is set. Polling alone would make every cell as slow as its period.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ TICK_SECONDS = 0.1
 
 
 def wait_here(connection: Connection, execution: Execution, timeout: float | None = None) -> Results:
-    """Block until the cell has ended. Raises what it raised, CellStopped after an interrupt."""
+    """Block until the cell has ended. Raises what the cell raised, or CellStopped after an interrupt."""
     deadline = None if timeout is None else time.monotonic() + timeout
     stop: Stop | None = None
     with Presses() as presses:
@@ -48,7 +46,7 @@ def wait_here(connection: Connection, execution: Execution, timeout: float | Non
 
 
 def _answered(connection: Connection, execution: Execution, deadline: float | None) -> float | None:
-    """Have the prompts of ranks answered. Returns the deadline, later by what that took.
+    """Have the prompts of ranks answered. Return the deadline, extended by the time that this took.
 
     Raises KeyboardInterrupt if the person wants the cell stopped.
     """
@@ -59,7 +57,7 @@ def _answered(connection: Connection, execution: Execution, deadline: float | No
 
 
 def wait_for(connection: Connection, execution: Execution, timeout: str | float | None = None) -> Results:
-    """Wait for a detached cell. An interrupt or the timeout (seconds, or "30s") ends the waiting, never the cell.
+    """Wait for a detached cell. An interrupt or the timeout (seconds, or "30s") ends only the waiting, not the cell.
 
     Raises what the cell raised, TimeoutError, or CellStopped after an interrupt.
     """
@@ -117,7 +115,7 @@ async def wait_async(connection: Connection, execution: Execution, timeout: floa
 
 
 def until_training(connection: Connection) -> Iterator[None]:
-    """Yield until all ranks are between two steps of a training; the cell that runs may not have got there yet."""
+    """Yield until all ranks are between two steps of a training. The running cell may not have reached it yet."""
     while True:
         states = connection.client.ask(range(connection.entry.n), "status")
         if states and all(state["training"] for state in states.values()):
@@ -131,7 +129,7 @@ def until_training(connection: Connection) -> Iterator[None]:
 
 
 def outcome(execution: Execution, stop: Stop | None) -> Results:
-    """The results, or the error that ends the cell in the notebook too, so that Run All stops."""
+    """Return the results, or raise the error that also ends the cell in the notebook, so that Run All stops."""
     results = execution.done.result()
     if stop is None:
         return results
@@ -150,13 +148,13 @@ _COLOURS = {
 
 
 def handle_of(connection: Connection) -> CellHandle | None:
-    """The handle of the cell that runs now; None if none does."""
+    """Return the handle of the cell that runs now, or None."""
     execution = connection.busy()
     return CellHandle(connection, execution) if execution is not None else None
 
 
 class CellHandle:
-    """wait(), stop(), .output, .status of a detached cell."""
+    """A detached cell, with wait(), stop(), .output and .status."""
 
     def __init__(self, connection: Connection, execution: Execution, timeout: float | None = None) -> None:
         self._connection, self._execution = connection, execution
@@ -165,30 +163,30 @@ class CellHandle:
             client.soon(lambda: client.later(timeout, self._out_of_time, timeout))
 
     def wait(self, timeout: str | float | None = None) -> Results:
-        """Wait until the cell is over. Raises CellError if it failed, TimeoutError after `timeout`
-        (seconds, or "30s").
+        """Wait until the cell is over.
 
-        The stop button ends the waiting; `stop()` ends the cell.
+        The stop button ends only the waiting; `stop()` ends the cell. timeout: seconds, or "30s". Raises CellError if
+        the cell failed, TimeoutError after `timeout`.
         """
         return wait_for(self._connection, self._execution, timeout)
 
     def stop(self, end_after: str | float | None = None) -> Results:
-        """Stop the cell and wait for its end; a training stops at a step boundary, its state intact.
+        """Stop the cell and wait for its end. A training stops at a step boundary with its state intact.
 
-        A warning names a rank that does not end; pressing the stop button then ends its process. end_after: seconds
-        (or "30s") after that warning when it is ended without a press, for programs that nobody watches. Its variables
-        are lost.
+        If a rank does not end, a warning names it. Pressing the stop button then ends its process, and its variables
+        are lost. end_after: seconds (or "30s") after that warning when it is ended without a press, for unattended
+        programs.
         """
         return stopped(self._connection, self._execution, seconds_given(end_after))
 
     @property
     def output(self) -> Mapping[int, str]:
-        """The text that each rank has printed so far."""
+        """Return the text that each rank has printed so far."""
         return self._execution.results(self.status).output
 
     @property
     def status(self) -> str:
-        """ "running", "ok", "error" or "interrupted"."""
+        """Return "running", "ok", "error" or "interrupted"."""
         done = self._execution.done
         if not done.done():
             return "running"
@@ -208,7 +206,7 @@ class CellHandle:
         tick()
 
     def show(self) -> None:
-        """Show a line about this cell where its output goes; the line changes in place when the cell ends."""
+        """Show a line about this cell where its output goes. The line is updated when the cell ends."""
         execution, client = self._execution, self._connection.client
         transient = {"display_id": f"nbkit-{execution.request.id}"}
         client.soon(lambda: execution.outbox.put("display", self._bundle(age=False), {}, transient))

@@ -13,9 +13,9 @@ from nbkit.wire.cells import CellRecord, ranks_text
 class Results:
     """The outcome of a cell on every rank that ran it.
 
-    values: rank -> value of the last expression: itself if it is plain data (numbers, text, lists, dicts),
-    its text otherwise (`%pull` fetches objects). output: rank -> what it printed. seconds: rank -> run time.
-    status: "ok", "error" or "interrupted".
+    values: rank -> value of the last expression: the value itself if it is plain data (numbers, text, lists, dicts),
+    else its text (`%pull` fetches objects). output: rank -> what it printed. seconds: rank -> run time. status: "ok",
+    "error" or "interrupted".
     """
 
     values: Mapping[int, Any]
@@ -31,14 +31,14 @@ class Results:
 
 
 def value_of(record: CellRecord) -> Any:
-    """A record's value as `Results.values` holds it."""
+    """Return a record's value as `Results.values` holds it."""
     if record.value is not None or record.bundle is None:
         return record.value
     return record.bundle["data"].get("text/plain")
 
 
 def group_by_text(records: Mapping[int, CellRecord]) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-    """Values to show: (ranks, mime bundle) with equal ones folded, in the order of their lowest rank."""
+    """Return the values to show as (ranks, mime bundle). Equal values are folded; order is by lowest rank."""
     groups: list[tuple[list[int], dict[str, Any]]] = []
     for rank in sorted(records):
         bundle = records[rank].bundle

@@ -1,24 +1,25 @@
-"""Stopping a cell from the notebook: a ladder. Each rung is shown, and none is taken before the one below had its time.
+"""Stop a cell from the notebook, rung by rung as on a ladder.
+
+Each rung is shown, and none is taken before the previous one has had its time.
 
 1. Every rank is asked to stop, over the channel that works while its main thread is busy. A training stops at a step
    boundary and gets the time of some steps to reach one; a press meanwhile interrupts it within the step.
-2. A rank that has not answered after ANSWER_SECONDS keeps its interpreter to itself, or is suspended. It is interrupted
-   from outside, by SIGINT, as the stop button does it with a plain kernel.
-3. PATIENCE_SECONDS after that a warning says which ranks have not ended, since when, what they do, and what a further
-   press does. Nobody has been ended so far, however often Stop was pressed: a press that comes too early is answered
-   with how long it is still to wait.
-4. A press made when the warning has been on screen for READ_SECONDS ends the ranks that it names; their variables
-   are lost.
-5. A press after that gives the notebook back, whatever is wrong.
+2. A rank that has not answered after ANSWER_SECONDS does not release its interpreter, or is suspended. It is
+   interrupted from outside by SIGINT, as the stop button interrupts a plain kernel.
+3. PATIENCE_SECONDS later a warning says which ranks have not ended, since when, what they do, and what a further press
+   does. No rank has been ended so far, however often Stop was pressed. A press that comes too early is answered with
+   the time that is left to wait.
+4. A press after the warning has been on screen for READ_SECONDS ends the ranks that it names; their variables are lost.
+5. A press after that gives the notebook back in any case.
 
-Without a press nobody is ended: a long C call looks like a rank that is stuck, and only the user knows which it is.
-The exception is `--timeout`. Its user has said beforehand how long the cell may take, because nobody may be there to
-press: Run All would wait for ever. There the warning says when its ranks are ended, END_AFTER_SECONDS later.
+Without a press no rank is ended: a long C call looks like a stuck rank, and only the user can tell them apart.
+`--timeout` is the exception. Its user has said how long the cell may take, because there may be nobody to press and Run
+All would wait for ever. There the warning says when the ranks will be ended, END_AFTER_SECONDS later.
 
-The ladder belongs to the cell: whoever stops a cell that is being stopped (the stop button, handle.stop(), the panel)
-presses once more. Each who waits drives it: `tick()` is called about 20 times a second until the cell is over.
+The ladder belongs to the cell: stopping a cell that is being stopped (the stop button, handle.stop(), the panel) counts
+as another press. Every waiter drives it: `tick()` is called about 20 times a second until the cell is over.
 
-The process of a rank that does not answer: see what it does, interrupt it, end it.
+This module also inspects, interrupts and ends the process of a rank that does not answer.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ _DOES = {
 
 
 def interrupt(entry: ClusterEntry, client: Client, rank: int, cell: str, through: int | None) -> bool:
-    """Send SIGINT to a rank, for this cell. Returns False if there is no way to it.
+    """Send SIGINT to a rank, for this cell. Return False if there is no way to it.
 
-    through: a rank that answers and passes it on, where the rank may be on another host.
+    through: an answering rank that passes the signal on, if the rank may be on another host.
     """
     if _is_beside(entry):
         interrupts.send(entry.folder / "output", rank, cell, entry.ranks[rank].end)
@@ -71,7 +72,7 @@ def end(entry: ClusterEntry, client: Client, rank: int) -> None:
 
 
 def activity(entry: ClusterEntry, rank: int) -> str:
-    """Return the state of a rank's process in words: "it is suspended (SIGSTOP)"; "" where the system does not say."""
+    """Return the state of a rank's process in words: "it is suspended (SIGSTOP)"; "" if the system does not tell."""
     process = entry.ranks[rank]
     if not _is_beside(entry) or not process.is_alive():
         return ""
@@ -91,9 +92,9 @@ PATIENCE_SECONDS = 3.0
 READ_SECONDS = 2.0
 END_AFTER_SECONDS = 30.0
 DYING_SECONDS = 1.0  # a process that was ended is gone, and known to be, in less
-LONG_STEP_SECONDS = 2.0  # a training that may take longer to reach a boundary is spoken of
-FLOOD_SECONDS = 1.0  # for output that is under way when all ranks have ended the cell
-UNSEEN_SECONDS = 5.0  # a warning that is not on screen after this will not come
+LONG_STEP_SECONDS = 2.0  # the user is told if a training may take longer to reach a boundary
+FLOOD_SECONDS = 1.0  # for output still on its way when all ranks have ended the cell
+UNSEEN_SECONDS = 5.0  # a warning not on screen after this time will not appear
 LIVE_PATIENCE_SECONDS = 1.5
 
 
@@ -105,9 +106,9 @@ def begin_stop(
     *,
     end_after: float | None = None,
 ) -> Stop:
-    """Ask the ranks to stop; the caller drives the ladder. If the cell is being stopped already: press once more.
+    """Ask the ranks to stop. The caller drives the ladder. If the cell is already being stopped, press once more.
 
-    timeout: the seconds of --timeout, if that is why. end_after: see Stop.
+    timeout: the seconds of --timeout, if that is the reason. end_after: see Stop.
     """
     end_after = end_after if timeout is None else END_AFTER_SECONDS
     if execution.stop is None:
@@ -124,7 +125,10 @@ def begin_stop(
 
 
 class Stop:
-    """One stop of one cell. end_after: seconds from the warning after which its ranks are ended without a press."""
+    """A single stop of one cell.
+
+    end_after: seconds from the warning until its ranks are ended without another press.
+    """
 
     def __init__(
         self, entry: ClusterEntry, client: Client, execution: Execution, reason: str, end_after: float | None
@@ -136,7 +140,7 @@ class Stop:
         self.last_rung = self.began
         self.interrupted: list[int] = []
         self.long_since = 0.0  # when it was said that the training needs long for its step
-        self.hurried = False  # and is not waited for any more
+        self.hurried = False  # the training is no longer waited for
         self.warned: list[int] = []
         self.warned_at = 0.0
         self.shown_at = 0.0  # when the warning was on screen
@@ -151,18 +155,18 @@ class Stop:
         self.lock = threading.Lock()
 
     def press(self) -> None:
-        """The user wants it to go on; the next tick sees to it."""
+        """Record a press of the user; the next tick acts on it."""
         self.presses += 1
 
     def show_on(self, screen: display.Screen) -> None:
-        """Show what happens there too."""
+        """Show what happens on this screen too."""
         if not any(display.same_place(screen, other) for other in self.screens):
             self.screens.append(screen)
 
     def tick(self) -> None:
-        """Go on with the ladder. Raises CellStopped at the last rung: the notebook is given back."""
+        """Move on along the ladder. Raises CellStopped at the last rung: the notebook is given back."""
         if not self.lock.acquire(blocking=False):
-            return  # somebody else who waits for the cell is at it
+            return  # another waiter of the cell is doing it
         try:
             if self.given_back:
                 self._give_back()
@@ -184,7 +188,7 @@ class Stop:
         if unheard and now - self.began > ANSWER_SECONDS:
             self._interrupt(unheard, now)
         elif self.execution.live:
-            # Ranks that have begun end by themselves; one that has not will not begin, and none is ended for it.
+            # Ranks that have begun end by themselves. A rank that has not begun never will, and is not ended.
             if not unheard and (pressed or now - self.last_rung > LIVE_PATIENCE_SECONDS):
                 self.client.soon(self.execution.withdraw)
         elif now < (boundary := self.began + self._patience()):
@@ -204,7 +208,7 @@ class Stop:
             self._give_back()
 
     def _patience(self) -> float:
-        """The seconds that a training gets to reach a step boundary; 0 without a training."""
+        """Return the seconds that a training gets to reach a step boundary; 0 without a training."""
         if self.hurried:
             return 0.0
         answers = [
@@ -213,7 +217,7 @@ class Stop:
         return max((answer.get("patience", 0.0) for answer in answers), default=0.0)
 
     def _await_boundary(self, left: float, pressed: bool, now: float) -> None:
-        """The training makes its step; a press that was told what it does interrupts it."""
+        """Let the training make its step. A press after the user was told what a press does interrupts the step."""
         if not self.long_since and left > LONG_STEP_SECONDS:
             self.long_since = now
             self._tell(
@@ -277,7 +281,7 @@ class Stop:
             self._have_patience("warned", f"a press {READ_SECONDS - stood:.1f} s from now or later ends them")
 
     def _have_patience(self, rung: str, until: str) -> None:
-        """Say once on a rung why a press changes nothing yet."""
+        """Say once per rung why a press changes nothing yet."""
         if rung not in self.answered_presses:
             self.answered_presses.add(rung)
             self._tell(f"Stop is under way, and nobody is ended yet: {until}.")
@@ -304,19 +308,19 @@ class Stop:
         self.client.soon(self._show, text, warning)
 
     def _show(self, text: str, warning: bool) -> None:
-        """Show it at once, on the client's thread, even if a flood of output is still queued."""
+        """Show the text at once, on the client's thread, even if a flood of output is still queued."""
         for name, wiped in self.execution.lines.make_way():
             self.execution.outbox.stream(name, wiped)
         for screen in self.screens:
             try:
                 screen.stream("stderr", f"{text}\n")
-            except Exception:  # a screen that is gone; who cannot read the warning is not taken to have read it
+            except Exception:  # the screen is gone, so the warning does not count as read
                 continue
             if warning:
                 self.shown_at = time.monotonic()
 
     def summary(self) -> str:
-        """One sentence about the stop, for the error that ends the cell."""
+        """Return a sentence about the stop, for the error that ends the cell."""
         seconds = time.monotonic() - self.began
         text = (
             f"{self.execution.reason}; ranks {ranks_text(self.execution.request.ranks)} were free after {seconds:.1f} s"
@@ -327,7 +331,7 @@ class Stop:
 
 
 class Presses:
-    """The stop button while a cell is waited for: the first press interrupts as ever, every later one goes to `stop`.
+    """The stop button while a cell is waited for. The first press interrupts as usual; later presses go to `stop`.
 
     stop: None until the first press has begun one.
     """

@@ -1,6 +1,6 @@
-"""Make the request for a cell, or refuse a cell that cannot run. Cells and training controls both go this way.
+"""Make the request for a cell, or refuse a cell that cannot run. Cells and training controls both pass through here.
 
-A cell's source, looked at before it is sent: a syntax error is reported once, and nothing has run.
+A cell's source is checked before it is sent: a syntax error is reported once, and nothing has run.
 """
 
 from __future__ import annotations

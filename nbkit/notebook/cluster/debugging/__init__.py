@@ -1,1 +1,1 @@
-"""Prompts in the notebook of ranks that stand in a breakpoint or at a failure."""
+"""Prompts in the notebook for ranks that stand at a breakpoint or a failure."""

@@ -1,4 +1,4 @@
-"""`%nbkit debug`: the prompt of a cell that stands at a breakpoint, else one in the frames of the cell that failed."""
+"""`%nbkit debug`: the prompt of a cell that stands at a breakpoint, or one in the frames of the cell that failed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def debug(connection: Connection, rank: int | None = None) -> None:
 
 
 def _failed(connection: Connection) -> dict[int, Any]:
-    """Of each rank that keeps frames: the number of the cell, its error, and when."""
+    """Return, for each rank that keeps frames, the number of the cell, its error, and the time of the error."""
     states = connection.client.ask(range(connection.entry.n), "status")
     return {rank: state["failed"] for rank, state in states.items() if state["failed"]}
 

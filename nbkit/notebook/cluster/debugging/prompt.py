@@ -1,7 +1,7 @@
-"""A person answers the prompts of a cell's ranks: lines for the pdb of one rank at a time, while the others wait.
+"""Let a person answer the prompts of a cell's ranks: lines for the pdb of one rank at a time, while the others wait.
 
-The lines are read with `input()`, which Jupyter gives to the front end of the cell that runs. It blocks the main
-thread, so it is interrupted when the cell ends meanwhile, and by Stop, whatever handler the kernel has for that.
+The lines are read with `input()`, which Jupyter passes to the front end of the running cell. It blocks the main thread,
+so it is interrupted when the cell ends meanwhile, and by Stop, whatever interrupt handler the kernel has.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMMANDS_AFTER = "p w u d l, as in pdb; q ends it"
 
 
 class PromptTalk:
-    """The prompts of one cell. rank: whose is answered first; None: the lowest that asks."""
+    """The prompts of one cell. rank: the rank to answer first; None: the lowest that asks."""
 
     def __init__(self, client: Client, execution: Execution, rank: int | None = None) -> None:
         self.client, self.execution, self.rank = client, execution, rank
@@ -34,9 +34,9 @@ class PromptTalk:
         self._lock = threading.Lock()
 
     def answer_all(self) -> bool:
-        """Answer prompts until no rank asks. Returns whether the person wants the cell stopped. Main thread only.
+        """Answer prompts until no rank asks. Return True if the person wants the cell stopped. Main thread only.
 
-        Where nobody can type, the ranks are told so, and go on.
+        If nobody can type, the ranks are told so and go on.
         """
         if threading.current_thread() is not threading.main_thread():
             self._refuse("the cell was run from a thread, and input() belongs to the main one")
@@ -52,7 +52,7 @@ class PromptTalk:
             signal.signal(signal.SIGINT, before)
 
     def _next(self) -> Prompt | None:
-        """Return the prompt to answer now: of the rank that was answered last, if it asks again soon."""
+        """Return the prompt to answer now. The rank that was answered last comes first if it asks again soon."""
         deadline = time.monotonic() + SAME_RANK_SECONDS
         while time.monotonic() < deadline and not (self.execution.done.done() or self._pressed):
             asking = dict(self.execution.prompts)
@@ -66,7 +66,7 @@ class PromptTalk:
         return asking.get(min(asking) if self.rank not in asking else self.rank) if asking else None  # type: ignore[arg-type]
 
     def _answer(self, prompt: Prompt) -> bool:
-        """Read a line for a prompt and send it. Returns whether it stops the cell."""
+        """Read a line for a prompt and send it. Return True if it stops the cell."""
         line = self._read(self._words(prompt))
         if line is None:
             if not (self._pressed or self.execution.done.done()):
@@ -108,14 +108,14 @@ class PromptTalk:
         return f"(Pdb rank {prompt.rank}{beside}) "
 
     def _read(self, words: str) -> str | None:
-        """Return a line; None: Stop was pressed, the cell has ended, or nobody can type here."""
+        """Return a line, or None if Stop was pressed, the cell has ended, or nobody can type here."""
         try:
             with self._lock:
                 self._reading = not self.execution.done.done()
             return input(words) if self._reading else None
         except KeyboardInterrupt:
             return None
-        except (EOFError, OSError) as error:  # of a program whose standard input is closed, or is a file at its end
+        except (EOFError, OSError) as error:  # the program's standard input is closed, or is a file at its end
             self._why_not = f"standard input has ended ({type(error).__name__})"
         except NotImplementedError:  # StdinNotImplementedError: of papermill, nbconvert and the like
             self._why_not = "this notebook runs without a keyboard"
@@ -131,14 +131,14 @@ class PromptTalk:
             raise KeyboardInterrupt
 
     def _on_end(self, _: Future[Any]) -> None:
-        """From any thread: the cell is over, and nobody waits for a line any more."""
+        """Stop waiting for a line, because the cell is over. May be called from any thread."""
         with self._lock:
             if self._reading and (main := threading.main_thread().ident) is not None:
                 signal.pthread_kill(main, signal.SIGINT)
 
 
 def announced(prompt: Prompt, request: CellRequest) -> str:
-    """Return what is said in a cell when a rank of it asks first."""
+    """Return the text that a cell shows when one of its ranks asks for the first time."""
     if prompt.kind == "post-mortem":
         return COMMANDS_AFTER[:1].upper() + COMMANDS_AFTER[1:] + "."
     at = f"Rank {prompt.rank} is at a breakpoint, {prompt.where}"

@@ -2,16 +2,14 @@
 
     python -m nbkit.notebook.cluster.hosts.agent        started by the launcher, once on each host
 
-It registers no engine. It tells the coordinator what this host is (versions, devices, address), hears whether all
-hosts fit together, writes the specification of its ranks into a private folder, and replaces itself by
-nbkit.bridge.parent.parent, which forks the ranks and keeps the line to the coordinator. What it has to know comes in
-the environment, or over standard input; never in arguments, which everybody on the host can read.
+It registers no engine. It tells the coordinator about this host (versions, devices, address), hears whether all hosts
+fit together, writes the specification of its ranks into a private folder, and replaces itself by
+nbkit.bridge.parent.parent, which forks the ranks and keeps the line to the coordinator. Its input comes in the
+environment or over standard input, never in arguments, which everybody on the host can read.
 
-An agent's part in whether hosts can connect to each other: it listens for a moment, and tries to connect to others.
-
-Before any rank is forked: ranks that form a world would wait for it for a minute. Nothing is sent.
-
-Are the hosts of a cluster alike enough? Asked before any rank is forked.
+Two checks run before any rank is forked. First, are the hosts alike enough (`check_versions`)? Second, can they connect
+to each other? Each agent listens for a moment and tries to connect to others (`Probe`, `unanswered`); no data is sent.
+Without this check, ranks that form a world would wait for it for a minute.
 """
 
 from __future__ import annotations
@@ -45,21 +43,21 @@ ANSWER_SECONDS = 5.0  # the system asks again after 1 s and after 3 s
 
 
 class Probe:
-    """It listens at `address` until it is closed. The system itself takes the connections."""
+    """A socket that listens at `address` until it is closed. The operating system accepts the connections."""
 
     def __init__(self, address: str) -> None:
         self._listening = listen_at(address)
         self.port = int(self._listening.getsockname()[1])
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._listening.close()
 
 
 def unanswered(places: Iterable[tuple[int, str, int]], seconds: float = ANSWER_SECONDS) -> list[tuple[int, str]]:
-    """Try to connect to each (host, address, port), all at once: the hosts where that fails, and what the system says.
+    """Try to connect to each (host, address, port), all at once. Return the hosts that failed, and the system's error.
 
-    host: a number that says which it is.
+    host: the number of the host.
     """
     failed: dict[int, str] = {}
     with selectors.DefaultSelector() as selector:
@@ -104,7 +102,10 @@ def versions_here() -> dict[str, str]:
 
 
 def check_versions(hosts: Mapping[str, Mapping[str, str]]) -> None:
-    """hosts: name -> what is installed there, by name. Raises ClusterError, naming hosts, where they differ."""
+    """Raise ClusterError, naming the hosts, if their installed versions differ.
+
+    hosts: name -> its versions, by package.
+    """
     here = versions_here()
     for name in _PARTS:
         found = {host: versions[name] for host, versions in hosts.items()}
@@ -122,10 +123,10 @@ def check_versions(hosts: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def notes_on(drivers: Mapping[str, str], clocks: Mapping[str, float]) -> tuple[str, ...]:
-    """Return what differs between hosts, while a cluster can run. drivers: host -> version of NVIDIA's, "" without
-    GPUs.
+    """Return differences between hosts that still let a cluster run.
 
-    clocks: host -> seconds that its clock is ahead of the coordinator's, whose message took a little of it.
+    drivers: host -> version of NVIDIA's driver, "" without GPUs. clocks: host -> seconds that its clock is ahead of the
+    coordinator's; the time that the message took is included.
     """
     notes = []
     if len({driver for driver in drivers.values() if driver}) > 1:
@@ -174,7 +175,7 @@ def main() -> None:
 
 
 def _check_gpus(pinning: Pinning, *, cpu: bool) -> None:
-    """Raises ClusterError where Slurm has given this host GPUs for ranks that would then compute on CPU cores."""
+    """Raise ClusterError if Slurm has given this host GPUs but its ranks would compute on CPU cores."""
     given = os.environ.get("SLURM_GPUS_ON_NODE", "0")
     if not cpu and pinning.pins[0].kind == "cpu" and given not in ("", "0"):
         raise ClusterError(
@@ -185,7 +186,7 @@ def _check_gpus(pinning: Pinning, *, cpu: bool) -> None:
 
 
 def _index_here() -> str:
-    """Return which host this is, as the launcher numbers them."""
+    """Return the number of this host, as the launcher counts them."""
     number = next((os.environ[name] for name in _INDICES if name in os.environ), "0")
     # Libraries that look for these variables would take them for a rank's number.
     for name in [name for name in os.environ if name.startswith(_OF_MPI)]:
@@ -194,7 +195,7 @@ def _index_here() -> str:
 
 
 def _connect(host: str, payload: dict[str, Any]) -> tuple[SignedLink, float]:
-    """The line to the coordinator, and by how many seconds this host's clock is ahead of the one there."""
+    """Return the line to the coordinator, and the seconds by which this host's clock is ahead of the coordinator's."""
     place = (payload["address"], payload["port"])
     try:
         sock = socket.create_connection(place, _CONNECT_SECONDS)
@@ -206,7 +207,7 @@ def _connect(host: str, payload: dict[str, Any]) -> tuple[SignedLink, float]:
 
 
 def _awaited(link: SignedLink, address: str) -> dict[str, Any]:
-    """The word to go, once all hosts are there and fit together: they try to connect to each other first."""
+    """Return the message to go, once all hosts are there, fit together and have tried to connect to each other."""
     probe = Probe(address)
     try:
         while True:
@@ -239,7 +240,10 @@ def _facts(pinning: Pinning) -> dict[str, Any]:
 def _folder(
     payload: dict[str, Any], index: int, pinning: Pinning, address: str, link: SignedLink, go: dict[str, Any]
 ) -> Path:
-    """Return the folder of the cluster on this host: for this user alone, gone when the ranks have ended."""
+    """Return the folder of the cluster on this host.
+
+    Only this user can read it; it is removed when the ranks have ended.
+    """
     name, counts = payload["name"], payload["counts"][: len(payload["counts"]) - payload["spare_hosts"]]
     in_reserve, pins = index >= len(counts), [pin.saved for pin in pinning.pins]
     folder = Path(tempfile.mkdtemp(prefix=f"nbkit-{name}-{index}-"))
@@ -282,7 +286,10 @@ def _folder(
 
 
 def _environment(payload: dict[str, Any], address: str) -> None:
-    """What the ranks inherit. Interfaces differ between hosts, so each finds its own; who has set one keeps it."""
+    """Set the environment and the working directory that the ranks inherit.
+
+    Network interfaces differ between hosts, so each host finds its own. A value that the user has set is kept.
+    """
     os.environ.update(payload["environment"])
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if name := interface_of(address):

@@ -2,19 +2,17 @@
 
     python -m nbkit.notebook.cluster.hosts.coordinator.coordinator FOLDER
 
-It has the launcher start an agent on each host, and each agent keeps a signed line to it. It lets the ranks be forked
-when all hosts fit together (`Gathering`); it passes on what the parents of the ranks tell of cells that failed and
-ranks that died, so that all hosts release their ranks without the notebook, and the first host's parent can have any
-rank replaced; it has trainings saved before a launcher takes the hosts away, at a time limit or for another job; and it
-ends the cluster when it is stopped, when the controller is gone, or when nobody has used it for its time to live.
+It has the launcher start an agent on each host, and each agent keeps a signed line to it. The coordinator
 
-Which hosts of a cluster have joined, which ranks each holds, and which is in reserve for one that is gone.
+- lets the ranks be forked when all hosts fit together (`Gathering`);
+- passes on what the parents of the ranks report about failed cells and dead ranks, so that all hosts release their
+  ranks without the notebook, and the first host's parent can have any rank replaced;
+- has trainings saved before a launcher takes the hosts away, at a time limit or for another job;
+- ends the cluster when it is stopped, when the controller is gone, or when nobody has used it for its time to live.
 
-Whether the hosts of a cluster, those in reserve too, can connect to each other: asked of their agents.
-
-The hosts of a cluster gather: from the launcher's start until all agents are there and fit together.
-
-They are compared, and try to connect to each other, before any rank is forked.
+`Places` records which hosts have joined, which ranks each holds, and which is in reserve. `Reachability` asks the
+agents, those of hosts in reserve too, whether their hosts can connect to each other. `Gathering` lasts from the
+launcher's start until all agents are there and their hosts have been compared. All of this comes before the first fork.
 """
 
 from __future__ import annotations
@@ -47,7 +45,10 @@ from nbkit.wire.processes import Process, followers
 
 
 class ConnectedHost:
-    """A host whose agent has connected. facts: what it has said of itself. has_taken_place: it was in reserve."""
+    """A host whose agent has connected.
+
+    facts: what it reported about itself. has_taken_place: it was in reserve before.
+    """
 
     def __init__(self, link: SignedLink) -> None:
         self.link, self.has_taken_place = link, False
@@ -59,9 +60,10 @@ class ConnectedHost:
 
 
 class Places:
-    """counts: ranks of each host; the last `spare_hosts` of them hold none until they take the place of another one.
+    """The hosts of a cluster and the ranks that they hold.
 
-    hosts: index -> host, of those that are there.
+    counts: ranks of each host. The last `spare_hosts` of them hold none until they replace another host.
+    hosts: index -> host, for those that are there.
     """
 
     def __init__(self, counts: Sequence[int], spare_hosts: int) -> None:
@@ -79,26 +81,26 @@ class Places:
         return [host for index, host in sorted(self.hosts.items()) if index >= len(self.counts)]
 
     def ranks_of(self, index: int) -> range:
-        """Of a host in reserve: none."""
+        """Return the ranks of a host. A host in reserve has none."""
         base = sum(self.counts[:index])
         return range(base, base + (self.counts[index] if index < len(self.counts) else 0))
 
     def settle(self) -> list[dict[str, Any]]:
-        """All have joined: what they have said of themselves, in their order."""
+        """Return what the hosts reported about themselves, in order. Call it when all have joined."""
         facts = [self.hosts[index].facts for index in range(self.total)]
         self._facts = facts[: len(self.counts)]
         return facts
 
     def placed(self, host: ConnectedHost, rank: int, label: str, reason: str, spares: Sequence[str]) -> None:
-        """A rank may have gone to a spare device of its host."""
+        """Record the device of a rank, which may have gone to a spare device of its host."""
         at = rank - self.ranks_of(host.facts["index"]).start
         host.facts["labels"][at], host.facts["reasons"][at] = label, reason
         host.facts["spares"] = list(spares)
 
     def take_place(self, index: int) -> ConnectedHost | None:
-        """Have a host in reserve take the place of the one of that index, which is gone; None where there is none.
+        """Let a host in reserve replace the host with that index, which is gone. Return it, or None if there is none.
 
-        The first host, whose parent decides who is replaced and where the store of the world is, has no substitute.
+        The first host cannot be replaced: its parent decides who is replaced, and the store of the world is there.
         """
         count = len(self.ranks_of(index))
         fit = [host for host in self.in_reserve if len(host.facts["labels"]) >= count]
@@ -113,7 +115,7 @@ class Places:
         return host
 
     def shown(self, state: StartProgress) -> StartProgress:
-        """`state`, with the devices of the ranks and what is in reserve."""
+        """Return `state` with the devices of the ranks and the reserve."""
         return progress.with_devices(state, self._facts, [host.name for host in self.in_reserve])
 
 
@@ -121,7 +123,10 @@ _SHOWN = 4
 
 
 class Reachability:
-    """hosts: all of them, in their order. First each listens, then each tries to connect to others."""
+    """Checks that hosts can connect to each other: first each listens, then each tries to connect to others.
+
+    hosts: all hosts, in order.
+    """
 
     def __init__(self, hosts: Sequence[ConnectedHost]) -> None:
         self._hosts = hosts
@@ -132,11 +137,11 @@ class Reachability:
 
     @property
     def answered(self) -> list[ConnectedHost]:
-        """Those that have told what they have found."""
+        """Return the hosts that have reported what they found."""
         return [self._hosts[number] for number in sorted(self._failed)]
 
     def listens(self, host: ConnectedHost, message: dict[str, Any]) -> None:
-        """A host listens; once all do, each hears whom it is to try."""
+        """Record that a host listens. Once all do, tell each one which hosts to try."""
         self._places[host.facts["index"]] = message["address"], message["port"]
         if len(self._places) == len(self._hosts):
             for number, each in enumerate(self._hosts):
@@ -144,7 +149,10 @@ class Reachability:
                 each.link.send(event="reach", places=[(other, *self._places[other]) for other in tried])
 
     def reached(self, host: ConnectedHost, message: dict[str, Any]) -> bool:
-        """A host has tried; whether all have. Raises ClusterError then, where one cannot connect to another one."""
+        """Record what a host found. Return True if all have answered.
+
+        Raises ClusterError if all have answered and one cannot connect to another.
+        """
         self._failed[host.facts["index"]] = [(number, why) for number, why in message["unanswered"]]
         if len(self._failed) < len(self._hosts):
             return False
@@ -167,8 +175,10 @@ class Reachability:
 
 
 def hosts_to_try(own: int, n: int) -> list[int]:
-    """Return which of `n` hosts number `own` tries: all of up to five, of more about 2 log2 n, so that each is tried
-    too."""
+    """Return which of `n` hosts number `own` tries: all if there are up to five, else about 2 log2 n.
+
+    Each host is also tried by others.
+    """
     steps = [1 << power for power in range(max(1, n.bit_length()))]
     return sorted({(own + sign * step) % n for step in steps for sign in (1, -1)} - {own})
 
@@ -178,7 +188,10 @@ ANSWER_SECONDS = 90.0  # from the first sign of the hosts until all have answere
 
 @dataclass(frozen=True)
 class Fit:
-    """What hosts that fit together start their ranks with. addresses: of all. notes: what the user is to be told."""
+    """The settings that compatible hosts start their ranks with.
+
+    addresses: those of all hosts. notes: messages for the user.
+    """
 
     backend: str
     device: str
@@ -187,19 +200,23 @@ class Fit:
 
 
 class Gathering:
-    """places: filled by it. port: where this process listens for agents, at the starter's address."""
+    """Waits for all agents and compares their hosts.
+
+    places: it fills them. port: where this process listens for agents, at the starter's address.
+    """
 
     def __init__(self, starter: Starter, places: Places, port: int) -> None:
         self._starter, self._places, self._port = starter, places, port
         self._first_sign = 0.0
-        self._refused: list[str] = []  # agents, and why
+        self._refused: list[str] = []  # refused agents, with reasons
         self._fit: Fit | None = None  # once they are compared
         self._reachability: Reachability | None = None
 
     def join(self, host: ConnectedHost, facts: dict[str, Any]) -> str:
-        """An agent is ready. Of two that have one number the first has it: why this one was refused, "" if it was not.
+        """Record that an agent is ready. Return why it is refused, "" if it is not.
 
-        Raises ClusterError where all are there and do not fit together.
+        If two agents have the same number, the second is refused. Raises ClusterError if all are there but do not fit
+        together.
         """
         index, total = facts["index"], self._places.total
         self._first_sign = self._first_sign or time.monotonic()
@@ -213,14 +230,15 @@ class Gathering:
         self._places.hosts[index] = host
         if len(self._places.hosts) == total:
             self._fit = self._compared()
-            self._first_sign = time.monotonic()  # now they are waited for to have tried each other
+            self._first_sign = time.monotonic()  # from now on, wait until they have tried each other
             self._reachability = Reachability([self._places.hosts[number] for number in range(total)])
         return ""
 
     def hear(self, host: ConnectedHost, message: dict[str, Any]) -> Fit | None:
-        """An agent tells where it listens, or what it has found. Returns what they start with, once all fit together.
+        """Record where an agent listens, or what it found.
 
-        Raises ClusterError where a host cannot connect to another one.
+        Return the settings to start with, once all hosts fit together. Raises ClusterError if a host cannot connect to
+        another one.
         """
         assert self._reachability is not None
         if message["event"] == "listens":
@@ -233,7 +251,10 @@ class Gathering:
         return replace(self._fit, notes=(*self._fit.notes, *refused))
 
     def progress(self, seen: LauncherView) -> StartProgress:
-        """Return how far it is. seen: by the launcher. Raises ClusterError when nothing is left to wait for."""
+        """Return how far the start is.
+
+        seen: the launcher's view. Raises ClusterError when nothing is left to wait for.
+        """
         if seen.error:
             raise seen.error
         if seen.state == "over":
@@ -252,7 +273,7 @@ class Gathering:
         return StartProgress("starting", f"{seen.words}; {answered}")
 
     def lost(self, host: ConnectedHost) -> ClusterError:
-        """A host that had joined is gone, or its agent."""
+        """Handle that a joined host, or its agent, is gone."""
         index, gone = host.facts["index"], "does not answer any more" if host.link.broke else "has lost its agent"
         return ClusterError(
             f"The host {host.name} {gone}: the cluster was starting.",
@@ -295,14 +316,14 @@ class Gathering:
 
 
 TICK_SECONDS = 0.1
-LOOK_SECONDS = 0.5  # at the queue, while the job waits in it
+LOOK_SECONDS = 0.5  # interval between looks while the job is queued
 SELDOM_SECONDS = 20.0  # afterwards: lines say more, and sooner
 RANKS_SECONDS = 180.0  # for the ranks to start
 END_SECONDS = 4.0  # for the agents to end their ranks, before the launcher ends the agents
 
 
 class Coordinator:
-    """See the module's text."""
+    """The coordinator; see the module's docstring."""
 
     def __init__(self, folder: Path, plan: dict[str, Any], starter: Starter) -> None:
         self.folder, self.plan, self.starter = folder, plan, starter
@@ -326,7 +347,7 @@ class Coordinator:
         self._launcher = None if plan["detached"] else Process(**plan["launcher"])
 
     def run(self) -> None:
-        """Until the cluster has ended."""
+        """Run until the cluster has ended."""
         signal.signal(signal.SIGTERM, lambda *_: self.end("the cluster was stopped"))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
@@ -341,7 +362,7 @@ class Coordinator:
             self._finish()
 
     def _payload(self) -> str:
-        """Return what an agent has to know. Raises ClusterError when the start was given up."""
+        """Return what an agent has to know. Raises ClusterError if the start was given up."""
         path = Path(self.plan["engine_file"])
         while not path.exists() or not path.stat().st_size or self._find_controller() is None:
             time.sleep(0.01)
@@ -436,7 +457,7 @@ class Coordinator:
             self._pass_on(message, host)
 
     def _begin(self, fit: Fit) -> None:
-        """All hosts are there, and fit together: let them fork their ranks."""
+        """Let the hosts fork their ranks. Call it when all are there and fit together."""
         # The time in the queue is nobody's absence, nor is that in which ranks start: then their parents say "seen".
         self.going, self.seen = True, time.monotonic() + RANKS_SECONDS
         self.looked = 0.0  # as it runs: when its time is over, and how often it was put back in the queue before
@@ -450,16 +471,16 @@ class Coordinator:
                 host.link.send(**message)
 
     def _died(self, death: dict[str, Any], source: ConnectedHost | None, *, unregister: bool = False) -> None:
-        """A rank has died: the notebook reads of it here, the other hosts are told."""
+        """Handle the death of a rank: write it down for the notebook, and tell the other hosts."""
         self.dead.add(death["rank"])
         record = self._write_end(death)
-        if self.taken_away:  # the others end by themselves, and may still be saving
+        if self.taken_away:  # the other ranks end by themselves, and may still be saving
             return
         for index, host in enumerate(host for host in self.hosts.values() if host is not source):
             host.link.send(event="died", unregister=unregister and index == 0, **record)
 
     def _write_end(self, death: dict[str, Any]) -> dict[str, Any]:
-        """Return what the notebook reads of a rank that has ended, and of who has taken its place."""
+        """Write down, for the notebook, that a rank has ended and what has replaced it. Return that record."""
         record = {key: value for key, value in death.items() if key != "event"}
         path = self.folder / f"rank{death['rank']}.end.json"
         scratch = path.with_suffix(".tmp")
@@ -469,14 +490,14 @@ class Coordinator:
         return record
 
     def _to_first(self, message: dict[str, Any]) -> None:
-        """The first host's parent decides who is replaced. Without it nobody is."""
+        """Send a message to the first host's parent, which decides who is replaced. Without it no rank is replaced."""
         if first := self.hosts.get(0):
             first.link.send(**message)
         elif message["event"] == "lost":
             self._died(message, None, unregister=True)
 
     def _lost(self, host: ConnectedHost) -> None:
-        """An agent's line is closed: its ranks are gone, or out of reach."""
+        """Handle a closed line to an agent: its ranks are gone or out of reach."""
         index = host.facts["index"]
         self.hosts.pop(index, None)
         if not self.going:
@@ -492,7 +513,7 @@ class Coordinator:
             how = self.told
         if seen.state == "over" or (self.taken_away and seen.state == "ending"):
             how = seen.words
-        # Which cells it was in is not known here; each of the others is released from those that it shares.
+        # The host's cells are unknown here; each other rank is released from the cells it shares with the dead ones.
         about = {"pid": 0, "how": how, "when": time.time(), "cells": None, "failed": ""}
         stays = not self.taken_away and not self.dead and seen.state not in ("ending", "over")
         if stays and (spare := self.places.take_place(index)) is not None:
@@ -506,9 +527,10 @@ class Coordinator:
             self.end(how)
 
     def _put_in_place(self, spare: ConnectedHost, gone: ConnectedHost, about: dict[str, Any]) -> None:
-        """A host that was in reserve holds the ranks of one that is gone: the first host's parent has them started.
+        """Let a host in reserve take over the ranks of a host that is gone. The first host's parent has them started.
 
-        about: what is told of their deaths. Where they are in no training that goes on it declares them dead.
+        about: what is reported about their deaths. If they are in no training that goes on, that parent declares them
+        dead.
         """
         ranks = self.places.ranks_of(spare.facts["index"])
         left = len(self.places.in_reserve)
@@ -524,7 +546,7 @@ class Coordinator:
     # Hosts that are taken away --------------------------------------------------------------------------------------
 
     def _save_in_time(self) -> None:
-        """Have trainings saved before the hosts are taken away; take it back where there is time again."""
+        """Have trainings saved before the hosts are taken away. Cancel this if there is time again."""
         if self.taken_away:
             return
         if time.time() >= self.look.save_at and self.look.why != self.told:
@@ -538,7 +560,7 @@ class Coordinator:
             self._pass_on({"event": "end_training", "why": ""}, None)
 
     def _end_in_order(self) -> None:
-        """A host was told to end, by SIGTERM; the launcher knows why."""
+        """Handle that a host was told to end by SIGTERM. The launcher knows why."""
         if self.taken_away:
             return
         self.taken_away, self.looked = True, 0.0
@@ -554,7 +576,7 @@ class Coordinator:
         self._pass_on({"event": event, "why": why}, None)
 
     def _training_ended(self, message: dict[str, Any]) -> None:
-        """Written here too: the folder of the ranks is another one, and goes with them."""
+        """Write the end of a training here too: the ranks' folder is another one, and is removed with them."""
         why, again = self.told or message["why"], self.look.again
         cluster_end.write(self.folder, ClusterEnd(why, message["step"], message["saved"], again))
 

@@ -1,4 +1,4 @@
-"""Addresses of this machine: found by asking the system which one it would use, never guessed."""
+"""Addresses of this machine. They come from asking the system which one it would use; nothing is guessed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _BACKLOG = 1024
 
 
 def address_towards(hosts: Sequence[str]) -> str:
-    """The address of this machine at which all of `hosts` (names or addresses) can reach it.
+    """Return the address of this machine at which all of `hosts` (names or addresses) can reach it.
 
-    Raises ClusterError for a name without an address, and where no single address serves all of them.
+    Raises ClusterError for a name without an address, and if no single address serves all of them.
     """
     found = {_source(host): host for host in hosts}
     outward = [address for address in found if not ipaddress.ip_address(address).is_loopback]
@@ -42,7 +42,7 @@ def _source(host: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has `address`, "" if none has."""
+    """Return the network interface that has `address`, "" if none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             return str(name)
@@ -50,7 +50,7 @@ def interface_of(address: str) -> str:
 
 
 def addresses_here() -> list[str]:
-    """Every address from which this machine may reach another one, or itself: that depends on the way to it."""
+    """Return every address from which this machine may reach another one, or itself. It depends on the route."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = (one for each in psutil.net_if_addrs().values() for one in each if one.family in families)
     return sorted({one.address.partition("%")[0] for one in found})

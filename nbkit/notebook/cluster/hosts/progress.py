@@ -1,4 +1,4 @@
-"""How far the start of a cluster on several hosts is: what its coordinator writes and the notebook reads and shows."""
+"""Progress of a cluster's start on several hosts: its coordinator writes it, the notebook reads and shows it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from nbkit.errors import ClusterError
 
 @dataclass(frozen=True)
 class LauncherView:
-    """What a launcher sees of what it has started. words: for people. error: of a host that cannot be started.
+    """State of what a launcher has started, as the launcher sees it.
 
-    state "ending": it is ended now, and words say by what, unless it is ended from here.
-    save_at: when a training has to be saved because its hosts are taken away soon, as time.time() says it; inf where
-    nothing is known of an end. why: they are taken away. again: a batch system does or did that, and nobody has wanted
-    it: others may be asked for.
+    state "ending": it is being ended now. words then say what ends it, unless this side does.
+    words: a description for people. error: the error of a host that cannot be started.
+    save_at: when a training has to be saved because its hosts will soon be taken away, as time.time() gives it; inf if
+    no end is known. why: the reason they are taken away. again: a batch system takes or took them away and nobody asked
+    for that, so other hosts may be requested.
     """
 
     state: Literal["pending", "running", "ending", "over"]
@@ -32,10 +33,11 @@ class LauncherView:
 
 @dataclass(frozen=True)
 class StartProgress:
-    """phase: "over" says that the cluster has ended or never came up; words: how far it is, or how it ended.
+    """Progress of a start.
 
-    what, numbers, hint: of the error, where there is one. labels, reasons: of the ranks, once all hosts have answered;
-    spares, spare_hosts: the devices in reserve there, and the hosts.
+    phase: "over" means that the cluster has ended or never came up. words: how far it is, or how it ended. what,
+    numbers, hint: of the error, if there is one. labels, reasons: of the ranks, once all hosts have answered. spares,
+    spare_hosts: the devices in reserve there, and the hosts in reserve.
     """
 
     phase: Literal["waiting", "starting", "forked", "over"]
@@ -57,7 +59,7 @@ class StartProgress:
 
 
 def with_devices(progress: StartProgress, hosts: Sequence[dict[str, Any]], spare_hosts: Sequence[str]) -> StartProgress:
-    """With labels, reasons and spares. hosts: what the agents of those with ranks have said of theirs."""
+    """Return `state` with labels, reasons and spares. hosts: what the agents of the hosts with ranks reported."""
     return replace(
         progress,
         labels=tuple(f"{one['host']}: {label}" for one in hosts for label in one["labels"]),
@@ -68,14 +70,14 @@ def with_devices(progress: StartProgress, hosts: Sequence[dict[str, Any]], spare
 
 
 def write(folder: Path, progress: StartProgress) -> None:
-    """Write it in one step. folder: of the cluster."""
+    """Write it atomically. folder: the cluster's folder."""
     scratch = folder / "progress.tmp"
     scratch.write_text(json.dumps(asdict(progress)))
     scratch.replace(folder / "progress.json")
 
 
 def read(folder: Path) -> StartProgress | None:
-    """None before the first one was written."""
+    """Return the last progress that was written, or None."""
     try:
         fields = json.loads((folder / "progress.json").read_text())
     except (OSError, ValueError):
@@ -85,13 +87,13 @@ def read(folder: Path) -> StartProgress | None:
 
 
 def how_ended(folder: Path) -> str:
-    """Why a cluster on several hosts has ended; "" if that is not known."""
+    """Return why a cluster on several hosts has ended; "" if that is not known."""
     state = read(folder)
     return state.words if state and state.phase == "over" else ""
 
 
 class LiveLine:
-    """One line of output that is written over while a start goes on."""
+    """A line of output that is overwritten during a start."""
 
     def __init__(self) -> None:
         self._shown = ""
@@ -104,7 +106,7 @@ class LiveLine:
             self._shown = words
 
     def close(self) -> None:
-        """What is printed next begins a new line."""
+        """End the line, so that the next output begins a new one."""
         if self._shown:
             sys.stdout.write("\n")
             self._shown = ""

@@ -1,9 +1,9 @@
-"""A cluster that was started with --requeue, and whose hosts Slurm takes away under a training: it goes on by itself.
+"""Continue a cluster that was started with --requeue after Slurm takes its hosts away under a training.
 
-Hosts are asked for again, as by `restart`. What ranks know they know from cells, so those run once more, in their
-order, and without their output. The cell with the training runs again too where nobody waited for it and where it goes
-on from its checkpoint (`fit(..., resume="auto")`); else what to type is said. All of that in a thread: the notebook's
-own cells go on meanwhile.
+Hosts are requested again, as by `restart`. The ranks' state comes from cells, so those run again in order, without
+their output. The cell with the training runs again too, if nobody waited for it and it continues from its checkpoint
+(`fit(..., resume="auto")`). Otherwise a message says what to type. All of this runs in a thread, so the notebook's own
+cells go on meanwhile.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _Again = Callable[[CellRequest, Screen], Execution]
 
 
 def watch(cluster: Cluster, execution: Execution, again: _Again) -> None:
-    """See to a cell that has been sent, where its cluster is one with --requeue. again: sends one anew."""
+    """Watch a cell that has been sent, if its cluster was started with --requeue. again: sends a cell again."""
     on: Any = cluster.entry.options.get("on")
     if on and on.get("requeue"):
         execution.done.add_done_callback(_GoingOn(cluster, execution, again).begin)
 
 
 class _GoingOn:
-    """One for each cell. cell: that which may be interrupted."""
+    """The requeue of one cell. cell: the cell that may be interrupted."""
 
     def __init__(self, cluster: Cluster, cell: Execution, again: _Again) -> None:
         self.cluster, self.cell, self.again = cluster, cell, again
         self.connection = cluster.connection
 
     def begin(self, done: Future[Any]) -> None:
-        """Where a training in the cell was saved and has ended: see whether that was the end of its hosts."""
+        """If a training in the cell was saved and has ended, check whether that was the end of its hosts."""
         if cluster_end.SAVED in str(done.exception()):
             threading.Thread(target=self._run, name="nbkit-requeue", daemon=True).start()
 
@@ -72,12 +72,12 @@ class _GoingOn:
                 cluster.before_stop.remove(self._give_up)
 
     def _give_up(self) -> None:
-        """The user stops the cluster while it waits for its hosts."""
+        """Give up, because the user stops the cluster while it waits for its hosts."""
         if found := registry.find(self.connection.entry.name):
             registry.end(found)
 
     def _run_again(self, sent: Sequence[SentCell | SentValues]) -> list[str]:
-        """Run the cells that the ranks had run. Returns the values that were pushed and are not known any more."""
+        """Run the cells that the ranks had run. Return the pushed values that are no longer known."""
         missing: set[str] = set()
         for each in sent:
             request = self.cell.request
@@ -115,8 +115,7 @@ class _GoingOn:
 
 
 def _end_by_slurm(connection: Connection) -> ClusterEnd | None:
-    """Return how the hosts are taken away, once that is known; None where they are not, or where somebody has wanted
-    it."""
+    """Return how the hosts are taken away, once that is known; None if they are not, or if somebody asked for it."""
     deadline = time.monotonic() + _FATE_SECONDS
     while time.monotonic() < deadline and not connection.ended:
         is_alive = connection.entry.is_alive()

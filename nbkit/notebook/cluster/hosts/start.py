@@ -1,7 +1,7 @@
-"""Start a cluster on other hosts, from the notebook: a controller and a coordinator here; all or nothing.
+"""Start a cluster on other hosts from the notebook, with a controller and a coordinator here. All or nothing.
 
-As on one machine, what comes back has a world. Between the two the ranks register first, each with its own id; then
-rank 0 listens at the address of its host, and all ranks form the world there.
+As on one machine, the returned cluster has a world. First the ranks register, each with its own id. Then rank 0 listens
+at the address of its host, and all ranks form the world there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _REGISTER_SECONDS = 60.0  # from the fork of the ranks
 
 
 class CoordinatorLauncher(LocalProcessLauncher):  # type: ignore[misc]
-    """ipyparallel's launcher for the one process that has agents started on the hosts."""
+    """ipyparallel's launcher for the coordinator, the process that has agents started on the hosts."""
 
     def find_args(self) -> list[str]:
         module = "nbkit.notebook.cluster.hosts.coordinator"
@@ -60,7 +60,7 @@ class CoordinatorLauncher(LocalProcessLauncher):  # type: ignore[misc]
 def launch_on_hosts(
     name: str, request: Request, ttl: float, options: dict[str, object]
 ) -> tuple[ClusterEntry, Client, tuple[str, ...]]:
-    """Start cluster `name`; returns what to tell the user, too. Waits as long as the job is in the queue.
+    """Start cluster `name`. Also return what to tell the user. Waits as long as the job is in the queue.
 
     Raises ClusterExists, UsageError for what can never fit, or ClusterError; then nothing is left on any host.
     """
@@ -69,9 +69,9 @@ def launch_on_hosts(
 
 
 def submit_to_hosts(name: str, request: Request, ttl: float, options: dict[str, object]) -> ClusterEntry:
-    """Ask for the hosts of cluster `name`, and return when the launcher has: no notebook waits for its ranks.
+    """Request the hosts of cluster `name`, and return when the launcher has done so. No notebook waits for its ranks.
 
-    Raises as `launch_on_hosts` does, for what is refused at once.
+    Raises as `launch_on_hosts` does if the request is refused at once.
     """
     with _all_or_nothing(name, request) as begin:
         entry = begin(ttl, {**options, DETACHED: True})
@@ -82,9 +82,9 @@ def submit_to_hosts(name: str, request: Request, ttl: float, options: dict[str, 
 
 
 def reach_on_hosts(entry: ClusterEntry) -> tuple[ClusterEntry, Client, tuple[str, ...]]:
-    """Wait until the ranks of a cluster that was begun are there and have a world, and register them.
+    """Wait until the ranks of a begun cluster are there and have a world, and register them.
 
-    Returns what to tell the user, too. Raises ClusterError.
+    Also returns what to tell the user. Raises ClusterError.
     """
     client, line = None, LiveLine()
     try:
@@ -111,7 +111,7 @@ def reach_on_hosts(entry: ClusterEntry) -> tuple[ClusterEntry, Client, tuple[str
 
 @contextmanager
 def _all_or_nothing(name: str, request: Request) -> Iterator[Callable[[float, dict[str, object]], ClusterEntry]]:
-    """What begins cluster `name`, as (ttl, options) -> its entry; an exception ends all that was begun."""
+    """Yield a function (ttl, options) -> entry that begins cluster `name`. An exception ends all that was begun."""
     starter = starter_of(request, registry.home() / name)
     folder = make_folder(name)
     coordinator = CoordinatorLauncher(
@@ -182,7 +182,7 @@ def _connected(entry: ClusterEntry, deadline: float) -> Client:
 
 
 def _await_ranks(entry: ClusterEntry, client: Client, line: LiveLine) -> StartProgress:
-    """Show how far it is until every rank has registered."""
+    """Show the progress until every rank has registered."""
     deadline = 0.0
     while not client.wait_for(entry.n, _LINE_SECONDS):
         state = _check(entry)
@@ -207,7 +207,7 @@ def _check_processes(entry: ClusterEntry) -> None:
 
 
 def _check_deaths(entry: ClusterEntry, cause: Exception | None = None) -> None:
-    """Raise if ranks have died, with their host or alone: who waits for them would wait in vain."""
+    """Raise if ranks have died, alone or with their host: waiting for them would be in vain."""
     if dead := {death.rank: death.how for death in deaths_in(entry.folder)}:
         raise ClusterError(
             f"{ranks_named(sorted(dead))} died while the cluster was starting.",

@@ -1,4 +1,4 @@
-"""What the options of `%cluster start` ask for."""
+"""Turn the options of `%cluster start` into a request."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from nbkit.notebook.cluster.hosts.start_request import (
 
 
 def requested(options: Any) -> Request | None:
-    """Return the request for other hosts; None for a cluster on this machine. Raises UsageError for what does not
-    fit."""
+    """Return the request for other hosts; None for a cluster on this machine.
+
+    Raises UsageError for options that do not fit together.
+    """
     found = _requested(options)
     if found is not None:
         found = with_spares(found, options.spares)
@@ -113,7 +115,7 @@ def _requested(options: Any) -> Request | None:
 
 
 def _by_plugin(options: Any, of_slurm: dict[str, Any]) -> PluginRequest:
-    """By a launcher of another package."""
+    """Return the request for a launcher from another package."""
     others = [name for name in ("slurm", "hosts", "mpi", "gpus") if getattr(options, name)]
     others += [name.removeprefix("--") for name, value in of_slurm.items() if value and name != "--nodes"]
     if others:
@@ -132,7 +134,7 @@ def _by_plugin(options: Any, of_slurm: dict[str, Any]) -> PluginRequest:
 
 
 def _over_mpi(options: Any) -> MpiRequest:
-    """On the hosts of --hosts, of the batch job around the notebook, or on this machine."""
+    """Return the request for mpirun, on the hosts of --hosts, of the surrounding batch job, or on this machine."""
     hosts = read_hosts(options.hosts) if options.hosts else nodes_of_job()
     total = sum(count for _, count in hosts)
     if not hosts and options.n is None:

@@ -1,4 +1,4 @@
-"""What a user asks for when ranks shall run on other hosts; plain values, which the cluster's options keep."""
+"""Requests for ranks on other hosts: plain values, which the cluster's options keep."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _LOG_LINES = 15
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """`n` ranks in a job of Slurm's. nodes: None takes as few as hold them. "" and () leave it to Slurm.
+    """`n` ranks in a Slurm job.
 
-    cpu: CPU ranks, also where nodes have GPUs. options: of sbatch, as they are. python: "" for the notebook's own.
-    save_before: seconds from when a training in it is saved, and ends, to the end of the job; at most a quarter of its
-    time. requeue: others are asked for where Slurm takes the hosts away under a training. container: words in front of
-    the agent's command, which put it, and so the ranks, into a container: "apptainer exec --nv torch.sif", or options
-    of srun's ("--container-image=..." of pyxis). spares: devices in reserve on each host. spare_hosts: so
-    many nodes more, in reserve for one that is gone.
+    nodes: None takes as few as hold them. "" and () leave the choice to Slurm. cpu: CPU ranks, even if nodes have GPUs.
+    options: options of sbatch, passed unchanged. python: "" for the notebook's own. save_before: how many seconds
+    before the end of the job a training in it is saved, and ends; at most a quarter of the job's time. requeue: if
+    Slurm takes the hosts away under a training, request others. container: words in front of the agent's command that
+    put it, and so the ranks, into a container: "apptainer exec --nv torch.sif", or options of srun
+    ("--container-image=..." of pyxis). spares: devices in reserve on each host. spare_hosts: this many extra nodes, in
+    reserve for one that is gone.
     """
 
     n: int
@@ -55,9 +56,9 @@ class SlurmRequest:
 
 @dataclass(frozen=True)
 class SshRequest:
-    """Ranks on `hosts`, each a name that ssh knows with a number of ranks. The rest as of SlurmRequest.
+    """Ranks on `hosts`, each a name that ssh knows with a number of ranks. Other fields are as in SlurmRequest.
 
-    spare_hosts: so many of them, the last ones, hold no ranks until one of the others is gone.
+    spare_hosts: this many of the hosts, the last ones, hold no ranks until another one is gone.
     """
 
     hosts: tuple[tuple[str, int], ...]
@@ -75,7 +76,7 @@ class SshRequest:
 
 @dataclass(frozen=True)
 class MpiRequest:
-    """Ranks on `hosts`, where mpirun starts the agents. options: of mpirun. The rest as of SshRequest."""
+    """Ranks on `hosts`, where mpirun starts the agents. options: of mpirun. Other fields are as in SshRequest."""
 
     hosts: tuple[tuple[str, int], ...]
     cpu: bool = False
@@ -91,7 +92,7 @@ class MpiRequest:
 
 @dataclass(frozen=True)
 class AllocationRequest:
-    """Ranks on the nodes of the running job of Slurm's. counts: on each node. The rest as of SlurmRequest."""
+    """Ranks on the nodes of the running Slurm job. counts: on each node. Other fields are as in SlurmRequest."""
 
     job: str
     counts: tuple[int, ...]
@@ -106,7 +107,10 @@ class AllocationRequest:
 
 @dataclass(frozen=True)
 class PluginRequest:
-    """`n` ranks, started by the launcher `name` of another package. options: words for it. The rest: SlurmRequest."""
+    """`n` ranks, started by the launcher `name` of another package.
+
+    options: words for that launcher. Other fields are as in SlurmRequest.
+    """
 
     name: str
     n: int
@@ -139,7 +143,7 @@ AGENT = "nbkit.notebook.cluster.hosts.agent"
 
 
 class Starter(Protocol):
-    """Brings agents up on the hosts. cpu: no GPU, whatever there is. address: of this machine, which they can reach.
+    """Starts agents on the hosts. cpu: use no GPU. address: of this machine, which the hosts can reach.
 
     counts: ranks of each host, in the order of hosts; the last `spare_hosts` of them hold none at first.
     """
@@ -150,27 +154,27 @@ class Starter(Protocol):
     address: str
 
     def start(self, payload: str) -> None:
-        """Start an agent on each host, with what it has to know; raises ClusterError."""
+        """Start an agent on each host, and pass it `payload`. Raises ClusterError."""
 
     def look(self) -> LauncherView:
-        """Return how far it is. Called every now and then."""
+        """Return how far it is. Called at intervals."""
 
     def log(self) -> str:
-        """The end of what the agents have printed, where it can be read here."""
+        """Return the end of what the agents have printed, if it can be read here."""
 
     def end(self) -> None:
-        """End what was started; harmless when it has ended."""
+        """End what was started. Does nothing if it has ended."""
 
 
 def agent_command(request: Request) -> list[str]:
-    """Return what starts the agent on a host: the container's words, then Python."""
+    """Return the command that starts the agent on a host: the container's words, then Python."""
     # No shell has replaced a ~, and the one of the host, if there is one, gets each word in quotes.
     container = map(str, map(user_path, shlex.split(request.container)))
     return [*container, str(user_path(request.python)) if request.python else sys.executable, *OWN_MODULES, AGENT]
 
 
 def saved(request: Request) -> dict[str, Any]:
-    """As JSON takes it."""
+    """Return the request in a form that JSON accepts."""
     kind = next(name for name, kind in _KINDS.items() if kind is type(request))
     plain: dict[str, Any] = json.loads(json.dumps(asdict(request)))  # lists for tuples, as they come back
     return {"launcher": kind, **plain}
@@ -183,13 +187,13 @@ def loaded(options: Any) -> Request:
 
 
 def last_lines(path: Path) -> str:
-    """The end of a log file; nothing where it is not there, or not on this host."""
+    """Return the end of a log file; nothing if the file does not exist, or is not on this host."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return "\n".join(lines[-_LOG_LINES:])
 
 
 def _check_spare_hosts(hosts: Sequence[tuple[str, int]], spare: int) -> None:
-    """Raise UsageError where the last `spare` of `hosts` cannot take the place of any of the others but the first."""
+    """Raise UsageError unless the last `spare` of `hosts` can replace any of the others except the first."""
     held, reserve = hosts[: len(hosts) - spare], hosts[len(hosts) - spare :]
     given = ",".join(f"{name}:{count}" for name, count in hosts)
     if spare < 0 or len(held) < 2 or not reserve:
@@ -209,7 +213,7 @@ def _check_spare_hosts(hosts: Sequence[tuple[str, int]], spare: int) -> None:
 
 
 def with_spares(request: Request, spares: int) -> Request:
-    """Return the request, with so many devices in reserve on each host. Raises UsageError for fewer than none."""
+    """Return the request with this many devices in reserve on each host. Raises UsageError for a negative number."""
     if spares < 0:
         raise UsageError("So many spares cannot be.", numbers=f"--spares {spares}", hint="--spares 1")
     return replace(request, spares=spares)

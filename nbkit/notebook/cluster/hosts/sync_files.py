@@ -1,7 +1,7 @@
-"""`%cluster sync .`: brings the project's own files to hosts that do not see the notebook's file system.
+"""`%cluster sync .`: copies the project's own files to hosts that do not see the notebook's file system.
 
-They go the way that cells go, signed and encrypted, to one rank of each host, in messages of some megabytes. A host
-that sees the same files gets none, and one that was given them before gets what has changed.
+Like cells, the files are sent signed and encrypted, in messages of some megabytes, to one rank of each host. A host
+that sees the same files gets none. A host that already has a copy gets only the changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class ProjectFiles:
-    """files: name relative to the notebook's directory -> bytes. left_out: what is not brought, each with why."""
+    """Files to copy.
+
+    files: name relative to the notebook's directory -> bytes. left_out: files not copied, with reasons.
+    """
 
     root: Path
     files: Mapping[str, int]
@@ -37,9 +40,10 @@ class ProjectFiles:
 
 @dataclass(frozen=True)
 class Synced:
-    """What `%cluster sync` has done. hosts: name -> (files, bytes) that went there, None where it sees them itself.
+    """Result of `%cluster sync`.
 
-    stale: modules that ranks had imported before, and that have changed.
+    hosts: name -> (files, bytes) that were sent there, None if the host sees the files itself.
+    stale: modules that ranks had already imported and that have changed.
     """
 
     files: int
@@ -67,9 +71,9 @@ class Synced:
 
 
 def project_at(path: str | os.PathLike[str], root: Path) -> ProjectFiles:
-    """The files of `path`, a folder or file within the notebook's directory `root`, that .gitignore does not name.
+    """Return the files of `path`, a folder or file in the notebook's directory `root`, without those in .gitignore.
 
-    Raises UsageError where there is nothing, outside of `root`, and above LIMIT.
+    Raises UsageError if there is nothing, if it is outside of `root`, and above LIMIT.
     """
     folder = Path(os.path.normpath(root / user_path(path)))
     if not folder.exists() or not folder.is_relative_to(root):
@@ -100,7 +104,7 @@ def project_at(path: str | os.PathLike[str], root: Path) -> ProjectFiles:
 
 
 def sync(client: Client, labels: Sequence[str], project: ProjectFiles) -> Synced:
-    """Bring `project` to the hosts of the ranks. labels: of each rank, as the cluster's entry has them."""
+    """Copy `project` to the hosts of the ranks. labels: of each rank, as in the cluster's entry."""
     ranks: dict[str, list[int]] = {}
     for rank, label in enumerate(labels):
         ranks.setdefault(label.partition(":")[0], []).append(rank)
@@ -125,7 +129,10 @@ def sync(client: Client, labels: Sequence[str], project: ProjectFiles) -> Synced
 
 
 def _listed(folder: Path, root: Path) -> Iterator[Path]:
-    """Every file of `folder` that git would not ignore in `root`; where there is no git, all but hidden folders."""
+    """Return every file of `folder` that git would not ignore in `root`.
+
+    Without git, return all except hidden folders.
+    """
     if shutil.which("git"):
         asked = ["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", str(folder)]
         done = subprocess.run(["git", "--literal-pathspecs", "-C", str(root), *asked], capture_output=True, check=False)
@@ -153,7 +160,7 @@ def _messages(names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[s
 
 
 def _smaller(files: Mapping[str, int]) -> str:
-    """The folder with most Python files, which is likely to be the code."""
+    """Return the folder with most Python files, which is probably the code."""
     tops = [name.partition(os.sep)[0] for name in files if name.endswith(".py") and os.sep in name]
     return max(sorted(set(tops)), key=tops.count, default="src")
 

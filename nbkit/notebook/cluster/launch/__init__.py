@@ -1,1 +1,1 @@
-"""Starting a cluster: which device each rank gets, and the processes that make it up."""
+"""Start a cluster: which device each rank gets, and the processes that make up the cluster."""

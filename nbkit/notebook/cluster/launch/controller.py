@@ -1,28 +1,22 @@
-"""The controller's heartbeat: it asks the engines for a sign of life often while they arrive, seldom afterwards.
+"""Changes to the ipyparallel controller. Its process makes them from the configuration file that `launch` writes.
 
-ipyparallel registers an engine at a heartbeat, so a short period is a quick start; but a short period for ever is a
-percent of a core, taken from the ranks of a machine that has few. ipyparallel has one period for both. Nor may hundreds
-of engines be asked as often as two: an answer that comes two periods late does not count, and the controller takes 0.07
-ms of a core for each. The controller's own process calls `slow_down` from the configuration file that `launch` writes.
+`slow_down`: the heartbeat is frequent while engines arrive, and slow afterwards. ipyparallel registers an engine at a
+heartbeat, so a short period makes a start quick. But a permanently short period costs a percent of a core, which ranks
+of a small machine lack, and ipyparallel has one period for both. Hundreds of engines cannot be asked as often as two:
+an answer that comes two periods late does not count, and the controller takes 0.07 ms of a core for each.
 
-A controller ends when one of its schedulers has.
+`end_with_schedulers`: a controller ends when one of its schedulers has ended. ipyparallel's own goes on: calls, output
+or requests then reach nobody, and a waiter waits for ever. The parent of the ranks and each notebook see and report
+that a controller has ended.
 
-ipyparallel's goes on: calls, output or requests then reach nobody, and whoever waits for an answer waits for ever. That
-a controller has ended is seen and told by the parent of the ranks and by each notebook. The controller's own process
-calls `end_with_schedulers` from the configuration file that `launch` writes for it.
+`hold_ports`: the controller's ports are kept from others between choosing and using them. ipyparallel asks the system
+for a free port, closes it, and has a scheduler open it half a second later. Meanwhile any new connection on the machine
+may get the port. The scheduler then dies, and a cluster without it does not answer.
 
-The controller's ports, kept from others between choosing and using them.
-
-ipyparallel asks the system for a free port, closes it, and has a scheduler open it half a second later. Meanwhile any
-connection that begins on the machine may get it; the scheduler then dies, and a cluster without it does not answer. The
-controller's own process calls `hold_ports` from the configuration file that `launch` writes.
-
-What the controller's hub hears of calls and output: nothing.
-
-ipyparallel's schedulers send the hub a copy of all that passes, of which it keeps records, for `queue_status` and for
-looking results up. nbkit does neither. The copies took most of the controller's CPU, and the records of a notebook that
-runs for weeks all memory. The controller's own process calls `keep_none` from the configuration file that `launch`
-writes for it.
+`keep_none`: the controller's hub receives no copies of calls and output. ipyparallel's schedulers send the hub a copy
+of everything that passes. The hub keeps records of it for `queue_status` and for looking up results; nbkit uses
+neither. The copies took most of the controller's CPU time, and the records of a notebook that runs for weeks took all
+memory.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ CHECK_MS = 500
 
 
 def end_with_schedulers() -> None:
-    """Make the controller of this process end, within half a second, when one of the processes that it started has."""
+    """Make the controller of this process end within half a second after one of the processes it started has ended."""
     from ipyparallel.controller.app import IPController
     from tornado.ioloop import PeriodicCallback
 
@@ -64,10 +58,10 @@ _held: list[socket.socket] = []
 
 
 def hold_ports() -> None:
-    """Have the ports that the controller of this process chooses belong to it as long as it lives.
+    """Reserve the ports that the controller of this process chooses, as long as it lives.
 
     On Linux the system gives nobody a port on which a socket is bound, while another socket may listen on it if both
-    have SO_REUSEADDR, as those of zmq have.
+    have SO_REUSEADDR, as zmq's sockets do.
     """
     from ipyparallel import util
 
@@ -89,7 +83,7 @@ _HEARTS = b"heartmonitor"  # what hubs are sent besides: which engines have come
 
 
 def keep_none() -> None:
-    """Make every Hub of this process, and of those it forks, subscribe to nothing but news of engines."""
+    """Make every Hub of this process and of its forks subscribe only to news of engines."""
     from ipyparallel.controller.hub import Hub
 
     init = Hub.__init__
@@ -110,7 +104,7 @@ GIVEN_UP_SECONDS = 300.0  # an engine that the hub gives up never comes back, so
 
 
 def slow_down() -> None:
-    """Make every HeartMonitor of this process and its forks beat less often where engines have arrived, or are many."""
+    """Make every HeartMonitor of this process and its forks beat less often once engines have arrived, or are many."""
     from ipyparallel.controller.heartmonitor import HeartMonitor
 
     beat = getattr(HeartMonitor, "beat", None)

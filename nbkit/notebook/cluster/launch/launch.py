@@ -1,7 +1,7 @@
-"""Start a cluster: a controller of ipyparallel's and the parent of the ranks, side by side; all or nothing.
+"""Start a cluster: an ipyparallel controller and the parent of the ranks, side by side. All or nothing.
 
-The two are slow for different reasons (one forks schedulers, the other imports torch), so they start at the
-same time. What comes back has a world: every rank has answered, after an all-reduce over all of them.
+The two are slow for different reasons (one forks schedulers, the other imports torch), so they start at the same time.
+The returned cluster has a world: every rank has answered, after an all-reduce over all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOG_LINES = 15
 
 
 class ParentLauncher(LocalProcessLauncher, EngineLauncher):  # type: ignore[misc]
-    """ipyparallel's launcher for the one process that forks the ranks of this host."""
+    """ipyparallel's launcher for the parent, the process that forks the ranks of this host."""
 
     def find_args(self) -> list[str]:
         return [sys.executable, *OWN_MODULES, "nbkit.bridge.parent.parent", str(Path(self.profile_dir).parent)]
@@ -49,7 +49,7 @@ class ParentLauncher(LocalProcessLauncher, EngineLauncher):  # type: ignore[misc
 def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) -> tuple[ClusterEntry, Client]:
     """Start cluster `name`. Raises ClusterExists, or ClusterError with the last log lines; then nothing is left."""
     folder = make_folder(name)
-    # Made before anything starts, so that whatever an interrupt leaves half done is known and can be ended.
+    # Created before anything starts, so that after an interrupt everything half started is known and can be ended.
     launcher, controller = _parent_launcher(folder, name), controller_launcher(folder, name)
     try:
         _write_spec(folder, name, pinning, ttl)
@@ -84,7 +84,7 @@ def launch(name: str, pinning: Pinning, ttl: float, options: dict[str, object]) 
 
 
 def with_all_ranks(entry: ClusterEntry) -> tuple[ClusterEntry, Client]:
-    """Wait until all ranks of a cluster that is starting are there, and register them. Raises ClusterError."""
+    """Wait until all ranks of a starting cluster are there, and register them. Raises ClusterError."""
     deadline = time.monotonic() + START_SECONDS
     client = connect(entry, deadline)
     try:
@@ -98,7 +98,7 @@ def with_all_ranks(entry: ClusterEntry) -> tuple[ClusterEntry, Client]:
 
 
 def connect(entry: ClusterEntry, deadline: float | None = None) -> Client:
-    """A client of a cluster's controller, once that has written where it is."""
+    """Return a client of a cluster's controller, once the controller has written its address."""
     path = entry.folder / "profile" / "security" / f"ipcontroller-{entry.name}-client.json"
     while True:
         if path.exists() and path.stat().st_size:
@@ -166,7 +166,7 @@ def _parent_launcher(folder: Path, name: str) -> ParentLauncher:
 
 
 def environment_of_ranks() -> dict[str, str]:
-    """Return what ranks find in their environment, on this host and on others."""
+    """Return the variables that ranks find in their environment, on this host and on others."""
     site = site_settings.read()
     return {
         # The parent is forked: it may ask whether there is a GPU, but must not start CUDA for that.
@@ -179,17 +179,20 @@ def environment_of_ranks() -> dict[str, str]:
 
 
 def without_errors(environment: Mapping[str, str]) -> dict[str, str]:
-    """Where PYTHONWARNINGS makes warnings errors, it as of a process that lives on when a library of it warns."""
+    """Return PYTHONWARNINGS with "error" replaced by "default", or {} if it makes no warning an error.
+
+    A process with it goes on when one of its libraries warns.
+    """
     filters = environment.get("PYTHONWARNINGS", "")
     parts = [re.sub("^ *error", "default", part) for part in filters.split(",")]
     return {"PYTHONWARNINGS": ",".join(parts)} if "error" in filters else {}
 
 
 def controller_launcher(folder: Path, name: str, address: str = "") -> LocalControllerLauncher:
-    """ipyparallel's own launcher; its Cluster would start it from a thread, which no interrupt reaches.
+    """Return ipyparallel's own launcher. Its Cluster would start it from a thread, which no interrupt reaches.
 
-    address: of this host, where other hosts reach it. What passes is signed, and encrypted on one host too: everybody
-    there may subscribe to what the controller publishes, the output of cells.
+    address: of this host, as other hosts reach it. Messages are signed and encrypted, even on a single host: everybody
+    on it may subscribe to what the controller publishes, the output of cells.
     """
     config = "from nbkit.notebook.cluster.launch import controller\n\n"
     config += "controller.slow_down()\ncontroller.keep_none()\ncontroller.hold_ports()\n"
@@ -217,7 +220,10 @@ def controller_launcher(folder: Path, name: str, address: str = "") -> LocalCont
 
 
 def quiet() -> logging.Logger:
-    """ipyparallel's launchers copy their process's output to the notebook at low levels; it is in the log file."""
+    """Return a logger for ipyparallel's launchers that drops low levels.
+
+    At those levels they copy their process's output to the notebook; it is in the log file.
+    """
     logger = logging.getLogger("nbkit.launch")
     logger.setLevel(logging.ERROR)
     return logger
@@ -242,9 +248,9 @@ def _check_controller(entry: ClusterEntry) -> None:
 
 
 def with_ranks(entry: ClusterEntry, client: Client, is_worth_it: Callable[[], bool] | None = None) -> ClusterEntry:
-    """The entry with the processes of its ranks, each of which has answered a call and has a world.
+    """Return the entry with the processes of its ranks. Each has answered a call and has a world.
 
-    is_worth_it: whether to go on waiting for them; as long as their parent and the controller live where None is given.
+    is_worth_it: returns whether to go on waiting for them. By default: while their parent and the controller are alive.
     """
     answers = client.reach(range(entry.n), START_SECONDS, is_worth_it or entry.is_alive)
     if len(answers) < entry.n:
@@ -261,7 +267,7 @@ def with_ranks(entry: ClusterEntry, client: Client, is_worth_it: Callable[[], bo
 
 
 def failed(entry: ClusterEntry, what: str, log: str) -> ClusterError:
-    """The error of a start that failed, with the last lines of a log."""
+    """Return the error of a failed start, with the last lines of a log."""
     path = entry.folder / "logs" / log
     lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:] if path.exists() else []
     return ClusterError(
@@ -272,7 +278,7 @@ def failed(entry: ClusterEntry, what: str, log: str) -> ClusterError:
 
 
 def end(pid: int, folder: Path) -> None:
-    """End a process that we started and what it started; of one that has ended already, what is left of its session."""
+    """End a process that we started and its children. If it has already ended, end what is left of its session."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]

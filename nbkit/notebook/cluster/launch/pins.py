@@ -1,13 +1,12 @@
-"""Devices for another number of ranks: a rank that stays keeps its GPU; of CPU ranks the cores are shared anew.
+"""Pin each rank to one GPU by its UUID, or to a share of the CPU cores, and keep the reason.
 
-Pin each rank to one GPU by its UUID, or to a share of the CPU cores, and keep the reason.
+`plan_pins` is pure: it receives what the machine has and returns values, so the GPU branches are tested without GPUs.
+`pins_on` calls it for a machine that was read. Nothing here imports torch.
 
-`plan_pins` is pure: it is told what the machine has and answers with values, so the GPU branches are tested
-without GPUs. `pins_on` calls it for a machine that was read. Nothing here imports torch.
-
-The devices of a running cluster's ranks, as its parent has them now: a rank may have gone to a spare one.
-
-Limits of what one user's clusters may take of a machine together: see nbkit.notebook.cluster.site_settings.
+`repinned` returns the devices of a running cluster as its parent has them now, since a rank may have gone to a spare
+one. `resized_pins` plans another number of ranks: a rank that stays keeps its GPU; CPU cores are divided anew.
+`pins_within` applies the limits on what one user's clusters may take together; see
+nbkit.notebook.cluster.site_settings.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _CPU_RANKS_WITHOUT_N = 2
 
 @dataclass(frozen=True)
 class Pin:
-    """One rank's device.
+    """The device of one rank.
 
-    env: to be set before torch is imported or CUDA touched. cores: for os.sched_setaffinity.
-    threads: for torch.set_num_threads. label: for tables. why: the reason of the choice, for people.
+    env: variables to set before torch is imported or CUDA is used. cores: for os.sched_setaffinity.
+    threads: for torch.set_num_threads. label: for tables. why: the reason for the choice, for people.
     """
 
     rank: int
@@ -55,16 +54,16 @@ class Pin:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """As the parent of the ranks reads it: see nbkit.bridge.parent.spec.RankPin."""
+        """Return the pin as the parent of the ranks reads it; see nbkit.bridge.parent.spec.RankPin."""
         places = {"env": dict(self.env), "cores": list(self.cores), "threads": self.threads}
         return {**places, "label": self.label, "why": self.why}
 
 
 @dataclass(frozen=True)
 class Pinning:
-    """The pins of all ranks in rank order, the backend that fits them, and what the user should be told.
+    """The pins of all ranks in rank order, the backend that fits them, and notes for the user.
 
-    spares: devices in reserve, with numbers after those of the ranks. retired: those that ranks were taken off.
+    spares: devices in reserve, numbered after those of the ranks. retired: devices that ranks were taken off.
     """
 
     pins: tuple[Pin, ...]
@@ -81,7 +80,7 @@ class Pinning:
 def pins_on(
     machine: Machine, n: int | None = None, gpus: str | None = None, *, cpu: bool = False, spares: int = 0
 ) -> Pinning:
-    """`plan_pins` for a machine as it was read by this notebook. Raises UsageError as `plan_pins` does."""
+    """Do `plan_pins` for a machine as this notebook has read it. Raises UsageError as `plan_pins` does."""
     return plan_pins(
         n,
         gpus,
@@ -109,16 +108,15 @@ def plan_pins(
 ) -> Pinning:
     """Pin `n` ranks.
 
-    n: number of ranks; None is one per idle GPU, one in all where others use GPUs, two CPU ranks where none is idle.
-    gpus: the user's list ("2,3", "0,0", "1:0" for a MIG instance), taken as it is, busy or not.
-    found: all GPUs of the machine; those that are unfit get no rank. cores: those the job may use. visible:
-    CUDA_VISIBLE_DEVICES, None if not set.
-    cpu: no GPU, whatever there is. own_pid: this notebook's kernel, whose own memory on a GPU is no obstacle.
-    quota: cores' worth of time that a container grants, None for all of `cores`: bounds the threads. spares: so many
-    devices more, of their own, that no rank is on: the last ones of `gpus`, or cores that are taken from the ranks.
+    n: number of ranks. None means one per idle GPU; one in all if others use GPUs; two CPU ranks if no GPU is idle.
+    gpus: the user's list ("2,3", "0,0", "1:0" for a MIG instance), used as given, busy or not. found: all GPUs of the
+    machine; unfit ones get no rank. cores: those the job may use. visible: CUDA_VISIBLE_DEVICES, None if not set. cpu:
+    use no GPU. own_pid: this notebook's kernel, whose own memory on a GPU does not make it busy. quota: cores' worth of
+    time that a container grants, None for all of `cores`; it limits the threads. spares: number of extra devices that
+    no rank is on: the last ones of `gpus`, or cores that are taken from the ranks.
 
-    Raises UsageError when n is not positive, or more than the idle GPUs, or not the length of `gpus`; when an
-    entry of `gpus` names nothing; when `gpus` and `cpu` are both given; when no device is left for a spare.
+    Raises UsageError if n is not positive, or more than the idle GPUs, or not the length of `gpus`; if an entry of
+    `gpus` names nothing; if `gpus` and `cpu` are both given; if no device is left for a spare.
     """
     if n is not None and n < 1:
         raise UsageError("A cluster has at least one rank.", numbers=f"-n {n}", hint="-n 1")
@@ -254,12 +252,12 @@ def _on_gpus(
 
 
 def _near(gpu: Gpu, share: Sequence[int], cores: Sequence[int]) -> str:
-    """Whether the rank was kept to the cores of its GPU's socket, where there are others."""
+    """Return a note if the rank was kept to the cores of its GPU's socket and there are other cores; else ""."""
     return ", on its socket" if {*share} <= {*gpu.near} and not {*cores} <= {*gpu.near} else ""
 
 
 def _doubled(chosen: Sequence[Gpu]) -> list[str]:
-    """One sentence per physical GPU that has more than one rank."""
+    """Return a sentence for each physical GPU that has more than one rank."""
     ranks_on: dict[str, list[int]] = {}
     for rank, gpu in enumerate(chosen):
         ranks_on.setdefault(gpu.chip, []).append(rank)
@@ -286,7 +284,7 @@ def _on_cores(
 
 
 def _shares(count: int, spares: int, cores: Sequence[int]) -> list[tuple[int, ...]]:
-    """Ranks may have to share cores. A spare has some of its own: one that ranks are on would fail with theirs."""
+    """Divide the cores. Ranks may have to share cores. A spare gets its own, since shared ones would fail together."""
     if not spares or count + spares <= len(cores):
         return share_cores(count + spares, cores)
     if spares >= len(cores):
@@ -295,13 +293,15 @@ def _shares(count: int, spares: int, cores: Sequence[int]) -> list[tuple[int, ..
 
 
 def _threads(share: Sequence[int], count: int, quota: float | None) -> int:
-    """Return a thread per core, but not more than the container grants time for: it stops all of them when they
-    overdraw."""
+    """Return a thread per core, but no more than the container's quota allows.
+
+    A container that overdraws its quota has all its threads stopped.
+    """
     return len(share) if quota is None else max(1, min(len(share), int(quota / count)))
 
 
 def _crowding(count: int, cores: Sequence[int], quota: float | None, left: int | None = None) -> list[str]:
-    """left: cores that are not kept for spares."""
+    """Return notes about ranks that share cores and about a container's quota. left: cores not kept for spares."""
     told, left = [], len(cores) if left is None else left
     if count > left:
         told.append(f"{count} ranks share {_counted(left, 'core')}, 1 thread each.")
@@ -317,7 +317,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def pinning_of(entry: ClusterEntry) -> Pinning:
-    """The pinning of a running cluster's ranks, so that a restart puts them on the same devices."""
+    """Return the pinning of a running cluster's ranks, so that a restart puts them on the same devices."""
     spec = json.loads((entry.folder / "spec.json").read_text())
     kind: Literal["gpu", "cpu"] = "gpu" if spec["device"] == "cuda" else "cpu"
 
@@ -334,7 +334,10 @@ def pinning_of(entry: ClusterEntry) -> Pinning:
 
 
 def repinned(entry: ClusterEntry) -> ClusterEntry:
-    """The entry with the devices that its ranks are on now; of other hosts' the coordinator has written them."""
+    """Return the entry with the devices that its ranks are on now.
+
+    For other hosts, the coordinator has written them.
+    """
     if entry.is_spread:
         told = progress.read(entry.folder)
         if told is None or told.phase != "forked":
@@ -357,9 +360,9 @@ def pins_within(
     cpu: bool = False,
     spares: int = 0,
 ) -> Pinning:
-    """`pins_on`, of what the user may take; without `n` and `gpus` fewer ranks where all would be too much.
+    """Do `pins_on` within the user's limits. Without `n` and `gpus`, reduce the number of ranks to fit.
 
-    Raises UsageError as `pins_on` does, and when so much was asked for, or nothing is left.
+    Raises UsageError as `pins_on` does, and if the requested number is above the limits, or nothing is left.
     """
     plan = pins_on(machine, n, gpus, cpu=cpu, spares=spares)
     entries = [entry for entry in registry.entries() if entry.is_here and not entry.is_spread and entry.is_alive()]
@@ -397,7 +400,10 @@ def _ways_out(left: int, entries: Sequence[ClusterEntry]) -> str:
 
 
 def resized_pins(site: Site, machine: Machine, now: Pinning, n: int) -> Pinning:
-    """The pins of `n` ranks, where those of `now` are. Raises UsageError, with what fits, for more than there are."""
+    """Return the pins of `n` ranks, given those of `now`.
+
+    Raises UsageError, with what fits, if there are too few devices.
+    """
     here = len(now.pins)
     if n < 1:
         raise UsageError("A cluster has at least one rank.", numbers=f"resize {n}", hint="%cluster resize 1")
@@ -448,14 +454,14 @@ def _fits(site: Site, machine: Machine, now: Pinning, n: int) -> bool:
 
 
 def _without_reserve(machine: Machine, now: Pinning) -> Machine:
-    """`machine` without the cores in reserve, and without those that a rank was taken off."""
+    """Return `machine` without the cores in reserve and those that a rank was taken off."""
     kept = {core for pin in (*now.spares, *now.retired) if pin.kind == "cpu" for core in pin.cores}
     return replace(machine, cores=tuple(core for core in machine.cores if core not in kept))
 
 
 def _without(machine: Machine, now: Pinning) -> Machine:
-    """`machine` without the GPUs of `now`, which look idle until a rank first computes on them."""
+    """Return `machine` without the GPUs of `now`, which look idle until a rank first computes on them."""
     ours = {pin.env.get("CUDA_VISIBLE_DEVICES") for pin in (*now.pins, *now.spares, *now.retired)}
     left = tuple(gpu for gpu in machine.gpus if gpu.uuid not in ours)
-    # Where the CUDA driver alone has counted them, it would count all again.
+    # If only the CUDA driver has listed them, it would list all of them again.
     return replace(machine, survey=replace(machine.survey, gpus=left, is_installed=True))

@@ -1,4 +1,4 @@
-"""Is this machine one that nbkit supports? Asked by `nbkit doctor` and before a cluster starts.
+"""Check that nbkit supports this machine. Used by `nbkit doctor` and before a cluster starts.
 
 torch is looked up in the installed metadata: importing it would cost seconds and memory in the kernel.
 """
@@ -57,7 +57,7 @@ def check_platform(
 
 
 def torch_version() -> str:
-    """The installed torch's version ("2.13.0+cpu") from its metadata, "" if there is none."""
+    """Return the installed torch's version ("2.13.0+cpu") from its metadata, "" if there is none."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -65,7 +65,10 @@ def torch_version() -> str:
 
 
 def starts_by_forking(system: str = sys.platform) -> bool:
-    """Linux forks the ranks from one parent; macOS spawns them, since its system libraries do not live through fork."""
+    """Return True if ranks are forked from one parent (Linux).
+
+    macOS spawns them, because its system libraries do not survive a fork.
+    """
     return system == "linux"
 
 

@@ -19,8 +19,9 @@ from nbkit.private_symbols import LACKING, problems
 
 @dataclass(frozen=True)
 class Started:
-    """pinning: None where each host has pinned its own ranks. seconds: from nothing to ready;
-    0 for an attached one.
+    """A cluster that is ready.
+
+    pinning: None if each host has pinned its own ranks. seconds: from nothing to ready; 0 for an attached one.
     """
 
     connection: Connection
@@ -40,7 +41,7 @@ def launched(name: str, pinning: Pinning, ttl: float, options: dict[str, object]
 
 
 def _of_ranks(folder: Path) -> list[str]:
-    """Return what the parent of the ranks found to be missing in the installed torch."""
+    """Return the parts that the parent of the ranks found to be missing in the installed torch."""
     path = folder / LACKING
     return list(json.loads(path.read_text())) if path.exists() else []
 

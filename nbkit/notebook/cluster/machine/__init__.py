@@ -1,1 +1,1 @@
-"""What this machine has to compute on, read once, and what that means for a cluster."""
+"""The devices of this machine, read once, and what they mean for a cluster."""

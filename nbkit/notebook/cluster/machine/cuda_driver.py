@@ -1,7 +1,7 @@
-"""What the CUDA driver itself says, asked in a process of its own: no library of CUDA is loaded into the notebook's.
+"""Ask the CUDA driver about its devices, in a separate process: no CUDA library is loaded into the notebook's process.
 
-nvidia-smi shows GPUs where CUDA does not start (a library that a container was not given, a fabric manager that does
-not run). And in containers that have GPUs without nvidia-smi, the driver is the one who names them.
+nvidia-smi shows GPUs even if CUDA does not start (a library missing in a container, a fabric manager that does not
+run). In containers that have GPUs but no nvidia-smi, only the driver can list them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 _SECONDS = 60.0
-# The linker's choice, then where NixOS and WSL have it, of which their torch knows.
+# The linker's choice, then the places on NixOS and WSL, which their torch knows.
 _LIBRARIES = ("libcuda.so.1", "/run/opengl-driver/lib/libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
 # cuInit makes no context: it takes no memory of a GPU, and nvidia-smi shows no process. cuDriverGetVersion is the
 # version of the library that is really loaded, which may be newer than the driver's own ("cuda-compat" in containers).
@@ -70,7 +70,7 @@ print(json.dumps(answer))
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """A device that CUDA counts, in PCI order. uuid: as CUDA_VISIBLE_DEVICES takes it."""
+    """A device that CUDA counts, in PCI order. uuid: in the form that CUDA_VISIBLE_DEVICES accepts."""
 
     uuid: str
     name: str
@@ -81,9 +81,10 @@ class CudaDevice:
 
 @dataclass(frozen=True)
 class CudaDriver:
-    """version: the CUDA that the driver knows, None where its library is missing. error: why CUDA does not start.
+    """The CUDA driver's answer.
 
-    code: CUDA's number of that error, 0 without one. Where a GPU is cut up by MIG, CUDA counts one instance alone.
+    version: the CUDA version that the driver supports, None if its library is missing. error: why CUDA does not start.
+    code: CUDA's number of that error, 0 without one. On a GPU divided by MIG, CUDA counts only one instance.
     """
 
     version: tuple[int, int] | None = None
@@ -93,7 +94,7 @@ class CudaDriver:
 
 
 def begin() -> subprocess.Popen[str]:
-    """Start asking; `finish` has the answer. Raises OSError where no process can be started."""
+    """Start the question; `finish` returns the answer. Raises OSError if no process can be started."""
     # All devices, in nvidia-smi's order, whatever the notebook was given.
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     command = [sys.executable, "-I", "-S", "-c", _QUESTION, *_LIBRARIES]
@@ -107,7 +108,7 @@ def begin() -> subprocess.Popen[str]:
 
 
 def finish(asked: subprocess.Popen[str]) -> CudaDriver | None:
-    """Return the answer; None where there is none, and then nothing is known."""
+    """Return the answer, or None if there is none."""
     try:
         said, _ = asked.communicate(timeout=_SECONDS)
     except subprocess.TimeoutExpired:
@@ -119,7 +120,7 @@ def finish(asked: subprocess.Popen[str]) -> CudaDriver | None:
 
 
 def parse_answer(said: str) -> CudaDriver | None:
-    """Return the line of JSON that the process prints; None for anything else."""
+    """Return the values in the line of JSON that the process prints; None for anything else."""
     try:
         answer = json.loads(said)
         version = answer.get("version")

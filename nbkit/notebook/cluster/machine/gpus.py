@@ -1,7 +1,7 @@
-"""The GPUs of this machine, who computes on them, and which of them CUDA_VISIBLE_DEVICES leaves.
+"""The GPUs of this machine, the processes that compute on them, and the choice that CUDA_VISIBLE_DEVICES leaves.
 
-Asks nvidia-smi and nothing else: no CUDA context is made, torch is not imported. Reading is kept apart from
-asking, so that every answer of nvidia-smi can be tested on a machine without a GPU.
+Only nvidia-smi is asked: no CUDA context is made, torch is not imported. Parsing is separate from asking, so every
+answer of nvidia-smi can be tested on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MIG_LINE = re.compile(r"\s+MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)")
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that computes on a GPU; `mib` is None where the driver does not tell."""
+    """A process that computes on a GPU. `mib` is None if the driver does not tell."""
 
     pid: int
     name: str
@@ -49,7 +49,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Unfit:
-    """Why a rank cannot compute on a GPU, and what to do about it."""
+    """Reason why a rank cannot compute on a GPU, and what to do about it."""
 
     why: str
     fix: str
@@ -57,11 +57,12 @@ class Unfit:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, or one MIG instance of it: then `slot` is its number on the GPU, and `parent` that GPU's UUID.
+    """A GPU, or one MIG instance of a GPU.
 
-    `index` is nvidia-smi's number (PCI order). Memory is in MiB, None where the driver answers "N/A". bus: its place on
-    the PCI bus as Linux writes it. capability: CUDA's "compute capability", (7, 5) for a T4. near: the cores of its
-    socket. unfit: why no rank can compute on it.
+    For an instance, `slot` is its number on the GPU and `parent` is that GPU's UUID. `index` is nvidia-smi's number
+    (PCI order). Memory is in MiB, None if the driver answers "N/A". bus: its place on the PCI bus as Linux writes it.
+    capability: CUDA's "compute capability", (7, 5) for a T4. near: the cores of its socket. unfit: why no rank can
+    compute on it.
     """
 
     index: int
@@ -84,11 +85,11 @@ class Gpu:
 
     @property
     def chip(self) -> str:
-        """UUID of the physical GPU; MIG instances of one GPU share it."""
+        """Return the UUID of the physical GPU. MIG instances of one GPU share it."""
         return self.parent or self.uuid
 
     def in_use_by_others(self, own_pid: int | None = None) -> str:
-        """Why it is not idle, or "". What `own_pid` (this notebook's kernel) does on it does not count."""
+        """Return why it is not idle, or "". Use by `own_pid` (this notebook's kernel) does not count."""
         others = [process for process in self.processes if process.pid != own_pid and not process.is_mps_server]
         if others:
             return ", ".join(str(process) for process in others)
@@ -104,9 +105,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Survey:
-    """The GPUs that nvidia-smi lists. `problem`: its own complaint when it is installed and does not work, else "".
+    """The GPUs that nvidia-smi lists. `problem`: its error message if it is installed but does not work, else "".
 
-    is_installed: whether there is an nvidia-smi. driver: NVIDIA's version of it, "535.183.01".
+    is_installed: True if nvidia-smi exists. driver: the version of NVIDIA's driver, "535.183.01".
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -116,12 +117,12 @@ class Survey:
 
 
 def find_gpus() -> list[Gpu]:
-    """Return every GPU of this machine, MIG instances in the place of a GPU cut up into them; [] if there is none."""
+    """Return every GPU of this machine, or []. A GPU divided by MIG is replaced by its instances."""
     return list(survey_gpus().gpus)
 
 
 def survey_gpus() -> Survey:
-    """Ask nvidia-smi once. That it is missing is no problem of its own."""
+    """Ask nvidia-smi once. A missing nvidia-smi is not a problem."""
     smi = nvidia_smi.find()
     if smi is None:
         return Survey(is_installed=False)
@@ -138,14 +139,14 @@ def survey_gpus() -> Survey:
 
 
 def parse_driver(gpus: str) -> str:
-    """The driver's version in the answer to --query-gpu, "" where there is no GPU."""
+    """Return the driver's version from the answer to --query-gpu, "" if there is no GPU."""
     return next((row[6] for row in rows(gpus)), "")
 
 
 def parse_gpus(gpus: str, processes: str = "") -> list[Gpu]:
-    """The answers to --query-gpu and --query-compute-apps (csv, noheader, nounits) as values.
+    """Return the answers to --query-gpu and --query-compute-apps (csv, noheader, nounits) as values.
 
-    A row that does not have the columns asked for is a ValueError.
+    Raises ValueError if a row does not have the requested columns.
     """
     running: dict[str, list[GpuProcess]] = {}
     for row in rows(processes):
@@ -175,7 +176,7 @@ def _unfit(index: int, mig: str, mode: str) -> Unfit | None:
 
 @dataclass(frozen=True)
 class Instance:
-    """One MIG line of `nvidia-smi -L`."""
+    """A MIG line of `nvidia-smi -L`."""
 
     index: int
     slot: int
@@ -195,9 +196,9 @@ def parse_instances(listing: str) -> list[Instance]:
 
 
 def put_instances(gpus: Sequence[Gpu], instances: Sequence[Instance], details: str) -> list[Gpu]:
-    """Put a GPU's MIG instances in its place, with memory and processes from `nvidia-smi -q -x`.
+    """Replace a GPU by its MIG instances, with memory and processes from `nvidia-smi -q -x`.
 
-    Only the XML says which instance a process runs on; the csv answers know the whole GPU alone.
+    Only the XML says which instance a process runs on; the csv answers list only whole GPUs.
     """
     described = {node.findtext("uuid", ""): node for node in ElementTree.fromstring(details).iter("gpu")}
     found: list[Gpu] = []
@@ -212,7 +213,7 @@ def put_instances(gpus: Sequence[Gpu], instances: Sequence[Instance], details: s
 
 
 def _instance(gpu: Gpu, instance: Instance, node: ElementTree.Element | None) -> Gpu:
-    # Without a description every process of the GPU counts for each instance: never take what may be in use.
+    # Without a description, each process of the GPU counts for every instance: never take one that may be in use.
     total, used, processes = None, None, gpu.processes
     for device in node.iterfind("mig_devices/mig_device") if node is not None else ():
         if device.findtext("index", "").strip() == str(instance.slot):
@@ -233,11 +234,11 @@ def _processes_at(node: ElementTree.Element, place: tuple[str | None, str | None
 
 
 def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves of `gpus`, in its order; None (not set) leaves all.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves of `gpus`, in its order; None (not set) leaves all.
 
-    As CUDA reads it: numbers, beginnings of UUIDs, MIG names; the list ends before the first entry that names
-    nothing ("-1", "NoDevFiles"); a number of a GPU cut up by MIG means its first instance. Numbers are taken in
-    PCI order, as nvidia-smi shows them.
+    It is read as CUDA reads it: numbers, beginnings of UUIDs, MIG names. The list ends before the first entry that
+    names nothing ("-1", "NoDevFiles"). The number of a GPU divided by MIG means its first instance. Numbers are in PCI
+    order, as nvidia-smi shows them.
     """
     if visible is None:
         return list(gpus)
@@ -271,8 +272,7 @@ def choose_gpus(gpus: Sequence[Gpu], text: str, visible: str | None = None) -> l
 
 
 def find_gpu(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
-    """Return the GPU of that number ("1", "1:0") or beginning of a UUID; None when nothing, or more than one,
-    matches."""
+    """Return the GPU with that number ("1", "1:0") or beginning of a UUID; None if none or several match."""
     if re.fullmatch(r"\d+(:\d+)?", entry):
         return next((gpu for gpu in gpus if entry in (gpu.number, str(gpu.index))), None)
     if not entry.startswith(("GPU-", "MIG-")):
@@ -282,7 +282,7 @@ def find_gpu(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
 
 
 def show_mib(mib: int | None) -> str:
-    """MiB for people: "512 MiB", "30.0 GiB", "unknown memory"."""
+    """Return MiB as text for people: "512 MiB", "30.0 GiB", "unknown memory"."""
     if mib is None:
         return "unknown memory"
     return f"{mib} MiB" if mib < 1024 else f"{mib / 1024:.1f} GiB"

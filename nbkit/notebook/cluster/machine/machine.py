@@ -1,14 +1,10 @@
-"""Everything of this machine that matters to a cluster, read once into one value.
+"""Everything about this machine that matters to a cluster, read once into one value (`Machine`).
 
-Which torch is installed and what it is built for, read from its files: torch is not imported for it.
-
-Whether the installed torch can compute on an NVIDIA GPU: what `import torch` would find out too late.
-
-The GPUs that Linux sees on the PCI bus, whoever made them and whether or not anything can use them.
-
-What joins the GPUs of this machine, and its network cards that can read GPUs: for people, no choice hangs on it.
-
-The CPU cores this process may use, and how they are shared out among ranks.
+- The installed torch and what it is built for, read from its files without importing torch.
+- Whether this torch can compute on an NVIDIA GPU, which `import torch` would find out too late (`unfit`).
+- The GPUs that Linux sees on the PCI bus, of any maker, usable or not.
+- The links between the GPUs, and network cards that can read GPUs. They are only for people; no choice depends on them.
+- The CPU cores that this process may use, and how they are divided among ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +33,10 @@ _OFFICIAL = re.compile(r"\d+\.\d+\.\d+(\+cu\d+)?")
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """version: "2.13.0+cpu", "" where torch is not installed. cuda, hip, xpu: versions it is built for, "" without."""
+    """The installed torch.
+
+    version: "2.13.0+cpu", "" if torch is not installed. cuda, hip, xpu: versions it is built for, "" without.
+    """
 
     version: str
     cuda: str = ""
@@ -46,17 +45,17 @@ class TorchBuild:
 
     @property
     def kind(self) -> str:
-        """For people: what its GPUs are."""
+        """Return the kind of GPU it is built for, as text for people."""
         return "CUDA" if self.cuda else "ROCm" if self.hip else "XPU" if self.xpu else "the CPU"
 
     @property
     def is_official(self) -> bool:
-        """Return True if it has the architectures that PyTorch's wheels of its CUDA have."""
+        """Return True if it has the same architectures as PyTorch's own wheels for its CUDA version."""
         return bool(_OFFICIAL.fullmatch(self.version))
 
 
 def read_build() -> TorchBuild:
-    """The torch that ranks will import."""
+    """Return the torch that ranks will import."""
     version = torch_version()
     try:
         found = importlib.util.find_spec("torch") if version else None
@@ -67,7 +66,10 @@ def read_build() -> TorchBuild:
 
 
 def parse_build(version: str, text: str) -> TorchBuild:
-    """text: of torch/version.py, "" where it cannot be read; then the version's own end tells ("+cpu", "+cu128")."""
+    """Return the build described by `text` of torch/version.py.
+
+    If it cannot be read, text is "", and the end of the version tells the build ("+cpu", "+cu128").
+    """
     if text:
         return TorchBuild(version, **dict(_NAMED.findall(text)))
     local = version.partition("+")[2]
@@ -95,12 +97,15 @@ _LIBRARY_MISSING = "in a container, docker run -e NVIDIA_DRIVER_CAPABILITIES=com
 
 
 def unfit(gpu: Gpu, *, torch: TorchBuild, cuda: CudaDriver | None, driver: str) -> Unfit | None:
-    """Why no rank can compute on `gpu`, None if nothing speaks against it. driver: NVIDIA's version of it, or ""."""
+    """Return why no rank can compute on `gpu`, None if there is no reason.
+
+    driver: version of NVIDIA's driver, or "".
+    """
     if not torch.version:
         return gpu.unfit  # what to install is said elsewhere
     if not torch.cuda:
         return Unfit(f"torch {torch.version} is built for {torch.kind}", _a_cuda_build(cuda))
-    # What concerns one GPU says more than what CUDA says of all, and that less than a driver that fits none.
+    # A driver that fits no GPU comes first, then a reason about this GPU, then CUDA's error for all GPUs.
     return _driver_unfit(torch, cuda, driver) or gpu.unfit or _error_of(cuda) or _too_old_or_new(gpu, torch)
 
 
@@ -137,7 +142,7 @@ def _too_old_or_new(gpu: Gpu, torch: TorchBuild) -> Unfit | None:
 
 
 def _a_cuda_build(cuda: CudaDriver | None) -> str:
-    """Return how to come to a torch for CUDA that the driver runs."""
+    """Return how to get a torch for a CUDA version that the driver supports."""
     known = cuda.version[0] if cuda and cuda.version else max(_DRIVERS)
     if known < min(_DRIVERS):
         return f"install a newer driver ({_DRIVERS[max(_DRIVERS)]} or above); {_install('')}"
@@ -169,9 +174,10 @@ _INTEL_IN_CPU = "0000:00:02."
 
 @dataclass(frozen=True)
 class PciGpu:
-    """bus: "0000:07:00.0". driver: of Linux ("nvidia", "amdgpu", "xe", "nouveau"), "" without one.
+    """A GPU on the PCI bus.
 
-    is_accelerator: made to compute, no screen can be plugged in.
+    bus: "0000:07:00.0". driver: Linux's driver ("nvidia", "amdgpu", "xe", "nouveau"), "" without one. is_accelerator:
+    it is made to compute, and no screen can be plugged in.
     """
 
     vendor: str
@@ -181,7 +187,7 @@ class PciGpu:
 
 
 def pci_gpus(root: Path = Path("/")) -> tuple[PciGpu, ...]:
-    """In the order of the bus, without what is part of an Intel CPU."""
+    """Return the GPUs on the PCI bus in bus order, without those that are part of an Intel CPU."""
     found = []
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
         kind, vendor = _read(device / "class")[:6], _VENDORS.get(_read(device / "vendor"))
@@ -194,7 +200,7 @@ def pci_gpus(root: Path = Path("/")) -> tuple[PciGpu, ...]:
 
 
 def nvidia_driver_gpus(root: Path = Path("/")) -> tuple[str, ...]:
-    """The names of the GPUs that NVIDIA's kernel driver holds and this container has a device file of."""
+    """Return the names of the GPUs that NVIDIA's kernel driver holds and that have a device file in this container."""
     found = []
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
         told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in _lines(path))}
@@ -235,7 +241,7 @@ _PCIE = {
 
 @dataclass(frozen=True)
 class GpuLink:
-    """kind: as nvidia-smi has it: "NV18" for 18 NVLinks, "PIX", "PXB", "PHB", "NODE", "SYS"."""
+    """A link between two GPUs. kind: nvidia-smi's name: "NV18" for 18 NVLinks, "PIX", "PXB", "PHB", "NODE", "SYS"."""
 
     first: int
     second: int
@@ -252,7 +258,7 @@ class Adapter:
 
 
 def gpu_links() -> tuple[GpuLink, ...]:
-    """From `nvidia-smi topo -m`; () where it is not there or has no answer (WSL)."""
+    """Return the links that `nvidia-smi topo -m` lists; () if it is missing or gives no answer (WSL)."""
     smi = nvidia_smi.find()
     try:
         return parse_topology(nvidia_smi.ask(smi, ["topo", "-m"])[0]) if smi else ()
@@ -273,13 +279,13 @@ def parse_topology(table: str) -> tuple[GpuLink, ...]:
 
 
 def show_links(links: Sequence[GpuLink]) -> str:
-    """For people: "NVLink between all 8 (NV18)"; "" without a link."""
+    """Return the links as text for people: "NVLink between all 8 (NV18)"; "" if there is none."""
     kinds = list(dict.fromkeys(link.kind for link in links))
     gpus = {number for link in links for number in (link.first, link.second)}
     if len(kinds) == 1:
         among = f"all {len(gpus)}" if len(gpus) > 2 else "both"
         return f"{_in_words(kinds[0])} between {among} ({kinds[0]})"
-    # The rarest last is not what people look for: NVLink is named with its pairs, what remains is PCIe.
+    # People look for NVLink, so it is listed with its pairs; the rest is PCIe.
     fast = [f"{link.first}-{link.second}" for link in links if link.kind.startswith("NV")]
     others = ", ".join(f"{_in_words(kind)} ({kind})" for kind in kinds if not kind.startswith("NV"))
     return f"NVLink between {', '.join(fast)}; else {others}" if fast else others
@@ -290,7 +296,7 @@ def _in_words(kind: str) -> str:
 
 
 def network_adapters(root: Path = Path("/")) -> tuple[Adapter, ...]:
-    """The ports in /sys/class/infiniband that are up."""
+    """Return the ports in /sys/class/infiniband that are up."""
     found = []
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         try:
@@ -303,7 +309,7 @@ def network_adapters(root: Path = Path("/")) -> tuple[Adapter, ...]:
 
 
 def show_adapters(adapters: Sequence[Adapter]) -> str:
-    """For people: "8 InfiniBand ports of 400 Gb/s (mlx5_0 to mlx5_7)"."""
+    """Return the adapters as text for people: "8 InfiniBand ports of 400 Gb/s (mlx5_0 to mlx5_7)"."""
     texts = []
     for kind, rate in dict.fromkeys((each.kind, each.rate) for each in adapters):
         names = [each.name for each in adapters if (each.kind, each.rate) == (kind, rate)]
@@ -318,9 +324,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores_here() -> tuple[int, ...]:
-    """The cores this process may use, hardware threads of one physical core side by side.
+    """Return the cores that this process may use, with the hardware threads of one physical core next to each other.
 
-    Contiguous blocks of it then never split a physical core between two ranks, where the numbers come out even.
+    Contiguous blocks then never split a physical core between two ranks, if the numbers divide evenly.
     """
     try:
         cores = os.sched_getaffinity(0)
@@ -330,9 +336,9 @@ def cores_here() -> tuple[int, ...]:
 
 
 def quota_here(cgroup: Path = _CGROUP) -> float | None:
-    """Cores' worth of time that a container grants (Kubernetes: limits.cpu), None without such a limit.
+    """Return the cores' worth of time that a container grants (Kubernetes: limits.cpu), None without such a limit.
 
-    Affinity does not show it: a pod with a limit of 4 sees all cores of its node.
+    The affinity does not show it: a pod with a limit of 4 sees all cores of its node.
     """
     try:
         if (cgroup / "cpu.max").exists():
@@ -346,9 +352,9 @@ def quota_here(cgroup: Path = _CGROUP) -> float | None:
 
 
 def share_cores(count: int, cores: Sequence[int]) -> list[tuple[int, ...]]:
-    """`count` contiguous blocks, the first ones a core larger where it does not come out even.
+    """Return `count` contiguous blocks. If they do not divide evenly, the first ones have one core more.
 
-    More ranks than cores: rank i has core i % cores. Raises UsageError without a core.
+    With more ranks than cores, rank i has core i % cores. Raises UsageError without a core.
     """
     if not cores:
         raise UsageError("No CPU core to run on.", numbers="0 cores in this process's affinity")
@@ -360,9 +366,10 @@ def share_cores(count: int, cores: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def share_cores_near(near: Sequence[Sequence[int]], cores: Sequence[int]) -> list[tuple[int, ...]]:
-    """`share_cores` among the ranks whose GPUs are on one socket, of the cores of that socket; near: those, by rank.
+    """Do `share_cores`, for ranks whose GPUs are on one socket, among the cores of that socket.
 
-    As if no socket were known where one has no core here, fewer than its ranks, or shares cores with another.
+    near: those cores, by rank. No socket is considered if one of them has no core here, has fewer cores than ranks, or
+    shares cores with another.
     """
     sockets = {frozenset(each) & frozenset(cores) for each in near}
     ranks_at = {socket: [rank for rank, each in enumerate(near) if socket == frozenset(each) & frozenset(cores)]
@@ -378,7 +385,7 @@ def share_cores_near(near: Sequence[Sequence[int]], cores: Sequence[int]) -> lis
 
 
 def show_cores(cores: Sequence[int]) -> str:
-    """For people: "core 3", "cores 0-3,8-11"."""
+    """Return the cores as text for people: "core 3", "cores 0-3,8-11"."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:
@@ -404,11 +411,11 @@ _CONTAINER_VARIABLES = ("KUBERNETES_SERVICE_HOST", "APPTAINER_CONTAINER", "SINGU
 
 @dataclass(frozen=True)
 class Machine:
-    """What was read.
+    """Everything that was read about the machine.
 
-    survey: nvidia-smi's answers. held: names of the GPUs that NVIDIA's kernel driver holds. cuda: what the CUDA driver
-    says, None where it was not asked or had no answer. pci: GPUs on the bus. near: place on the bus -> cores of its
-    socket. links and adapters: read for `nbkit doctor` alone.
+    survey: nvidia-smi's answers. held: names of the GPUs that NVIDIA's kernel driver holds. cuda: the CUDA driver's
+    answers, None if it was not asked or gave none. pci: GPUs on the bus. near: place on the bus -> cores of its socket.
+    links and adapters: read only for `nbkit doctor`.
     """
 
     torch: TorchBuild
@@ -428,7 +435,7 @@ class Machine:
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """The NVIDIA GPUs, each with the cores near it and, where no rank can compute on it, why."""
+        """Return the NVIDIA GPUs, each with the cores near it and, if no rank can compute on it, the reason."""
         found = self.survey.gpus or self._counted_by_cuda()
         known = {device.uuid: device.capability for device in (self.cuda.devices if self.cuda else ())}
         full = (replace(gpu, near=self.near.get(gpu.bus, ()), capability=known.get(gpu.uuid)) for gpu in found)
@@ -437,7 +444,10 @@ class Machine:
         )
 
     def _counted_by_cuda(self) -> tuple[Gpu, ...]:
-        """Without nvidia-smi the CUDA driver tells which GPUs there are; who computes on them, it does not tell."""
+        """Return the GPUs that the CUDA driver lists, for a machine without nvidia-smi.
+
+        It does not know who computes on them.
+        """
         if self.survey.is_installed or self.cuda is None or self.cuda.error:
             return ()
         return tuple(
@@ -447,7 +457,7 @@ class Machine:
 
 
 def read_machine(*, links: bool = False) -> Machine:
-    """This machine as it is now; takes as long as nvidia-smi does. links: also what joins the GPUs, for people."""
+    """Return this machine as it is now. Takes as long as nvidia-smi does. links: also read what connects the GPUs."""
     held = nvidia_driver_gpus()
     # Both wake the GPUs, so they are asked at the same time.
     asked = _ask_cuda() if held or nvidia_smi.find() else None

@@ -1,6 +1,6 @@
-"""What there is to say of a machine before a cluster starts: what was seen, what is used of it, what to type.
+"""Remarks on a machine before a cluster starts: what was seen, what is used of it, what to type.
 
-Each remark is made from the values of one `Machine`, so that all of them are tested on machines that are not at hand.
+Each remark is made from the values of one `Machine`, so all of them can be tested for machines that are not at hand.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Told = Literal["doctor", "start", "bare start"]
 
 @dataclass(frozen=True)
 class Remark:
-    """seen: on the machine. used: what a cluster makes of it. hint: what to type to have it otherwise, or "".
+    """A remark. seen: found on the machine. used: what a cluster uses of it. hint: what to type to change that, or "".
 
-    told: where. "doctor": by `nbkit doctor` alone; "start": by `%cluster start` too, unless --cpu is asked for; "bare
-    start": only where neither -n nor --gpus is given.
+    told: where it is shown. "doctor": only by `nbkit doctor`; "start": by `%cluster start` too, unless --cpu is given;
+    "bare start": only if neither -n nor --gpus is given.
     """
 
     subject: str
@@ -38,7 +38,7 @@ class Remark:
 
 
 def notes_at_start(machine: Machine, *, n: int | None, gpus: str | None, cpu: bool) -> tuple[str, ...]:
-    """Return what `%cluster start` with these options tells of the machine."""
+    """Return the notes that `%cluster start` with these options shows about the machine."""
     bare = n is None and gpus is None
     if cpu:
         return ()
@@ -46,7 +46,7 @@ def notes_at_start(machine: Machine, *, n: int | None, gpus: str | None, cpu: bo
 
 
 def remarks(machine: Machine) -> tuple[Remark, ...]:
-    """All that there is to say, the most important first."""
+    """Return all remarks, the most important first."""
     return (
         *_nvidia(machine),
         *_unusable(machine),
@@ -59,7 +59,7 @@ def remarks(machine: Machine) -> tuple[Remark, ...]:
 
 
 def _nvidia(machine: Machine) -> Iterator[Remark]:
-    """NVIDIA GPUs that nvidia-smi does not show."""
+    """Yield remarks about NVIDIA GPUs that nvidia-smi does not show."""
     survey, on_bus = machine.survey, [gpu for gpu in machine.pci if gpu.vendor == "NVIDIA"]
     if survey.problem:
         hint = "Run nvidia-smi in a terminal; after a driver update, restart the machine"
@@ -76,7 +76,7 @@ def _nvidia(machine: Machine) -> Iterator[Remark]:
         hint = "To use them: docker run -e NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         yield Remark("nvidia-smi", seen, _ON_CPU, hint, "start")
     elif on_bus and not machine.gpus:
-        # A torch that could not use them says that nobody means to.
+        # A torch that cannot use them shows that nobody intends to.
         told: Told = "start" if machine.torch.cuda else "doctor"
         count = _many(len(on_bus), "NVIDIA GPU")
         if machine.is_container:
@@ -89,14 +89,14 @@ def _nvidia(machine: Machine) -> Iterator[Remark]:
 
 
 def _unusable(machine: Machine) -> Iterator[Remark]:
-    """GPUs that nvidia-smi shows and the ranks cannot compute on, those with the same reason together."""
+    """Yield remarks about GPUs that nvidia-smi shows but ranks cannot compute on, grouped by reason."""
     visible = _visible(machine)
     none_left = all(gpu.unfit for gpu in visible)
     for reason in dict.fromkeys(gpu.unfit for gpu in machine.gpus if gpu.unfit):
         found = [gpu for gpu in machine.gpus if gpu.unfit == reason]
         seen = f"{_named(found)} cannot be used, since {reason.why}"
         hint = f"To use {'it' if len(found) == 1 else 'them'}: {reason.fix}"
-        # Who has hidden a GPU, or names others, need not hear of it.
+        # A user who hid the GPU, or chose others, need not be told.
         told: Told = "doctor" if not {*found} & {*visible} else "start" if none_left else "bare start"
         yield Remark("GPU", seen, _ON_CPU if none_left else "left alone", hint, told)
 
@@ -109,7 +109,7 @@ def _other_vendors(machine: Machine) -> Iterator[Remark]:
         yield Remark("GPU", "The GPU of this Mac (MPS) cannot join a process group", _ON_CPU, hint, "start")
     amd = [gpu for gpu in machine.pci if gpu.vendor == "AMD" and gpu.driver == "amdgpu"]
     if amd:
-        # Graphics that is part of a CPU or drives a screen is not meant, unless torch is built for it.
+        # GPUs inside a CPU or for a screen are ignored, unless torch is built for them.
         told: Told = "start" if torch.hip or any(gpu.is_accelerator for gpu in amd) else "doctor"
         hint = f"To try, with a torch built for ROCm: torchrun --nproc-per-node {len(amd)} train.py (never run yet)"
         yield Remark("GPU", f"{_many(len(amd), 'AMD GPU')} (ROCm), which nbkit does not pin", used, hint, told)
@@ -121,7 +121,7 @@ def _other_vendors(machine: Machine) -> Iterator[Remark]:
 
 
 def _hosted(machine: Machine) -> Iterator[Remark]:
-    """Kaggle sets the variables of Colab too, at times, so it comes first."""
+    """Yield remarks about hosted notebooks. Kaggle sometimes sets Colab's variables too, so it is checked first."""
     if "KAGGLE_KERNEL_RUN_TYPE" in machine.env:
         host, menu = "Kaggle", "Settings > Accelerator > GPU T4 x2"
     elif "COLAB_RELEASE_TAG" in machine.env:
@@ -135,7 +135,7 @@ def _hosted(machine: Machine) -> Iterator[Remark]:
 
 
 def _few(machine: Machine) -> Iterator[Remark]:
-    """One GPU, or several instances of one: ranks that share a chip cannot use NCCL."""
+    """Yield remarks about a single GPU, MIG instances and MPS. Ranks that share a chip cannot use NCCL."""
     allowed = [gpu for gpu in _visible(machine) if not gpu.unfit]
     if len(allowed) == 1 and not allowed[0].in_use_by_others():
         gpu = allowed[0].number
@@ -170,7 +170,7 @@ def _visible(machine: Machine) -> list[Gpu]:
 
 
 def _named(gpus: Sequence[Gpu]) -> str:
-    """ "GPU 1 (Tesla T4)", "2 GPUs (Tesla T4)"."""
+    """Return "GPU 1 (Tesla T4)" or "2 GPUs (Tesla T4)"."""
     if len(gpus) == 1:
         return f"GPU {gpus[0].number} ({gpus[0].name})"
     return _counted([gpu.name for gpu in gpus])

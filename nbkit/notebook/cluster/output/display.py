@@ -1,11 +1,11 @@
 """The screen of a cell's output: the notebook cell that started it, or plain stdout.
 
-Jupyter's server drops stream output beyond 1 MB/s averaged over 3 s (and so would lose lines); `Pace` keeps
-what one kernel sends just below that, and nothing is ever sent twice.
+Jupyter's server drops stream output above 1 MB/s averaged over 3 s, which would lose lines. `OutputBudget` keeps one
+kernel's output just below that. Nothing is ever sent twice.
 
-What the ranks of a cell have shown: a page can be cleared only as a whole, and then the others' is shown again.
-
-The beginning of what a rank printed, for `Results.output`; the file on disk has all of it.
+`ShownByRank` keeps what the ranks of a cell have shown. A page can be cleared only as a whole, and then the output of
+the other ranks is shown again. `KeptText` keeps the beginning of what a rank printed, for `Results.output`; the file on
+disk has all of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_CHARACTERS = 200_000
 
 
 class Screen(Protocol):
-    """Where output goes. Calls come from one thread. clears: it can clear what it shows."""
+    """A place for output. All calls come from one thread. clears: it can clear what it shows."""
 
     paced: bool
     clears: bool
@@ -40,7 +40,7 @@ class Screen(Protocol):
 
 
 class KernelScreen:
-    """The output area of the notebook cell that runs now, also after that cell has ended."""
+    """The output area of the notebook cell that is running now, usable even after that cell has ended."""
 
     paced = clears = True
 
@@ -68,7 +68,7 @@ class KernelScreen:
         self._send("clear_output", {"wait": wait})
 
     def comm(self, kind: str, content: dict[str, Any]) -> None:
-        """A message of a widget that lives on a rank, to the pages of this kernel."""
+        """Send a message of a widget that lives on a rank to the pages of this kernel."""
         kernel, body = self.kernel, dict(content)
         metadata, buffers = body.pop("metadata"), body.pop("buffers")
         # From a rank's log they come as text.
@@ -80,7 +80,7 @@ class KernelScreen:
 
 
 class PlainScreen:
-    """stdout and stderr of this process; rich output as its text."""
+    """stdout and stderr of this process. Rich output is shown as its text."""
 
     paced = clears = False
 
@@ -107,14 +107,14 @@ class PlainScreen:
 
 
 class NoScreen(PlainScreen):
-    """Shows nothing, for a cell whose result is returned in another way."""
+    """A screen that shows nothing, for a cell whose result is returned in another way."""
 
     def stream(self, name: str, text: str) -> None:
         return
 
 
 def here() -> Screen:
-    """The screen of whoever calls: the current notebook cell, or stdout."""
+    """Return the screen of the caller: the current notebook cell, or stdout."""
     kernel = getattr(notebook_shell(), "kernel", None)
     if kernel is None:
         return PlainScreen()
@@ -130,9 +130,9 @@ def same_place(one: Screen, other: Screen) -> bool:
 
 
 class OutputBudget:
-    """How many bytes may go out now: a bucket of `burst` bytes that fills at `rate` bytes per second.
+    """A limit on the bytes that may go out now: a bucket of `burst` bytes that fills at `rate` bytes per second.
 
-    burst + 3 s x rate stays below what the server admits in its window of 3 s.
+    burst + 3 s x rate stays below what the server allows in its window of 3 s.
     """
 
     def __init__(self, rate: float = 700_000, burst: float = 700_000) -> None:
@@ -151,10 +151,10 @@ PACE = OutputBudget()  # one per kernel: the server counts all cells together
 
 
 class Outbox:
-    """A queue of output for a screen, shown in order and not faster than Jupyter's server takes it.
+    """A queue of output for a screen, shown in order and no faster than Jupyter's server accepts.
 
-    later: runs a function on this thread in so many seconds. All calls come from one thread. failed: is told what could
-    not be shown, and why; the rest goes on.
+    later: runs a function on this thread after the given number of seconds. All calls come from one thread. failed:
+    called with what could not be shown, and the error; the rest goes on.
     """
 
     def __init__(
@@ -179,19 +179,19 @@ class Outbox:
         self._go()
 
     def put(self, kind: str, *content: Any) -> None:
-        """`display`, `update` or `clear`, after what is queued."""
+        """Queue a `display`, `update` or `clear`."""
         self.queue.append((kind, content))
         self._go()
 
     def drop(self) -> int:
-        """Give up the text that is queued (a flood that the user has stopped); returns how many lines."""
+        """Drop the queued text (a flood that the user has stopped). Return the number of lines."""
         kept = [item for item in self.queue if item[0] != "stream"]
         lines: int = sum(item[1][1].count("\n") for item in self.queue if item[0] == "stream")
         self.queue = deque(kept)
         return lines
 
     def flushed(self, function: Callable[[], None]) -> None:
-        """Call `function` when everything queued so far is out."""
+        """Call `function` when everything queued so far has been shown."""
         self.when_empty.append(function)
         self._go()
 
@@ -232,13 +232,13 @@ class ShownMessage:
 
     @property
     def size(self) -> int:
-        """Characters."""
+        """Return the size in characters."""
         texts = [self.content.get("text"), *self.content.get("data", {}).values()]
         return _PIECE_CHARACTERS + sum(len(text) for text in texts if isinstance(text, str))
 
     @property
     def display_id(self) -> object:
-        """By which it is updated; None for none."""
+        """Return the id under which the output can be updated, or None."""
         return (self.content.get("transient") or {}).get("display_id")
 
 
@@ -250,7 +250,7 @@ class ShownByRank:
         self._size = 0
 
     def add(self, piece: ShownMessage) -> None:
-        """Something more is shown, or what was shown has other contents."""
+        """Record something more that is shown, or new contents of something already shown."""
         if piece.kind == "update_display_data":
             for i, each in enumerate(self._pieces):
                 if each.rank == piece.rank and each.display_id == piece.display_id is not None:
@@ -263,7 +263,7 @@ class ShownByRank:
             self._size -= self._pieces.popleft().size
 
     def clear(self, ranks: Collection[int]) -> list[ShownMessage] | None:
-        """Forget what `ranks` have shown; what stays, to be shown again. None where they had shown nothing."""
+        """Forget what `ranks` have shown. Return what remains, to be shown again; None if they had shown nothing."""
         kept = [piece for piece in self._pieces if piece.rank not in ranks]
         if len(kept) == len(self._pieces):
             return None
@@ -275,7 +275,10 @@ KEPT_CHARACTERS = 1 << 20
 
 
 class KeptText:
-    """Text that arrives in pieces. Each is copied: a list would hold an object for every print of a long training."""
+    """Text that arrives in pieces.
+
+    Each piece is copied: a list would hold an object for every print of a long training.
+    """
 
     def __init__(self) -> None:
         self._text = io.StringIO()

@@ -1,8 +1,8 @@
 """Turn what ranks print into lines for people: labelled, equal ones folded, progress as one moving line.
 
-Pure: it is told the time, and asked what is ready. Lines of one rank keep their order; a line waits at most
-`FOLD_SECONDS` for its twins from other ranks. Text without a newline yet, and lines that rewrite themselves
-with `\\r` as progress bars do, form one moving line at the bottom, however many ranks draw one.
+The code is pure: it is given the time, and asked what is ready. Lines of one rank keep their order. A line waits at
+most `FOLD_SECONDS` for equal lines from other ranks. Text without a newline yet, and lines that rewrite themselves with
+`\\r` as progress bars do, form one moving line at the bottom, however many ranks draw one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from nbkit.wire.cells import ranks_text
 FOLD_SECONDS = 0.03
 REST_SECONDS = 0.04  # text without a newline is shown when nothing has followed it for this long
 GROWING_SECONDS = 0.5  # and at the latest after these, while more of it comes
-UP = "\x1b[A"  # how a bar below another one goes back to that
-BACK_SECONDS = 0.25  # in which it does so, on a busy machine
+UP = "\x1b[A"  # how a bar moves the cursor back to the bar above it
+BACK_SECONDS = 0.25  # time within which it does so on a busy machine
 MOVE_SECONDS = 0.1  # between two states of the moving line
 MOVING_WIDTH = 160
 MOVING_ROWS = 8  # of bars below each other
@@ -35,13 +35,13 @@ class _Line:
 
 @dataclass
 class _Twins:
-    """The waiting lines of one text, by number; those before `head` have been shown."""
+    """The waiting lines with the same text, by number. Those before `head` have been shown."""
 
     lines: list[_Line] = field(default_factory=list)
     head: int = 0
 
     def after(self, number: int) -> _Line | None:
-        """The first that comes after `number`, found by bisection: a rank may print the same line 100,000 times."""
+        """Return the first line after `number`. Uses bisection: a rank may print the same line 100,000 times."""
         at = bisect_right(self.lines, number, lo=self.head, key=lambda line: line.number)
         return self.lines[at] if at < len(self.lines) else None
 
@@ -50,9 +50,9 @@ class _Twins:
 class _Tail:
     """The text that a rank has printed on a stream since its last newline.
 
-    since: when the last of it came; first: when the first. moves: it has used a carriage return; redrawn: and text
-    after that. above: lines that have moved and ended, to which the cursor may come back. below: those that it has come
-    back from.
+    since: when its last piece came. first: when its first piece came. moves: it has used a carriage return. redrawn:
+    and text followed. above: lines that moved and ended, to which the cursor may come back. below: lines that the
+    cursor has left to go back up.
     """
 
     text: str = ""
@@ -65,13 +65,13 @@ class _Tail:
 
     @property
     def rows(self) -> list[str]:
-        """The text as a terminal would show it."""
+        """Return the text as a terminal would show it."""
         return [row for row in (*self.above, self.text, *self.below) if row.strip()]
 
 
 @dataclass
 class Lines:
-    """The lines of one cell. ranks: those that run it."""
+    """The lines of one cell. ranks: the ranks that run it."""
 
     ranks: Sequence[int]
     waiting: deque[_Line] = field(default_factory=deque)
@@ -85,7 +85,7 @@ class Lines:
     changed: bool = False
 
     def feed(self, now: float, rank: int, name: str, text: str) -> None:
-        """Take text that `rank` has printed on stream `name` ("stdout" or "stderr")."""
+        """Accept text that `rank` has printed on stream `name` ("stdout" or "stderr")."""
         tail = self.tails.setdefault((rank, name), _Tail())
         other = "stderr" if name == "stdout" else "stdout"
         before = self.tails.get((rank, other))
@@ -105,7 +105,7 @@ class Lines:
         self.changed = True
 
     def _end_line(self, now: float, rank: int, name: str, tail: _Tail) -> None:
-        """A bar that ends its line has ended, or goes on to the bar below it and comes back."""
+        """End the line of a bar. The bar is over, or continues with the bar below it and comes back."""
         if tail.below:
             tail.above.append(tail.text)
             tail.text = tail.below.pop(0)
@@ -128,7 +128,7 @@ class Lines:
         tail.moves = tail.redrawn = True
 
     def _let_go(self, now: float, rank: int, name: str, tail: _Tail) -> None:
-        """Lines to which the cursor has not come back."""
+        """Release the lines to which the cursor has not come back."""
         for row in tail.above:
             if row.strip():
                 self._add(now, rank, name, row)
@@ -162,7 +162,7 @@ class Lines:
         self.last[rank] = line.number
 
     def due(self, now: float) -> float | None:
-        """Seconds until something more can be shown; None if nothing is waiting."""
+        """Return the seconds until something more can be shown; None if nothing is waiting."""
         waits = []
         if self.waiting:
             head = self.waiting[0]
@@ -175,7 +175,10 @@ class Lines:
         return max(0.0, min(waits)) if waits else None
 
     def take(self, now: float, *, final: bool = False) -> list[tuple[str, str]]:
-        """The text that is ready: (stream name, text) pairs in order. final: everything, because the cell has ended."""
+        """Return the text that is ready, as (stream name, text) pairs in order.
+
+        final: everything, because the cell has ended.
+        """
         for (rank, name), tail in self.tails.items():
             if final:
                 for row in tail.rows if tail.above or tail.below else [tail.text] * bool(tail.text):
@@ -200,7 +203,7 @@ class Lines:
         return self._with_moving_line(now, pieces, final)
 
     def make_way(self) -> list[tuple[str, str]]:
-        """The text that wipes the moving line, so that something else comes above it; it is drawn again below."""
+        """Return the text that wipes the moving line, so that other output comes above it. It is drawn again below."""
         wiped = [(self.shown_name, f"\r{' ' * len(self.shown)}\r")] if self.shown else []
         self.shown, self.changed = "", True
         return wiped
@@ -225,7 +228,10 @@ class Lines:
 
     @staticmethod
     def _ripe(tail: _Tail) -> float:
-        """When an unfinished line is worth showing: a bar at once, other text if its newline is not about to come."""
+        """Return the time at which an unfinished line is worth showing.
+
+        A progress bar is shown at once. Other text is shown if its newline does not seem to come.
+        """
         if tail.moves or tail.above or tail.below:
             return tail.since
         return min(tail.since + REST_SECONDS, tail.first + GROWING_SECONDS)
@@ -246,5 +252,5 @@ class Lines:
 
 
 def label(ranks: Sequence[int]) -> str:
-    """`[0-3]`"""
+    """Return the ranks as a label: `[0-3]`."""
     return f"[{ranks_text(list(ranks))}]"

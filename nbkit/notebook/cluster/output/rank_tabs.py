@@ -1,7 +1,7 @@
-"""A cell's output with a tab for each rank: what a rank prints is in its own; what else the cell shows is below.
+"""A cell's output with a tab for each rank. A rank's printed text is in its tab; everything else is shown below.
 
-While the cell runs the tabs are a widget. When it has ended they are a page without scripts, which saved notebooks
-keep: there a widget would be an error.
+While the cell runs, the tabs are a widget. When it has ended, they are a page without scripts that saved notebooks
+keep; a widget would be an error there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STYLE = """
 
 
 class RankText:
-    """What a rank has printed, as a terminal would show it: after `\\r` a line starts again."""
+    """The text that a rank has printed, as a terminal would show it: after `\\r` a line starts again."""
 
     def __init__(self) -> None:
         self.text = ""  # up to the last newline
@@ -64,9 +64,9 @@ class RankText:
 
 
 class RankTabs(KernelScreen):
-    """The screen of a cell in a notebook, with tabs above what it shows. Made in the cell, on the main thread.
+    """The screen of a cell in a notebook, with tabs above its other output. Create it in the cell, on the main thread.
 
-    later: runs a function on the client's thread, on which `feed` is called too, in so many seconds.
+    later: runs a function on the client's thread, where `feed` is called too, after the given number of seconds.
     """
 
     def __init__(self, kernel: Any, ranks: Sequence[int], later: Callable[[float, Callable[[], None]], Any]) -> None:
@@ -91,7 +91,7 @@ class RankTabs(KernelScreen):
         return bundle | self.still(), {}, {"display_id": self.id}
 
     def feed(self, rank: int, text: str) -> None:
-        """Take what `rank` has printed."""
+        """Accept text that `rank` has printed."""
         if rank not in self.texts:  # it has joined while the cell runs
             self.texts[rank] = RankText()
         self.texts[rank].feed(text)
@@ -113,7 +113,7 @@ class RankTabs(KernelScreen):
                     self.panes[rank].value = f"<pre style='{_PRE}'>{html.escape(str(self.texts[rank]))}</pre>"
 
     def end(self) -> None:
-        """The cell is over: leave what needs no kernel."""
+        """End the tabs: the cell is over, so show a form that needs no kernel."""
         with self._ending:
             if self._ended:
                 return
@@ -124,7 +124,7 @@ class RankTabs(KernelScreen):
                 widget.close()
 
     def still(self, selected: int = 0) -> dict[str, str]:
-        """As text and as a page. selected: the place of the tab that is open."""
+        """Return the tabs as text and as an HTML page. selected: the position of the open tab."""
         plain = "\n".join(f"rank {rank}\n{_indented(str(text))}" for rank, text in self.texts.items())
         tabs = "".join(
             f"<input type='radio' name='{self.id}' id='{self.id}-{rank}'{' checked' if place == selected else ''}>"

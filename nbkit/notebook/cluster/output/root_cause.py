@@ -1,6 +1,6 @@
 """Find the failure that caused the others, and make the error of the cell from it.
 
-The error of a cell that ends because nbkit could not handle a rank's message.
+`fault` makes the error of a cell that ends because nbkit could not handle a rank's message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nbkit.wire.cluster_end import HINT, SAVED
 
 @dataclass(frozen=True)
 class Death:
-    """A rank's process ended. how: "SIGKILL", "it exited with code 1", ..."""
+    """The end of a rank's process. how: "SIGKILL", "it exited with code 1", ..."""
 
     rank: int
     how: str
@@ -27,21 +27,24 @@ class Death:
 
 
 def ends_in(folder: Path) -> Iterator[dict[str, Any]]:
-    """What the parent of the ranks wrote in the cluster's folder of those that ended, before it told anybody."""
+    """Yield what the parent of the ranks wrote about each ended rank in the cluster's folder.
+
+    The parent writes it before it tells anybody.
+    """
     for path in folder.glob("rank*.end.json"):
-        with suppress(OSError, ValueError):  # the folder goes with the cluster; half written: the next look has it
+        with suppress(OSError, ValueError):  # the folder is gone, or the file half written: the next look finds it
             yield json.loads(path.read_text())
 
 
 def deaths_in(folder: Path) -> Iterator[Death]:
-    """The ranks that have ended, and in whose place no other process is, or is to be."""
+    """Return the ranks that have ended and are not, and will not be, replaced by another process."""
     for read in ends_in(folder):
         if not read.get("replaced"):
             yield Death(read["rank"], read["how"], read["when"])
 
 
 def root_of(records: Mapping[int, CellRecord], deaths: Mapping[int, Death]) -> int | None:
-    """Return the rank that failed first by itself: not one that was released, nor one whose peer had gone."""
+    """Return the rank that failed first by itself: one that was not released, and whose peer was not gone."""
     moments = {death.rank: death.when for death in deaths.values()}
     for rank, record in records.items():
         if record.failure and record.status == "error":
@@ -50,7 +53,7 @@ def root_of(records: Mapping[int, CellRecord], deaths: Mapping[int, Death]) -> i
 
 
 def twins_of(root: int, records: Mapping[int, CellRecord]) -> tuple[int, ...]:
-    """Return the ranks that failed in the same way as `root`, itself included, and by themselves as it did.
+    """Return the ranks that failed in the same way as `root`, including itself, and by themselves.
 
     A rank that is released fails too, often in the same line and with an error of the same name.
     """
@@ -63,13 +66,13 @@ def _are_twins(first: CellRecord, other: CellRecord) -> bool:
     assert cause is not None
     if failure is None or (failure.ename, failure.line) != (cause.ename, cause.line):
         return False
-    # One that is slower may be told to end before it comes to the same error: then it says the same.
+    # A slower rank may be told to end before it reaches the same error; its message is then the same.
     late = other.status == "released" and failure.ename != "KeyboardInterrupt" and failure.evalue == cause.evalue
     return other.status == first.status or late
 
 
 def secondary_lines(root: int, records: Mapping[int, CellRecord]) -> list[str]:
-    """Return one line for each group of ranks that failed after and because of another."""
+    """Return one line for each group of ranks that failed because of another rank's failure."""
     groups: dict[str, list[int]] = {}
     same = twins_of(root, records) if root in records and records[root].failure else (root,)
     for rank, record in sorted(records.items()):
@@ -87,9 +90,9 @@ def secondary_lines(root: int, records: Mapping[int, CellRecord]) -> list[str]:
 def cell_error(
     records: Mapping[int, CellRecord], deaths: Mapping[int, Death], *, hint_names: frozenset[str] = frozenset()
 ) -> CellError:
-    """The error that a failed cell raises. hint_names: defined in the notebook, for NameErrors."""
+    """Return the error that a failed cell raises. hint_names: names defined in the notebook, for NameErrors."""
     root = root_of(records, deaths)
-    if root is None:  # only errors about lost peers, and nobody who was lost
+    if root is None:  # only errors about lost peers, but no rank was lost
         root = min((r for r in records if records[r].failure), key=lambda r: _moment(records[r]))
     lines = "\n  ".join(secondary_lines(root, records))
     by_itself = (rank for rank, record in records.items() if record.failure and record.status != "released")
@@ -129,7 +132,7 @@ def _hint_of_lost(ranks: tuple[int, ...], records: Mapping[int, CellRecord]) -> 
 
 
 def _goes_on(records: Mapping[int, CellRecord]) -> str:
-    """Return how a training goes on from its newest checkpoint; "" without one."""
+    """Return how to continue a training from its newest checkpoint; "" without one."""
     failures = [record.failure for record in records.values() if record.failure is not None]
     newest = max((each for each in failures if each.saved), key=lambda each: each.saved_step, default=None)
     if newest is None:
@@ -156,7 +159,7 @@ def _first_line(text: str) -> str:
 
 
 def fault(request: CellRequest, what: str, rank: int | None, error: BaseException) -> CellError:
-    """Return the error. what: the message that was being handled, of `rank` where one sent it."""
+    """Return the error. what: the message that was being handled. rank: its sender, if it came from a rank."""
     whose = f" of rank {rank}" if rank is not None else ""
     made = CellError(
         f"nbkit could not handle {what}{whose}: {type(error).__name__}: {_said(error)}",

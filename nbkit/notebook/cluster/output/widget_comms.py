@@ -1,6 +1,6 @@
-"""Comms of widgets that live on ranks, in the notebook's kernel: what a page says to a widget is sent on to its rank.
+"""Comms of widgets that live on ranks, in the notebook's kernel: a page's message to a widget is sent on to its rank.
 
-What a widget says to its pages goes the other way, in order with the outputs of its cell: see screen.
+Messages from a widget to its pages go the other way, in order with the outputs of its cell; see `display`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Relay = Callable[[int, str, dict[str, Any], Any, Any], None]  # (rank, message t
 
 
 class ClusterComms:
-    """The comms of one cluster's ranks. relay: sends a message to a rank; called on the thread that got it."""
+    """The comms of one cluster's ranks. relay: sends a message to a rank; called on the thread that received it."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._open: set[str] = set()
 
     def on_message(self, rank: int, kind: str, content: dict[str, Any]) -> None:
-        """Know of a comm that a rank opens or closes."""
+        """Record a comm that a rank opens or closes."""
         manager = _manager()
         if manager is None or kind == "comm_msg":
             return
@@ -37,19 +37,19 @@ class ClusterComms:
             manager.comms.pop(comm, None)
 
     def close(self) -> None:
-        """The ranks are gone, or another notebook's."""
+        """Close all comms: the ranks are gone, or belong to another notebook."""
         manager = _manager()
         while self._open and manager is not None:
             manager.comms.pop(self._open.pop(), None)
 
 
 def _manager() -> Any:
-    """Return the kernel's; None where there is no kernel."""
+    """Return the kernel's comm manager; None if there is no kernel."""
     return getattr(getattr(notebook_shell(), "kernel", None), "comm_manager", None)
 
 
 def _on_a_rank(comm: str, send: Callable[..., None]) -> Any:
-    """A comm for the kernel that forwards messages of the page to the rank, and sends nothing to the page itself."""
+    """Return a comm for the kernel that forwards the page's messages to the rank and sends nothing to the page."""
     from comm.base_comm import BaseComm
 
     class OnARank(BaseComm):

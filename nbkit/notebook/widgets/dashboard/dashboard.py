@@ -1,9 +1,9 @@
-"""The live dashboard of a training: a widget where there are widgets, else the same as text.
+"""The live dashboard of a training: a widget where widgets are available, else the same as text.
 
 nbkit.Dashboard()                   # of the notebook's cluster
 nbkit.Dashboard("runs/2026...-dp4") # of a run that was recorded
 
-The thread that refreshes a dashboard, also while the kernel runs a cell; it rests for longer than it works.
+A thread refreshes a dashboard, even while the kernel runs a cell. It rests for longer than it works.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _WHERE_S = 1.0
 
 
 class RefreshThread:
-    """Reads the run in the directory that `where` returns and passes what is new to `send`.
+    """A thread that reads the run in the directory that `where` returns, and passes what is new to `send`.
 
-    where: the directory of the run, None when there is none yet; asked once a second. send: called on this
-    thread with a message and its binary parts; see static/dashboard.js for what it may be.
+    where: returns the directory of the run, None if there is none yet; called once a second. send: called on this
+    thread with a message and its binary parts; see static/dashboard.js for the kinds of messages.
     """
 
     def __init__(self, where: Callable[[], Path | None], send: Send) -> None:
@@ -59,11 +59,11 @@ class RefreshThread:
         threading.Thread(target=self._run, name="nbkit-dashboard", daemon=True).start()
 
     def stop(self) -> None:
-        """No more messages."""
+        """Send no more messages."""
         self._ended.set()
 
     def again(self) -> None:
-        """A page was opened that has nothing yet: the next message is the whole."""
+        """Send everything with the next message, because a page was opened that has nothing yet."""
         with self._lock:
             self._sent, self._state = (-1, 0, 0), {}
             if self.reader is not None and self.reader.step:
@@ -76,7 +76,7 @@ class RefreshThread:
         self._due[1] = 0.0
 
     def turn(self, now: float) -> None:
-        """One round: whatever is due by `now`, the clock of time.monotonic."""
+        """Do everything that is due by `now` (clock: time.monotonic)."""
         with self._lock:
             if now >= self._due[2]:
                 self._due[2] = now + _WHERE_S
@@ -94,14 +94,14 @@ class RefreshThread:
         while not self._ended.is_set():
             try:
                 self.turn(time.monotonic())
-            except Exception as error:  # a picture is worth no traceback in a running notebook
+            except Exception as error:  # a picture does not justify a traceback in a running notebook
                 self._send({"kind": "note", "text": f"{type(error).__name__}: {error}"}, [])
                 self._ended.wait(_AT_MOST_S)
             wait = min(self._due[:2] if self.reader else self._due[2:]) - time.monotonic()
             self._ended.wait(max(wait, 0.01))
 
     def find(self) -> None:
-        """Look which run there is."""
+        """Find the run that is there now."""
         folder = self._where()
         if folder is None:
             if self.reader is None:
@@ -116,7 +116,7 @@ class RefreshThread:
         with self.reader.lock:
             self.reader.look()
             curve = self.reader.curve
-            # Not what `look` has read: a picture reads the same file.
+            # Compare with what was sent, not with what `look` has read: a picture reads the same file.
             if self._sent == (curve.epoch, len(curve.points), len(curve.events)):
                 return
             grown = curve.since(*self._sent)
@@ -182,19 +182,19 @@ class Dashboard:
         return write_report(folder, user_path(path))
 
     def trace(self, steps: int = 3, path: str | os.PathLike[str] | None = None) -> TraceFile:
-        """The next steps of the training that is shown, all ranks in one file for Perfetto: see Cluster.trace."""
+        """Trace the next steps of the shown training, all ranks in one file for Perfetto; see Cluster.trace."""
         if self._cluster is None:
             raise UsageError("What was recorded has no next step.", hint="%dashboard   of a cluster that trains")
         return self._cluster.trace(steps, path)
 
     def snapshot(self) -> dict[str, Any]:
-        """All that is shown, as plain values; {} when nothing has been recorded yet."""
+        """Return everything that is shown, as plain values; {} if nothing has been recorded yet."""
         if self._refresh.reader is None:
             self._refresh.find()
         return self._refresh.reader.snapshot() if self._refresh.reader is not None else {}
 
     def _trace(self, steps: int) -> None:
-        """The button: what comes of it is told to the page. One at a time."""
+        """Handle the button: trace in a thread, one trace at a time, and send the result to the page."""
 
         def work() -> None:
             with self._tracing:

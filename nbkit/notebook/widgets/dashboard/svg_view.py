@@ -1,4 +1,4 @@
-"""The dashboard as one SVG picture, for a notebook that is read where no kernel runs."""
+"""The dashboard as one SVG picture, for a notebook that is read without a kernel."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _changes(events: Iterable[dict[str, Any]], across: Any, top: float, bottom: 
 
 
 def _ranks(step: dict[str, Any], top: float) -> tuple[list[str], float]:
-    """(the bars, where they end)."""
+    """Return the bars, and where they end."""
     late, rows = step.get("late"), ranks_shown(step)
     drawn = [_text(16, top, bars_title(step), bold=True)]
     x = float(16)
@@ -139,7 +139,7 @@ def _ranks(step: dict[str, Any], top: float) -> tuple[list[str], float]:
 
 
 def _round_values(low: float, high: float, count: int = 4) -> list[float]:
-    """Round values between two, about `count` of them."""
+    """Return about `count` round values between two values."""
     raw = (high - low) / count
     ten = 10.0 ** math.floor(math.log10(raw)) if raw > 0 else 1.0
     apart = next(ten * times for times in (1, 2, 2.5, 5, 10) if ten * times >= raw * 0.999)

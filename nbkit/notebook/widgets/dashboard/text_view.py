@@ -42,7 +42,7 @@ def plain(lines: Sequence[Line]) -> str:
 
 
 def lines_of(snapshot: dict[str, Any], width: int = 100) -> list[Line]:
-    """The snapshot of a RunReader as lines of at most `width` characters, where that is possible."""
+    """Return the snapshot of a RunReader as lines of at most `width` characters, if possible."""
     state, points, step = snapshot["state"], snapshot["points"], snapshot["step"]
     if not points:
         return [(StyledText(f"{state['run'] or 'no run yet'}: no finished step", "faint"),)]
@@ -99,20 +99,20 @@ def _told(event: dict[str, Any]) -> str:
 
 
 def _happened(events: Sequence[dict[str, Any]]) -> list[Line]:
-    """The newest three of each kind that has a mark."""
+    """Return the newest three events of each kind that has a mark."""
     newest = [event for kind in _MARKS for event in [each for each in events if each["kind"] == kind][-3:]]
     marked = [(*_MARKS[event["kind"]], event) for event in newest]
     return [(StyledText(f"{sign} after step {event['step']}: {_told(event)}", style),) for sign, style, event in marked]
 
 
 def failure(event: dict[str, Any]) -> str:
-    """Whose it was, and what."""
+    """Return the rank that failed, its error, and what happened."""
     whose = f"rank {event['rank']}" if event.get("rank") is not None else ""
     return ": ".join(word for word in (whose, event.get("error", ""), event.get("what", "")) if word)
 
 
 def ranks_shown(step: dict[str, Any]) -> list[list[float]]:
-    """The rows of the ranks that have a bar where room is short: the late one, then those that compute longest."""
+    """Return the rows of the ranks to show if room is short: the late one, then those that compute longest."""
     rows: list[list[float]] = step["ranks"]
     if len(rows) <= _RANKS_AT_MOST:
         return rows

@@ -1,1 +1,1 @@
-"""The strategy panel: what it knows, what it shows, and what a click asks for."""
+"""The strategy panel: what it knows, what it shows, and what a click requests."""

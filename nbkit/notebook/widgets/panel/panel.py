@@ -1,9 +1,8 @@
-"""The strategy panel: a widget where there are widgets, else the same as text.
+"""The strategy panel: a widget where widgets are available, else the same as text.
 
-The controller of a cluster's strategy panels: watches the training, does what panels ask for; all show its State.
-
-Panels call from whatever thread their front end reaches them on; nothing of that waits here. One thread looks at the
-ranks a few times a second while anyone listens, another does one control at a time.
+The controller of a cluster's panels watches the training and does what panels request; all panels show its State.
+Panels call it from any thread, and these calls do not block. One thread looks at the ranks a few times a second while
+anyone listens. Another does one control at a time.
 """
 
 from __future__ import annotations
@@ -63,14 +62,14 @@ _controllers: weakref.WeakKeyDictionary[Cluster, PanelController] = weakref.Weak
 
 
 def controller_of(cluster: Cluster) -> PanelController:
-    """The controller of a cluster, made at the first call."""
+    """Return the controller of a cluster, made at the first call."""
     if cluster not in _controllers:
         _controllers[cluster] = PanelController(cluster)
     return _controllers[cluster]
 
 
 class PanelController:
-    """One per cluster object."""
+    """The controller of a cluster object's panel. Each cluster object has one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = weakref.ref(cluster)
@@ -91,7 +90,7 @@ class PanelController:
                 self._looking.start()
 
     def leave(self, listener: Callable[[State], None]) -> None:
-        """No more calls of it."""
+        """Stop calling this listener."""
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
@@ -136,7 +135,7 @@ class PanelController:
     def _do(self, do: str, args: dict[str, Any]) -> None:
         try:
             result = self._result(do, args)
-        except Exception as error:  # whatever it is, the panels must not wait for ever
+        except Exception as error:  # after any error, the panels must not wait for ever
             result = _failed(do, args, error)
         self.look()  # the table is that of the new strategy when the result shows
         self._news(Finished(result))

@@ -1,6 +1,6 @@
 """The view of a State: plain values for the panel's JavaScript, and the same as text.
 
-The state of the strategy panel as one frozen value, and how each message changes it. No widget in here.
+`State` is the panel's state as one frozen value; `reduce` changes it with each message. There is no widget in here.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ _HELD_WORDS = {
 
 
 def pulse_view(state: State) -> dict[str, Any]:
-    """The part that changes with every step: headline, buttons that can be pressed, results of the last controls."""
+    """Return the part that changes with every step: headline, enabled buttons, results of the last controls."""
     busy = bool(state.asked)
     here = bool(state.table) and state.phase != "gone"
     job, stepping = here and not busy, state.phase in ("training", "held")
@@ -186,7 +186,7 @@ def pulse_view(state: State) -> dict[str, Any]:
 
 
 def job_view(state: State) -> dict[str, Any]:
-    """The job as it is, and every strategy that it could have; {} while that is unknown."""
+    """Return the job as it is, and every strategy that it could have; {} while that is unknown."""
     table = state.table
     if not table:
         return {}
@@ -259,7 +259,7 @@ def in_table(state: State, strategy: str) -> bool:
 
 
 def text_of(state: State) -> str:
-    """The panel where there are no widgets."""
+    """Return the panel as text, for places without widgets."""
     lines = [f"{state.cluster}: {_headline(state)}"]
     job = job_view(state)
     if not job and state.pulse:
@@ -304,8 +304,7 @@ def _headline(state: State) -> str:
 
 
 def _fresh(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the rows, that of the strategy in force with the pace of its newest steps: a table is made now and then
-    only."""
+    """Return the rows, with the newest pace in the row of the strategy in force: a table is made only now and then."""
     if not pace or pace["strategy"] != table["strategy"]:
         return list(table["options"])
     measured = {"step_s": pace["seconds"], "step_low_s": pace["low"], "step_high_s": pace["high"]}
@@ -314,7 +313,7 @@ def _fresh(table: Mapping[str, Any], pace: Mapping[str, Any]) -> list[Mapping[st
 
 
 def _because(options: Sequence[Mapping[str, Any]], choice: Choice) -> str:
-    """Why it is recommended, and what it could not be told from."""
+    """Return why it is recommended, and which rivals it could not be told apart from."""
     names = [row["label"] for row in options if row["strategy"] in choice.rivals]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     noise = f"within noise of {', '.join(names[:_NAMED])}{more}: " if names else ""
@@ -325,11 +324,11 @@ def _because(options: Sequence[Mapping[str, Any]], choice: Choice) -> str:
 def _row(
     row: Mapping[str, Any], table: Mapping[str, Any], options: Sequence[Mapping[str, Any]], best: str
 ) -> dict[str, Any]:
-    """options: all rows of the table, with the pace of the one in force."""
+    """Return a row for the panel. options: all rows of the table, with the pace of the strategy in force."""
     memory = row["memory"] or {"now": 0, "during": 0, "after": 0}
     current, limit = row["strategy"] == table["strategy"], table["limit_bytes"]
     most = max((one["memory"]["during"] for one in options if one["ok"]), default=0)
-    # A limit that nothing comes near would make all bars alike.
+    # With a limit far above all values, all bars would look alike.
     scale = limit if limit is not None and limit <= _NEAR * most else most
     now = next((one for one in options if one["strategy"] == table["strategy"]), None)
     peak = row["peak_bytes"]
@@ -375,7 +374,7 @@ def _predicted(row: Mapping[str, Any]) -> str:
 
 
 def _sends(row: Mapping[str, Any]) -> str:
-    """Return what a rank sends, and on several nodes what all send between them."""
+    """Return what a rank sends and, on several nodes, what all ranks send between nodes."""
     between = row.get("between_bytes")
     return size(row["step_bytes"]) + (f"; {size(between)} between nodes" if between is not None else "")
 
@@ -400,7 +399,7 @@ def _margin(row: Mapping[str, Any]) -> str:
 
 
 def _payback(pause: float | None, row: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The number of steps after which a switch has paid for its pause, where the three figures are known."""
+    """Return the number of steps after which a switch has paid for its pause, if the three figures are known."""
     step, step_now = (one["step_s"] if one["step_s"] is not None else one["predicted_step_s"] for one in (row, now))
     if pause is None or step is None or step_now is None:
         return ""
@@ -418,7 +417,7 @@ def _steps(count: int) -> str:
 
 
 def _drawing(job: Mapping[str, Any]) -> list[str]:
-    """Blocks as rows, ranks as columns, nodes apart: how much of each block a rank holds, in eighths."""
+    """Return blocks as rows, ranks as columns, nodes apart: how much of each block a rank holds, in eighths."""
     eighths = "·▁▂▃▄▅▆▇█"
     width = max(len(block["name"]) for block in job["blocks"]) if job["blocks"] else 0
     held, nodes = job["held"], job["nodes"]

@@ -1,1 +1,1 @@
-"""What gloo lacks: a reduce-scatter of its own, and waits that another thread can end."""
+"""Features that gloo lacks: a real reduce-scatter, and waits that another thread can end."""

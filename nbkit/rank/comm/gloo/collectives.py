@@ -1,18 +1,13 @@
-"""Which methods of a group that goes over gloo are made here, of other operations than gloo makes them of.
+"""Faster all-gather and reduce-scatter for groups that use gloo, made of gloo's all-to-all.
 
-Bytes that two ranks swap over gloo.
+All-gather of two ranks works without copies. gloo's own all-gather collects all parts in its own memory and copies them
+from there, which takes three times the CPU time. Between two ranks, one exchange of the same number of bytes is enough.
+With more ranks gloo's own is used: it passes parts around a ring, which crosses a link between two nodes less often
+than exchanges do.
 
-All-gather of two ranks over gloo, without copies.
-
-gloo's own brings all parts together in memory of its own, from where they are copied: three times the CPU time. Between
-two ranks it is one exchange of as many bytes. Among more, gloo hands parts around a ring, which crosses a link between
-two nodes less often than exchanges do.
-
-Reduce-scatter over gloo at the bytes that the operation needs.
-
-gloo's own is an all-reduce of which each rank keeps its part: 2 (n - 1) / n of the input leaves every rank. Here the
-ranks exchange the parts, (n - 1) / n of the input, and each sums the n parts that are its own, always in the order of
-the ranks. nccl has a real one and never comes by here.
+Reduce-scatter sends only the bytes that the operation needs. gloo's own is an all-reduce of which each rank keeps its
+part: 2 (n - 1) / n of the input leaves every rank. Here the ranks exchange the parts, (n - 1) / n of the input, and
+each rank sums its own n parts, always in the order of the ranks. nccl has a real reduce-scatter and does not use this.
 """
 
 from __future__ import annotations
@@ -31,26 +26,26 @@ from nbkit.rank.comm.gloo.interruptible_wait import future, wait
 
 
 def options(timeout: timedelta) -> dist.AllToAllOptions:
-    """Of an exchange that is waited for so long."""
+    """Return the options of an exchange with this time-out."""
     found = dist.AllToAllOptions()
     found.timeout = timeout
     return found
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor, flat: what gloo carries does not depend on what it can add."""
+    """Return a contiguous tensor as flat bytes, so that gloo can send any dtype, even those it cannot add."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def swap(inner: Any, received: Tensor, sent: Tensor, timeout: timedelta) -> Any:
-    """Start to send `sent` to the other rank of a group of two, and to receive as much. Returns gloo's handle."""
+    """Start to send `sent` to the other rank of a group of two, and to receive the same size. Returns gloo's handle."""
     splits = [0, 0]
     splits[1 - inner.rank()] = sent.nbytes
     return inner.alltoall_base(as_bytes(received), as_bytes(sent), splits, splits, options(timeout))
 
 
 class GlooExchange(dist.Work):
-    """Messages under way; `finish` uses what they brought, once, called by whoever first sees that they are done."""
+    """Messages under way. `finish` processes what they brought. It runs once, in the first caller that sees the end."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], object], outputs: list[Tensor]) -> None:
         super().__init__()
@@ -83,7 +78,7 @@ class GlooExchange(dist.Work):
     def exception(self) -> Any:
         try:
             return next((error for work in self._works if (error := work.exception()) is not None), None)
-        except TypeError:  # torch 2.11 cannot hand an exception, nor None in its place, to Python
+        except TypeError:  # torch 2.11 can pass neither an exception nor None to Python
             return None if self.is_success() else RuntimeError("a message of this operation has failed")
 
     def synchronize(self) -> None:
@@ -104,11 +99,14 @@ class GlooExchange(dist.Work):
 
 
 def _all_gather_single(inner: Any, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work | None:
-    """None where the inner group's own serves. Of how the tensors lie nothing follows: they may lie otherwise on the
-    other rank, and the two would wait for different messages."""
+    """Gather by one exchange; return None if the inner group's own all-gather is to be used.
+
+    The choice must not depend on the memory layout of the tensors. The layout may differ on the other rank, and the
+    two ranks would wait for different messages.
+    """
     if opts is None or inner.size() != 2 or not source.numel():
         return None
-    # What does not fit is left to torch's own checks and messages.
+    # For arguments that do not fit, torch's own checks raise the error.
     if output.numel() != 2 * source.numel() or output.dtype != source.dtype:
         return None
     if any(tensor.device.type != "cpu" or tensor.is_sparse or tensor.is_complex() for tensor in (output, source)):
@@ -131,9 +129,10 @@ ALL_GATHERS: dict[str, Callable[..., dist.Work | None]] = {
 
 
 def _reduce(op: Any, ranks: int) -> Callable[..., Any] | None:
-    """Return what makes an output, out=, of the parts of all ranks; None for what gloo alone knows.
+    """Return a function that reduces the parts of all ranks into `out=`; None for an operation that only gloo knows.
 
-    Of two ranks it gets both parts, which takes half of the time, else a tensor that has them along dim 0.
+    For two ranks it takes both parts as arguments, which needs half of the time. For more it takes one tensor with the
+    parts along dim 0.
     """
     if op == dist.ReduceOp.SUM:
         return torch.add if ranks == 2 else _sum
@@ -152,7 +151,7 @@ def _sum(parts: Tensor, *, out: Tensor) -> Tensor:
 
 
 def _serves(inner: Any, tensors: Sequence[Tensor], opts: Any) -> Callable[..., Any] | None:
-    """The reduction, when these tensors go over gloo and it can be made here."""
+    """Return the reduction if these tensors use gloo and it can be computed here; else None."""
     if not isinstance(opts, dist.ReduceScatterOptions) or inner.size() == 1:
         return None
     for tensor in tensors:
@@ -165,13 +164,16 @@ def _serves(inner: Any, tensors: Sequence[Tensor], opts: Any) -> Callable[..., A
 
 
 def _exchange(inner: Any, pairs: Sequence[tuple[Tensor, Tensor]], opts: Any, reduce: Callable[..., Any]) -> dist.Work:
-    """(output, flat input) of each: part r of the input goes to rank r. All are in use until the work is waited for."""
+    """Start a reduce-scatter of each (output, flat input): part r of the input goes to rank r.
+
+    All tensors are in use until the returned work has been waited for.
+    """
     works: list[Any] = []
     arrived: list[tuple[Tensor, ...]] = []
     ranks, index = inner.size(), inner.rank()
     for output, flat in pairs:
         if ranks == 2:
-            # What a rank keeps is added where it lies.
+            # The part that a rank keeps is added without a copy.
             parts = flat.split(output.numel()) if output.numel() else (flat, flat)
             other = torch.empty_like(parts[index])
             works.append(swap(inner, other, parts[1 - index], opts.timeout))
@@ -189,7 +191,7 @@ def _exchange(inner: Any, pairs: Sequence[tuple[Tensor, Tensor]], opts: Any, red
     return GlooExchange(works, finish, [output for output, _ in pairs])
 
 
-# Each of these answers None where the inner group's own serves.
+# Each of these returns None if the inner group's own method is to be used.
 def _reduce_scatter_single(inner: Any, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work | None:
     return _coalesced(inner, [output], [source], opts)
 
@@ -199,7 +201,7 @@ def _coalesced(inner: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor], 
     if reduce is None:
         return None
     for output, source in zip(outputs, inputs, strict=True):
-        # What does not fit is left to torch's own checks and messages.
+        # For arguments that do not fit, torch's own checks raise the error.
         if source.numel() != inner.size() * output.numel() or source.dtype != output.dtype:
             return None
     flats = [source.detach().contiguous().view(-1) for source in inputs]
@@ -232,11 +234,11 @@ REDUCE_SCATTERS: dict[str, Callable[..., dist.Work | None]] = {
 _INSTEAD = {**REDUCE_SCATTERS, **ALL_GATHERS}
 
 EXCHANGED = frozenset(_INSTEAD)
-"""Names for which `method` has another one than the inner group."""
+"""Names for which `method` may return another method than the inner group's."""
 
 
 def method(inner: Any, name: str) -> Callable[..., Any]:
-    """Return the method `name` of an inner group; where one of `EXCHANGED` goes over gloo, an exchange if it can be."""
+    """Return the method `name` of an inner group. A method in `EXCHANGED` uses an exchange over gloo if possible."""
     own: Callable[..., Any] = getattr(inner, name)
     instead = _INSTEAD.get(name)
     if instead is None:

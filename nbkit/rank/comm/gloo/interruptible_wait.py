@@ -1,20 +1,18 @@
-"""Waits for operations on gloo that another thread can end.
+"""Waits for gloo operations that another thread can end.
 
-gloo wakes nobody who waits for the rest of a message when its connection ends: what is half received is on none of the
-lists of those that it tells. So no thread of ours stands in a wait that cannot be left.
+When a connection ends, gloo does not wake a thread that waits for the rest of a half-received message. So our threads
+never use a wait that cannot be ended.
 
-A collective is made by a thread of gloo's, and waited for in slices: a time-out of that wait ends nothing but the wait.
-If the rest never comes, gloo's thread and the tensors stay until the process ends. A message is waited for in gloo
-itself, where a time-out shuts every connection of the group.
+Collectives: one of gloo's threads runs a collective, and we wait for it in short slices. A time-out of a slice ends
+only the wait. If the rest of a message never comes, gloo's thread and the tensors stay until the process ends.
 
-Nobody here knows which operation is half done. After `interrupt` those that were issued before it have a moment to end
-by themselves, as they do with gloo's own error, and are left then.
+Messages (send, receive): the wait is in gloo itself, where a time-out would shut every connection of the group. Another
+thread ends this wait by `Work::abort`, which c10d has in C++ but does not offer to Python. It is called by its symbol
+name in torch's library. The C++ object behind a Python handle comes from pybind11's interface for other modules. It is
+used only if its first word is the virtual function table of the class that the function belongs to.
 
-Ends gloo's own wait for a message, of a send or a receive, from another thread.
-
-c10d has `Work::abort` for that in C++, and does not give it to Python: it is called by its name in torch's library. The
-object behind a Python handle comes from pybind11's own interface for other modules, and is touched only if its first
-word is the table of virtual functions of the class that the function belongs to.
+It is not known which operation is half done. After `interrupt`, operations that were issued before it have a moment to
+end by themselves, with gloo's own error. Those that have not ended then are abandoned.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ _TABLE_BEGIN = 2 * ctypes.sizeof(ctypes.c_void_p)  # of the Itanium ABI: an offs
 
 
 class Abort:
-    """What is known of torch's library: `tables` maps a class' table of virtual functions to its `abort`."""
+    """A callable that ends gloo's wait for a message. tables: address of a class's virtual table -> its `abort`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.tables: dict[int, Callable[[int], None]] = {}
@@ -57,7 +55,7 @@ class Abort:
         self._abi = _abi_of_pybind11()
 
     def __call__(self, work: Any) -> bool:
-        """Have `work`.wait() return False in whichever thread stands in it; False: it is no message of gloo's."""
+        """Make `work`.wait() return False in the thread that waits in it. Returns False if it is no gloo message."""
         found = work._pybind11_conduit_v1_(self._abi, self._type, b"raw_pointer_ephemeral")
         if found is None:
             return False
@@ -70,7 +68,7 @@ class Abort:
 
 @functools.cache
 def known() -> Abort | None:
-    """None where torch's library is another one than those this was written for: then such a wait cannot be ended."""
+    """Return the Abort for torch's library. None if the library does not fit: then such waits cannot be ended."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         return Abort(ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW))
@@ -95,10 +93,10 @@ def _pointer(capsule: Any, name: bytes) -> int:
 
 
 def _abi_of_pybind11() -> bytes:
-    """Return what torch's pybind11 calls the ABI that it was built with: a part of the name that its own data have."""
+    """Return the ABI name of torch's pybind11, which is a part of the name of pybind11's internal data."""
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = ctypes.c_void_p
-    # The reference is borrowed. As py_object it would be taken for our own and given up, and the dict with it.
+    # The reference is borrowed. As a py_object, ctypes would treat it as owned and free the dict.
     api.PyInterpreterState_GetDict.restype = ctypes.c_void_p
     api.PyInterpreterState_GetDict.argtypes = [ctypes.c_void_p]
     found = ctypes.cast(api.PyInterpreterState_GetDict(api.PyInterpreterState_Get()), ctypes.py_object).value
@@ -116,7 +114,7 @@ _OF_BACKEND = dist.Work
 
 
 class _Interrupts:
-    """The newest interrupt. at: ns of perf_counter; it ends all that was issued before. error: what the waits raise."""
+    """The newest interrupt. at: ns of perf_counter; it ends what was issued before. error: the waits raise this."""
 
     def __init__(self) -> None:
         self.at, self.reason, self.left = 0, "", False
@@ -132,7 +130,7 @@ causes: list[Callable[[], Exception | None]] = []
 
 
 def interrupt(reason: str, error: Exception | None = None) -> None:
-    """End every wait, in this process, for what was issued before; call it when the connections have been shut.
+    """End every wait in this process for operations issued before now. Call it after the connections have been shut.
 
     Waits raise `error`, or RuntimeError, within about a second. Returns at once.
     """
@@ -142,17 +140,18 @@ def interrupt(reason: str, error: Exception | None = None) -> None:
 
 
 def has_left() -> bool:
-    """Return True if a collective was left in this process: a thread of gloo's then waits for it for ever."""
+    """Return True if a collective was abandoned in this process. One of gloo's threads then waits for it forever."""
     return _interrupts.left
 
 
 def wait(work: Any, issued: int, *timeout: timedelta) -> Any:
-    """Return what `work`.wait() gives, of a collective. issued: ns of perf_counter.
+    """Wait for a collective and return what `work`.wait() returns. issued: ns of perf_counter.
 
-    Raises RuntimeError when the collective fails, and when it was interrupted.
+    Raises RuntimeError if the collective fails. If it was interrupted, raises the error given to `interrupt`, or
+    RuntimeError if none was given.
     """
     if type(work) is not _OF_BACKEND:
-        return work.wait(*timeout)  # made of others, in Python
+        return work.wait(*timeout)  # a work object in Python, made of several others
     if timeout and timeout[0] > _UNTIL_DONE:
         return _wait_until(work, issued, time.monotonic() + timeout[0].total_seconds())
     try:
@@ -162,8 +161,8 @@ def wait(work: Any, issued: int, *timeout: timedelta) -> Any:
 
 
 def wait_for_message(work: Any, issued: int, *timeout: timedelta) -> Any:
-    """The same of a send or a receive."""
-    # Looked at before the wait begins; `interrupt` looks for those who stand in it after it has told so.
+    """Wait for a send or a receive, as `wait` does for a collective."""
+    # Checked before the wait begins. `interrupt` sets the time first, and then looks for threads in this wait.
     if issued < _interrupts.at:
         _after_patience(_end_what_is_left)
     arrived = _outcome(work.wait, *timeout)
@@ -173,7 +172,7 @@ def wait_for_message(work: Any, issued: int, *timeout: timedelta) -> Any:
 
 
 def future(work: Any, issued: int) -> torch.futures.Future[Any]:
-    """Return the future of a collective; what C++ waits in for it, such as the backward pass of DDP, is ended too."""
+    """Return the future of a collective. An interrupt also ends waits for it in C++, such as DDP's backward pass."""
     gate = _Gate(work, issued)
     with _interrupts.lock:
         _interrupts.futures.add(gate)
@@ -181,13 +180,13 @@ def future(work: Any, issued: int) -> torch.futures.Future[Any]:
 
 
 class Interruptible(dist.Work):
-    """Stands before the handle of a group on gloo; gives its every answer.
+    """A wrapper around the handle of a gloo operation whose waits can be ended. Other methods are passed on.
 
-    issued: ns of perf_counter. message: it is a send or a receive.
+    issued: ns of perf_counter. message: True for a send or a receive.
     """
 
     def __init__(self, inner: Any, issued: int, message: bool) -> None:
-        dist.Work.__init__(self)  # by its name: super() takes as long again, in every collective
+        dist.Work.__init__(self)  # not super(), which would double the time, in every collective
         self.inner, self.issued, self.message = inner, issued, message
 
     def wait(self, *timeout: Any) -> Any:
@@ -201,7 +200,7 @@ def _delegated(name: str) -> Callable[[Interruptible], Any]:
     return lambda work: getattr(work.inner, name)()
 
 
-# What dist.Work has itself, no __getattr__ would be asked for.
+# dist.Work defines these methods itself, so __getattr__ would not be called for them.
 for _name in (
     "synchronize", "block_current_stream", "is_completed", "is_success", "exception", "result", "source_rank",
     "_source_rank", "get_future_result", "_get_op_type", "_get_duration",
@@ -210,7 +209,7 @@ for _name in (
 
 
 def _wait_until(work: Any, issued: int, deadline: float | None) -> Any:
-    """In slices, until it is done, is interrupted, or the deadline (seconds of time.monotonic) has passed."""
+    """Wait in slices until `work` is done or interrupted, or the deadline (seconds of time.monotonic) has passed."""
     while True:
         try:
             return work.wait(_SLICE if deadline is None else _slice_before(deadline))
@@ -218,7 +217,7 @@ def _wait_until(work: Any, issued: int, deadline: float | None) -> Any:
             if work.is_completed():
                 if issued < _interrupts.at and _interrupts.error is not None:
                     _aborted()
-                return _outcome(work.wait)  # raises what has failed; it may have ended since
+                return _outcome(work.wait)  # raises the error if the work failed; it may have succeeded since
             if deadline is not None and time.monotonic() >= deadline:
                 raise
         if issued < _interrupts.at and now() - _interrupts.at > _PATIENCE_SECONDS * 1e9:
@@ -246,12 +245,12 @@ def _end_what_is_left() -> None:
 
 
 def _after_patience(act: Callable[[], None]) -> None:
-    # Where the interpreter ends nobody waits.
+    # At interpreter exit nothing waits for this thread.
     started(act, "nbkit-interrupt", after_s=_PATIENCE_SECONDS)
 
 
 def _outcome(of: Callable[..., Any], *given: Any) -> Any:
-    """Return what `of` does. Where it fails, raise the cause, if that is known."""
+    """Call `of` and return its result. If it fails, raise the cause if that is known, else the error itself."""
     try:
         return of(*given)
     except RuntimeError:
@@ -268,7 +267,7 @@ def _aborted() -> NoReturn:
 
 
 class _Gate:
-    """A future that follows another one, and ends with an error when it is opened before that has ended."""
+    """A future that follows another one. It ends with an error if it is opened before the other has ended."""
 
     def __init__(self, work: Any, issued: int) -> None:
         self.issued, self._lock = issued, threading.Lock()
@@ -285,7 +284,7 @@ class _Gate:
         inner.add_done_callback(lambda _: self.open())
 
     def open(self) -> None:
-        """Harmless twice."""
+        """End the future now. May be called twice."""
         with self._lock:
             if not self._opened.done():
                 self._opened.set_result(None)

@@ -1,1 +1,1 @@
-"""Data whose samples are unequal: the same cost on every rank at every step, and documents packed into blocks."""
+"""Data with unequal samples: equal cost on every rank at every step, and documents packed into blocks."""

@@ -1,21 +1,19 @@
-"""Data that says what its samples cost, so that a Trainer gives every rank the same at every step.
+"""Data with a cost for each sample, so that a Trainer gives every rank the same cost at every step.
 
-What a sample costs where nobody says it: its size at first, then what a training learns of it while it runs.
+If the user gives no costs, a sample costs its size at first, and then what the training learns about it (`Difficulty`).
 
-The loss of each sample, as it was when the sample was seen last: so that all batches and shares are as difficult.
+`ByLoss`: the cost is the loss of a sample when it was seen last, so that all batches and shares are equally difficult.
+The losses of an epoch count from the next epoch on. The order of an epoch follows from the seed, the epoch and the
+losses that all ranks had agreed on when it began. Losses are rounded, so that the different rounding of strategies
+seldom changes an order.
 
-Losses of an epoch count from the next one on: its order follows from the seed, the epoch and what all ranks had agreed
-on when it began. They are rounded, so that what strategies round otherwise seldom changes an order.
-
-The seconds that samples take, by their size: least squares over the shares that ranks have computed.
-
-A rank's seconds of a step are the sum over its rows of size x rate, with a rate for each of a dozen classes of sizes.
-Ranks that compute another part of the model (stages of a pipeline) count in the proportion of their mean, those of
-unequal speed in that of their `speeds=`. Rates stay as near to what they were as what is measured is noisy (ridge
-regression, Hoerl and Kennard 1970: a rate is off by itself, a share by what the fit leaves of it), and old steps count
-less.
-
-Seconds never change which samples a batch has, only who computes which: a loss does not depend on a clock.
+`BySeconds`: the cost is the seconds that samples take, by their size, from a least-squares fit over the shares that
+ranks have computed. The model: a rank's seconds of a step are the sum over its rows of size x rate, with a rate for
+each of a dozen classes of sizes. Ranks that compute different parts of the model (pipeline stages) are scaled by their
+mean, ranks of unequal speed by their `speeds=`. The noisier the measurement, the closer the rates stay to their old
+values (ridge regression, Hoerl and Kennard 1970: the deviation of a rate is the rate itself, that of a share is the
+residual of the fit). Old steps count less. Seconds never change which samples a batch has, only which rank computes
+them: a loss does not depend on a clock.
 """
 
 from __future__ import annotations
@@ -42,57 +40,60 @@ from nbkit.rank.telemetry.phases import StepPhases, clock
 from nbkit.unfit_calls import says_what_it_takes
 
 Gather = Callable[[Any], list[Any]]
-"""What every rank gives, by rank; collective over all ranks."""
+"""Returns the values of all ranks, by rank; collective over all ranks."""
 
 
 class Difficulty(ABC):
-    """Of the samples of one training. Every rank has the same; what it has measured itself waits until all agree."""
+    """The learned costs of one training's samples, equal on every rank.
+
+    A rank's own measurements are kept apart until all ranks agree on them.
+    """
 
     kind: str
 
     @abstractmethod
     def of_order(self, epoch: int) -> Sequence[float]:
-        """Costs by which the order of `epoch` is drawn. Raises TrainingError where they are held no more."""
+        """Return the costs that determine the order of `epoch`. Raises TrainingError if they are no longer held."""
 
     @abstractmethod
     def of_shares(self, epoch: int) -> Sequence[float]:
-        """Costs by which the rows of a batch are divided."""
+        """Return the costs by which the rows of a batch are divided over ranks."""
 
     @abstractmethod
     def due(self, epoch: int, batches: int) -> bool:
-        """Return True if ranks agree after so many batches of `epoch`, beside its end."""
+        """Return True if ranks agree after this many batches of `epoch`, in addition to its end."""
 
     @abstractmethod
     def learn(self, epoch: int, gather: Gather) -> None:
-        """Agree on what was measured up to here, the end of `epoch` or where it is `due`. Collective."""
+        """Agree on what was measured so far, at the end of `epoch` or when it is `due`. Collective."""
 
     @abstractmethod
     def state(self, epoch: int, gather: Gather) -> dict[str, Any]:
-        """Return what a checkpoint in `epoch` holds of it: plain values. Collective."""
+        """Return the state that a checkpoint in `epoch` holds, as plain values. Collective."""
 
     @abstractmethod
     def restore(self, epoch: int, state: Mapping[str, Any] | None) -> str:
-        """Stand where `state` was taken; what is missing, in words, "" where nothing is."""
+        """Restore `state`. Returns a text that says what is missing, "" if nothing is."""
 
     @abstractmethod
     def agree(self, gather: Gather) -> None:
-        """Have what all ranks had agreed on, on ranks that have just joined too. Collective."""
+        """Share the agreed costs with ranks that have just joined. Collective."""
 
     @property
     def newest(self) -> int:
-        """The epoch from which the newest costs count."""
+        """Return the epoch from which the newest costs count."""
         return 0
 
     @property
     @abstractmethod
     def why(self) -> str:
-        """Return how costs were found, in a line."""
+        """Return one line that says how the costs were found."""
 
     def begin(self) -> None:  # noqa: B027
-        """Steps are made now."""
+        """Begin a run of steps."""
 
     def recut(self) -> None:  # noqa: B027
-        """Another strategy divides from the next step on."""
+        """Note that another strategy divides the batches from the next step on."""
 
     def end(self) -> None:  # noqa: B027
         """No steps are made for now."""
@@ -101,20 +102,23 @@ class Difficulty(ABC):
     def reads(
         self, epoch: int, indices: Sequence[int], *, replica: int, speed: float
     ) -> Callable[[Sequence[int], Tensor], None] | None:
-        """The next step computes these samples on this rank; returns who is told their losses, None where nobody is.
+        """Note that the next step computes these samples on this rank. Returns a callback for their losses, or None.
 
-        replica: of the model, which this rank has a part of; speed: of its ranks, in any unit.
+        replica: the replica of the model that this rank has a part of. speed: the speed of its ranks, in any unit.
         """
 
 
 MOST = 1_400_000
-"""Samples: a checkpoint holds two numbers of each."""
+"""Maximum number of samples: a checkpoint holds two numbers for each."""
 _KEPT = 4  # epochs to which a training may go back
 _DIGITS = 3
 
 
 class ByLoss(Difficulty):
-    """sizes: of each sample, what is known of it in the first epoch. Raises TrainingError for more than MOST."""
+    """Costs learned from losses. sizes: of each sample, the costs in the first epoch.
+
+    Raises TrainingError for more than MOST samples.
+    """
 
     kind = "loss"
 
@@ -127,7 +131,7 @@ class ByLoss(Difficulty):
             )
         self._costs: dict[int, list[float]] = {0: list(sizes)}
         self._told: list[tuple[int, Sequence[int], Tensor]] = []
-        self._seen: dict[int, Tensor] = {}  # epoch -> of each sample, NaN where this rank has not seen it
+        self._seen: dict[int, Tensor] = {}  # epoch -> loss of each sample, NaN if this rank has not seen it
         self._number = 0
 
     def of_order(self, epoch: int) -> Sequence[float]:
@@ -151,7 +155,7 @@ class ByLoss(Difficulty):
         return partial(self._note, epoch)
 
     def _note(self, epoch: int, indices: Sequence[int], losses: Tensor) -> None:
-        """Not read yet: they may be on a device that is not done with them."""
+        """Keep the losses without reading them: a device may still compute them."""
         self._told.append((epoch, indices, losses))
 
     def learn(self, epoch: int, gather: Gather) -> None:
@@ -161,7 +165,7 @@ class ByLoss(Difficulty):
         self._number = int(seen.sum())
         if not self._number:
             return
-        # One that was passed over is taken for like the others, unless its loss was known before.
+        # A sample that was skipped gets the mean of the others, unless its loss was known before.
         other = before if epoch and max(self._costs) else torch.full_like(before, float(mean[seen].mean()))
         self._costs = {held: costs for held, costs in self._costs.items() if epoch - _KEPT < held <= epoch}
         self._costs[epoch + 1] = torch.where(seen, mean, other).tolist()
@@ -176,12 +180,12 @@ class ByLoss(Difficulty):
         return self._seen.get(epoch, torch.empty(0, dtype=torch.float32))
 
     def _everyones(self, epoch: int, gather: Gather) -> Tensor:
-        """Of each sample the loss in `epoch`, >= 0, as float32; NaN where nobody has seen it."""
+        """Return the loss of each sample in `epoch`, >= 0, as float32; NaN if no rank has seen it. Collective."""
         own = self._own(epoch)
         at = own.isfinite().nonzero().flatten()
         total, number = torch.zeros(2, len(self.of_order(epoch)), dtype=torch.float64)
         for where, values in gather((at, own[at])):
-            # One that is made again, on another rank, counts with both.
+            # If a step was repeated and another rank computed the sample, both losses count.
             total[where] += values.double()
             number[where] += 1
         mean = (total / number).tolist()
@@ -211,7 +215,7 @@ class ByLoss(Difficulty):
         self._costs, self._number = max(gather((self._costs, self._number)), key=lambda held: max(held[0]))
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_told": [], "_seen": {}}  # which each rank has of its own
+        return vars(self) | {"_told": [], "_seen": {}}  # these differ between ranks
 
     @property
     def newest(self) -> int:
@@ -231,16 +235,17 @@ class ByLoss(Difficulty):
 
 _CLASSES = 12
 _COMPUTING = ("forward", "backward")
-_FIRST = 8  # batches, after which the first epoch is looked at; then after twice as many
-_LEAST = 1e-3  # of the mean: a rate, and what holds a rate that no share tells
-_OLD = 0.5  # what earlier steps count at the next look
+_FIRST = 8  # batches of the first epoch before the first agreement; then twice as many each time
+_LEAST = 1e-3  # of the mean: the smallest rate, and the smallest ridge, which fixes a rate that no share measures
+_OLD = 0.5  # weight of earlier steps at the next agreement
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What a rank has computed: sums over steps, of which `number` are new and older ones count less.
+    """Sums over the steps that a rank has computed. `number` steps are new; older ones count less.
 
-    squares: sizes x sizes, by class; products: sizes x seconds; sizes; seconds, and squared; weight: what steps count.
+    squares: sizes x sizes, by class. products: sizes x seconds. sizes, seconds: their sums. squared: seconds squared.
+    weight: weight of the steps.
     """
 
     squares: Tensor
@@ -253,12 +258,12 @@ class Shares:
 
     @classmethod
     def none(cls, classes: int) -> Shares:
-        """Of no step."""
+        """Return the sums over no step."""
         zeros = torch.zeros(classes, dtype=torch.float64)
         return cls(torch.zeros(classes, classes, dtype=torch.float64), zeros, zeros)
 
     def and_one(self, sizes: Tensor, seconds: float) -> Shares:
-        """With one step more."""
+        """Return the sums with one more step."""
         return Shares(
             self.squares + torch.outer(sizes, sizes),
             self.products + seconds * sizes,
@@ -270,7 +275,7 @@ class Shares:
         )
 
     def older(self) -> Shares:
-        """The same, which counts less than what comes."""
+        """Return the same sums with a smaller weight than later steps have."""
         return Shares(
             _OLD * self.squares,
             _OLD * self.products,
@@ -282,10 +287,10 @@ class Shares:
 
 
 def rates_of(everyone: Sequence[tuple[int, Shares]], before: Tensor) -> Tensor:
-    """Of each class, by what all ranks have computed; before: rates, which what is not told stays near.
+    """Return the rate of each class, fitted to what all ranks have computed.
 
-    everyone: of each rank its place along dp, and its shares. Which replica a rank is of says nothing of its part of
-    the model; the first ranks of all replicas have the same part, and so have the second.
+    before: the old rates. A rate that was not measured stays near its old value. everyone: for each rank, its place
+    along dp and its shares. The k-th rank of every replica has the same part of the model.
     """
     alike: dict[int, list[Shares]] = {}
     met = Counter[int]()
@@ -307,7 +312,7 @@ def rates_of(everyone: Sequence[tuple[int, Shares]], before: Tensor) -> Tensor:
         return before
 
     def noise(rates: Tensor, known: float) -> float:
-        """Return what is left of a share on average, squared."""
+        """Return the mean squared residual of a share."""
         return max(squared - float(2 * rates @ products - rates @ squares @ rates), 0.0) / known
 
     def near(ridge: Tensor) -> Tensor:
@@ -323,7 +328,7 @@ def rates_of(everyone: Sequence[tuple[int, Shares]], before: Tensor) -> Tensor:
 
 
 class BySeconds(Difficulty):
-    """sizes: of each sample, which are its costs until shares have been measured."""
+    """Costs learned from seconds. sizes: of each sample, its cost until shares have been measured."""
 
     kind = "seconds"
 
@@ -357,7 +362,7 @@ class BySeconds(Difficulty):
         clock.listeners.append(self._step)
 
     def recut(self) -> None:
-        self._passed = True  # a first step makes buffers and proofs
+        self._passed = True  # the first step is not counted: it makes buffers and proofs
 
     def end(self) -> None:
         if self._step in clock.listeners:
@@ -371,7 +376,7 @@ class BySeconds(Difficulty):
         self._current = sizes
 
     def _step(self, step: StepPhases) -> None:
-        """One is made: see StepClock.listeners. A device may not be done with it."""
+        """Note a step that was made: see StepClock.listeners. A device may still compute it."""
         if self._current is not None and float(self._current.sum()) and not self._passed:
             self._made.append((self._current, self._speed, step))
         self._passed, self._current = False, None
@@ -386,7 +391,7 @@ class BySeconds(Difficulty):
     def learn(self, epoch: int, gather: Gather) -> None:
         self._take()
         everyone = gather((self._replica, self._shares))
-        # Solved on one rank: another processor may round otherwise, and ranks divide alike.
+        # All ranks use rank 0's solution: other processors may round differently, and all ranks must divide alike.
         self._set(gather(rates_of(everyone, self._rates))[0])
         self._number += sum(own.number for _, own in everyone)
         self._shares = self._shares.older()
@@ -402,7 +407,7 @@ class BySeconds(Difficulty):
         if state is not None and state["kind"] == self.kind and state["largest"] == self._largest:
             self._set(state["rates"])
             self._number = state["number"]
-        return ""  # shares alone depend on it
+        return ""  # only the shares depend on it
 
     def agree(self, gather: Gather) -> None:
         rates, self._number = max(gather((self._rates, self._number)), key=lambda held: held[1])
@@ -425,24 +430,25 @@ class BySeconds(Difficulty):
 
 Cost = Callable[[Any], float] | Sequence[float]
 LEARNED: dict[str, Callable[[Sequence[float]], Difficulty]] = {"seconds": BySeconds, "loss": ByLoss}
-"""What `cost=` may name."""
+"""The names that `cost=` accepts."""
 Group = Callable[[Any], Hashable] | Sequence[Hashable]
 
 
 class Balanced(Dataset[Any]):
     """`data` for a Trainer that divides every batch so that all ranks have the same cost, and the same of each group.
 
-    data: map-style. cost: of a sample, as a function of it or a number for each; or what is learned of it while the
-    training runs: "seconds", by the size of a sample, which is the number of elements of its largest tensor (the
-    default), or "loss", that of each sample when it was seen last. group: a label of a sample, as a function of it or
-    one for each. Functions and sizes read all of the data once, the ranks together, when the training is made.
+    data: map-style. cost: the cost of a sample, as a function of the sample or a list with a number for each; or the
+    name of a cost that is learned during training. "seconds" (the default) learns from the size of a sample, which is
+    the number of elements of its largest tensor. "loss" is the loss of each sample when it was seen last. group: a
+    label of a sample, as a function of the sample or a list. If there are functions or sizes, the ranks together read
+    all of the data once, when the training is made.
 
-    pack: documents become blocks of so many positions, each by itself (see packing.Packed). cost is then that of a
-    piece of a document, called with its token ids (its length without one), and group a label of a document.
+    pack: pack documents into blocks of this many positions, each document by itself (see packing.Packed). Then cost is
+    the cost of a piece of a document, called with its token ids (by default its length), and group labels a document.
 
-    Each sample comes once an epoch, shuffled by the Trainer's seed, in batches that differ by one sample at most, of
-    like cost and groups; which they are does not depend on the strategy. Raises TrainingError for data that cannot be
-    read by index.
+    Each sample comes once an epoch, shuffled by the Trainer's seed. Batches differ by one sample at most, and are
+    alike in cost and groups. They do not depend on the strategy. Raises TrainingError for data that cannot be read by
+    index.
     """
 
     @says_what_it_takes(hint="nbkit.Balanced(data, cost=lambda sample: len(sample))")
@@ -491,13 +497,13 @@ class Balanced(Dataset[Any]):
 
     @property
     def costs(self) -> Sequence[float]:
-        """Of each sample: as given, or as the newest training that reads this has learned them."""
+        """Return the cost of each sample: as given, or as learned by the newest training that reads this data."""
         newest = self.difficulty
         return self.measured()[0] if newest is None else newest.of_shares(newest.newest)
 
     @property
     def why(self) -> str:
-        """Return how the costs were found, in a line."""
+        """Return one line that says how the costs were found."""
         if self.difficulty is not None:
             return f"cost: {self.difficulty.why}"
         costs = self.measured()[0]
@@ -508,24 +514,25 @@ class Balanced(Dataset[Any]):
         return f"cost: as given, {min(costs):g} to {max(costs):g}"
 
     def begin(self) -> Difficulty | None:
-        """Return what a training that begins now is to learn of the samples; None where their costs are given."""
+        """Return the Difficulty that a training beginning now learns; None if the costs are given."""
         self.difficulty = None if self._learned is None else LEARNED[self._learned](self.measured()[0])
         return self.difficulty
 
     @property
     def groups(self) -> Sequence[Hashable] | None:
-        """Of each sample, None where none were asked for."""
+        """Return the group of each sample; None if no groups were asked for."""
         return self.measured()[1]
 
     @property
     def waste(self) -> float:
-        """Share of all positions that hold no document; 0 where nothing is packed."""
+        """Return the share of all positions that hold no document; 0 if nothing is packed."""
         return self.data.waste if isinstance(self.data, Packed) else 0.0
 
     def measured(self, *, together: bool = False) -> tuple[Sequence[float], Sequence[Hashable] | None]:
-        """(costs, groups). together: each rank reads a part of the data; collective, and the same on every rank.
+        """Return (costs, groups), the same on every rank.
 
-        Raises TrainingError for a cost that is none, or lists of another length than the data.
+        together: each rank reads a part of the data; collective. Raises TrainingError for an invalid cost, or for lists
+        of another length than the data.
         """
         if self._values is None:
             number = len(self.data)
@@ -551,7 +558,7 @@ class Balanced(Dataset[Any]):
         try:
             with alike():
                 own = [self._of(self.data[i]) for i in range(rank, len(self.data), ranks)]
-        except Exception as error:  # raised when all have come to it: the others wait for this rank
+        except Exception as error:  # raised later, after the gather: the other ranks wait for this one there
             failed = error
         parts: list[Any] = [None if failed else own]
         if ranks > 1:
@@ -573,7 +580,7 @@ class Balanced(Dataset[Any]):
 
 
 def check_packed(data: Any, model: nn.Module) -> None:
-    """Raises TrainingError for a model of transformers that would look from one packed document into another."""
+    """Raise TrainingError for a model of transformers that would attend across packed documents."""
     if isinstance(data, Balanced) and data.pack and getattr(getattr(model, "config", None), "use_cache", False):
         raise TrainingError(
             "With a cache the model does not see where packed documents begin, and attends across them.",
@@ -583,13 +590,13 @@ def check_packed(data: Any, model: nn.Module) -> None:
 
 
 def _size(sample: Any) -> float:
-    """Elements of the largest tensor, array, list or text in a sample."""
+    """Return the number of elements of the largest tensor, array, list or text in a sample."""
     if isinstance(sample, Tensor):
         return float(sample.numel())
     if isinstance(sample, Mapping | tuple):
         parts = sample.values() if isinstance(sample, Mapping) else sample
         return max(map(_size, parts), default=1.0)
-    if isinstance(size := getattr(sample, "size", None), int):  # of numpy
+    if isinstance(size := getattr(sample, "size", None), int):  # a numpy array
         return float(size)
     return float(len(sample)) if hasattr(sample, "__len__") else 1.0
 

@@ -1,9 +1,10 @@
-"""The order of an epoch in which every stretch of samples costs the same, and has the same of each group.
+"""An order of an epoch in which every run of samples costs the same, and has the same number of each group.
 
-Samples are sorted by group and cost and cut into strata of as many as there are cells of about 64 samples; a cell gets
-one of each stratum, drawn at random (stratified sampling without replacement). Within a cell the strata follow in the
-order of van der Corput, so that halves and quarters of it are even too, and so is a stretch over the end of one and the
-begin of the next. Cells that eight ranks could not share evenly exchange samples with their neighbours.
+Samples are divided into cells of about 64. They are sorted by group and cost, and cut into strata; a stratum has as
+many samples as there are cells. Each cell gets one random sample of each stratum (stratified sampling without
+replacement). Within a cell the strata follow in van der Corput order. So halves and quarters of a cell are even too,
+and so is a run from the end of one cell to the beginning of the next. Cells that eight ranks could not share evenly
+exchange samples with their neighbours.
 
 The order depends on the samples' costs and groups, the seed and the epoch alone: not on batches, and not on ranks.
 """
@@ -32,7 +33,7 @@ class BalancedOrder:
         cells = max(-(-len(costs) // _CELL), 1)
         self._drawn = _drawn(costs, groups, cells, torch.Generator().manual_seed(seed + epoch))
         each, more = divmod(len(costs), cells)
-        # Cells with a sample more come first, as batches do that differ by one.
+        # Cells with one more sample come first, as larger batches do.
         self._starts = [cell * each + min(cell, more) for cell in range(cells + 1)]
         self._newest: tuple[int, list[int]] = (-1, [])
 
@@ -41,7 +42,7 @@ class BalancedOrder:
         found: list[int] = []
         while start < stop:
             stretch = (bisect_right(self._starts, start) - 1) // _NEIGHBOURS
-            newest = self._newest  # a thread reads on where workers are ahead
+            newest = self._newest  # with workers, a thread reads this at the same time
             if newest[0] != stretch:
                 self._newest = newest = stretch, self._even(stretch)
             first = self._starts[stretch * _NEIGHBOURS]
@@ -50,7 +51,7 @@ class BalancedOrder:
         return found
 
     def _even(self, stretch: int) -> list[int]:
-        """The samples of neighbouring cells, exchanged until each can be shared evenly, or nearly."""
+        """Return the samples of neighbouring cells, exchanged until each cell can be shared evenly, or nearly."""
         edges = self._starts[stretch * _NEIGHBOURS : (stretch + 1) * _NEIGHBOURS + 1]
         cells = [self._drawn[start:stop] for start, stop in pairwise(edges)]
         draw = Random(f"{self._seed} {stretch}")
@@ -78,7 +79,7 @@ class BalancedOrder:
     def _uneven(self, cell: Sequence[int]) -> float:
         costs = [self._costs[sample] for sample in cell]
         if _SHARING * max(costs) > sum(costs):
-            return 1.0  # one sample alone is more than a share: there is nothing to exchange
+            return 1.0  # one sample costs more than a share: exchanging does not help
         return unevenness(costs, equal_shares(costs, _SHARING))
 
 
@@ -89,7 +90,7 @@ def _drawn(
     order = torch.randperm(len(costs), generator=generator)
     kept = len(costs) // cells * cells
     first, rest = order[:kept], order[kept:]
-    # Those that make no whole stratum come last in the first cells.
+    # Samples that do not fill a stratum come last in the first cells.
     places = dict.fromkeys(rest.tolist(), kept)
     first = first[torch.tensor(costs, dtype=torch.float64)[first].argsort(stable=True)]
     if groups:
@@ -103,6 +104,6 @@ def _drawn(
 
 
 def _van_der_corput(number: int) -> list[int]:
-    """0, 1/2, 1/4, 3/4, ... of `number`."""
+    """Return 0 to number - 1 in van der Corput order: 0, 1/2, 1/4, 3/4, ... of `number`."""
     bits = max(number - 1, 1).bit_length()
     return sorted(range(number), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))

@@ -20,8 +20,8 @@ from nbkit.rank.data.workers import Draws
 class BalancedStream(MapStream):
     """Shards of Balanced data, each of the same cost.
 
-    The batches of an epoch differ by one sample at most: a short last one could not be shared evenly. Where costs are
-    learned, ranks agree on them at the end of an epoch, before its last step is followed by another.
+    The batches of an epoch differ by one sample at most, because a short last batch could not be shared evenly. If
+    costs are learned, ranks agree on them at the end of an epoch, after its last step and before the next one.
     """
 
     data: Balanced
@@ -33,7 +33,7 @@ class BalancedStream(MapStream):
         super().__post_init__()
 
     def next(self, draws: Draws | None = None) -> Shard:
-        """This rank's rows of the next global batch."""
+        """Return this rank's rows of the next global batch."""
         learned = self._learned
         if learned is None:
             return super().next(draws)
@@ -44,24 +44,24 @@ class BalancedStream(MapStream):
         return replace(shard, hears=learned.reads(self.epoch, self._own(shard), replica=self.rank, speed=speed))
 
     def begin(self) -> None:
-        """Steps are made now, by all ranks from one position."""
+        """Begin a run of steps. All ranks start at the same position."""
         if self._learned is not None:
             self._learned.begin()
 
     def close(self) -> None:
-        """End the workers, and measure no more until steps are made again."""
+        """End the workers, and stop measuring until steps are made again."""
         super().close()
         if self._learned is not None:
             self._learned.end()
 
     def follow(self, other: Stream) -> None:
-        """Stand where `other` stands, and know what it has learned."""
+        """Move to the position of `other`, and take over what it has learned."""
         if isinstance(other, BalancedStream) and other._learned is not None:
             self._before = other._learned
         super().follow(other)
 
     def agree(self) -> None:
-        """Ranks that have joined know what the others have learned. Collective."""
+        """Share what was learned with ranks that have just joined. Collective."""
         if self._learned is not None:
             if self._before is not None and self._before.kind == self._learned.kind:
                 self._learned = self.data.difficulty = self._before
@@ -69,17 +69,17 @@ class BalancedStream(MapStream):
             self.seek(self.epoch, self.offset)
 
     def where(self) -> Any:
-        """Return what was learned; None where costs are given. Collective."""
+        """Return what was learned; None if costs are given. Collective."""
         return None if self._learned is None else self._learned.state(self.epoch, self.gather)
 
     def resume(self, epoch: int, offset: int, where: Any) -> None:
-        """As `seek`, by what was learned where `where` was taken; warns where that is missing."""
+        """Seek, and restore what had been learned when `where` was taken; warn if that is missing."""
         if self._learned is not None and (missing := self._learned.restore(epoch, where)):
             warnings.warn(missing, stacklevel=4)
         super().resume(epoch, offset, where)
 
     def recut(self, rank: int, ranks: int, speeds: tuple[Fraction, ...]) -> None:
-        """From the next batch on read another part of each."""
+        """Read another part of each batch, from the next batch on."""
         super().recut(rank, ranks, speeds)
         if self._learned is not None:
             self._learned.recut()

@@ -1,9 +1,10 @@
-"""Divides the rows of a batch over ranks, so that all have as many rows, as many of each group, and the same cost.
+"""Divides the rows of a batch over ranks, so that all have the same number of rows, of each group, and the same cost.
 
-Balanced number partitioning in two steps. First rows are dealt in rounds, as in the balanced differencing method of
-Yakir (1996): a round holds as many neighbours in the order of costs as there are ranks, the rounds that differ most
-come first, and the largest of a round goes to whoever has least so far (Graham's rule of the longest first, 1969). Then
-pairs of rows of one group are exchanged between two ranks for as long as that brings the costliest rank down.
+This is balanced number partitioning in two steps. First, rows are dealt in rounds, as in the balanced differencing
+method of Yakir (1996): a round holds as many neighbours in the order of costs as there are ranks, rounds with the
+largest differences come first, and the largest row of a round goes to the rank with the least cost so far (Graham's
+longest-first rule, 1969). Second, two ranks exchange pairs of rows of one group, as long as that makes the costliest
+rank cheaper.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def equal_shares(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the numbers of the rows of each rank, ascending; ranks with more rows come first.
 
-    costs, groups: of each row of the batch. Numbers of rows differ by one at most, and so do those of a group, unless
-    that leaves a rank more than 1 % above the mean: then rows move until it is not, where there is a way.
-    speeds: of the ranks, where they are unequal: then costs are in their ratio, rows and groups as it comes, and the
-    ranks keep their places. Equal input gives equal output, on every rank.
+    costs, groups: of each row of the batch. Numbers of rows differ by one at most, in total and in each group. If that
+    leaves a rank more than 1 % above the mean, rows move until it is not, as far as possible.
+    speeds: of the ranks, if they are unequal. Then costs are in the ratio of the speeds, the numbers of rows and groups
+    are arbitrary, and the ranks keep their places. Equal input gives equal output, on every rank.
     """
     if speeds:
         return _by_speed(costs, [float(speed) for speed in speeds])
@@ -49,8 +50,10 @@ def equal_shares(
 
 
 def _by_speed(costs: Sequence[float], speeds: Sequence[float]) -> tuple[tuple[int, ...], ...]:
-    """Return each row, the longest first, to the rank that would be done with it first (Graham 1969, on uniform
-    machines)."""
+    """Return the rows of each rank. Each row, the costliest first, goes to the rank that would finish it first.
+
+    This is Graham's rule (1969) on uniform machines.
+    """
     done, rows = [0.0] * len(speeds), [list[int]() for _ in speeds]
     for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
         rank = min(range(len(speeds)), key=lambda rank: (done[rank] + costs[row] / speeds[rank], len(rows[rank])))
@@ -60,7 +63,7 @@ def _by_speed(costs: Sequence[float], speeds: Sequence[float]) -> tuple[tuple[in
 
 
 def unevenness(costs: Sequence[float], shares: Sequence[Sequence[int]]) -> float:
-    """Cost of the rank that has most, against the mean."""
+    """Return the cost of the costliest rank, divided by the mean."""
     sums = [sum(costs[row] for row in share) for share in shares]
     return max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
 
@@ -77,7 +80,7 @@ def _dealt(costs: Sequence[float], ranks: int, groups: Sequence[Hashable]) -> li
         rests.append(rows[whole:])
     rounds.sort(key=lambda rows: costs[rows[-1]] - costs[rows[0]])
     parts = [_Part() for _ in range(ranks)]
-    # What is left of a group goes to ranks that have fewest rows.
+    # The remaining rows of a group go to the ranks with the fewest rows.
     for rows in [*rounds, *sorted(rests, key=len, reverse=True)]:
         taking = sorted(parts, key=lambda part: (len(part.rows), part.cost))[: len(rows)]
         for row, part in zip(rows, sorted(taking, key=lambda part: part.cost), strict=True):
@@ -89,7 +92,7 @@ def _dealt(costs: Sequence[float], ranks: int, groups: Sequence[Hashable]) -> li
 def _exchange(parts: list[_Part], costs: Sequence[float], groups: Sequence[Hashable], near: float) -> None:
     """Exchange rows of one group between the costliest rank and another, as long as that makes it cheaper.
 
-    near: costs that differ by less are equal.
+    near: costs that differ by less count as equal.
     """
     for _ in range(8 * len(costs)):
         parts.sort(key=lambda part: part.cost)
@@ -105,7 +108,7 @@ def _exchange(parts: list[_Part], costs: Sequence[float], groups: Sequence[Hasha
 
 
 def _best(most: _Part, part: _Part, costs: Sequence[float], groups: Sequence[Hashable]) -> tuple[int, int] | None:
-    """A row of each, whose exchange brings their costs nearest; None where none makes the costlier one cheaper."""
+    """Return a row of each whose exchange brings their costs closest; None if none makes the costlier one cheaper."""
     gap = most.cost - part.cost
     by_group: dict[Hashable, list[tuple[float, int]]] = {}
     for row in part.rows:
@@ -123,7 +126,7 @@ def _best(most: _Part, part: _Part, costs: Sequence[float], groups: Sequence[Has
 
 
 def _divide_anew(parts: list[_Part], costs: Sequence[float], near: float) -> None:
-    """Divide the rows of two ranks anew, whatever their numbers and groups, as long as that brings two nearer."""
+    """Divide the rows of two ranks again, ignoring numbers and groups, as long as that brings their costs closer."""
     for _ in range(4 * len(parts)):
         parts.sort(key=lambda part: part.cost)
         pairs = [(parts[-1], part) for part in parts[:-1]] + [(part, parts[0]) for part in parts[-2:0:-1]]
@@ -141,7 +144,10 @@ def _divide_anew(parts: list[_Part], costs: Sequence[float], near: float) -> Non
 
 
 def _nearest(costs: Sequence[float], share: float) -> set[int]:
-    """Return which of `costs` have the sum that is nearest below `share` of all: every sum that there is, as a bit."""
+    """Return the indices of `costs` whose sum is the closest below `share` of the total.
+
+    All possible sums are found, each as one bit of an integer.
+    """
     unit = sum(costs) / _SUMS
     whole = [round(cost / unit) for cost in costs]
     sums = list(accumulate(whole, lambda found, cost: found | found << cost, initial=1))

@@ -1,8 +1,8 @@
-"""Documents packed into blocks of one length, each document by itself: positions begin again, attention stays inside.
+"""Packs documents into blocks of one length. Positions restart in each document, and attention stays inside it.
 
 Best fit decreasing (Johnson 1974; for training data: Ding et al. 2024, "Fewer truncations improve language modeling"):
-the longest document first, each into the block with the least room that holds it. Documents that are longer than a
-block are cut into pieces of a block, and every token is trained on.
+the longest document comes first, and each goes into the block with the least room that still holds it. Documents that
+are longer than a block are cut into pieces of a block's length. Every token is trained on.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils.data import Dataset
 from nbkit.errors import TrainingError
 
 IGNORED = -100
-"""The target that no cross entropy counts, where nothing else is asked of it."""
+"""The target that cross entropy ignores by default."""
 
 
 @dataclass(frozen=True)
 class DocumentPiece:
-    """Of a document, the positions start..stop."""
+    """Positions start..stop of a document."""
 
     document: int
     start: int
@@ -61,12 +61,15 @@ class Packed(Dataset[Any]):
 
     @property
     def waste(self) -> float:
-        """Share of all positions that hold no document."""
+        """Return the share of all positions that hold no document."""
         used = sum(len(piece) for block in self.blocks for piece in block)
         return 1 - used / (len(self.blocks) * self.size) if self.blocks else 0.0
 
     def costs(self, of: Callable[[Any], float] | None) -> list[float]:
-        """Of each block, the sum over its pieces. of: a piece's cost, called with its ids; None: its length."""
+        """Return the cost of each block, the sum over its pieces.
+
+        of: returns a piece's cost, called with its ids; None means the length of the piece.
+        """
         return [sum(len(p) if of is None else of(self._cut(p)) for p in block) for block in self.blocks]
 
     def __getitem__(self, index: int) -> Any:
@@ -91,9 +94,9 @@ class Packed(Dataset[Any]):
 
 
 def best_fit(pieces: Sequence[DocumentPiece], size: int) -> list[list[DocumentPiece]]:
-    """Blocks of at most `size` positions that hold all pieces, none of them longer."""
+    """Return blocks of at most `size` positions that hold all pieces. No piece may be longer than `size`."""
     blocks: list[list[DocumentPiece]] = []
-    # Blocks by the room that they have; which rooms there are, as bits: the next larger one is found at once.
+    # Blocks by their free room. `rooms` has a bit for each room that occurs, so the next larger one is found at once.
     with_room: list[list[int]] = [[] for _ in range(size + 1)]
     rooms = 0
     for piece in sorted(pieces, key=len, reverse=True):

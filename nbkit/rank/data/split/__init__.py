@@ -1,1 +1,1 @@
-"""Iterable data that comes in shards: each data-parallel rank reads some of them, and the global batches stay."""
+"""Iterable data in shards: each data-parallel rank reads some of them, and the global batches do not change."""

@@ -1,8 +1,9 @@
-"""How iterable data is split: into how many shards, and how one of them is read.
+"""Splits iterable data: finds how many shards it has, and reads one of them.
 
-Three kinds: datasets of Hugging Face and others with `shard(num_shards, index)`; pipelines of webdataset, a shard for
-each url; and whatever asks `torch.utils.data.get_worker_info()` for its part, as under torch's DataLoader. The last is
-told that it is one worker of as many as there are shards, and that no other rank reads: nbkit divides the shards.
+There are three kinds: datasets of Hugging Face and others with `shard(num_shards, index)`; webdataset pipelines, with a
+shard for each url; and data that asks `torch.utils.data.get_worker_info()` for its part, as under torch's DataLoader.
+The last kind is told that it is one of as many workers as there are shards, and that no other rank reads. nbkit itself
+divides the shards over ranks.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from nbkit.rank.data.data_state import Opened, StreamPosition
 from nbkit.rank.torch_private import data_worker
 
 _PARTS = 16
-"""Of data that asks for its part and does not say into how many it can be split: degrees of dp mostly divide it."""
+"""Number of shards for data that asks for its part but does not say how many it has. Most dp degrees divide it."""
 
 _SPLIT_BY_PART = "num_shards = 8, and an __iter__ that gives the part of torch.utils.data.get_worker_info()"
 
 
 @dataclass(frozen=True)
 class DataShards:
-    """`data` in `number` shards. by_method: by its shard(); else by what get_worker_info() tells.
+    """`data` in `number` shards. by_method: split by its shard(); else by what get_worker_info() returns.
 
-    counted: it says itself how many they are.
+    counted: the data itself says how many shards it has.
     """
 
     data: Any
@@ -40,7 +41,7 @@ class DataShards:
     counted: bool
 
     def opened(self, shard: int, epoch: int, mark: StreamPosition | None = None) -> Opened:
-        """Return one shard, from its beginning or from the mark on. To be read inside `reading` of the same shard."""
+        """Open one shard, from its beginning or from the mark on. Read it inside `reading` of the same shard."""
         if self.by_method:
             part = self.data.shard(num_shards=self.number, index=shard)
         else:
@@ -50,7 +51,7 @@ class DataShards:
         return Opened.at(part, mark)
 
     def copied(self) -> Any:
-        """Data may remember in itself where it stands, and is iterated several times at once here.
+        """Return a copy of the data. It may remember its own position, and is iterated several times at once here.
 
         Raises TrainingError for data that cannot be copied.
         """
@@ -64,7 +65,7 @@ class DataShards:
             ) from error
 
     def first_samples(self, count: int) -> FirstSamples:
-        """The first samples of the first shard, read anew."""
+        """Read the first samples of the first shard, in a new pass."""
         with self.reading(0) as part:
             opened = self.opened(0, 0)
             samples = list(islice(opened.samples, count))
@@ -72,7 +73,7 @@ class DataShards:
 
     @contextmanager
     def reading(self, shard: int) -> Iterator[_Part]:
-        """Inside, who asks is told to read this shard alone; yields who notes whether it has asked."""
+        """Tell data that asks inside this context to read this shard only. Yields a note of whether it has asked."""
         part = _Part(shard, self.number, self.data)
         outer, data_worker._worker_info = data_worker._worker_info, None if self.by_method else part  # type: ignore[assignment]
         try:
@@ -84,7 +85,7 @@ class DataShards:
 
 @dataclass(frozen=True)
 class FirstSamples:
-    """takes_part: the data takes the part that it is told. has_state: it says where it stands in it."""
+    """The first samples. takes_part: the data reads only the part it is told. has_state: it has a state_dict()."""
 
     samples: list[Any]
     takes_part: bool
@@ -92,7 +93,7 @@ class FirstSamples:
 
 
 class _Part:
-    """In the place of torch's WorkerInfo."""
+    """A replacement for torch's WorkerInfo that notes whether it was asked."""
 
     def __init__(self, shard: int, number: int, data: Any) -> None:
         self._shard, self._number, self.dataset, self.seed, self.asked = shard, number, data, 0, False
@@ -123,7 +124,7 @@ def data_shards(data: Any) -> DataShards | None:
 
 
 def why_whole(data: Any) -> str:
-    """Why every rank reads all of iterable `data`, and what to write; "" where it is split."""
+    """Return why every rank reads all of iterable `data`, and what to write instead; "" if it is split."""
     if data_shards(data) is not None:
         return ""
     if isinstance(data, Iterator):
@@ -136,7 +137,7 @@ def why_whole(data: Any) -> str:
 
 
 def refuse_unasked(shards: DataShards) -> TrainingError:
-    """Of data that gives all samples for each of its shards."""
+    """Return the error for data that gives all samples for each of its shards."""
     return TrainingError(
         "The data has shards, and gives the same samples for each: its __iter__ does not take its part.",
         numbers=f"num_shards {shards.number}, {type(shards.data).__name__}",
@@ -171,7 +172,7 @@ def _names(code: CodeType) -> bool:
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """Inside, who reads the environment finds one rank."""
+    """Make the environment describe a single rank inside this context."""
     before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     os.environ.update(RANK="0", WORLD_SIZE="1")
     try:

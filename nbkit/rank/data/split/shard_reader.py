@@ -1,4 +1,4 @@
-"""One reader: the samples of some data shards one after the other, with the draws of its own."""
+"""A reader gives the samples of some data shards, one shard after the other, with its own random draws."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nbkit.rank.rng.seeding import ITERATED, mixed
 
 @dataclass(frozen=True)
 class Course:
-    """One pass over the data. readers: how many share it. seed: of what reading draws."""
+    """A pass over the data. readers: the number of readers that share it. seed: for random draws while reading."""
 
     shards: DataShards
     readers: int
@@ -29,9 +29,9 @@ class Course:
 
 
 class ShardReader:
-    """Reads the samples of reader `number` in their order. index: which one comes next.
+    """Reads the samples of reader `number` in their order. index: the number of the next sample.
 
-    mark: where it begins instead, in the same epoch.
+    mark: the position to begin at, in the same epoch, instead of the first sample.
     """
 
     def __init__(self, course: Course, number: int, mark: StreamPosition | None = None) -> None:
@@ -48,7 +48,7 @@ class ShardReader:
             self._drawn = mark.drawn
 
     def mark(self) -> StreamPosition | None:
-        """Where it stands; None between shards, and of data that does not say it."""
+        """Return the current position; None between shards, or if the data has no state."""
         if self._opened is None or not self._opened.has_state:
             return None
         data, iterator = self._opened.states()
@@ -56,7 +56,7 @@ class ShardReader:
         return StreamPosition(self.index, self._shard, data, iterator, drawn)
 
     def read(self, count: int) -> list[Any]:
-        """Return the next `count` samples; fewer where they end. Raises TrainingError, which names shard and sample."""
+        """Return the next `count` samples, or fewer at the end. Raises TrainingError, which names shard and sample."""
         found: list[Any] = []
         with undrawn():
             draw_from(self._drawn)

@@ -1,20 +1,18 @@
-"""Batches of data that comes in shards: each data-parallel rank reads its readers' samples, and only these.
+"""Batches of data that comes in shards. Each data-parallel rank reads only the samples of its own readers.
 
-Where readers end is known to who reads them. A rank reads two batches ahead, and says in the step's small reduction
-when one of its readers ends there; then the ranks compare, before the first batch that it concerns. They compare also
-before the first batch behind a jump. Rows that a rank computes and another reads, as there are when some readers have
-ended or dp does not divide their number, are sent with that comparison.
+Order: reader k reads the data shards k, k + readers, ... one after the other. The stream takes one sample of each
+reader in turn, and leaves out readers that have ended. The order depends only on the data, not on ranks, batches or
+workers. A row is computed by the rank that reads it, as long as every rank gets its number of rows.
 
-The order of data that is read by several readers: a sample of each in turn; one that has ended is left out.
+Ends: only the rank that reads a reader sees where it ends. A rank reads two batches ahead. If one of its readers ends
+there, it says so in the step's small reduction, and the ranks compare before the first batch that is affected. They
+also compare before the first batch after a jump. A row may be read by one rank and computed by another, if some readers
+have ended or dp does not divide their number. Such rows are sent after that comparison.
 
-Reader k reads the data shards k, k + readers, ... one after the other. The order depends on the data alone, not on
-ranks, batches or workers. Which rank computes a row follows from who reads it, as far as every rank gets its number.
-
-What a rank has read and not yet computed, a queue for each of its readers; filled here or by worker processes.
-
-Torch's DataLoader starts the workers, one loader for each, so that a worker whose readers are slow keeps back no other.
-A worker reads for all its readers in turn and sends samples as bytes: a file handle for every tensor would soon be too
-many.
+Queues: a rank has a queue for each of its readers, with samples that it has read and not yet computed. Queues are
+filled here or by worker processes. torch's DataLoader starts the workers. Each worker has its own loader, so that a
+worker with slow readers does not delay the others. A worker reads for all its readers in turn and sends samples as
+bytes: a file handle for every tensor would soon be too many.
 """
 
 from __future__ import annotations
@@ -48,12 +46,12 @@ from nbkit.rank.data.workers import Collate, Draws, Loader
 MOST_READERS = 64
 
 Row = tuple[int, int]
-"""(reader, which of its samples)"""
+"""(reader, number of the sample among the reader's samples)"""
 
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """readers: how many there are. ends: the readers of which it is known how many samples they have."""
+    """The order of the samples. readers: their number. ends: reader -> number of its samples, where it is known."""
 
     readers: int
     ends: Mapping[int, int]
@@ -77,10 +75,10 @@ class RoundRobin:
 
 
 def share_out(rows: Sequence[Row], most: Sequence[int]) -> list[list[int]]:
-    """Return which of `rows` each rank computes, `most` of them: what it reads first, then what others have too many
-    of.
+    """Return which of `rows` each rank computes. Rank r computes most[r] rows.
 
-    Rank r reads the readers r, r + ranks, ...
+    A rank takes rows that it reads first, then rows that other ranks have too many of. Rank r reads the readers r,
+    r + ranks, ...
     """
     shares: list[list[int]] = [[] for _ in most]
     left: list[int] = []
@@ -100,9 +98,9 @@ _CHUNKS_AHEAD = 2  # chunks of each reader that a worker reads ahead
 
 @dataclass
 class Queue:
-    """first: the number of samples[0] among the reader's. end: how many it has in all, once that is known.
+    """Samples of one reader. first: the number of samples[0]. end: the reader's total number, once it is known.
 
-    marks: where its reading stood, the newest that is not beyond `first`, and those behind.
+    marks: positions of the reader: the newest one that is not beyond `first`, and all later ones.
     """
 
     first: int
@@ -116,27 +114,27 @@ class Queue:
         return self.first + len(self.samples)
 
     def add(self, samples: Sequence[Any], end: int | None, mark: StreamPosition | None) -> None:
-        """What has been read. mark: where reading stands behind them."""
+        """Add samples that have been read. end: see Queue. mark: the reader's position after them."""
         self.samples += samples
         self.end = end
         if mark is not None:
             self.marks.append(mark)
 
     def mark(self, collate: Collate) -> StreamPosition | None:
-        """From where the next sample is read soonest; None where nobody can say."""
+        """Return the latest position from which the next sample can be read; None if there is none."""
         if not self.marks or self.marks[0].index > self.first:
             return None
         checks = tuple(checksum(collate, sample) for sample in islice(self.samples, COMPARED))
         return replace(self.marks[0], first=self.first, checks=checks)
 
     def follows(self, mark: StreamPosition, collate: Collate) -> bool:
-        """Return True if the samples that have been read are those of which the mark has checksums."""
+        """Return True if the samples that have been read match the checksums of the mark."""
         at = mark.first - self.first
         here = list(islice(self.samples, at, at + len(mark.checks))) if at >= 0 else []
         return all(checksum(collate, sample) == check for sample, check in zip(here, mark.checks, strict=False))
 
     def take(self, index: int) -> Any:
-        """Sample `index`; it and those before it are let go of."""
+        """Return sample `index`, and remove it and those before it from the queue."""
         while self.first < index:
             self.samples.popleft()
             self.first += 1
@@ -147,10 +145,10 @@ class Queue:
 
 
 class SampleQueues:
-    """Queues of the readers in `starts`, from the samples that it gives on. chunk: samples that are read at a time.
+    """Queues of readers. starts: reader -> its first sample to queue. chunk: samples to read at a time.
 
-    marks: reader -> where its reading begins, if not at its first sample. ended: reader -> how many samples it has, of
-    those that have given all.
+    marks: reader -> position where reading begins, if not at its first sample. ended: reader -> number of its samples,
+    for readers that have given all.
     """
 
     def __init__(
@@ -198,7 +196,7 @@ class SampleQueues:
         self.queues[reader].add(*read)
 
     def marks(self, collate: Collate) -> dict[int, StreamPosition]:
-        """Reader -> from where its next sample is read soonest, of those that say it."""
+        """Return reader -> the latest position from which its next sample can be read, for readers that have one."""
         found = {reader: queue.mark(collate) for reader, queue in self.queues.items()}
         return {reader: mark for reader, mark in found.items() if mark is not None}
 
@@ -208,7 +206,7 @@ class SampleQueues:
 
 
 class _Chunks(IterableDataset[bytes | TrainingError]):
-    """In a worker: (reader, samples, its end, its mark) of each reader in turn, packed."""
+    """The data set of a worker: (reader, samples, its end, its mark) of each reader in turn, pickled."""
 
     def __init__(
         self, course: Course, starts: Mapping[int, int], chunk: int, marks: Mapping[int, StreamPosition]
@@ -243,7 +241,7 @@ def _loader(chunks: _Chunks, readers: int) -> Loader:
         collate_fn=_as_it_is,
         num_workers=1,
         prefetch_factor=_CHUNKS_AHEAD * readers,
-        # What a cell has defined need not be imported by a process that is forked.
+        # A forked process has what a cell has defined, and need not import it.
         multiprocessing_context="fork" if sys.platform == "linux" else None,
         generator=torch.Generator(),
     )
@@ -254,7 +252,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as arrays: torch packs each as a file of its own."""
+    """A pickler that sends tensors as numpy arrays. torch would send each one as a separate file."""
 
     def reducer_override(self, item: Any) -> Any:
         plain = type(item) is Tensor and item.layout is torch.strided and item.device.type == "cpu"
@@ -280,14 +278,14 @@ def _packed(item: Any) -> bytes:
 
 
 _SEED = "seed what shuffles: shuffle(seed=0), and detshuffle in the place of webdataset's shuffle"
-_AHEAD = 2  # batches: what is said in a step is known to all before the next but one
+_AHEAD = 2  # batches: all ranks know what is said in a step before the step after the next
 
 
 @dataclass(eq=False)
 class SplitStream(Stream):
-    """Shards of iterable data that each rank reads a part of.
+    """Shards of iterable data, of which each rank reads a part.
 
-    gather: what every rank gives, by rank; collective over all ranks.
+    gather: returns the values of all ranks, by rank; collective over all ranks.
     """
 
     own = False
@@ -307,15 +305,12 @@ class SplitStream(Stream):
         self.readers = min(self.shards.number, MOST_READERS)
         if not self.shards.by_method:
             self.shards.copied()
-        # Where nothing can be read, that is said where it is read to train.
+        # If nothing can be read, reading for training reports it.
         self.takes_part, self.has_state = True, False
         self._compare()
 
     def _compare(self) -> None:
-        """Raises TrainingError where ranks hold other data, or for data that has shards and gives all samples for each.
-
-        Collective.
-        """
+        """Raise TrainingError if ranks hold different data, or if each shard gives all samples. Collective."""
 
         def read() -> Any:
             found = self.shards.first_samples(2)
@@ -340,7 +335,7 @@ class SplitStream(Stream):
             )
 
     def _check_drawn(self) -> None:
-        """Raises TrainingError where several ranks work on the same rows, and each would read others."""
+        """Raise TrainingError if several ranks work on the same rows but each would read different ones."""
         if self._drawn_anew and self.ranks < self._world_size:
             raise TrainingError(
                 "The data gives other samples each time that it is read, and several ranks work on the same rows.",
@@ -349,25 +344,25 @@ class SplitStream(Stream):
             )
 
     def recut(self, rank: int, ranks: int, speeds: tuple[Fraction, ...]) -> None:
-        """From now on read another part of each batch."""
+        """Read another part of each batch from now on."""
         super().recut(rank, ranks, speeds)
         self._compares = True
 
     def begin(self) -> None:
-        """Ranks may have been broken off in different places: they compare before the next batch."""
+        """Make ranks compare before the next batch, since they may have been broken off in different places."""
         self._compares = True
 
     def shards_end(self) -> None:
-        """A rank has said that one of its readers ends in one of the next batches."""
+        """Make ranks compare before the next batch: a rank has said that one of its readers ends soon."""
         self._compares = True
 
     def close(self) -> None:
-        """End the workers; `next` starts others."""
+        """End the workers. `next` starts new ones."""
         if self.workers:
             self._drop()
 
     def seek(self, epoch: int, offset: int) -> None:
-        """Go on with sample number `offset` of `epoch`: samples before it are read and passed over, by who reads them.
+        """Go on with sample number `offset` of `epoch`. Each rank reads and skips earlier samples of its own readers.
 
         Collective with the next batch.
         """
@@ -376,7 +371,10 @@ class SplitStream(Stream):
         self.epoch, self.offset, self._compares = epoch, offset, True
 
     def where(self) -> Any:
-        """The ends that are known, and a mark of each reader that has one. Collective where the data has states."""
+        """Return the known ends, and a mark of each reader that has one; None if the data has no states.
+
+        Collective if the data has states.
+        """
         if not self.has_state:
             return None
         self._share_marks()
@@ -384,7 +382,7 @@ class SplitStream(Stream):
         return {"shards": self.shards.number, "ends": [list(each) for each in self._ends.items()], "marks": marks}
 
     def resume(self, epoch: int, offset: int, where: Any) -> None:
-        """As `seek`. where: of data in as many shards, else it is read again."""
+        """Seek by means of `where`. It must be of data with the same number of shards, else the data is read again."""
         self._forget()
         self.seek(epoch, offset)
         if self.has_state and isinstance(where, dict) and where.get("shards") == self.shards.number:
@@ -397,7 +395,7 @@ class SplitStream(Stream):
         warnings.warn(READ_AGAIN.format(offset=offset, epoch=epoch, why=why), stacklevel=4)
 
     def _share_marks(self) -> None:
-        """Have the marks of all readers. Collective."""
+        """Share the marks of all readers between ranks. Collective."""
         self._note_marks()
         if self._world_size > 1:
             for epoch, marks in self.gather((self.epoch, self._marks)):
@@ -405,12 +403,12 @@ class SplitStream(Stream):
                 self._marks |= {r: m for r, m in here.items() if r not in self._marks or m.index > self._marks[r].index}
 
     def next(self, draws: Draws | None = None) -> Shard:
-        """This rank's rows of the next global batch."""
+        """Return this rank's rows of the next global batch."""
         self._check_drawn()
         try:
             return self._next()
         except BaseException:
-            # Broken off inside a batch: the position is still before it, and the readers are opened again.
+            # Broken off inside a batch. The position is still before it, so the readers are opened again.
             self._drop()
             raise
 
@@ -442,7 +440,7 @@ class SplitStream(Stream):
         )
 
     def _rows(self) -> list[Row]:
-        """Return those of the next batch, the same on every rank."""
+        """Return the rows of the next batch, the same on every rank."""
         if self._compares and self.has_state:
             self._share_marks()
         known = self._read_ahead()
@@ -462,7 +460,7 @@ class SplitStream(Stream):
         return RoundRobin(self.readers, self._ends)
 
     def _read_ahead(self) -> dict[int, int]:
-        """Read what this rank's readers give to this batch and the next; all ends that are known now."""
+        """Read this rank's samples of this batch and the next ones, and return all ends that are known now."""
         while True:
             read = (1 + _AHEAD) * self.batch_size
             rows = self._order.rows(self.offset, max(read, self.readers))
@@ -487,10 +485,10 @@ class SplitStream(Stream):
             self._found = self._ends | ends
             if self.ranks > 1 or self._found == self._ends:
                 return self._found
-            self._ends = self._found  # nobody else has to be asked
+            self._ends = self._found  # there is no other rank to ask
 
     def _open(self, rows: Sequence[Row]) -> SampleQueues:
-        """The queues, which give the samples of `rows` and those behind them; opened where they are not."""
+        """Return the queues for the samples of `rows` and later ones. Opens them if necessary."""
         starts = dict.fromkeys(range(self.rank, self.readers, self.ranks), 0)
         first = dict[int, int]()
         for reader, index in rows:
@@ -509,20 +507,20 @@ class SplitStream(Stream):
         return self._queues
 
     def _read_anew(self) -> None:
-        """The data does not go on where its states say: what they lead to is read from its beginning."""
+        """Read from the beginning, with a warning, because the data does not go on where its states say."""
         why = "behind its own load_state_dict() it gives other samples"
         warnings.warn(READ_AGAIN.format(offset=self.offset, epoch=self.epoch, why=why), stacklevel=4)
         self._close_queues()
         self._marks, self._proven, self._trusts = {}, True, False
 
     def _most(self, total: int) -> list[int]:
-        """Rows of each rank."""
+        """Return the number of rows of each rank."""
         if self.speeds:
             return [stop - start for start, stop in rows_by_speed(total, self.speeds)]
         return [len(range(*bounds(total, self.ranks, rank))) for rank in range(self.ranks)]
 
     def _sent(self, rows: Sequence[Row], parts: Sequence[Sequence[int]], read: dict[Row, Any]) -> dict[Row, Any]:
-        """The samples of rows that another rank computes than reads. Collective where there are any."""
+        """Return the samples of rows that one rank reads and another computes. Collective if there are any."""
         moved = [rows[i] for rank, part in enumerate(parts) for i in part if rows[i][0] % self.ranks != rank]
         if not moved:
             return {}

@@ -1,1 +1,1 @@
-"""Context parallelism: positions split over ranks, and the run that shows whether a model allows it."""
+"""Context parallelism: positions are split over ranks, after a run has shown that the model allows it."""

@@ -1,17 +1,17 @@
-"""Attention within a block that works on a part of the positions: of this rank's queries to the keys of all ranks.
+"""Attention in a block that works on a part of the positions: this rank's queries attend to the keys of all ranks.
 
-Keys of the block's own positions are gathered with autograd; causal masks and given ones are cut to the rank's
-queries. Keys of something else (what an encoder gave) are whole on every rank, and stay where they are.
+Keys of the block's own positions are gathered with autograd. Causal masks and given masks are cut to the rank's
+queries. Other keys (the output of an encoder) are whole on every rank, and are not gathered.
 
-Causal queries that follow each other look at the keys up to the last of them: q of them at as many pairs as q times
-that. A rank with a chunk from the head of the positions and one from their tail (`head_and_tail`) attends once for
-each, so that all ranks look at equally many pairs. Under dropout, whose scores are in memory, there is one call on all.
+A run of consecutive causal queries uses the keys up to its last position: q queries up to position p cost q x p pairs.
+A rank with a chunk from the head of the positions and one from the tail (`head_and_tail`) attends once for each chunk,
+so that all ranks compute equally many pairs. Under dropout, whose scores are in memory, one call handles all queries.
 
-Modules within a block that every rank runs on all positions, its others on a part: attention written by hand.
-
-What goes in is gathered, of what comes out each rank keeps its positions. So keys, scores and their masks are those of
-one process, and every rank computes all of them; the gradients of what is learned there are sums over the ranks, as
-everywhere in a block. On the wire over n ranks, for X bytes of hidden states: (n-1)/n X in forward and in backward.
+A module in a block that mixes positions in another way, such as attention written by hand, is run on all positions by
+every rank (`on_all`). Its inputs are gathered, and each rank keeps its positions of the output. So keys, scores and
+masks are those of one process, and every rank computes all of them. Gradients of its parameters are sums over the
+ranks, as everywhere in a block. It sends, over n ranks and for X bytes of hidden states, (n-1)/n X in forward and in
+backward.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from nbkit.tensor_layout import Runs, count
 
 
 class ContextAttentionMode(TorchFunctionMode):
-    """While it is entered, calls of attention see all positions. calls: how many there were.
+    """Mode in which calls of attention see all positions.
 
-    runs: this rank's positions, of `total`; own: their number. across: numbers of the calls whose keys are whole; None
-    notes them by their length. refuse: (what, numbers) -> the error. paused: everything is on all positions already.
+    calls: number of calls so far. runs: this rank's positions, of `total`. own: how many these are. across: numbers of
+    the calls whose keys are whole; None finds them by their length, and adds them to `noted`. refuse: (what, numbers)
+    -> the error to raise. paused: the code now works on all positions already.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class ContextAttentionMode(TorchFunctionMode):
                 query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa
             )
         at, outputs = 0, []
-        # What drops is one draw for all queries.
+        # Dropout is one draw for all queries.
         for runs in [self.runs] if dropout_p else [(run,) for run in self.runs]:
             given = query.narrow(-2, at, count(runs))
             outputs.append(self._causal(given, key, value, runs, dropout_p, scale=scale, enable_gqa=enable_gqa))
@@ -111,11 +112,11 @@ class ContextAttentionMode(TorchFunctionMode):
             return outputs[0]
         if query.ndim < 4:
             return torch.cat(outputs, -2)
-        # As the kernels leave it, so that heads are put beside each other without a copy.
+        # Use the memory format of the kernels, so that heads are concatenated without a copy.
         return torch.cat([output.transpose(-3, -2) for output in outputs], -3).transpose(-3, -2)
 
     def _attend_all_heads(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """nn.MultiheadAttention: (T, B, D), and torch's own checks want all keys in the arguments."""
+        """Run nn.MultiheadAttention on (T, B, D). The checks of torch need all keys in the arguments."""
         across = query is not key and key is value and self._is_across(key.shape[0])
         if not across and (query is not key or key is not value):
             raise self.refuse("attends to something else than its own positions.", "")
@@ -129,7 +130,7 @@ class ContextAttentionMode(TorchFunctionMode):
         return self.peers.gather(x, dim, self.total)
 
     def _rows(self, mask: Tensor | None, keys: int) -> Tensor | None:
-        """Return a mask (..., T or 1, `keys` or 1), of this rank's queries."""
+        """Return the rows for this rank's queries of a mask (..., T or 1, `keys` or 1)."""
         if mask is None:
             return None
         rows, columns = mask.shape[-2:]
@@ -138,7 +139,7 @@ class ContextAttentionMode(TorchFunctionMode):
         return taken(mask, -2, self.runs) if rows == self.total else mask
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, runs: Runs, dropout_p: float, **named: Any) -> Tensor:
-        """Queries at the positions `runs`, to the keys up to theirs: none of them sees beyond the last."""
+        """Attend causally from queries at the positions `runs` to the keys up to the last of them."""
         stop = runs[-1][1]
         key, value = key[..., :stop, :], value[..., :stop, :]
         if runs == ((0, stop),):
@@ -148,18 +149,21 @@ class ContextAttentionMode(TorchFunctionMode):
 
 
 MASKS = ("mask", "bias", "padding")
-"""What is in the names of arguments that hold no positions to be parted, but who may attend to whom."""
+"""Words in the names of arguments that are masks, and not split by position."""
 
 
 @dataclass(frozen=True)
 class BlockPart:
-    """What a block works on. attention: of it. given: id -> what an argument of the block was before it was parted."""
+    """The part of the positions that a block works on.
+
+    attention: mode of the block. given: id of a split argument of the block -> the argument before it was split.
+    """
 
     attention: ContextAttentionMode
     given: Mapping[int, Tensor]
 
     def whole(self, name: str, x: Tensor) -> Tensor:
-        """Return an argument of a module in the block, of all positions."""
+        """Return the argument `x` of a module in the block with all positions."""
         if id(x) in self.given:
             return self.given[id(x)]
         if x.ndim < 3 or x.shape[1] != self.attention.own or any(word in name.lower() for word in MASKS):
@@ -167,7 +171,7 @@ class BlockPart:
         return self.attention.peers.gather(x, 1, self.attention.total)
 
     def own(self, first: Tensor | None, x: Tensor) -> Tensor:
-        """Of what the module gave, the positions of this rank. first: the first tensor of it."""
+        """Return this rank's positions of an output `x` of the module. first: the first output tensor."""
         if x.ndim < 3 or x.shape[1] != self.attention.total or (x.ndim > 3 and x is not first):
             return x
         return taken(x, 1, self.attention.runs).contiguous()
@@ -178,7 +182,7 @@ _part: ContextVar[BlockPart | None] = ContextVar("part", default=None)
 
 @contextmanager
 def working_on(part: BlockPart) -> Iterator[None]:
-    """Inside, modules that are `on_all` know what the block around them works on."""
+    """Tell modules wrapped by `on_all`, inside this context, which part the block around them works on."""
     token = _part.set(part)
     try:
         yield
@@ -187,7 +191,7 @@ def working_on(part: BlockPart) -> Iterator[None]:
 
 
 def on_all(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of a module, which sees all positions also where the block around it works on a part."""
+    """Wrap the `forward` of a module so that it sees all positions while the block around it works on a part."""
     names = argument_names(forward)
 
     @wraps(forward)
@@ -213,7 +217,7 @@ def on_all(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def argument_names(forward: Callable[..., Any]) -> list[str]:
-    """Of positional arguments, in order: also where another strategy has put a forward of any arguments before it."""
+    """Return the names of positional arguments in order, also if another strategy has wrapped `forward` in *args."""
     bound: Any = forward
     while not hasattr(bound, "__self__") and hasattr(bound, "__wrapped__"):
         bound = bound.__wrapped__
@@ -226,7 +230,7 @@ def argument_names(forward: Callable[..., Any]) -> list[str]:
 
 
 def share_outside(block: nn.Module, whole: frozenset[str]) -> float:
-    """Of the elements of the block's matrices, the share in modules that work on a part of the positions."""
+    """Return the share of the block's matrix elements in modules that work on a part of the positions."""
     sizes = {name: p.numel() for name, p in block.named_parameters() if p.ndim > 1}
     inside = sum(size for name, size in sizes.items() if any(name.startswith(f"{path}.") for path in whole))
     return 1 - inside / max(sum(sizes.values()), 1)

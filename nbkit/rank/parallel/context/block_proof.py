@@ -1,9 +1,8 @@
-"""Proves that a block gives on parts of the positions what it gives on all of them, both in one process.
+"""Prove that a block computes the same on parts of the positions as on all of them, in one process.
 
-The parts run in the very code that cuts the block on ranks (context.Spread), with a thread for each rank, in double
-precision and with drawn weights: those of a fresh model may be zero where they would show something.
-
-Compares what is computed on all positions with what parts of them give; and says which call differs first.
+The parts run through the code that splits the block on ranks (`Spread` in context_parallel.py), with one thread per
+rank, in double precision, and with random weights, since those of a fresh model may be zero where they matter. If the
+results differ, the first call that differs is found.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _SEEN = 1e-7
 
 
 def joined(whole: Tensor, parts: Sequence[Tensor], parting: Parting = contiguous) -> tuple[int | None, Tensor]:
-    """(dim of positions, the parts put together along it); (None, their mean) where each has the shape of `whole`: of
-    its gradient, each is given a share. parting: what each part holds.
+    """Return (dim of positions, the parts joined along it).
 
-    Raises ValueError where they do not make up `whole`.
+    If every part has the shape of `whole`, return (None, their mean, which gives each part a share of the gradient).
+    parting: which positions each part holds. Raises ValueError if the parts do not make up `whole`.
     """
     shapes = [part.shape for part in parts]
     if all(shape == whole.shape for shape in shapes):
@@ -59,14 +58,14 @@ def joined(whole: Tensor, parts: Sequence[Tensor], parting: Parting = contiguous
 
 
 class CallTrace:
-    """What each call of a torch function gave while a block ran, in each of several threads."""
+    """Records the results of all calls of torch functions while a block runs, in several threads."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         self._inside = threading.local()
 
     def around(self, forward: Callable[..., Any], log: Callable[[], list[Any]]) -> Callable[..., Any]:
-        """`forward`, which appends (call, module, tensors that it gave) to log()."""
+        """Wrap `forward` so that it appends (call, path of the module, resulting tensors) to log()."""
 
         @wraps(forward)
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -112,8 +111,10 @@ class _Recording(TorchFunctionMode):
 def first_difference(
     whole: Sequence[Any], parts: Sequence[Sequence[Any]], parting: Parting = contiguous
 ) -> tuple[str, str] | None:
-    """(call, path of its module) of the first call of which the parts do not give the whole, or that they do not
-    make; from logs of a CallTrace. None where all do. parting: what each part holds."""
+    """Compare logs of a CallTrace. Return (call, path of its module) of the first call that differs, or None.
+
+    A call differs if the parts do not make it, or do not give the whole. parting: which positions each part holds.
+    """
     for i, (name, path, tensors) in enumerate(whole):
         if any(len(part) <= i for part in parts):
             return _spelled(name), path
@@ -137,18 +138,18 @@ def _spelled(name: str) -> str:
 
 _EXACT, _ROUNDED = 1e-10, 1e-3
 _NUDGE, _NOISE = 1e-11, 30
-"""What differs by less than `_ROUNDED` may be rounding: at most `_NOISE` times what a nudge of the input changes."""
+"""A difference below `_ROUNDED` may be rounding, if it is at most `_NOISE` times the effect of nudging the input."""
 
 _MODULES, _LEAST = 5, 1 / 3
-"""How often a module more is tried on all positions; the share of matrices that has to be left for parts."""
+"""How often one more module is tried on all positions; the least share of matrix elements left to run on parts."""
 
 Rules = tuple[int | None, ...]
-"""For each tensor that a block returns: its dim of positions; None for what every part gives whole."""
+"""Dim of positions of each tensor that a block returns; None if every part returns it whole."""
 
 
 @dataclass
 class BlockCall:
-    """One call of the block `name` on all positions: what went in, and what came out before any hook saw it."""
+    """A call of the block `name` on all positions: its arguments, and its output before any hook saw it."""
 
     name: str
     args: tuple[Any, ...]
@@ -159,14 +160,14 @@ class BlockCall:
 
 
 def refusal(what: str, numbers: str = "", hint: str = "") -> StrategyError:
-    """The error for what context parallelism would compute otherwise."""
+    """Return the error for a model that context parallelism would compute differently."""
     default = "a strategy without cp; with cp, positions may meet in F.scaled_dot_product_attention alone"
     return StrategyError(what, numbers=numbers, hint=hint or default)
 
 
 @dataclass(frozen=True)
 class PositionSplit:
-    """Into how many parts of the positions, and which each of them holds."""
+    """A split of the positions: the number of parts, and which positions each part holds."""
 
     size: int
     parting: Parting = contiguous
@@ -175,11 +176,11 @@ class PositionSplit:
 def block_rules(
     block: nn.Module, called: BlockCall, cut: PositionSplit, *, backward: bool, uncut: Sequence[frozenset[str]]
 ) -> tuple[Rules, PositionMethod]:
-    """Return how what the block returns lies in parts, and how it works on them. backward: compare gradients too.
+    """Return how the outputs of the block are split, and how the block works on parts. backward: compare gradients too.
 
-    uncut: sets of arguments to leave whole, of which the first that is right counts. A module in which parts differ
-    first is tried on all positions.
-    Raises StrategyError where the parts of the positions do not give what all of them give.
+    uncut: sets of arguments to leave whole; the first set that is right is used. If parts differ, the module in which
+    they first differ is tried on all positions.
+    Raises StrategyError if parts of the positions do not give what all positions give.
     """
     refused: StrategyError | None = None
     for args in dict.fromkeys(uncut):
@@ -198,10 +199,13 @@ def block_rules(
 
 
 def _grown(block: nn.Module, whole: frozenset[str], where: str | None) -> frozenset[str] | None:
-    """`whole` and the module `where`, or the one around that if it is there; None where too little is left."""
+    """Return `whole` plus the module `where`, or plus its parent if it is in `whole` already.
+
+    Returns None if too few matrices would be left to run on parts.
+    """
     while where and where in whole:
         where = where.rpartition(".")[0]
-    # Nobody calls a container of modules.
+    # Containers of modules are never called.
     while where and isinstance(block.get_submodule(where), nn.ModuleList | nn.ModuleDict):
         where = where.rpartition(".")[0]
     if not where:
@@ -215,7 +219,7 @@ def _rules(
 ) -> tuple[Rules, PositionMethod]:
     failed: Exception | None = None
     where: str | None = None
-    # Drawn weights may give NaN, and something inside may insist on another precision: then the model's own.
+    # Random weights may give NaN, and the code may require another precision: then use the model's own.
     for drawn, dtype in ((True, torch.float64), (False, torch.float64), (False, None)):
         try:
             with _weights(block, drawn, dtype), _on_all(block, way.whole):
@@ -223,7 +227,7 @@ def _rules(
                 try:
                     rules = comparison.rules()
                 except StrategyError as error:
-                    # What it draws is no other module's fault.
+                    # If the block draws random numbers itself, no module is to blame.
                     raise _Differs(error, None if comparison.draws else comparison.where()[1]) from None
                 except Exception:
                     where = comparison.where()[1] if where is None else where
@@ -243,7 +247,10 @@ def _rules(
 
 
 class _Differs(Exception):
-    """where: the path in the block of the module in which it shows first; "" for its own forward, None if unknown."""
+    """Parts give another result than the whole.
+
+    where: path, inside the block, of the first module that differs; "" for the block's own forward, None if unknown.
+    """
 
     def __init__(self, refusal: StrategyError, where: str | None) -> None:
         super().__init__()
@@ -269,7 +276,7 @@ def _put_back(part: nn.Module, forward: Any) -> None:
 
 
 class _Comparison:
-    """Of a block with itself, on all positions and on parts."""
+    """A comparison of a block on all positions with the same block on parts."""
 
     def __init__(
         self, block: nn.Module, called: BlockCall, cut: PositionSplit, way: PositionMethod, backward: bool
@@ -281,13 +288,13 @@ class _Comparison:
         self.spread = Spread(
             called.name, self.peers, first=True, last=False, strict=False, attends=False, way=way, noted=self.noted
         )
-        # A mask of -inf is none of them: whether its gradient is made depends on the kernel.
+        # A mask with -inf is left out, since only some kernels compute its gradient.
         self.inputs = [x for x in tree_leaves((called.args, called.kwargs)) if _floats(x) and bool(x.isfinite().all())]
         for x in self.inputs:
             x.requires_grad_(backward)
 
     def rules(self) -> Rules | None:
-        """See block_rules; None where NaN leaves nothing to compare."""
+        """Return the rules (see block_rules), or None if the output is not finite, so that nothing can be compared."""
         whole = self._whole()
         if not all(bool(x.isfinite().all()) for x in whole if _floats(x)):
             return None
@@ -325,7 +332,7 @@ class _Comparison:
             return forward(*args, **kwargs)
 
     def _apart(self, whole: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-        """Of what is returned and, backward, of the gradients of all inputs and parameters."""
+        """Return the largest gap between the outputs and, with backward, the gradients of all inputs and parameters."""
         found = max((gap(w, o) for w, o in zip(whole, other, strict=True)), default=0.0)
         if not self.backward or found > _ROUNDED:
             return found
@@ -357,7 +364,7 @@ class _Comparison:
         )
 
     def where(self) -> tuple[str, str | None]:
-        """(the call in which parts differ first, the path of its module)."""
+        """Return (the first call in which parts differ, path of its module)."""
         trace, logs = CallTrace(self.block), [list[Any]() for _ in range(self.cut.size + 1)]
         peers, args, kwargs = self.peers, self.called.args, self.called.kwargs
         try:
@@ -370,7 +377,7 @@ class _Comparison:
 
 
 def _cast(called: BlockCall, dtype: torch.dtype | None, drawn: bool) -> BlockCall:
-    """The call with copies of its tensors. drawn: what is carried differs everywhere."""
+    """Return the call with copies of its tensors in `dtype`. drawn: add noise to the hidden states."""
 
     def copied(x: Tensor) -> Tensor:
         if dtype is not None and x.is_floating_point():
@@ -394,7 +401,7 @@ def _cast(called: BlockCall, dtype: torch.dtype | None, drawn: bool) -> BlockCal
 
 @contextmanager
 def _weights(block: nn.Module, drawn: bool, dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, the block computes in `dtype` (None: its own), its weights drawn or its own."""
+    """Let the block compute in `dtype` (None: its own) inside this context, with random weights if `drawn`."""
     draw = torch.Generator().manual_seed(3)
     params = [(places, getattr(*places[0])) for places in homes(block).values()]
     others = [
@@ -423,7 +430,7 @@ def _drawn(value: Tensor, draw: torch.Generator, drawn: bool, dtype: torch.dtype
     if not drawn or not _floats(value):
         return value
     noise = _noise(value, draw)
-    # Matrices anew; vectors and scalars, such as the weights of norms, away from where they begin.
+    # Draw matrices anew. Add noise to vectors and scalars, such as the weights of norms.
     return noise / max(value[0].numel(), 1) ** 0.5 if value.ndim > 1 else value + 0.2 * noise
 
 

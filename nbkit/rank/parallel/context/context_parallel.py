@@ -1,17 +1,17 @@
-"""Context parallelism: from the first block to the last every rank of the cp axis holds a part of the positions.
+"""Context parallelism: from the first block to the last, every rank of the cp axis holds a part of the positions.
 
-Keys and values are gathered with autograd (as in Llama 3, Grattafiori et al. 2024, section 3.3.2), queries stay where
-they are: see attention. Where attention is causal, a part is a chunk from the head of the positions and one from their
-tail (there, too), so that attention costs every rank the same; otherwise it is contiguous.
+Keys and values are gathered with autograd (as in Llama 3, Grattafiori et al. 2024, section 3.3.2), and queries stay
+local: see attention.py. If attention is causal, a part is a chunk from the head of the positions and one from the tail
+(as in Llama 3), so that attention costs every rank the same. Otherwise a part is contiguous.
 
-What else mixes positions in a module of a block is computed of all positions on every rank: see whole_modules.
-Embedding and head work on all positions on every rank. An encoder and a decoder, or two towers, are chains of their
-own: positions are joined behind the last block of each.
+A module of a block that mixes positions in another way runs on all positions on every rank: see `on_all` in
+attention.py. So do the embedding and the head. An encoder and a decoder, or two towers, are separate chains. Positions
+are joined after the last block of each chain.
 
-On the wire over n ranks, in bytes sent per rank, with K the bytes of a block's keys and values and X those of a hidden
-state: per block (n-1)/n K in forward and in backward; (n-1)/n X once at each end of a chain, at the first block in
-backward, at the last in forward. nn.MultiheadAttention gathers its input instead, (n-1)/n X, and computes all keys on
-every rank. What all blocks get from another chain: 2 (n-1)/n of its bytes per block, in backward.
+Bytes sent per rank, over n ranks, with K the bytes of a block's keys and values and X those of a hidden state: per
+block (n-1)/n K in forward and in backward; and (n-1)/n X once at each end of a chain, at the first block in backward
+and at the last in forward. nn.MultiheadAttention gathers its input instead, (n-1)/n X, and computes all keys on every
+rank. A tensor from another chain that all blocks use costs 2 (n-1)/n of its bytes per block, in backward.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from nbkit.rank.rng.draw_plan import extent
 from nbkit.rank.torch_private import tree_leaves, tree_map_only
 from nbkit.tensor_layout import contiguous, head_and_tail
 
-# Positions of the sequence in this pass: the first block sets it, on later pipeline stages the model's input.
+# Positions of the sequence in this pass. Set by the first block, and on later pipeline stages by the model's input.
 _positions: ContextVar[int | None] = ContextVar("positions", default=None)
 
 _together: ContextVar[bool] = ContextVar("together", default=False)
@@ -52,7 +52,7 @@ _together: ContextVar[bool] = ContextVar("together", default=False)
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Inside, where there are no gradients, every rank computes all positions."""
+    """Let every rank compute all positions inside this context, when gradients are off."""
     before = _together.set(True)
     try:
         yield
@@ -62,11 +62,11 @@ def together() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PositionMethod:
-    """How a block works on a part of the positions.
+    """The way in which a block works on a part of the positions.
 
-    in_parts: arguments that blocks before it have made, as this one takes them. uncut: arguments that are whole,
-    whatever their shape. across: numbers of its calls of attention whose keys are whole (None: as their length says).
-    whole: paths in the block of the modules that see all positions.
+    in_parts: arguments computed from a part of the positions, which are passed unchanged. uncut: arguments that stay
+    whole, whatever their shape. across: numbers of its calls of attention whose keys are whole (None: decide by their
+    length). whole: paths, inside the block, of modules that see all positions.
     """
 
     in_parts: frozenset[str] = frozenset()
@@ -77,12 +77,11 @@ class PositionMethod:
 
 @dataclass(frozen=True)
 class Positionwise:
-    """Plain data, the same on every rank that gets it.
+    """Result of a run on parts of the positions: plain data, the same on every rank.
 
     refused: why context parallelism would not train as one process does. between: names of parameters outside of the
-    blocks that work on a part of the positions. ways: block -> how it does. begins: the blocks with which a further
-    chain begins, behind the first. balanced: None where attention is not causal; whether parts are `head_and_tail`
-    where it is.
+    blocks that work on a part of the positions. ways: block -> how it works on a part. begins: first blocks of all
+    chains but the first. balanced: True if parts are `head_and_tail`, None if attention is not causal.
     """
 
     refused: StrategyError | None = None
@@ -94,7 +93,10 @@ class Positionwise:
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """partial: parameters whose gradients must be summed over cp after backward. notes: what the user should know."""
+    """Result of splitting a model over cp.
+
+    partial: parameters whose gradients must be summed over cp after backward. notes: messages for the user.
+    """
 
     partial: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
@@ -108,13 +110,13 @@ def context_parallel(
     held: Collection[str] | None = None,
     tried: Positionwise | None = None,
 ) -> ContextSplit:
-    """Spread the positions of the chain `blocks` over the cp axis. In place: the blocks' `forward` is replaced.
+    """Split the positions of the chain `blocks` over the cp axis. Replaces the `forward` of the blocks in place.
 
-    blocks: names of the whole chain in order; each takes hidden states (B, T, ...) first and gives such. held: those
-    that this rank has (default: all). tried: what running the model on parts has shown (see positionwise). Comes after
-    tensor parallel surgery and before recomputation.
-    Raises StrategyError for blocks that mix positions by other means than scaled_dot_product_attention; what only
-    running shows, and nobody has tried, it raises in the first forward pass.
+    blocks: names of the whole chain in order; each takes hidden states (B, T, ...) first, and returns them. held: those
+    that this rank has (default: all). tried: the result of running the model on parts (see positionwise.py). Call this
+    after tensor parallel surgery and before recomputation.
+    Raises StrategyError for blocks that mix positions by other means than scaled_dot_product_attention. Without
+    `tried`, mixing that only a run shows raises it in the first forward pass.
     """
     group = axes.group("cp")
     if group is None:
@@ -149,7 +151,7 @@ def context_parallel(
         block.forward = wrapper.around(block.forward)  # type: ignore[method-assign]
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoder):
-            # Ragged tensors in evaluation have no dim of positions.
+            # The nested tensors of evaluation have no dim of positions.
             part.use_nested_tensor = False
     module.register_forward_pre_hook(_note_positions, with_kwargs=True)
     whole = [f"{name}.{path}" for name in own for path in sorted(found.ways.get(name, PositionMethod()).whole)]
@@ -163,14 +165,14 @@ def context_parallel(
 
 
 def ends(blocks: Sequence[str], begins: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the first and the last blocks of chains."""
+    """Return (first blocks of all chains, last blocks of all chains)."""
     first = frozenset(name for i, name in enumerate(blocks) if not i or name in begins)
     last = frozenset(name for i, name in enumerate(blocks) if i + 1 == len(blocks) or blocks[i + 1] in begins)
     return first, last
 
 
 def _note_positions(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The length of the first input that has a dim 1: right on a stage whose blocks receive hidden states."""
+    """Set the number of positions from the first input with a dim 1, which is right on later pipeline stages."""
     long = (x.shape[1] for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim > 1)
     _positions.set(next(long, None))
 
@@ -193,10 +195,11 @@ def _partial(module: nn.Module, blocks: Sequence[str], between: Collection[str])
 
 @dataclass(frozen=True)
 class Spread:
-    """What a block does to work on a part of the positions. first, last: whether it is at that end of a chain.
+    """Wraps the forward of a block so that it works on a part of the positions.
 
-    strict: refuse hidden states that are not the rank's part. attends: refuse a block without attention. noted: gets
-    the calls of attention whose keys are whole, where `way` leaves that open.
+    first, last: the block is at that end of a chain. strict: refuse hidden states that are not the rank's part.
+    attends: refuse a block without attention. noted: receives the numbers of the calls of attention whose keys are
+    whole, if `way` leaves that open.
     """
 
     name: str
@@ -217,7 +220,7 @@ class Spread:
             hidden = self._hidden(next(iter(named.values()), None))
             total = self._total(hidden)
             if not torch.is_grad_enabled() and (_together.get() or total < 2 * self.peers.size()):
-                # Of a generation, the first tokens and what is kept for later ones: every rank computes them all.
+                # The first tokens of a generation, and caches for later ones: every rank computes all positions.
                 return forward(*args, **kwargs)
             attention = ContextAttentionMode(
                 self.peers, total, self.way.across, lambda what, numbers: self._refusal(what, numbers, total)
@@ -266,7 +269,7 @@ class Spread:
     def _placed(
         self, carried: bool, name: str, value: Any, hidden: Tensor, total: int, given: dict[int, Tensor]
     ) -> Any:
-        """An argument as the block on a part of the positions takes it. given: see BlockPart."""
+        """Return an argument as the block on a part of the positions takes it. given: see BlockPart."""
         if carried:
             return tree_map_only(Tensor, lambda x: self.peers.split(whole(x), 1), value) if self.first else value
         if name in self.way.in_parts:
@@ -292,7 +295,10 @@ class Spread:
 
 
 def dim_of_positions(name: str, x: Tensor, hidden: Tensor, total: int) -> int | None:
-    """Along which dim an argument holds the positions: rotary tables, position ids, gates. Masks are cut later."""
+    """Return the dim of an argument (rotary table, position ids, gate) that holds positions, or None.
+
+    Masks are cut later.
+    """
     shape = x.shape
     if any(word in name for word in MASKS):
         return None
@@ -300,6 +306,6 @@ def dim_of_positions(name: str, x: Tensor, hidden: Tensor, total: int) -> int | 
         return next((dim for dim in range(1, x.ndim - 1) if shape[dim] == total), None)
     if x.ndim == 2 and not x.is_floating_point() and not x.is_complex():
         return 1 if shape[1] == total else None
-    # Tables without a dim of samples; a vector per sample is none, even where there are as many samples as positions.
+    # Tables have no dim of samples. A vector with a value per sample is not a table, even if T equals B.
     per_sample = shape[:1] == hidden.shape[:1] and (x.requires_grad or "position" not in name)
     return 0 if x.ndim and shape[0] == total and not per_sample else None

@@ -1,12 +1,11 @@
-"""The ranks among which positions are spread: real ones, and ones that threads of one process stand for.
+"""The ranks over which positions are split: real ranks (`Peers`), or threads of one process (`Threads`).
 
-Both offer what context parallelism asks of them. Between threads a gather is an ordinary `torch.cat`, so that one
-backward pass goes through all parts: a block can be compared with what it computes whole, without a process group.
+Both have the same interface. Between threads a gather is an ordinary `torch.cat`, so that one backward pass goes
+through all parts. So a block can be compared with its result on all positions, without a process group.
 
-Masks of causal attention from some of the positions, which the blocks of a model share while a pass needs them.
-
-A kernel keeps for backward the mask it was given, and makes one of floats of what is bool: a mask for each block would
-soon be larger than all else that a block keeps.
+`CausalMasks` holds masks of causal attention for some of the positions, which the blocks of a model share during a
+pass. A kernel keeps its mask for backward, and turns a bool mask into floats. With one mask per block, masks would soon
+take more memory than everything else that a block keeps.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from nbkit.tensor_layout import Parting, Runs, contiguous
 
 
 class CausalMasks:
-    """Each is made once, and gone when nothing holds it any more."""
+    """Causal masks, each made once and freed when nothing holds it any more."""
 
     def __init__(self) -> None:
         self._made: dict[Any, TensorWeakRef] = {}
 
     def of(self, runs: Runs, query: Tensor) -> Tensor:
-        """(queries, keys): 0 where a query at the positions `runs` may look at a key, -inf where not.
+        """Return a mask (queries, keys): 0 where a query at the positions `runs` may attend to a key, else -inf.
 
-        Keys are those up to the last query; dtype and device are those of `query`.
+        Keys go up to the last query. The mask has the dtype and device of `query`.
         """
         kind = runs, query.dtype, query.device
         made = self._made[kind]() if kind in self._made else None
@@ -42,16 +41,16 @@ class CausalMasks:
             rows = torch.cat([torch.arange(start, stop, device=query.device) for start, stop in runs])
             later = rows[:, None] < torch.arange(runs[-1][1], device=query.device)
             made = torch.zeros(later.shape, dtype=query.dtype, device=query.device).masked_fill_(later, -torch.inf)
-            # Those of other lengths are not needed again.
+            # Masks that are gone are not needed again.
             self._made = {kind: ref for kind, ref in self._made.items() if ref() is not None}
             self._made[kind] = TensorWeakRef(made)
         return made
 
 
 class Peers:
-    """The ranks of a process group; a tensor is split, copied, gathered and joined along the dim given.
+    """The ranks of a process group, with collectives that split, copy, gather and join tensors.
 
-    parting: which positions each of them holds. What is whole has all in their own order. masks: see CausalMasks.
+    parting: which positions each rank holds. A whole tensor has all positions in order. masks: see CausalMasks.
     """
 
     def __init__(self, group: dist.ProcessGroup, parting: Parting = contiguous) -> None:
@@ -62,38 +61,38 @@ class Peers:
         return f"cp={self._size}"
 
     def size(self) -> int:
-        """Return how many they are."""
+        """Return the number of ranks."""
         return self._size
 
     def rank(self) -> int:
-        """Return which of them this one is."""
+        """Return the index of this rank."""
         return self._rank
 
     def runs(self, total: int) -> Runs:
-        """Return the positions of this rank, of so many."""
+        """Return the positions of this rank, out of `total`."""
         return self._parting(total, self.size(), self.rank())
 
     def split(self, x: Tensor, dim: int) -> Tensor:
-        """Whole -> this rank's part."""
+        """Take this rank's part along `dim` (whole -> split)."""
         return split_to(x, self._group, dim, self._parting)
 
     def copy(self, x: Tensor) -> Tensor:
-        """Whole -> whole, of which every rank uses something."""
+        """Pass on `x` (whole -> whole), before a computation that the ranks divide."""
         return copy_to(x, self._group)
 
     def gather(self, x: Tensor, dim: int, total: int) -> Tensor:
-        """Parts -> whole, of which every rank uses something else."""
+        """Gather parts along `dim` (split -> whole), before a computation that the ranks divide."""
         return gather_seq(x, self._group, dim, total, self._parting)
 
     def join(self, x: Tensor, dim: int, total: int) -> Tensor:
-        """Parts -> whole, with which every rank does the same."""
+        """Gather parts along `dim` (split -> whole), before a computation that every rank repeats."""
         return gather_from(x, self._group, dim, total, self._parting)
 
 
 class Threads(Peers):
-    """`size` threads of this process, each for a rank, while `run` runs.
+    """`size` threads of this process that act as ranks while `run` runs.
 
-    A part is a part of the same tensor: gradients meet there, and what is copied is as it is.
+    All parts belong to the same tensor, so autograd sums their gradients, and `copy` returns its input.
     """
 
     def __init__(self, size: int, parting: Parting = contiguous) -> None:
@@ -116,7 +115,7 @@ class Threads(Peers):
         return x
 
     def gather(self, x: Tensor, dim: int, total: int) -> Tensor:
-        """Parts -> whole; every thread waits for all of them. Raises RuntimeError where one has gone without."""
+        """Gather parts (split -> whole), after waiting for all threads. Raises RuntimeError if one ends without it."""
         self._here.gathers += 1
         with self._news:
             offers = self._offers.setdefault(self._here.gathers, {})
@@ -130,8 +129,7 @@ class Threads(Peers):
     join = gather  # type: ignore[assignment]
 
     def run(self, compute: Callable[[], Any]) -> list[Any]:
-        """Return what `compute` gives in each thread, in the order of ranks. Raises what the first one to fail
-        raised."""
+        """Return the results of `compute` in all threads, in the order of ranks. Raises the first error of a thread."""
         results: list[Any] = [None] * self._size
         errors: list[BaseException] = []
         grads = torch.is_grad_enabled()

@@ -1,22 +1,19 @@
-"""Proves that a model computes each position by itself, attention aside, by running it on parts of the positions.
+"""Prove that a model computes each position by itself, apart from attention, by running it on parts of the positions.
 
-Context parallelism is right for such models alone, or where the modules that need all positions are run on all, and
-which they are cannot be read off their modules: `cumsum`,
-`x[:, :1]` or a table looked up by position are calls. Everything happens on one process, before the first step:
+Context parallelism is right only for such models, or if the modules that need all positions are run on all of them.
+Modules do not show this: `cumsum`, `x[:, :1]` or a table looked up by position are calls. The proof runs on one
+process, before the first step:
 
-1. the model runs whole on an example; what goes into each block and comes out of it is kept;
-2. each block runs on all positions and on parts of them, forward and backward: see block_proof;
-3. the model runs on each part, its blocks replaced by what they gave: see between_blocks_proof. Where all positions
-   come to a block (a decoder behind an encoder, a second tower), a chain of its own begins, and 2 and 3 run again.
+1. The model runs whole on an example. The inputs and outputs of each block are kept.
+2. Each block runs on all positions and on parts of them, forward and backward: see block_proof.py.
+3. The model runs on each part, with its blocks replaced (`run_between`). A block returns its part of the output that it
+   gave in 1, so that nothing in it is computed, and the inputs of the next block can be compared exactly. The graph
+   between blocks shows which parameters work on a part there. Their gradients must be summed over the ranks, like those
+   in the blocks. If all positions arrive at a block (a decoder after an encoder, a second tower), a new chain begins
+   there, and 2 and 3 run again.
 
-Where attention is causal, a part is a chunk from the head of the positions and one from their tail. What is not right
-on such parts is tried on contiguous ones.
-
-Proves that what a model does between its blocks is right on parts of the positions, the blocks replaced.
-
-A block gives its part of what it gave when the model ran whole, so that nothing of it is computed, and what arrives at
-the next one can be compared exactly. From the graph between them follows which parameters work on a part there: the
-gradients of those must be summed over the ranks, as those in the blocks.
+If attention is causal, a part is a chunk from the head of the positions and one from the tail. If that fails,
+contiguous parts are tried.
 """
 
 from __future__ import annotations
@@ -46,14 +43,15 @@ from nbkit.rank.torch_private import tree_flatten, tree_leaves, tree_map_only, t
 from nbkit.tensor_layout import Parting, contiguous, head_and_tail
 
 _ROUNDING = 32
-"""Times the precision of a dtype: what an operation on fewer positions may round otherwise."""
+"""Allowed rounding difference of an operation on fewer positions, in units of the precision of the dtype."""
 
 
 @dataclass
 class Between:
-    """in_parts: block -> arguments beside the hidden states that are computed from a part of them.
+    """Findings about the code between blocks.
 
-    inner, outer: names of parameters that work on a part of the positions, or on all of them, outside of the blocks.
+    in_parts: block -> arguments other than the hidden states that are computed from a part of the positions. inner,
+    outer: names of parameters outside of the blocks that work on a part of the positions, or on all of them.
     """
 
     in_parts: dict[str, set[str]] = field(default_factory=dict)
@@ -62,7 +60,7 @@ class Between:
 
 
 class Begins(Exception):
-    """All positions come to `block`, behind others: a chain of its own begins there."""
+    """All positions arrive at `block`, which is not the first: a new chain begins there."""
 
     def __init__(self, block: str) -> None:
         super().__init__(block)
@@ -71,7 +69,7 @@ class Begins(Exception):
 
 @contextmanager
 def replaced(module: nn.Module, names: Sequence[str], make: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Inside, the forward of each of the blocks is make(name, its forward)."""
+    """Replace the forward of each block by make(name, its forward), inside this context."""
     blocks = {name: module.get_submodule(name) for name in names}
     before = {name: vars(block).get("forward") for name, block in blocks.items()}
     try:
@@ -96,10 +94,10 @@ def run_between(
     found: Between,
     begins: frozenset[str] = frozenset(),
 ) -> None:
-    """Run the model on each of the parts, with what `calls` returned; note in `found` what it shows.
+    """Run the model on each part, with the recorded outputs of `calls` in place of blocks. Add the findings to `found`.
 
-    whole: what `run` gave on all positions; loss: of what it gives. begins: blocks with which further chains begin.
-    Raises Begins at a block to which all positions come, and StrategyError where a part is no part of the whole.
+    whole: output of `run` on all positions. loss: computes the loss of an output. begins: first blocks of further
+    chains. Raises Begins at a block where all positions arrive, and StrategyError if a part does not match the whole.
     """
     names = list(dict.fromkeys(call.name for call in calls))
     first, last = ends(names, begins)
@@ -118,9 +116,9 @@ def run_between(
 
 @dataclass
 class _Part:
-    """The run of one part. first, last: blocks at the ends of chains. params: id -> name; at: calls so far.
+    """The run of one part. first, last: blocks at the ends of chains. params: id -> name. at: number of calls so far.
 
-    copies: leaves that stand for what every part of a block gave whole; of its gradient, each has a share.
+    copies: leaves in place of tensors that every part of a block returns whole; each has a share of the gradient.
     """
 
     calls: Sequence[BlockCall]
@@ -134,7 +132,7 @@ class _Part:
     copies: list[Tensor] = field(default_factory=list)
 
     def instead(self, name: str, forward: Any) -> Callable[..., Any]:
-        """Return what stands for the forward of the block `name`."""
+        """Return the function that replaces the forward of the block `name`."""
 
         def given(*args: Any, **kwargs: Any) -> Any:
             if self.at == len(self.calls) or self.calls[self.at].name != name:
@@ -179,7 +177,7 @@ class _Part:
                     (self.found.inner if inner else self.found.outer).update(self.below(x))
 
     def _cut(self, whole: Any, part: Any, label: str, hidden: Tensor | None, *, carried: bool) -> str | None:
-        """ "whole", "part" or, of what is no tensor, "same"; None where `part` is nothing of the kind."""
+        """Return "whole", "part", or for an equal object that is not a tensor "same"; None if nothing fits."""
         if not isinstance(whole, Tensor):
             simple = isinstance(whole, int | float | str | bool | None)
             return "same" if not simple or whole == part else None
@@ -195,7 +193,7 @@ class _Part:
         return "part" if expected.shape == part.shape and gap(expected, part) <= _tolerance(whole) else None
 
     def _shared(self, x: Tensor) -> bool:
-        """Return True if it is computed from what every part of a block gave whole."""
+        """Return True if `x` is computed from a tensor that every part of a block returns whole."""
         if not self.copies:
             return False
         leaves = {id(getattr(node, "variable", None)) for node in nodes_behind([x])}
@@ -218,19 +216,19 @@ class _Part:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 rule = next(rules)
-                # As Spread: the last block gives all positions again of what has a width.
+                # As in Spread, the last block of a chain returns all positions of hidden states.
                 if rule is not None and not (last and rule == 1 and leaf.ndim > 2):
                     leaf = self._slice(leaf, rule)
                 leaf = leaf.detach().clone()
                 if leaf.is_floating_point() and torch.is_grad_enabled():
                     if rule is None:
                         self.copies.append(leaf)
-                    leaf = leaf.requires_grad_(True).clone()  # no leaf of autograd: it may change in place
+                    leaf = leaf.requires_grad_(True).clone()  # not a leaf of autograd, so it may be changed in place
             given.append(leaf)
         return tree_unflatten(given, spec)
 
     def below(self, tensor: Tensor) -> set[str]:
-        """Names of the parameters that `tensor` was computed from, since the last block."""
+        """Return the names of the parameters that `tensor` was computed from, since the last block."""
         if id(tensor) in self.params:
             return {self.params[id(tensor)]}
         nodes = list(nodes_behind([tensor]))
@@ -244,7 +242,7 @@ class _Part:
         return {self.params[leaf] for leaf in leaves if leaf in self.params}
 
     def compare_output(self, output: Any, whole: Any) -> None:
-        """Raises StrategyError where the model's output is not what it is on all positions."""
+        """Raise StrategyError if the model's output is not what it is on all positions."""
         new, old = tensors_in(output), tensors_in(whole)
         if len(new) != len(old) or any(gap(a, b) > _tolerance(a) for a, b in zip(old, new, strict=True)):
             raise refusal(
@@ -264,7 +262,7 @@ class _Part:
 
 
 def labels(forward: Any, args: Sequence[Any]) -> list[str]:
-    """Names of positional arguments; "" for those that have none."""
+    """Return the names of positional arguments, with "" for those without a name."""
     names = argument_names(forward)
     return [*names[: len(args)], *[""] * (len(args) - len(names))]
 
@@ -274,10 +272,10 @@ def _tolerance(x: Tensor) -> float:
 
 
 _IS_CAUSAL = 5
-"""The place of `is_causal` among the arguments of F.scaled_dot_product_attention."""
+"""Index of `is_causal` among the arguments of F.scaled_dot_product_attention."""
 
 _SIZES = (3, 2, 5, 7, 4)
-"""Numbers of parts to try with; better parts of other lengths, so that what goes by windows shows."""
+"""Numbers of parts to choose from. Unequal parts are better, because they reveal operations on windows."""
 
 
 def try_in_parts(
@@ -286,17 +284,17 @@ def try_in_parts(
     call: Callable[[], Any],
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Positionwise:
-    """Return what running `module`, which is in the mode in which it trains, on parts of the positions shows.
+    """Run `module` on parts of the positions, and return what that shows. The module must be in training mode.
 
-    blocks: names of the chain in order. call: runs the whole model once on an example and returns its output; loss: of
-    that output. The module is afterwards as before.
+    blocks: names of the chain in order. call: runs the whole model once on an example and returns its output. loss:
+    computes the loss of that output. The module is restored.
     """
     try:
         check_attention(module, tried=True)
         for name in blocks:
             check_mixing(name, module.get_submodule(name))
         with unchanged(module):
-            thaw(module)  # what is frozen now may be thawed later
+            thaw(module)  # frozen parameters may be thawed later
             found = _tried(module, blocks, call, loss)
     except NbkitError as error:
         return Positionwise(StrategyError(error.what, numbers=error.numbers, hint=error.hint))
@@ -319,7 +317,7 @@ def _tried(
 
     def run() -> Any:
         set_seed(0)
-        # Dropping, attention is computed otherwise: it is counted before.
+        # Attention is counted before DroppingNothing, which computes it in another way, sees it.
         with DroppingNothing(), attentions, Draws(draws):
             return call()
 
@@ -346,7 +344,7 @@ def _tried(
     try:
         return replace(proven(head_and_tail), balanced=True)
     except Exception:
-        # Whatever it was: what is wrong on contiguous parts too, those say.
+        # Whatever the error was: if contiguous parts fail too, their error is raised.
         return replace(proven(contiguous), balanced=False)
 
 
@@ -362,10 +360,10 @@ def _chains(
     attends: bool,
     draws: Sequence[str],
 ) -> tuple[frozenset[str], Between]:
-    """(the blocks with which further chains begin, what is between blocks); rules and ways are put into `calls`.
+    """Return (first blocks of further chains, findings between blocks). Sets the rules and ways of `calls`.
 
-    whole: what `run` gives; used: parameters of others that blocks use; attends: whether any block does by a function
-    that is known; draws: random numbers that the model draws by itself.
+    whole: output of `run`. used: parameters outside of the blocks that blocks use. attends: some block calls a known
+    attention function. draws: calls with which the model draws random numbers itself.
     """
     begins: frozenset[str] = frozenset()
     while True:
@@ -389,9 +387,9 @@ def _chains(
 
 
 def _try_blocks(module: nn.Module, calls: Sequence[BlockCall], begins: frozenset[str], parting: Parting) -> None:
-    """Find rules and way of each call; of calls that are alike in every respect once, with gradients once a class.
+    """Find the rules and way of each call. Calls that are alike are run once, with gradients once per structure.
 
-    begins: blocks with which a further chain begins; what those behind get from the chain before stays whole.
+    begins: first blocks of further chains. Arguments that blocks get there from the chain before stay whole.
     """
     known: dict[Any, Any] = {}
     built: set[Any] = set()
@@ -415,7 +413,7 @@ def _try_blocks(module: nn.Module, calls: Sequence[BlockCall], begins: frozenset
 
 
 def _uncut(block: nn.Module, called: BlockCall) -> frozenset[str]:
-    """Arguments that may be what an encoder gave, which attention alone looks at."""
+    """Return the arguments that may be the output of an encoder, which only attention reads."""
     named = {**dict(zip(labels(block.forward, called.args), called.args, strict=True)), **called.kwargs}
     return frozenset(
         name
@@ -425,7 +423,7 @@ def _uncut(block: nn.Module, called: BlockCall) -> frozenset[str]:
 
 
 def _size(calls: Sequence[BlockCall]) -> int:
-    """Into how many parts to cut: where there is a choice, parts of several lengths."""
+    """Return the number of parts to cut into. Unequal parts are preferred."""
     first = calls[0] if calls else None
     total = 0
     for leaf in tree_leaves((first.args, first.kwargs)) if first is not None else []:
@@ -439,11 +437,14 @@ def _size(calls: Sequence[BlockCall]) -> int:
 
 
 def _recording(name: str, forward: Any, calls: list[BlockCall], uses: MemoryUses[str]) -> Callable[..., Any]:
-    """The forward of a block, which keeps what goes in and comes out in `calls`. uses: parameters that others hold."""
+    """Wrap the forward of a block so that its inputs and output are kept in `calls`.
+
+    uses: watches the use of parameters from outside of the blocks.
+    """
 
     @wraps(forward)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        # Copies: what is changed in place later, and views of parameters, which are no use of the block's own.
+        # Copy, since tensors may change in place later, and views of parameters are not uses by the block itself.
         call = BlockCall(name, *tree_map_only(Tensor, torch.clone, (args, kwargs)))
         given, named = tree_map_only(Tensor, torch.clone, (args, kwargs))
         with uses:
@@ -456,7 +457,7 @@ def _recording(name: str, forward: Any, calls: list[BlockCall], uses: MemoryUses
 
 
 class _Attentions(TorchFunctionMode):
-    """Counts the calls of attention. causal: those of them whose kernel leaves out what is masked."""
+    """Mode that counts the calls of attention. causal: number of calls with is_causal, which skip masked pairs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -471,7 +472,7 @@ class _Attentions(TorchFunctionMode):
 
 
 def _kind(block: nn.Module, called: BlockCall) -> tuple[Any, Any]:
-    """(how a block is built, its settings and how it is called): blocks that have both alike compute alike."""
+    """Return (structure of a block, its settings and how it is called). Blocks that agree in both compute alike."""
     parts = list(block.modules())
     structure = tuple(
         (type(part), tuple(tuple(p.shape) for p in part._parameters.values() if p is not None)) for part in parts

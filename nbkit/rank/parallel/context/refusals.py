@@ -1,4 +1,4 @@
-"""Refusals of context parallelism by looking at a model: other attention, and layers that mix positions."""
+"""Refuse context parallelism by inspecting a model: unknown attention, and layers that mix positions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _MIXERS = (ConvNd, nn.RNNBase, NormBase)
 
 
 def check_attention(module: nn.Module, *, tried: bool) -> None:
-    """Raises StrategyError for a transformers model that does not attend by scaled_dot_product_attention.
+    """Raise StrategyError for a transformers model that does not use scaled_dot_product_attention.
 
-    tried: it is run in parts to see what is right; then only where it could attend so.
+    tried: the model is run on parts anyway, so refuse only a model that could use it.
     """
     kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
     could = getattr(module, "_supports_sdpa", True)
@@ -28,7 +28,10 @@ def check_attention(module: nn.Module, *, tried: bool) -> None:
 
 
 def check_mixing(name: str, block: nn.Module) -> None:
-    """Raises StrategyError for a block with convolutions, recurrent layers or BatchNorm. name: of the block."""
+    """Raise StrategyError for a block with convolutions, recurrent layers, BatchNorm, or batch_first=False.
+
+    name: path of the block. Convolutions of kernel size 1 are allowed.
+    """
     for path, part in block.named_modules():
         where = f"{name}.{path}" if path else name
         if isinstance(part, nn.MultiheadAttention) and not part.batch_first:

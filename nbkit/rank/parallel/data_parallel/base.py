@@ -14,25 +14,28 @@ from nbkit.errors import TrainingError
 from nbkit.tensor_layout import Layout
 
 Place = tuple[nn.Module, str]
-"""A module, and the name of a parameter in it."""
+"""(a module, the name of a parameter in it)"""
 
 
 class DataAxis:
-    """A step: `reset`; for every micro-batch but the last forward, backward, `hold`; forward, `start`, backward,
-    `finish`; the optimizer's step; `after_step`; `settle`, at the latest before the next `start`. Gradients are sums
-    over the ranks, in `.grad` of what is `held`.
+    """The base class of data axes.
 
-    held: canonical name -> the parameter that the optimizer gets. layouts: name -> what it is of the global tensor.
+    A step runs `reset`; for every micro-batch but the last: forward, backward, `hold`; then forward, `start`, backward,
+    `finish`; the optimizer's step; `after_step`; and `settle`, at the latest before the next `start`. Gradients are
+    sums over the ranks, in `.grad` of what is `held`.
+
+    held: canonical name -> the parameter that the optimizer gets. layouts: name -> which part of the global tensor it
+    is.
     """
 
     _takes_memory = False
-    """Whether a parameter may stay in memory that somebody else has given it."""
+    """True if a parameter may stay in memory that the user has given it."""
 
     def __init__(self) -> None:
         self.held: dict[str, nn.Parameter] = {}
         self.layouts: dict[str, Layout] = {}
         self._weights: dict[str, tuple[Tensor, Layout]] = {}
-        # By name, what the module shows between two steps; where it does; and the memory that was found there last.
+        # The parameters that the module shows between two steps, by name; their places; the memory last found there.
         self._shown: dict[str, nn.Parameter] = {}
         self._places: list[tuple[dict[str, Any], str]] = []
         self._there: list[nn.Parameter] = []
@@ -56,18 +59,19 @@ class DataAxis:
 
     @property
     def weights(self) -> dict[str, tuple[Tensor, Layout]]:
-        """name -> (the tensor to be filled with a weight, what it is of the global one); `refresh` after filling."""
+        """Return name -> (the tensor to fill with a weight, which part of the global one it is). Call `refresh` after
+        filling."""
         self.settle()
         self._pointers = []  # a transposed view begins where the whole does
         self.follow()
         return self._weights
 
     def follow(self) -> None:
-        """Between two steps: find what the user has put in the place of a parameter, or of its memory, since.
+        """Find what the user has put in the place of a parameter or of its memory. Call it between two steps.
 
-        `p.data = x`, `model.to(...)` and `load_state_dict(assign=True)` do so. The values count, and go where the job
-        keeps this parameter. Raises TrainingError for values of another shape, dtype or device, and where a parameter
-        is gone.
+        `p.data = x`, `model.to(...)` and `load_state_dict(assign=True)` do so. The new values count, and are copied to
+        where the job keeps this parameter. Raises TrainingError for values of another shape, dtype or device, and if a
+        parameter is gone.
         """
         if not all(map(is_, [place.get(attribute) for place, attribute in self._places], self._there)):
             self._put_back()
@@ -87,7 +91,7 @@ class DataAxis:
 
     @torch.no_grad()
     def _put_back(self) -> None:
-        """Take the values of parameters that stand where the job's own did, and put those back."""
+        """Copy the values of parameters that stand in the places of the job's own, and put the job's own back."""
         names = {id(p): name for name, p in self._shown.items()}
         seen: dict[int, nn.Parameter] = {}
         for (place, attribute), own in zip(self._places, self._there, strict=True):
@@ -106,87 +110,97 @@ class DataAxis:
             place[attribute] = own
 
     def refresh(self) -> None:
-        """The weights were filled from outside."""
+        """Note that the weights were filled from outside."""
 
     def begin_again(self) -> None:
-        """As at the beginning, on every rank alike, after a step that was broken off somewhere, or `let_go`."""
+        """Return to the initial state, on every rank alike, after a step that was broken off somewhere, or after
+        `let_go`."""
         raise NotImplementedError
 
     def let_go(self) -> None:
-        """Give up the memory of gradients, between two steps; no step before `begin_again`."""
+        """Free the memory of gradients, between two steps. No step may follow before `begin_again`."""
         raise NotImplementedError
 
     def leaves(self) -> list[nn.Parameter]:
-        """Every parameter to which a backward pass of the user's may give a gradient."""
+        """Return every parameter to which a user's backward pass may give a gradient."""
         if not self._leaves:
             self._leaves = list({id(p): p for p in (*self._shown.values(), *self.held.values())}.values())
         return self._leaves
 
     def parts(self) -> list[nn.Parameter]:
-        """Return what the module shows between two steps of parameters of which this rank has a part alone."""
+        """Return the parameters that the module shows between two steps and of which this rank has only a part."""
         return [p for name, p in self._shown.items() if not self._weights[name][1].is_whole]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor that shows memory of the weights."""
+        """Yield every tensor that shows memory of the weights."""
         yield from self.held.values()
         yield from (tensor for tensor, _ in self._weights.values())
 
     def reset(self, *, passes: int = 1) -> None:
-        """A step begins; the one before may have been broken off anywhere.
+        """Begin a step. The one before may have been broken off anywhere.
 
-        passes: micro-batches of the rank that has most. One that has fewer, or none, makes up for them in `finish`.
+        passes: micro-batches of the rank that has the most. A rank with fewer, or none, makes up for them in `finish`.
         """
         raise NotImplementedError
 
     def hold(self) -> None:
-        """After a backward pass that another follows."""
+        """Keep the gradients after a backward pass that another one follows."""
         raise NotImplementedError
 
     def start(self) -> None:
-        """Before the backward pass that completes the gradients."""
+        """Prepare for the backward pass that completes the gradients."""
         raise NotImplementedError
 
     def finish(self) -> Tensor | None:
-        """After that pass; on a rank without rows, instead of it. Returns the canary: see Replicas.finish."""
+        """Complete the gradients after that pass; on a rank without rows, instead of it.
+
+        Returns the canary: see Replicas.finish.
+        """
         raise NotImplementedError
 
     @contextmanager
     def computing(self, *, autocast: bool = False) -> Iterator[None]:
-        """Around all forwards and backwards of a step, losses included, or around those of an evaluation.
+        """Surround all forwards and backwards of a step, losses included, or those of an evaluation.
 
-        autocast: whether forwards are under the job's autocast, on every rank alike.
+        autocast: whether forwards run under the job's autocast, on every rank alike.
         """
         yield
 
     def absent(self, *, backward: bool = False) -> None:
-        """This rank makes no forward (and no backward) where the others make one: it takes part in what they gather."""
+        """Take part in what the other ranks gather for a forward (and backward) that this rank does not make."""
 
     def after_step(self) -> None:
-        """The optimizer has updated what is held. What other ranks updated may still be on its way: see `settle`."""
+        """Share the update after the optimizer's step. Updates of other ranks may arrive later: see `settle`."""
 
     def settle(self) -> None:
-        """Return when the weights are whole. Until then modules show them whole, and wait for it where they are read;
-        who reads or writes them otherwise settles first."""
+        """Return when the weights are whole.
+
+        Until then modules show whole weights, and wait for them where they are read. Code that reads or writes them in
+        another way must settle first.
+        """
 
     def break_off(self, *, broken: bool) -> bool:
-        """A step was broken off: nothing is on its way any more. Whether the weights are whole, as far as that is this
-        axis' business. broken: the groups do not work any more. Takes a few seconds where a rank does not answer."""
+        """Drop what is on its way after a step was broken off. Return True if the weights are whole, as far as this
+        axis knows.
+
+        broken: the groups no longer work. Takes a few seconds if a rank does not answer.
+        """
         return True
 
     @property
     def apart(self) -> int:
-        """Return how many replicas make steps of their own: 1 where gradients are summed."""
+        """Return the number of replicas that make steps of their own: 1 if gradients are summed."""
         return 1
 
     def unite(self, state: Iterable[Tensor] = ()) -> None:
-        """Replicas that train apart have one set of weights, and one `state` of the optimizer. Collective."""
+        """Give replicas that train apart one set of weights, and one `state` of the optimizer. Collective."""
 
     def close(self) -> None:
-        """Take the hooks off the module: it serves another strategy, or none."""
+        """Take the hooks off the module, which now serves another strategy or none."""
 
 
 def check_alike(name: str, found: Tensor, known: Tensor) -> None:
-    """Raises TrainingError where what the user has put in the place of the parameter `name` cannot be taken over."""
+    """Raise TrainingError if what the user has put in the place of the parameter `name` cannot be used."""
     kinds = [(tuple(t.shape), str(t.dtype).removeprefix("torch."), str(t.device)) for t in (known, found)]
     if kinds[0] != kinds[1]:
         raise TrainingError(

@@ -1,28 +1,25 @@
-"""Gradients summed over ranks so that each keeps its part: reduce-scatter, and for hsdp an all-reduce behind it.
+"""Gradients summed over ranks, bucket by bucket, while backward runs.
 
-Of gradients of S bytes over n ranks, (n - 1) / n S leave every rank; across r replicas, all-reduced, another
-2 (r - 1) / r S / n, where these are on several nodes in two levels. Beside the gradients travel one
-element per parameter and the canary.
+Each rank keeps its part: a reduce-scatter, and for hsdp an all-reduce behind it. With gradients of S bytes over n
+ranks, (n - 1) / n S leave every rank. The all-reduce across r replicas adds 2 (r - 1) / r S / n, or two levels if the
+replicas are on several nodes. One element per parameter and the canary travel beside the gradients.
 
-Gradients sent bucket by bucket while backward runs: neighbouring parameters share a message.
+Buckets. Neighbouring parameters share a message. Buckets follow the order in which backward finishes gradients, so that
+the first are on their way while the rest is computed. All ranks send them in one order, whatever a rank's autograd does
+first.
 
-Buckets follow the order in which backward finishes gradients, so that the first are on their way while the rest is
-computed. They are sent in one order on all ranks, whatever a rank's autograd does first.
+Packing. Tensors are cut along dim 0 over ranks, in a matrix with one row per rank: this is what a reduce-scatter or
+all-gather moves. Row r holds what rank r keeps of each tensor, one behind the other. Every tensor starts in the same
+column of every row. So a tensor whose dim 0 the ranks do not divide leaves a gap in the rows of ranks that hold one of
+its rows less. Tensors that the ranks divide come first, so that a device moves all of them with one kernel.
 
-Tensors cut along dim 0 over ranks, in a matrix with one row per rank: what a reduce-scatter or all-gather moves.
+NCCL, and kernels that read several elements at once, are slow on unaligned memory. A large part of a tensor begins at a
+multiple of 128 bytes, as rows do. A small one, for which so much padding would exceed a hundredth, begins at a multiple
+of 16.
 
-Row r holds what rank r keeps of each tensor, one behind the other. Every tensor starts in the same column of every row,
-so a tensor whose dim 0 the ranks do not divide wastes one of its rows on those that hold one less. Those that they
-divide come first, so that a device moves all of them with one kernel.
-
-NCCL, and kernels that read several elements at once, are slow where memory is not aligned. A large part of a tensor
-begins at a multiple of 128 bytes, as rows do; a small one, of which so much padding would be more than a hundredth, at
-a multiple of 16.
-
-An all-reduce in two levels, where a group has several ranks on each of several nodes: see nbkit.node_levels.
-
-Of S bytes over k nodes with L ranks of the group on each, a rank sends (L - 1) / L S within its node twice, and
-2 (k - 1) / k S / L to other nodes. Beside them travels the canary: see `TwoLevelSum`.
+Two levels. If a group has several ranks on each of several nodes, its all-reduce has two levels: see nbkit.node_levels.
+With S bytes over k nodes and L ranks of the group on each, a rank sends (L - 1) / L S within its node twice, and 2 (k -
+1) / k S / L to other nodes. The canary travels beside them: see `TwoLevelSum`.
 """
 
 from __future__ import annotations
@@ -47,9 +44,10 @@ from nbkit.tensor_layout import bounds
 
 
 class Bucket:
-    """Parameters whose gradients travel together. missing: gradients that backward has not made yet.
+    """Parameters whose gradients travel together.
 
-    views: where in its buffer the gradient of each is to be; empty where it has none.
+    missing: the number of gradients that backward has not made yet. views: the place of each gradient in the bucket's
+    buffer; empty without a buffer.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
@@ -69,7 +67,7 @@ class Bucket:
             p.grad = view
 
     def send(self) -> None:
-        """Start the reduction; a parameter without gradient takes part with zeros."""
+        """Start the reduction. A parameter without gradient takes part with zeros."""
         raise NotImplementedError
 
 
@@ -77,18 +75,21 @@ B = TypeVar("B", bound=Bucket)
 
 
 class BucketedAxis(DataAxis, Generic[B]):
-    """Sends the gradients of `params` (name -> parameter) in buckets of about `bucket` bytes that a subclass makes."""
+    """A data axis that sends gradients in buckets of about `bucket` bytes, which a subclass makes.
+
+    params: name -> parameter.
+    """
 
     def __init__(self, params: Mapping[str, nn.Parameter], *, bucket: int = BUCKET) -> None:
         super().__init__()
         self._params, self._bytes = dict(params), bucket
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        # The hooks live as long as the parameters, and those may be the user's: they must not hold the buckets.
+        # The hooks live as long as the parameters, which may be the user's. So they must not hold the buckets.
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self._armed, self._next = False, 0
 
     def _bucket(self, names: Sequence[str]) -> B:
-        """Of these parameters, which have one dtype and device."""
+        """Make a bucket of these parameters, which have one dtype and device."""
         raise NotImplementedError
 
     def begin_again(self) -> None:
@@ -105,7 +106,7 @@ class BucketedAxis(DataAxis, Generic[B]):
     def reset(self, *, passes: int = 1) -> None:
         self._armed, self._next = False, 0
         self.follow()
-        # A live cell may freeze and unfreeze.
+        # A cell may freeze and unfreeze parameters between steps.
         if self._trains != [p.requires_grad for p in self._params.values()]:
             self._build(self._backward_order())
 
@@ -124,13 +125,13 @@ class BucketedAxis(DataAxis, Generic[B]):
         _remove(self._hooks)
 
     def _send_rest(self) -> None:
-        """Backward is over."""
+        """Send the remaining buckets when backward is over."""
         self._armed = False
         while self._next < len(self._buckets):
             self._send_next()
 
     def _backward_order(self) -> list[str]:
-        """Backward finishes what forward used last."""
+        """Return the names in reverse: backward finishes first what forward used last."""
         return list(reversed(self._params))
 
     def _build(self, order: Sequence[str]) -> None:
@@ -161,7 +162,7 @@ class BucketedAxis(DataAxis, Generic[B]):
         if bucket.missing == 0:
             raise came_twice(name)
         bucket.missing -= 1
-        # In order, so that every rank issues the same collectives whatever its autograd does first.
+        # Send in order, so that every rank issues the same collectives whatever its autograd does first.
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             self._send_next()
 
@@ -178,7 +179,7 @@ def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
 
 
 def refuse_sparse(name: str, param: Tensor) -> None:
-    """Raises TrainingError when the gradient of `param` is sparse."""
+    """Raise TrainingError if the gradient of `param` is sparse."""
     if param.grad is not None and param.grad.is_sparse:
         raise TrainingError(
             f"The gradient of {name!r} is sparse; ranks sum dense ones.",
@@ -188,7 +189,7 @@ def refuse_sparse(name: str, param: Tensor) -> None:
 
 
 def came_twice(name: str) -> TrainingError:
-    """Return what to raise when a gradient arrives that has been sent."""
+    """Return the error to raise if a gradient arrives that was already sent."""
     return TrainingError(
         f"The gradient of {name!r} came twice in one backward pass.",
         numbers="it had been sent to the other ranks already",
@@ -197,7 +198,10 @@ def came_twice(name: str) -> TrainingError:
 
 
 def chunks(params: Sequence[tuple[str, nn.Parameter]], bucket: int = BUCKET) -> Iterator[list[str]]:
-    """Names of parameters, cut where dtype or device changes and where a bucket is full; the first one is small."""
+    """Yield lists of parameter names, cut where dtype or device changes and where a bucket is full.
+
+    The first list is small.
+    """
     chunk: list[str] = []
     size, limit, last = 0, min(FIRST_BUCKET, bucket), None
     for name, p in params:
@@ -216,13 +220,13 @@ _BYTES, _BYTES_SMALL, _LARGE = 128, 16, 128 * 100
 
 
 def aligned(num: int, like: Tensor, num_bytes: int = _BYTES) -> int:
-    """`num` elements as `like` has them, and as many more as reach up to a multiple of `num_bytes`."""
+    """Return `num` rounded up so that this many elements, as `like` has them, end at a multiple of `num_bytes`."""
     step = max(num_bytes // like.element_size(), 1)
     return -(-num // step) * step
 
 
 def flat_with_views(shapes: Sequence[Sequence[int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """(memory for tensors of `shapes`, zeros; each of them in it, flat and aligned)."""
+    """Return (zeroed memory for tensors of `shapes`, a view of it for each), flat and aligned."""
     sizes = [prod(shape) for shape in shapes]
     pieces = like.new_zeros(sum(aligned(size, like) for size in sizes))
     views = pieces.split([aligned(size, like) for size in sizes])
@@ -231,9 +235,10 @@ def flat_with_views(shapes: Sequence[Sequence[int]], like: Tensor) -> tuple[Tens
 
 @dataclass(frozen=True)
 class Packing:
-    """Of tensors of `shapes` over `ranks`; 0-dimensional ones are held by every rank.
+    """The places of tensors of `shapes` in a matrix over `ranks`. Every rank holds the 0-dimensional ones.
 
-    starts, widths: first column of each, and how many it has. width: columns of all, and of what is free between them.
+    starts, widths: the first column of each tensor, and its number of columns. width: the columns of all tensors and of
+    the gaps between them.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -244,7 +249,7 @@ class Packing:
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]], ranks: int, like: Tensor) -> Packing:
-        """Return those that the ranks divide, then the others. like: what says how large an element is."""
+        """Pack the tensors that the ranks divide first, then the others. like: has the element size."""
         tidy = tuple(tuple(shape) for shape in shapes)
         widths = tuple(-(-shape[0] // ranks) * prod(shape[1:]) if shape else 1 for shape in tidy)
         starts, width = [0] * len(tidy), 0
@@ -255,16 +260,16 @@ class Packing:
         return cls(tidy, ranks, tuple(starts), widths, width)
 
     def rows(self, i: int, rank: int) -> slice:
-        """Along dim 0 of tensor `i`: what `rank` holds. Of a 0-dimensional one there is no such thing."""
+        """Return the rows of tensor `i`, along dim 0, that `rank` holds. A 0-dimensional tensor has none."""
         return slice(*bounds(self.shapes[i][0], self.ranks, rank))
 
     def shard(self, row: Tensor, i: int, rank: int) -> Tensor:
-        """Return what `rank` holds of tensor `i`, seen in its row."""
+        """Return a view of what `rank` holds of tensor `i` in its row."""
         shape = self._shape(i, rank)
         return row[self.starts[i] : self.starts[i] + prod(shape)].view(shape)
 
     def shards(self, row: Tensor, rank: int) -> list[Tensor]:
-        """Return what `rank` holds of each tensor, seen in its row."""
+        """Return a view of what `rank` holds of each tensor in its row."""
         sizes, shapes = self._cuts.get(rank) or self._cuts.setdefault(rank, self._cut(rank))
         pieces = row.split_with_sizes([*sizes, row.numel() - sum(sizes)])
         return [pieces[at].view(shape) for at, shape in shapes]
@@ -278,7 +283,7 @@ class Packing:
 
     @cached_property
     def _cuts(self) -> dict[int, tuple[list[int], list[tuple[int, tuple[int, ...]]]]]:
-        """By rank: sizes of the pieces of its row, what is free between them too, and (piece, shape) of each tensor."""
+        """Cache by rank: (sizes of the pieces of its row, gaps included; (piece, shape) of each tensor)."""
         return {}
 
     def _cut(self, rank: int) -> tuple[list[int], list[tuple[int, tuple[int, ...]]]]:
@@ -294,7 +299,7 @@ class Packing:
 
     @torch.no_grad()
     def pack(self, matrix: Tensor, tensors: Sequence[Tensor | None]) -> None:
-        """Put the tensors into the matrix; what is None becomes zeros. The padding of uneven ones stays as it is."""
+        """Copy the tensors into the matrix. None becomes zeros. The padding of uneven tensors is not written."""
         even, end = self._even
         if even:
             pieces = []
@@ -302,7 +307,7 @@ class Packing:
                 tensor = None if i is None else tensors[i]
                 if tensor is not None:
                     pieces.append(tensor.reshape(self.ranks, n))
-                else:  # nobody reads what is free between two tensors
+                else:  # nothing reads the gap between two tensors
                     pieces.append(matrix.new_empty(self.ranks, n) if i is None else matrix.new_zeros(self.ranks, n))
             torch.cat(pieces, dim=1, out=matrix[:, :end])
         pairs = []
@@ -335,7 +340,10 @@ class Packing:
 
     @cached_property
     def _even(self) -> tuple[list[tuple[int | None, int]], int]:
-        """(the tensors that the ranks divide, and None for what is free, each with its columns; where they end)."""
+        """Return (pieces, where they end).
+
+        A piece is (a tensor that the ranks divide, or None for a gap; its number of columns).
+        """
         pieces: list[tuple[int | None, int]] = []
         end = 0
         for i, shape in enumerate(self.shapes):
@@ -351,7 +359,10 @@ class Packing:
         return [i for i, shape in enumerate(self.shapes) if not _divides(self.ranks, shape)]
 
     def _pairs(self, matrix: Tensor, i: int, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the same elements in the matrix and in the tensor: of ranks that hold one more, of the others."""
+        """Return pairs of views of the same elements, in the matrix and in the tensor.
+
+        One pair is for ranks that hold one row more, one for the others.
+        """
         each, extra = divmod(self.shapes[i][0], self.ranks)
         size = prod(self.shapes[i][1:])
         start, pairs, at = self.starts[i], [], 0
@@ -364,7 +375,7 @@ class Packing:
 
 
 def _divides(ranks: int, shape: Sequence[int]) -> bool:
-    """Return True if each of so many ranks holds as many rows of it."""
+    """Return True if each of the ranks holds equally many rows of it."""
     return bool(shape) and shape[0] % ranks == 0
 
 
@@ -376,7 +387,7 @@ all_gather_in_two_levels = getattr(dist, "all_gather_single", None) or dist.all_
 def all_reduce(
     flat: Tensor, canary: int | None, group: dist.ProcessGroup | None, levels: LevelGroups | None
 ) -> dist.Work | TwoLevelSum:
-    """Start to sum `flat` over `group`, in two levels where it has them. canary: see TwoLevelSum."""
+    """Start to sum `flat` over `group`, in two levels if it has them. canary: see TwoLevelSum."""
     if levels is not None:
         return TwoLevelSum(flat, canary, levels)
     work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
@@ -384,14 +395,14 @@ def all_reduce(
 
 
 class TwoLevelSum:
-    """An all-reduce of `flat`, one-dimensional, that is under way: a reduce-scatter, an all-reduce, an all-gather.
+    """An all-reduce of a one-dimensional `flat` that is under way: a reduce-scatter, an all-reduce, an all-gather.
 
-    Each needs what the one before has brought: `advance` waits for it, and starts the next. On all ranks alike: the
-    order in which sums are begun and advanced is the order of what each group does.
+    Each operation needs the result of the one before. `advance` waits for it, and starts the next. All ranks must begin
+    and advance their sums in the same order, because this is the order of operations in each group.
 
-    Each part of a node's ranks has a canary, which is 2 where all three were made, and less where one was broken off:
-    on a GPU nothing else tells. The element `canary` of `flat`, summed as the others are, becomes the least; None where
-    nobody asks.
+    Each part of a node's ranks has a canary. It is 2 if all three operations were made, and less if one was broken off.
+    On a GPU nothing else shows this. The element `canary` of `flat`, summed as the others are, becomes the least
+    canary; None if it is not needed.
     """
 
     def __init__(self, flat: Tensor, canary: int | None, levels: LevelGroups) -> None:
@@ -407,13 +418,13 @@ class TwoLevelSum:
         self._next = [self._between, self._gather, self._unpack]
 
     def advance(self) -> None:
-        """Wait for what is under way, and start what follows it; nothing more when all is done."""
+        """Wait for what is under way, and start what follows it. Do nothing if all is done."""
         if self._next:
             self._work.wait()
             self._next.pop(0)()
 
     def wait(self) -> None:
-        """Order what follows behind the sum."""
+        """Order later work behind the sum."""
         while self._next:
             self.advance()
 
@@ -423,7 +434,7 @@ class TwoLevelSum:
         self._work = dist.all_reduce(self._row, group=self.levels.between, async_op=True)
 
     def _gather(self) -> None:
-        row = self._row.clone()  # a part of the matrix that is filled
+        row = self._row.clone()  # it is a view of the matrix, which the all-gather fills
         row[self._end] = torch.minimum(row[self._end], self._within)
         self._matrix[:, self._end] = 0
         self._work = all_gather_in_two_levels(self._matrix.view(-1), row, group=self.levels.within, async_op=True)
@@ -438,7 +449,7 @@ class TwoLevelSum:
 
 @dataclass(frozen=True)
 class Links:
-    """Where this rank stands: `index` of `ranks` that share one copy, `replica` of those who hold the same part."""
+    """The position of this rank: `index` of `ranks` that share one copy, `replica` of those that hold the same part."""
 
     group: dist.ProcessGroup | None
     ranks: int
@@ -446,11 +457,11 @@ class Links:
     across: dist.ProcessGroup | None
     replica: int
     levels: LevelGroups | None = None
-    """Of the all-reduce across."""
+    """The two levels of the all-reduce across replicas."""
 
     @classmethod
     def of(cls, axes: Axes) -> Links:
-        """Along the data axis."""
+        """Return the links along the data axis."""
         return cls(
             axes.group("shard"),
             axes.size("shard"),
@@ -462,17 +473,20 @@ class Links:
 
 
 def all_gather(row: Tensor, links: Links, matrix: Tensor | None = None) -> tuple[Tensor, dist.Work]:
-    """(matrix with the rows of all ranks, the work that fills it). matrix: one of which `row` is this rank's row."""
+    """Return (matrix with the rows of all ranks, the work that fills it).
+
+    matrix: the one that contains `row` as this rank's row; None makes one.
+    """
     if matrix is None:
         matrix = row.new_empty(links.ranks, row.numel())
     return matrix, all_gather_in_two_levels(matrix.view(-1), row, group=links.group, async_op=True)
 
 
 class Reduction:
-    """One bucket of gradients on its way.
+    """The reduction of one bucket of gradients.
 
-    Behind the gradients of each row, element i counts the ranks on which parameter i has one. Then comes the canary:
-    the ranks 0 and 1 of a group give 1, the others 0, so that it is 2 when the sum was made and less when it was not.
+    Behind the gradients of each row, element i counts the ranks on which parameter i has one. Then comes the canary.
+    The ranks 0 and 1 of a group give 1, the others 0. So it is 2 if the sum was made, and less if it was not.
     """
 
     def __init__(self, packing: Packing, links: Links, like: Tensor) -> None:
@@ -482,17 +496,18 @@ class Reduction:
         self.forget()
 
     def forget(self) -> None:
-        """Whatever is under way is nobody's business any more."""
+        """Drop whatever is under way."""
         self._work: dist.Work | TwoLevelSum | None = None
         self._row: Tensor | None = None
         self._within: Tensor | None = None
 
     def send(self, grads: list[Tensor | None]) -> None:
-        """Start it. The gradients, in the order of the packing, are copied; one that is None counts as zeros.
+        """Start the reduction. The gradients are copied in the order of the packing. None counts as zeros.
 
-        The list is empty afterwards: where it is all that holds them, they go before what is received takes memory.
+        The list is empty afterwards. If nothing else holds the gradients, they are freed before the result takes
+        memory.
         """
-        # One that was broken off while it was waited for would count as sent across already.
+        # A reduction that was broken off during a wait would otherwise count as already sent across.
         self.forget()
         links, width = self.links, self.packing.width
         self._end = width + len(grads)
@@ -509,7 +524,10 @@ class Reduction:
         self._work = reduce_scatter(self._row, matrix.view(-1), group=links.group, async_op=True)
 
     def cross(self) -> None:
-        """Within the group it is summed: start the sum across, where there is one, or the next level of that."""
+        """Start the sum across replicas, if there is one, once the sum within the group is done.
+
+        If that sum has two levels and is under way, start its next level.
+        """
         if isinstance(self._work, TwoLevelSum):
             self._work.advance()
         if self.links.across is None or self._within is not None:
@@ -521,7 +539,10 @@ class Reduction:
         self._work = all_reduce(self._row, self._end, self.links.across, self.links.levels)
 
     def receive(self) -> tuple[Tensor, Tensor]:
-        """Views: (the sums that it keeps and the counts behind them, the canary), ordered behind the reduction."""
+        """Return views of (the sums that this rank keeps with the counts behind them, the canary).
+
+        Both are ordered behind the reduction.
+        """
         self.cross()
         assert self._work is not None and self._row is not None
         self._work.wait()
@@ -531,14 +552,15 @@ class Reduction:
 
 
 class InFlight:
-    """At most two reductions under way: the memory of the third from the end is given back."""
+    """A queue of at most two reductions under way. Before a third one starts, the oldest is received and its memory
+    freed."""
 
     def __init__(self) -> None:
         self._queue: list[tuple[Reduction, Callable[[Tensor], None]]] = []
         self.canary: Tensor | None = None
 
     def send(self, reduction: Reduction, grads: list[Tensor | None], landed: Callable[[Tensor], None]) -> None:
-        """Start `reduction`, with `grads` as it takes them; `landed` will get what it brings."""
+        """Start `reduction` of `grads`. `landed` is called later with the result."""
         for earlier, _ in self._queue:
             earlier.cross()
         while len(self._queue) > 1:
@@ -547,12 +569,12 @@ class InFlight:
         self._queue.append((reduction, landed))
 
     def land(self) -> None:
-        """Everything that is under way."""
+        """Wait for everything that is under way."""
         while self._queue:
             self._land()
 
     def forget(self) -> None:
-        """A step was broken off."""
+        """Drop everything after a step was broken off."""
         for reduction, _ in self._queue:
             reduction.forget()
         self._queue.clear()

@@ -9,11 +9,11 @@ step, for gradients (and parameters) of S bytes:
     2      4 + 12/N    4       4/N     8/N                     2 (N - 1) / N S     reduce-scatter, all-gather
     3      16/N        4/N     4/N     8/N                     3 (N - 1) / N S     all-gather twice, reduce-scatter
 
-With several micro-batches zero 1 and 2 reduce once, after the last, and hold whole gradients until then; zero 3 moves
-its bytes for each of them, or once where it keeps the parameters gathered. Frozen parameters are never reduced, and
-gathered under zero 3 alone. Under zero 3 the root unit (what no unit holds) is gathered once, not twice; under autocast
-what only matrix products read is gathered in its dtype, half the bytes (zero3/unit.py). Gradients are reduced
-in the dtype of the parameters. Of zero 0, nbkit.levers has fewer bytes.
+With several micro-batches, zero 1 and 2 reduce once, after the last, and hold whole gradients until then. Zero 3 sends
+its bytes for each micro-batch, or once if it keeps the parameters gathered. Frozen parameters are never reduced, and
+are gathered only under zero 3. Under zero 3 the root unit (what no unit holds) is gathered once, not twice. Under
+autocast, parameters that only matrix products read are gathered in its dtype, half the bytes (zero3/unit.py). Gradients
+are reduced in the dtype of the parameters. nbkit.levers can reduce the bytes of zero 0.
 """
 
 from __future__ import annotations
@@ -51,16 +51,15 @@ def data_axis(
     casts: Casts | None = None,
     adaptive: bool = False,
 ) -> DataAxis:
-    """Give the skeleton `module` memory, and its gradients their way over the data axis. Local; sends nothing.
+    """Give the skeleton `module` memory, and return its data axis. Local; sends nothing.
 
-    layouts: canonical name -> what this rank's tensor parallelism and pipeline left of the global tensor.
-    adaptive: see Options.
-    For zero 3: units: the blocks that are gathered one at a time, in the order in which forward runs them;
-    keep: gather once, in the first forward, and let go in `finish` (pipelines, whose forwards precede their backwards);
-    ahead: units gathered before the backward pass comes to them;
-    rooted: names of parameters in units that are gathered with the root, and stay as long;
-    proven: a forward and a backward pass were seen to go with these units, so that the first need not be watched;
-    casts: parameters that are gathered in the dtype of autocast where that is on.
+    layouts: canonical name -> what this rank's tensor parallelism and pipeline left of the global tensor. adaptive: see
+    Options. For zero 3: units: the blocks that are gathered one at a time, in the order in which forward runs them;
+    keep: gather once, in the first forward, and release in `finish` (pipelines, whose forwards precede their
+    backwards); ahead: how many units are gathered before the backward pass comes to them; rooted: names of parameters
+    in units that are gathered with the root, and stay as long; proven: a forward and a backward pass have worked with
+    these units, so that the first need not be watched; casts: parameters that are gathered in the dtype of autocast
+    where that is on.
     """
     if zero == 0 or axes.size("shard") == 1:
         return _replicated(module, layouts, axes, levers, adaptive)
@@ -75,7 +74,7 @@ def data_axis(
 def _replicated(
     module: nn.Module, layouts: Mapping[str, Layout], axes: Axes, levers: Levers, adaptive: bool
 ) -> Replicas:
-    """Every rank holds everything."""
+    """Return a data axis under which every rank holds everything."""
     for name, places in homes(module).items():
         param = getattr(*places[0])
         if is_placeholder(param):  # else the module is the user's own, and trains as it is

@@ -1,35 +1,34 @@
-"""Data parallelism: every rank holds the whole model, gradients are summed over the ranks while backward runs.
+"""Data parallelism: every rank holds the whole model, and gradients are summed over the ranks while backward runs.
 
-On the wire, per step: one all-reduce of each bucket, together the bytes of all gradients; over several nodes in two
+On the wire, per step: one all-reduce of each bucket, together the bytes of all gradients. Over several nodes it has two
 levels (buckets.py). Compressed gradients are fewer bytes.
 
-Simpler than torch's DistributedDataParallel, and right where that is not: it *sums* (the loss carries the weights, so
-ragged batches and masks average as on one process), a rank without rows and parameters without gradient take part with
-zeros, and a backward pass that was broken off leaves nothing behind.
+It is simpler than torch's DistributedDataParallel, and is correct in more cases. It *sums*: the loss carries the
+weights, so ragged batches and masks average as on one process. A rank without rows and parameters without gradient take
+part with zeros. A backward pass that was broken off leaves nothing behind.
 
-Gradients that travel as int8 or bf16: fewer bytes than they have, and sums that are off within a bound.
-
-Of gradients of n ranks that are S bytes in float32, (n - 1) / n of S / 4 (int8) or S / 2 (bf16) leave every rank twice,
-as bytes, and no step of an all-reduce adds numbers of few bits:
+Compressed gradients travel as int8 or bf16. The sums are off within a bound. With gradients of n ranks that are S bytes
+in float32, (n - 1) / n of S / 4 (int8) or S / 2 (bf16) leave every rank twice, as bytes. So no step of an all-reduce
+adds numbers of few bits:
 
     all-to-all    each rank gets its chunk of every rank's gradients, and adds them in float32
     all-gather    of the sums, rounded again
 
-int8 is x / scale, a scale being 1/127 of the largest of BLOCK elements: 4 more bytes for each. What rounding takes off
-is kept, on the rank that rounded, and added before it rounds the next time (error feedback; Seide et al. 2014,
-Karimireddy et al. 2019): S bytes of own gradients, S / n of sums. Buckets that are built anew begin without it.
+int8 is x / scale, where a scale is 1/127 of the largest of BLOCK elements: 4 more bytes for each block. The rounding
+error is kept on the rank that rounded, and is added before it rounds the next time (error feedback; Seide et al. 2014,
+Karimireddy et al. 2019). This takes S bytes for own gradients and S / n for sums. Rebuilt buckets begin without it.
 
-Replicas that train apart and meet now and then: local SGD (Stich 2019), with slow momentum (Wang et al. 2020).
+Local steps: replicas train apart and are averaged now and then: local SGD (Stich 2019), with slow momentum (Wang et al.
+2020). Each makes `every` steps with the gradients of its own rows. Then weights are averaged: one all-reduce of the
+bytes of all parameters in `every` steps. Each replica keeps its own optimizer state. The step multiplies the loss by
+`apart`, so that a replica's gradient is that of a mean. The mean over the replicas is then the gradient of the whole
+batch.
 
-Each makes `every` steps with the gradients of its own rows; then weights are averaged: an all-reduce of the bytes of
-all parameters in `every` steps. The optimizer's state stays each replica's own. So that a replica's gradient is that of
-a mean, the step multiplies the loss by `apart`: the mean over the replicas is the gradient of the whole batch.
-
-Of an optimizer whose steps do not grow with the gradients, such as Adam, the mean falls behind one process: a replica's
-gradients are noisier by the square root of the replicas, and steps along what they have in common are smaller by as
-much (Malladi et al. 2022). So there, from one average to the next, the weights move by a momentum of their movements,
-whose sum is larger by that root: 1 / (1 - momentum). Every rank has it from the averages alone. It begins anew at a
-switch, a load and a step that breaks. SGD's mean is the step of the mean gradient already.
+For an optimizer whose steps do not grow with the gradients, such as Adam, the mean falls behind one process. A
+replica's gradients are noisier by the square root of the replicas. So the common part of their steps is smaller by the
+same factor (Malladi et al. 2022). There, from one average to the next, the weights move by a momentum of their
+movements. Its sum is larger by that root: 1 / (1 - momentum). Every rank computes it from the averages alone. It
+restarts at a switch, at a load and after a step that breaks. For SGD the mean already is the step of the mean gradient.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ from nbkit.rank.parallel.reshard.redistribute import emptied
 from nbkit.tensor_layout import Layout
 
 ALIVE = 2.0
-"""What the canary of a finished reduction holds, in any dtype and for any number of ranks."""
+"""The canary of a finished reduction, in any dtype and for any number of ranks."""
 
 
 class GradientBucket(Bucket):
     """Gradients of neighbouring parameters in one flat tensor.
 
-    Behind the gradients, `used[i]` counts the ranks on which parameter i has one: what no rank used keeps `grad`
-    None, as on one process, so that weight decay leaves it alone. The last element is the canary: ranks 0 and 1
-    give 1, the others 0, so that it is ALIVE when the sum was made and 1 or 0 when it was broken off.
+    Behind the gradients, `used[i]` counts the ranks on which parameter i has one. A parameter that no rank used keeps
+    `grad` None, as on one process, so that weight decay does not change it. The last element is the canary. Ranks 0 and
+    1 give 1, the others 0. So it is ALIVE if the sum was made, and 1 or 0 if it was broken off.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class GradientBucket(Bucket):
         self.adopt()
         self.used.fill_(1)
         if (dist.get_rank() if self.group is None else self.group.rank()) > 1:
-            self.used[-1].fill_(0)  # a number that is assigned to an element is a copy from the host, which waits
+            self.used[-1].fill_(0)  # assigning a number to an element would copy from the host, which waits
         self.unused = [i for i, p in enumerate(self.params) if p.grad is None]
         for i in self.unused:
             self.used[i].fill_(0)
@@ -91,17 +90,17 @@ class GradientBucket(Bucket):
         self.work = all_reduce(self.flat, -1, self.group, self.levels)
 
     def advance(self) -> None:
-        """Where the sum takes several operations, start the next one."""
+        """Start the next operation of a sum that takes several."""
         if isinstance(self.work, TwoLevelSum):
             self.work.advance()
 
     def land(self) -> None:
-        """Order what follows behind it."""
+        """Order later work behind the sum."""
         assert self.work is not None
         self.work.wait()
 
     def receive(self) -> None:
-        """Order what follows behind the all-reduce. Only a rank that left a parameter unused looks at the counts."""
+        """Order later work behind the all-reduce. Only a rank that left a parameter unused reads the counts."""
         self.land()
         self.work = None
         counts = self.used.tolist() if self.unused else []
@@ -111,9 +110,10 @@ class GradientBucket(Bucket):
 
 
 class Replicas(BucketedAxis[GradientBucket]):
-    """Sums the gradients of `model` over the ranks of a group: `world_size` of them, None is the world.
+    """Sums the gradients of `model` over the `world_size` ranks of a group; None is the world.
 
-    levels: of that group, where it has two. On one rank it does nothing, and gradients stay where autograd puts them.
+    levels: the two levels of that group, if it has them. On one rank it does nothing, and gradients stay where autograd
+    puts them.
     """
 
     _takes_memory = True
@@ -133,12 +133,12 @@ class Replicas(BucketedAxis[GradientBucket]):
         self.begin_again()
 
     def lay_out(self, layouts: Mapping[str, Layout]) -> None:
-        """Every rank holds every parameter, of which it has what `layouts` say."""
+        """Register every parameter. Every rank holds all of them, in the given `layouts`."""
         for name, param in self._params.items():
             self._add(name, param, layouts[name], (param.data, layouts[name]), param, self._homes[name])
 
     def begin_again(self) -> None:
-        # Ranks that were interrupted may have other buckets than these.
+        # Ranks that were interrupted may have different buckets.
         self._arrived: list[str] | None = []
         super().begin_again()
 
@@ -148,9 +148,9 @@ class Replicas(BucketedAxis[GradientBucket]):
             bucket.work = None
 
     def finish(self) -> Tensor | None:
-        """Returns the canary of the last reduction, on the device: ALIVE when it was made, and with it all before it.
+        """Return the canary of the last reduction, on the device. It is ALIVE if that one and all before it were made.
 
-        On a GPU nothing else tells, since an aborted reduction raises nothing here. None when nothing is reduced.
+        On a GPU nothing else shows this, because an aborted reduction raises no error here. None if nothing is reduced.
         """
         self._send_rest()
         for i, bucket in enumerate(self._buckets):
@@ -168,7 +168,7 @@ class Replicas(BucketedAxis[GradientBucket]):
         super()._build(order if self.world_size > 1 else ())
 
     def _send_next(self) -> None:
-        # In one order on all ranks: what follows of a bucket leaves before the next bucket does.
+        # Keep one order on all ranks: later operations of a bucket start before the next bucket is sent.
         for earlier in self._buckets[: self._next]:
             earlier.advance()
         super()._send_next()
@@ -179,7 +179,8 @@ class Replicas(BucketedAxis[GradientBucket]):
             self._arrived.append(name)
 
     def _follow_arrival(self) -> None:
-        """After the first step, once: buckets in the order in which its first rank's gradients arrived."""
+        """Rebuild the buckets once, after the first step, in the order in which gradients arrived on the group's first
+        rank."""
         if self._arrived is None or self.world_size == 1:
             return
         seen, self._arrived = self._arrived, None
@@ -194,7 +195,7 @@ class Replicas(BucketedAxis[GradientBucket]):
 
 
 def broadcast_from_first(model: nn.Module, *, world_size: int) -> None:
-    """Give every rank rank 0's parameters and buffers. Raises TrainingError when the ranks built different models."""
+    """Give every rank rank 0's parameters and buffers. Raise TrainingError if the ranks built different models."""
     if world_size == 1:
         return
     tensors = list(chain(model.named_parameters(), model.named_buffers()))
@@ -218,7 +219,7 @@ def broadcast_from_first(model: nn.Module, *, world_size: int) -> None:
 def broadcast(model: nn.Module, *, src: int) -> None:
     """Give every rank the parameters and buffers of rank `src`."""
     for tensor in chain(model.parameters(), model.buffers()):
-        # As bytes: gloo knows neither bool nor every float.
+        # Send bytes, because gloo supports neither bool nor every float.
         raw = tensor.detach().contiguous()
         dist.broadcast(raw.reshape(-1).view(torch.uint8), src=src)
         if raw.data_ptr() != tensor.data_ptr():
@@ -226,9 +227,9 @@ def broadcast(model: nn.Module, *, src: int) -> None:
 
 
 class CompressedBucket(GradientBucket):
-    """One bucket. Row r of what is exchanged is the chunk that rank r adds.
+    """A bucket of compressed gradients. Row r of what is exchanged is the chunk that rank r adds.
 
-    Behind a row come, as bytes, which parameters have a gradient and the canary: see GradientBucket.
+    Behind a row follow, as bytes, which parameters have a gradient, and the canary: see GradientBucket.
     """
 
     def __init__(self, params: list[nn.Parameter], links: Links, form: str) -> None:
@@ -237,7 +238,7 @@ class CompressedBucket(GradientBucket):
         self.size = self.flat.numel() - self.used.numel()
         self.width = -(-self.size // links.ranks)
         self.blocks = -(-self.width // BLOCK)
-        # What rounding has taken off this rank's gradients, and off the sums of its chunk; made when it is there.
+        # The rounding errors of this rank's gradients, and of the sums of its chunk. None until the first rounding.
         self.off_own: Tensor | None = None
         self.off_sums: Tensor | None = None
         self.arriving: Tensor | None = None
@@ -245,7 +246,7 @@ class CompressedBucket(GradientBucket):
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Each rank its chunk."""
+        """Send each rank its chunk."""
         self.crossed = False
         chunks = self.flat.new_zeros(self.links.ranks * self.width, dtype=torch.float32)
         chunks[: self.size] = self.flat[: self.size]
@@ -257,7 +258,7 @@ class CompressedBucket(GradientBucket):
 
     @torch.no_grad()
     def advance(self) -> None:
-        """The chunks have come: add them, and start to bring the sums together."""
+        """Add the chunks that have arrived, and start to gather the sums."""
         if self.crossed:
             return
         assert self.work is not None and self.arriving is not None
@@ -272,7 +273,7 @@ class CompressedBucket(GradientBucket):
 
     @torch.no_grad()
     def land(self) -> None:
-        """The sums of all chunks have come."""
+        """Wait for the sums of all chunks and unpack them."""
         self.advance()
         assert self.work is not None and self.arriving is not None
         self.work.wait()
@@ -282,16 +283,17 @@ class CompressedBucket(GradientBucket):
         self.arriving = None
 
     def _packed(self, rows: Tensor, off: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(float32 `rows`, changed, as rows of bytes; what that takes off). off: taken off before, and added now."""
+        """Return (float32 `rows` as rows of bytes, the rounding error). It changes `rows`. off: the earlier error,
+        added now."""
         if not self.int8:
             return rows.to(torch.bfloat16).view(torch.uint8), None
         blocks = self._in_blocks(rows if off is None else rows.add_(off))
-        # Never zero. Where a gradient is not finite its scale is not either, nor what becomes of it.
+        # The scale is never zero. If a gradient is not finite, neither is its scale, nor the result.
         scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_(min=1e-30)
         numbers = (blocks / scales).round_().nan_to_num_(0.0, 0.0, 0.0)
         bytes_ = numbers.to(torch.int8).view(len(rows), -1)[:, : self.width]
         packed = torch.cat([scales.view(len(rows), -1).view(torch.uint8), bytes_.view(torch.uint8)], 1)
-        # What is not finite would stay for ever.
+        # An error that is not finite would stay for ever.
         taken = blocks.sub_(numbers.mul_(scales)).nan_to_num_(0.0, 0.0, 0.0)
         return packed, taken.view(len(rows), -1)[:, : self.width]
 
@@ -320,14 +322,14 @@ class CompressedReplicas(Replicas):
 
 
 def momentum(replicas: int) -> float:
-    """Of the movement from one average to the next."""
+    """Return the momentum of the movement from one average to the next."""
     return float(1 - replicas**-0.5)
 
 
 class LocalSteps(Replicas):
-    """`replicas` of `model` over the group `across`, averaged after every `every`-th step since the last average.
+    """`replicas` of `model` over the group `across`, averaged after `every` steps since the last average.
 
-    momentum: of the movement from one average to the next; 0 where there is none.
+    momentum: of the movement from one average to the next; 0 for none.
     """
 
     def __init__(
@@ -340,7 +342,7 @@ class LocalSteps(Replicas):
         every: int,
         momentum: float,
     ) -> None:
-        # By name: the weights of the last average, None where they are not those of all ranks; and how they move.
+        # By name: the weights of the last average, None if the ranks do not share them; and their movements.
         self._begun: dict[str, Tensor] | None = None
         self._moving: dict[str, Tensor] = {}
         self._since = 1
@@ -350,7 +352,7 @@ class LocalSteps(Replicas):
         self._since = 0
 
     def begin_again(self) -> None:
-        # Some ranks may have come to the average and others not: all count from here, and the next `unite` is made.
+        # Only some ranks may have made the average. So all count from here, and make the next `unite`.
         self._since = 1
         super().begin_again()
         self._begun = None
@@ -374,7 +376,7 @@ class LocalSteps(Replicas):
     def finish(self) -> Tensor | None:
         canary = super().finish()
         if all(p.grad is None for p in self._params.values()):
-            # A rank without rows updates too, so that optimizers have state of the same parameters.
+            # A rank without rows updates too, so that all optimizers have state for the same parameters.
             for p in self._params.values():
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
         return canary
@@ -396,8 +398,9 @@ class LocalSteps(Replicas):
 
     @torch.no_grad()
     def _move_on(self) -> None:
-        """From the last average not by the difference to this one, but by the momentum of such differences."""
-        begun, self._begun = self._begun, None  # the next step notes where it begins: somebody may set weights between
+        """Move the weights on from the last average by the momentum of its differences, instead of by the last
+        difference."""
+        begun, self._begun = self._begun, None  # the next step notes its start, since weights may be set in between
         for name, p in self._averaged().items():
             if begun is None or name not in begun:
                 self._moving.pop(name, None)
@@ -410,7 +413,10 @@ class LocalSteps(Replicas):
 
     @torch.no_grad()
     def _average(self, tensors: list[Tensor]) -> None:
-        """In messages of a bucket's size, in the order that all ranks have; the optimizer's may be on the host."""
+        """Average `tensors` over the replicas, in messages of a bucket's size and in the same order on all ranks.
+
+        The optimizer's tensors may be on the host.
+        """
         device = next(iter(self._params.values())).device
         while tensors:
             size, group = 0, list[Tensor]()

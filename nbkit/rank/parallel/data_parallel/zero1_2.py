@@ -1,16 +1,13 @@
 """ZeRO 1 and 2: every rank holds whole parameters, and updates only its part of each.
 
-Gradients are reduce-scattered bucket by bucket; the optimizer gets slices of the whole parameters; after its step the
-updated slices are all-gathered into them, while the next forward computes. Zero 1 keeps the buffers of
-whole gradients, zero 2 gives them back bucket by bucket. See data_axis.py for bytes and buckets.py for what
-travels.
+Gradients are reduce-scattered bucket by bucket. The optimizer gets slices of the whole parameters. After its step the
+updated slices are all-gathered into them, while the next forward computes. Zero 1 keeps the buffers of whole gradients,
+zero 2 frees them bucket by bucket. data_axis.py lists the bytes, buckets.py describes the messages.
 
-Updated parameters on their way: gathered while the next forward computes, and waited for where it reads them.
-
-After the optimizer's step a rank has its own part of every parameter. The parts of the others come bucket by bucket,
-two under way, in the order in which they are sent. Until then a module has in the place of its dict of parameters one
-that waits when it is looked into: whoever does so, the module's own forward, another module's or a user's hook, finds
-whole parameters. So nobody has to know which module reads what, and nothing is read that has not come.
+After the optimizer's step a rank has its own part of every parameter. The parts of the others arrive bucket by bucket,
+two under way, in the order in which they are sent. Until then a module has a stand-in for its dict of parameters, which
+waits when it is read. The reader may be the module's own forward, another module's, or a user's hook. It always finds
+whole parameters. So no code has to know which module reads what, and nothing is read before it has arrived.
 """
 
 from __future__ import annotations
@@ -46,11 +43,14 @@ from nbkit.rank.parallel.reshard.redistribute import emptied
 from nbkit.rank.torch_private import foreach_copy_
 from nbkit.tensor_layout import Layout, bounds
 
-_UNDER_WAY = 2  # their memory is there beside the parameters'
+_UNDER_WAY = 2  # buckets; their memory comes on top of the parameters'
 
 
 class ParameterBucket(Protocol):
-    """A bucket of parameters. gather: send this rank's part; spread: put those of all ranks into the parameters."""
+    """A bucket of parameters.
+
+    gather: send this rank's part. spread: copy the parts of all ranks into the parameters.
+    """
 
     def gather(self) -> tuple[Tensor, dist.Work]: ...
 
@@ -58,13 +58,13 @@ class ParameterBucket(Protocol):
 
 
 Waiting = Mapping[int, Sequence[nn.Module]]
-"""Number of a bucket -> the modules that have all of their parameters when it has come."""
+"""Number of a bucket -> the modules whose parameters are complete when it has arrived."""
 
 
 class LateGather:
-    """The buckets of one step, from when they are sent until they have come. Any thread may wait for them.
+    """The buckets of one step, from when they are sent until they have arrived. Any thread may wait for them.
 
-    missing: buckets that have not come. group: along which they do.
+    missing: the number of buckets that have not arrived. group: the group that sends them.
     """
 
     def __init__(self, group: Any) -> None:
@@ -72,7 +72,7 @@ class LateGather:
         self._inner: Any = None
         self._left: deque[ParameterBucket] = deque()
         self._under_way: deque[tuple[ParameterBucket, Tensor, dist.Work]] = deque()
-        self._number = 0  # of the bucket that comes next
+        self._number = 0  # the bucket that arrives next
         self._stand_ins: dict[int, list[_StandIn]] = {}
         self._lock = threading.RLock()
 
@@ -87,7 +87,7 @@ class LateGather:
                 self._stand_ins[number] = [_StandIn(module, self, number) for module in modules]
 
     def wait(self, number: int | None = None, *, until: float | None = None) -> None:
-        """Return when bucket `number` has come, and those before it; None: all. until: at the latest (monotonic)."""
+        """Return when bucket `number` and those before it have arrived; None: all. until: the deadline (monotonic)."""
         if not self.missing:
             return
         with self._lock:
@@ -96,7 +96,7 @@ class LateGather:
                 work.wait(*([] if until is None else [timedelta(seconds=max(until - time.monotonic(), 0.001))]))
                 bucket.spread(matrix)
                 del matrix
-                # What was interrupted before this line is done again.
+                # If it is interrupted before this line, it is done again.
                 self._under_way.popleft()
                 self.missing -= 1
                 for stand_in in self._stand_ins.pop(self._number, ()):
@@ -105,9 +105,11 @@ class LateGather:
                 self._send()
 
     def end(self, seconds: float) -> bool:
-        """Nothing is under way any more; whether all has come. It is waited for so long, where the group still works:
-        a rank that failed in its update sends nothing."""
-        # On a device nobody is told that what was broken off never came.
+        """Drop what is under way. Return True if everything has arrived.
+
+        It first waits for up to `seconds` if the group still works. A rank that failed in its update sends nothing.
+        """
+        # A device does not report that a gather that was broken off never arrived.
         if seconds and getattr(self.group, "inner", None) is self._inner:
             with suppress(RuntimeError, TrainingError):
                 self.wait(until=time.monotonic() + seconds)
@@ -130,8 +132,10 @@ class LateGather:
 
 
 class _StandIn(dict[str, Any]):
-    """Stands for a module's dict of parameters until bucket `number` has come. Itself it is empty: who looks past its
-    methods, as C code can, finds nothing rather than old numbers."""
+    """Stands for a module's dict of parameters until bucket `number` has arrived.
+
+    It is empty itself. Code that bypasses its methods, as C code can, finds nothing rather than old numbers.
+    """
 
     def __init__(self, module: nn.Module, late: LateGather, number: int) -> None:
         super().__init__()
@@ -140,7 +144,7 @@ class _StandIn(dict[str, Any]):
         self.attributes["_parameters"] = self
 
     def leave(self) -> None:
-        """The module has its own dict again."""
+        """Give the module its own dict again."""
         if self.attributes["_parameters"] is self:
             self.attributes["_parameters"] = self.real
 
@@ -167,21 +171,20 @@ for _name in (
 
 
 def compiles() -> bool:
-    """Return True if torch.compile has compiled anything: it would compile anew for a module whose dict of parameters
-    is another one."""
+    """Return True if torch.compile has compiled anything. It would compile again for a module with another dict."""
     found = sys.modules.get("torch._dynamo.utils")
     return found is not None and bool(found.counters["stats"]["unique_graphs"])
 
 
 def waiting(module: nn.Module, numbers: Mapping[int, int]) -> tuple[dict[int, list[nn.Module]], int]:
-    """(for LateGather.begin, the number of the last bucket that has to come before anything runs, -1 for none).
+    """Return (the argument for LateGather.begin, the last bucket that must arrive before anything runs, -1 for none).
 
-    numbers: id of a parameter -> its bucket. At once is needed what is also held elsewhere than in a module's dict of
-    parameters, where reading it would not be seen.
+    numbers: id of a parameter -> its bucket. A parameter that is also held outside a module's dict of parameters is
+    needed at once, because reading it there would not be noticed.
     """
     found: dict[int, list[nn.Module]] = {}
     first, seen, ahead = -1, set[nn.Module](), [module]
-    # Anew in every step, since a user may have put another module in between.
+    # Search again in every step, since the user may have put in another module.
     while ahead:
         part = ahead.pop()
         if part in seen:
@@ -201,7 +204,7 @@ def waiting(module: nn.Module, numbers: Mapping[int, int]) -> tuple[dict[int, li
 
 
 _ANSWER_S = 3.0
-"""How long a rank that was broken off in a step waits for what the others updated in the one before."""
+"""How long a rank that was broken off in a step waits for the other ranks' updates of the step before."""
 
 
 class _Bucket(Bucket):
@@ -228,7 +231,7 @@ class _Bucket(Bucket):
         self.counts: Tensor | None = None
 
     def send(self) -> None:
-        # From where autograd has put them, which is not the buffer where the step has one backward pass.
+        # Take the gradients from where autograd has put them. With one backward pass this is not the buffer.
         grads = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
@@ -240,14 +243,14 @@ class _Bucket(Bucket):
         self.counts = row[width:].clone() if self.reduction.unused else None
 
     def give(self) -> None:
-        """The optimizer gets the sums. Only a rank that left a parameter unused looks at the counts."""
+        """Give the optimizer the sums. Only a rank that left a parameter unused reads the counts."""
         counts = self.counts.tolist() if self.counts is not None else []
         for i, (p, grad) in enumerate(zip(self.held, self.grads, strict=True)):
             p.grad = None if i in self.reduction.unused and counts[i] == 0 else grad
 
     @torch.no_grad()
     def gather(self) -> tuple[Tensor, dist.Work]:
-        """Start to bring the updated parts together."""
+        """Start to gather the updated parts."""
         like = self.params[0].detach()
         matrix = like.new_empty(self.links.ranks, aligned(self.packing.width, like))
         row = matrix[self.links.index]
@@ -257,12 +260,12 @@ class _Bucket(Bucket):
 
     @torch.no_grad()
     def spread(self, matrix: Tensor) -> None:
-        """Put what has come into the whole parameters."""
+        """Copy what has arrived into the whole parameters."""
         self.packing.unpack(matrix[:, : self.packing.width], [p.detach().view(-1) for p in self.params])
 
 
 class ShardedOptimizer(BucketedAxis[_Bucket]):
-    """Zero 1 or 2 of `module`, a skeleton; see data_axis."""
+    """The data axis of zero 1 or 2 for `module`, a skeleton; see data_axis."""
 
     def __init__(
         self, module: nn.Module, layouts: Mapping[str, Layout], links: Links, *, zero: int, bucket: int = BUCKET
@@ -311,7 +314,7 @@ class ShardedOptimizer(BucketedAxis[_Bucket]):
         return self._flight.canary
 
     def after_step(self) -> None:
-        """Begin to bring the updated parts together: an all-gather of each bucket, what forward needs first."""
+        """Begin to gather the updated parts: an all-gather of each bucket, in the order in which forward needs them."""
         buckets = self._buckets[::-1]
         numbers = {id(p): number for number, bucket in enumerate(buckets) for p in bucket.params}
         late, self._first = waiting(self._module, numbers)

@@ -1,8 +1,8 @@
 """What stands in a stage of a pipeline for a parameter that other stages hold.
 
-It answers for shape, dtype and device, which is what models ask a weight for wherever they are
-(`x.to(self.embed.weight.dtype)`). On its way to the first block that runs here the model's forward may also compute
-with it: it is zeros then, and nothing of what comes of them is used. Behind that, a use of its values raises by name.
+It has a shape, a dtype and a device, because models ask any weight for these (`x.to(self.embed.weight.dtype)`). Before
+the first block that runs here, the model's forward may also compute with it. It is then zeros, and the results are not
+used. After that, using its values raises an error with its name.
 
 `model.parameters()` lists one in the place of each parameter that another stage holds (`list_absent`). So `zip` of the
 parameters of two parts pairs the same ones as in one process. An operation on absent parameters alone does nothing: the
@@ -25,7 +25,10 @@ from nbkit.rank.torch_private import disabled_torch_function, pytree
 
 
 class Absent(Tensor):
-    """See above. param_name: of the parameter; idle: whether what is computed now is used by nobody."""
+    """A tensor that stands for a parameter of another stage.
+
+    param_name: the name of the parameter. idle: returns True while the results of the forward are not used.
+    """
 
     param_name: str
     idle: Callable[[], bool]
@@ -34,7 +37,7 @@ class Absent(Tensor):
 
     @staticmethod
     def __new__(cls, whole: Tensor, name: str, idle: Callable[[], bool]) -> Absent:
-        """whole: has the shape, the dtype, the device; its values are not looked at."""
+        """Make one like `whole`, which gives the shape, the dtype and the device. Its values are not read."""
         made: Absent = Tensor._make_subclass(cls, _zeros(whole), False)
         made.param_name, made.idle = name, idle
         return made
@@ -121,16 +124,16 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def list_absent(module: nn.Module) -> None:
-    """Have `parameters()` of `module` and all in it give what other stages hold too, each at its place."""
+    """Make `parameters()` of `module` and all in it also list what other stages hold, each at its place."""
     for part in module.modules():
         if type(part).parameters is nn.Module.parameters:
             vars(part)["parameters"] = _Parameters(part)
 
 
 class _Parameters:
-    """Stands for the method of a module.
+    """Stands for the `parameters` method of a module.
 
-    It refers to what the module holds, not to the module: that would be a reference cycle.
+    It refers to what the module holds, not to the module, which would be a reference cycle.
     """
 
     def __init__(self, part: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Paths of tensors among the arguments of a call, as torch's pytrees write them: "[0][0]", "[1]['mask']", "[0][2].x".
 
-Read and written by hand: flattening all arguments by name takes tens of microseconds, in every step.
+They are read and written by hand. Flattening all arguments by name takes tens of microseconds, in every step.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _STEP = re.compile(r"\[([^\]]*)\]|\.(\w+)")
 
 @lru_cache(maxsize=4096)
 def _steps(path: str) -> tuple[tuple[bool, Any], ...]:
-    """(whether it is an attribute, index or key or name) of each step."""
+    """Return (whether it is an attribute, the index, key or name) of each step."""
     return tuple((not key, literal_eval(key) if key else name) for key, name in _STEP.findall(path))
 
 
 def look(tree: Any, path: str) -> Any:
-    """Return what is there; None when nothing is."""
+    """Return the value at `path`; None if there is none."""
     try:
         for is_attribute, key in _steps(path):
             tree = getattr(tree, key) if is_attribute else tree[key]
@@ -32,7 +32,7 @@ def look(tree: Any, path: str) -> Any:
 
 
 def put(tree: Any, path: str, value: Any) -> Any:
-    """`tree` with `value` there; what is on the way is copied, never changed."""
+    """Return `tree` with `value` at `path`. Objects on the way are copied, never changed."""
     return _put(tree, _steps(path), value)
 
 

@@ -1,6 +1,7 @@
-"""BatchNorm couples the samples of a batch: over several ranks it is synchronised or refused, never different.
+"""BatchNorm couples the samples of a batch. Over several ranks it is synchronised or refused, so the result stays
+right.
 
-Buffers that a forward pass updates (running statistics) drift apart per rank: refused by name, never silently so.
+Buffers that a forward pass updates (running statistics) may drift apart per rank. That is refused by name.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from nbkit.rank.torch_private import BatchNorm, graph_task_id, sync_batch_norm
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """Names of every BatchNorm that takes its statistics from the batch."""
+    """Return the names of every BatchNorm that takes its statistics from the batch."""
     return [name for name, part in model.named_modules() if isinstance(part, BatchNorm) and part.training]
 
 
 def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.device) -> nn.Module:
-    """`model`, in which every BatchNorm takes its statistics of the rows of all ranks of `dp` from now on.
+    """Return `model` with every BatchNorm taking its statistics from the rows of all ranks of `dp`.
 
-    Without BatchNorm that trains, or where every rank sees whole batches, the model itself. micros: micro-batches that
-    a pipeline makes of a rank's rows. Raises TrainingError under a pipeline that cuts the batch.
+    Without a BatchNorm that trains, or if every rank sees whole batches, the model is unchanged. micros: micro-batches
+    that a pipeline makes of a rank's rows. Raises TrainingError under a pipeline that cuts the batch.
     """
     found = batch_norms(model)
     if (axes.size("dp") == 1 and micros == 1) or not found:
@@ -54,14 +55,14 @@ def synchronised(model: nn.Module, *, axes: Axes, micros: int, device: torch.dev
 
 
 class OfAllRanks(Wrapper):
-    """The forward of a plain BatchNorm, by the rows of all ranks: what nn.SyncBatchNorm does, on a CPU too."""
+    """The forward of a plain BatchNorm over the rows of all ranks. It does what nn.SyncBatchNorm does, on a CPU too."""
 
     def __init__(self, part: nn.Module, on_device: bool) -> None:
         super().__init__(part.forward)
         self._part, self._on_device = part, on_device
 
     def __call__(self, input: Tensor) -> Tensor:
-        """(N, C, ...) -> the same shape. Running statistics are those of the rows of all ranks."""
+        """Normalize (N, C, ...) to the same shape. Running statistics are those of the rows of all ranks."""
         part: Any = self._part
         if not part.training:
             return self.plain(input)  # type: ignore[no-any-return]
@@ -77,18 +78,20 @@ class OfAllRanks(Wrapper):
 
 
 def _runs_again() -> bool:
-    """Return whether a forward runs within backward, to recompute activations: a batch counts once."""
+    """Return True if a forward runs within backward, to recompute activations. A batch then counts only once."""
     return graph_task_id() >= 0
 
 
 def takes_all_ranks(part: nn.Module) -> bool:
-    """Return whether `part` is a BatchNorm that waits for all ranks in each forward."""
+    """Return True if `part` is a BatchNorm that waits for all ranks in each forward."""
     return isinstance(part, nn.SyncBatchNorm) or wrapped_by(part, OfAllRanks) or wrapped_by(part, _OwnForward)
 
 
 class _OwnForward(Wrapper, TorchFunctionMode):
-    """The forward of a BatchNorm that adds something of its own, such as an activation: what it normalizes, it does by
-    the rows of all ranks."""
+    """The forward of a BatchNorm that adds something of its own, such as an activation.
+
+    It normalizes over the rows of all ranks.
+    """
 
     def __init__(self, part: nn.Module, on_device: bool) -> None:
         TorchFunctionMode.__init__(self)
@@ -127,7 +130,8 @@ def _of_all_ranks(
     group: Any,
     on_device: bool,
 ) -> Tensor:
-    """F.batch_norm in training, over the rows of all ranks of `group`. on_device: by torch's own, on an accelerator."""
+    """Run F.batch_norm in training, over the rows of all ranks of `group`. on_device: use torch's own, on an
+    accelerator."""
     if _runs_again():
         running_mean = running_var = None
     if on_device:
@@ -192,19 +196,19 @@ class _Normalize(torch.autograd.Function):
 
 
 def _summed(x: Tensor) -> list[int]:
-    """Return all dimensions of (N, C, ...) but C."""
+    """Return all dimensions of (N, C, ...) except C."""
     return [0, *range(2, x.ndim)]
 
 
 def _of_channels(values: Tensor, like: Tensor) -> Tensor:
-    """(C,) as (1, C, 1, ...), in the dtype of `like`."""
+    """Return (C,) as (1, C, 1, ...), in the dtype of `like`."""
     return values.to(like.dtype).view(1, -1, *[1] * (like.ndim - 2))
 
 
 def check_level(total: int, *, ranks: int, microbatch_size: int | None, parts: Parts = None) -> None:
-    """Raises TrainingError unless every rank makes one forward: SyncBatchNorm waits for all of them.
+    """Raise TrainingError unless every rank makes one forward, because SyncBatchNorm waits for all of them.
 
-    total: rows of the global batch; microbatch_size: rows per forward, None for all of a rank's; parts: see Shard.
+    total: rows of the global batch. microbatch_size: rows per forward, None for all of a rank's. parts: see Shard.
     """
     sizes = [len(numbers_of(parts, total, ranks, rank)) for rank in range(ranks)]
     fewest, most = min(sizes), max(sizes)
@@ -228,7 +232,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def kept_buffers(model: nn.Module) -> set[str]:
-    """Return the names of the buffers that a state dict of `model` has. Of a model in parts one cannot ask for that."""
+    """Return the names of the buffers in a state dict of `model`. A model in parts has no state dict to ask."""
     return {
         f"{path}.{name}" if path else name
         for path, part in model.named_modules(remove_duplicate=False)
@@ -237,9 +241,10 @@ def kept_buffers(model: nn.Module) -> set[str]:
 
 
 def watched(model: nn.Module) -> list[str]:
-    """Return the names of the buffers to compare: those that a checkpoint holds. Others are scratch by declaration.
+    """Return the names of the buffers to compare: those that a checkpoint holds. The others are scratch by declaration.
 
-    Without the calls that a BatchNorm counts and, having a momentum, does not use: a pipeline makes more of them.
+    It leaves out the calls that a BatchNorm counts but, if it has a momentum, does not use. A pipeline makes more
+    calls.
     """
     kept = kept_buffers(model)
     unused = {
@@ -281,6 +286,6 @@ def check_buffers(model: nn.Module, names: list[str], *, axes: Axes, device: tor
 
 
 def _sum(buffer: torch.Tensor) -> torch.Tensor:
-    """Weighed by place, so that what is counted in another element shows."""
+    """Sum the elements, weighed by position, so that a count in another element changes the sum."""
     numbers = buffer.detach().reshape(-1).to(torch.float64)
     return (numbers * torch.linspace(1.0, 2.0, numbers.numel(), dtype=torch.float64, device=numbers.device)).sum()

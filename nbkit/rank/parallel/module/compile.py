@@ -1,10 +1,12 @@
-"""`compile=True`: each block of a model compiled by itself, where what runs inside of it is the user's code alone.
+"""`compile=True`: compiles each block of a model by itself, if only the user's code runs inside it.
 
-So it is on the data axis and in a pipeline. Zero 3 gathers a block around its forward, in hooks that are not compiled;
-a block that gathers parts of itself runs as it is. So do all where layers hold collectives of ours (tp, cp), where a
-schedule splits the backward pass, and where blocks run twice (recompute=True): see `not_compiled`.
-Nor while dropout is keyed, which torch.compile would replace by its own: such a pass, and the first one of a job, which
-finds out whether there is any, runs as it is. So do evaluation and generation, whose shapes vary.
+This holds on the data axis and in a pipeline. Zero 3 gathers a block around its forward, in hooks that are not
+compiled. A block that gathers parts of itself runs uncompiled. So do all blocks if layers hold collectives of nbkit
+(tp, cp), if a schedule splits the backward pass, and if blocks run twice (recompute=True): see `not_compiled`.
+
+A pass with keyed dropout runs uncompiled, because torch.compile would replace the dropout by its own. So does the first
+pass of a job, which finds out whether there is dropout. Evaluation and generation run uncompiled, because their shapes
+vary.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from nbkit.strategy import Strategy
 
 
 def not_compiled(options: Options, strategy: Strategy) -> str:
-    """Why blocks are not compiled under `strategy` although that is asked for; "" where they are."""
+    """Return why blocks are not compiled under `strategy` although this was requested; "" if they are."""
     if options.recompute:
         return "with recompute=True, which runs blocks twice"
     if strategy.tp > 1 or strategy.cp > 1:
@@ -36,7 +38,7 @@ def not_compiled(options: Options, strategy: Strategy) -> str:
 
 
 def compilable(blocks: Sequence[str], options: Options, strategy: Strategy) -> list[str]:
-    """Those of `blocks` that are compiled under `strategy`."""
+    """Return those of `blocks` that are compiled under `strategy`."""
     if not options.compile or not_compiled(options, strategy):
         return []
     gathered = options.gathers.units if strategy.zero == 3 and options.gathers is not None else ()
@@ -44,7 +46,7 @@ def compilable(blocks: Sequence[str], options: Options, strategy: Strategy) -> l
 
 
 def compile_blocks(module: nn.Module, blocks: Iterable[str], backend: bool | str) -> None:
-    """Compile the blocks of these names when they train, with the backend named, or torch.compile's own. In place.
+    """Compile the named blocks when they train, with `backend` if it is a name, or torch.compile's default. In place.
 
     Only `forward` is replaced, so names, hooks and signatures stay.
     """
@@ -68,5 +70,5 @@ class _Compiled(Wrapper):
         return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is compiled is of this block's weights: a copy compiles its own.
+        # The compiled code uses this block's weights, so a copy compiles its own.
         return {**self.__dict__, "_compiled": None}

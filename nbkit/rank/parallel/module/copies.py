@@ -1,25 +1,23 @@
-"""Builds a model again by the callable that built it: a second one that shares nothing with the first.
+"""Copies of a model: with shapes only, as deep copies, or built again by the user's callable.
 
-A copy is made by nbkit's own code, which a proof is not to rest on. And some models no copy is right of: those whose
-classes are made anew for each, or that keep parts in what `copy.deepcopy` shares.
+Building again. The callable that built a model builds a second one that shares nothing with the first. A copy is made
+by nbkit's own code, on which a proof must not rely. Some models also have no correct copy: those whose classes are made
+anew for each model, or that keep parts in objects that `copy.deepcopy` shares.
 
-Lets a deep copy of a model compute with its own parts alone, where functions in it hold parts of the original.
+Rebinding. `copy.deepcopy` shares functions. So `self.mlpf = lambda x: mlp.down(mlp.up(x))`, a forward that was patched
+with a closure over the old one, or a hook that looks at another layer would go on with the weights of the original.
+Here each such function is made again, with cells and defaults that hold the copies. A deep copy then computes with its
+own parts alone. `own_parts.py` finds what no copy can reach, such as a model in a global variable.
 
-`copy.deepcopy` shares functions. So `self.mlpf = lambda x: mlp.down(mlp.up(x))`, a forward that was patched with a
-closure over the old one, or a hook that looks at another layer would go on with the weights of the original. Here each
-such function is made again, with cells and defaults that hold the copies. What no copy can reach, such as a model in a
-global variable, is for `own_parts.py` to find.
+Aliases. Parameters may also be held elsewhere than as attributes of modules: in lists, tuples, dicts, plain objects,
+the closures of functions, and modules that are not registered. `self.decayed = [block.weight for block in self.blocks]`
+holds the tensors themselves. A strategy that replaces a parameter has to replace it there too. Otherwise the model goes
+on with a tensor that is not trained.
 
-Parameters that are also held elsewhere than as attributes of modules: in lists, tuples, dicts, plain objects, the
-closures of functions, and modules that are not registered.
-
-`self.decayed = [block.weight for block in self.blocks]` holds the tensors themselves. A strategy that puts another
-tensor in the place of a parameter has to put it there too, or the model goes on with one that nobody trains.
-
-A module with shapes and no memory: what a strategy is applied to before any weight is moved.
-
-Every parameter is a scalar seen through zero strides, on the device and of the dtype that it will have. Unlike meta
-tensors, factories of optimizers take it for what it will be; buffers, which `__init__` computes, stay real.
+Skeletons. A module with shapes and no memory is what a strategy is applied to before any weight is moved. Every
+parameter is a scalar seen through zero strides, on its final device and of its final dtype. Factories of optimizers
+treat it like the final parameter, which they do not do with meta tensors. Buffers, which `__init__` computes, stay
+real.
 """
 
 from __future__ import annotations
@@ -55,7 +53,8 @@ _WEAK: Any = {weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDicti
 _CHANGED = {*_FUNCTION_HOLDERS, deque}
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
 _MOST_ITEMS, _FARTHEST = 4096, 20_000
-"""A container of more items is a vocabulary or a cache. Nobody looks at more objects from one function."""
+"""A container of more items than _MOST_ITEMS is a vocabulary or a cache, and is not searched. From one function at most
+_FARTHEST objects are searched."""
 
 
 def rebind(copied: nn.Module, original: nn.Module, memo: dict[int, Any]) -> None:
@@ -64,12 +63,12 @@ def rebind(copied: nn.Module, original: nn.Module, memo: dict[int, Any]) -> None
 
 
 def rebind_handles(model: nn.Module, handles: dict[int, nn.Module]) -> None:
-    """Make weak references and containers in `model` hold `handles` in place of the modules of these ids."""
+    """Make weak references and containers in `model` hold `handles` in place of the modules with these ids."""
     _Rebinding(model, model, handles, set(handles)).run()
 
 
 class _Rebinding:
-    """Gives what `copied` holds the parts of `memo` in place of those of `original`."""
+    """Replaces, in what `copied` holds, the parts of `original` by those of `memo`."""
 
     def __init__(
         self, copied: nn.Module, original: nn.Module, memo: dict[int, Any], own: set[int] | None = None
@@ -94,9 +93,9 @@ class _Rebinding:
             held[key] = new
 
     def _of(self, value: Any) -> Any:
-        """Return what `value` becomes in the copy: `value` itself where it holds nothing of the original."""
+        """Return what `value` becomes in the copy. It is `value` itself if it holds nothing of the original."""
         kind = type(value)
-        if kind in weakref.ProxyTypes:  # asked for its class, it gives that of what it stands for
+        if kind in weakref.ProxyTypes:  # its __class__ is that of its target
             new = self._instead(_target(value))
             return value if new is None else weakref.proxy(new)
         if kind in _PLAIN or isinstance(value, _CLOSED):
@@ -106,7 +105,7 @@ class _Rebinding:
         if isinstance(value, nn.Module) and (new := self._instead(value)) is not None:
             return new
         if kind is FunctionType:
-            # A handle has the attributes of what a function holds: only who asks which module it is needs the handle.
+            # A handle shares the module's attributes, so a function works with either.
             return value if self._in_place else self._function(value)
         self._made[id(value)] = value, value
         new = value
@@ -147,7 +146,7 @@ class _Rebinding:
         return new if any(new[key] is not held[key] for key in held) else held
 
     def _inside(self, value: Any) -> None:
-        """Put what things become into `value`, an object of the copy's own."""
+        """Replace the contents of `value`, an object that belongs to the copy."""
         if isinstance(value, list | deque):
             for index in range(len(value) if len(value) <= _MOST_ITEMS else 0):
                 self._put(value, index, value[index])
@@ -172,7 +171,7 @@ class _Rebinding:
                 self._put(held, key, item)
 
     def _is_copy(self, value: Any) -> bool:
-        """Return whether the copy alone has `value`: a logger, or a group of processes, is shared with the original."""
+        """Return True if only the copy has `value`. A logger or a process group is shared with the original."""
         if self._known != len(self._memo):
             self._known = len(self._memo)
             self._copies = {id(each) for each in self._memo.values()}
@@ -201,12 +200,12 @@ class _Rebinding:
     def _copy(self, value: Any) -> Any:
         try:
             value = copy.deepcopy(value, self._memo)
-        except Exception:  # a lock, a file: as it is. What then still reads the original is found when the copy runs.
+        except Exception:  # a lock, a file: keep it. If it still reads the original, running the copy shows that.
             return value
         return self._of(value)
 
     def _instead(self, target: Any) -> Any:
-        """Return what stands for `target` now, if that is a part of the original; else None."""
+        """Return the replacement of `target` if it is a part of the original; else None."""
         return self._memo.get(id(target)) if id(target) in self._originals() else None
 
     def _originals(self) -> set[int]:
@@ -216,12 +215,12 @@ class _Rebinding:
 
 
 def parts_of(module: nn.Module) -> set[int]:
-    """Ids of all modules, parameters and buffers in `module`."""
+    """Return the ids of all modules, parameters and buffers in `module`."""
     return {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
 
 
 def reaches(value: Any, wanted: set[int]) -> bool:
-    """Return whether one comes from `value` to one of the objects `wanted`, by ids, through what it holds."""
+    """Return True if `value` leads to one of the objects with the ids `wanted`, through what it holds."""
     seen, ahead = {id(value)}, [value]
     while ahead and len(seen) < _FARTHEST:
         for each in _held_by(ahead.pop()):
@@ -234,7 +233,7 @@ def reaches(value: Any, wanted: set[int]) -> bool:
 
 
 def _target(proxy: Any) -> Any:
-    """Return the module for which a weakref.proxy stands; None where it is gone, or no module."""
+    """Return the module for which a weakref.proxy stands; None if it is gone, or is no module."""
     try:
         return next(proxy.modules()) if isinstance(proxy, nn.Module) else None
     except ReferenceError:
@@ -255,7 +254,7 @@ def _held_by(value: Any) -> Iterable[Any]:
 
 
 def is_filled(cell: CellType) -> bool:
-    """Return whether the variable that `cell` is of has a value."""
+    """Return True if the variable of `cell` has a value."""
     try:
         _ = cell.cell_contents
     except ValueError:
@@ -267,20 +266,20 @@ _NOTE = "_nbkit_aliases"
 _OWN = {"_parameters", "_buffers", "_modules", _NOTE}
 _LEAVES = (str, bytes, int, float, complex, bool, type, BuiltinFunctionType, ModuleType)
 _DEPTH, _MOST = 8, 4096
-# What nearly all attributes of nn.Module are: a number or nothing, and dicts without a hook in them.
+# Nearly all attributes of nn.Module are numbers or None, or dicts without a hook.
 _NUMBERS, _HOLDERS = {bool, int, float, str, type(None)}, {OrderedDict, dict, list, tuple}
 
 Where = tuple[Any, Any, tuple[int, ...]]
-"""(a dict or list, the key in it, the way on from there through tuples)"""
+"""(a dict or list, the key in it, the path from there through tuples)"""
 
 
 def tensors_beside(module: nn.Module) -> Iterator[tuple[Where, Tensor]]:
-    """Every tensor in the attributes of `module` and what is in it, beside parameters and buffers, and where it is."""
+    """Yield (place, tensor) for every tensor in the attributes of all modules, except parameters and buffers."""
     parts = list(module.modules())
     seen = {id(part) for part in parts}
     for part in parts:
         if isinstance(part, nn.RNNBase):
-            continue  # looks after its own list
+            continue  # it updates its own list
         for key, value in list(vars(part).items()):
             kind = type(value)
             if key not in _OWN and kind not in _NUMBERS and not (kind in _HOLDERS and not value):
@@ -324,7 +323,7 @@ def _below(where: Where, value: Any, depth: int, seen: set[int]) -> Iterator[tup
 
 
 class _Attributes:
-    """Cells, functions and partial functions as a dict of what they hold."""
+    """Presents cells, functions and partial functions as a dict of what they hold."""
 
     def __init__(self, of: Any) -> None:
         self._of = of
@@ -354,25 +353,25 @@ def note_aliases(module: nn.Module) -> None:
 
 
 def notes_of(module: nn.Module) -> Iterator[Any]:
-    """Every note in `module`. A copy is to be noted anew: what a note holds cannot be copied."""
+    """Yield every note in `module`. Notes cannot be copied: note the aliases of a copy again."""
     return (vars(part)[_NOTE] for part in module.modules() if _NOTE in vars(part))
 
 
 def aliased(part: nn.Module) -> Iterable[str]:
-    """Names of the parameters of `part` that were noted elsewhere too."""
+    """Return the names of the parameters of `part` that are also held elsewhere."""
     noted: dict[str, list[Where]] = vars(part).get(_NOTE) or {}
     return noted
 
 
 def put_aliases(part: nn.Module, name: str, param: Tensor | None) -> None:
-    """Put `param` wherever else the parameter `name` of `part` was noted."""
+    """Put `param` in all other noted places of the parameter `name` of `part`."""
     if (noted := vars(part).get(_NOTE)) is not None:
         for holder, key, path in noted.get(name, ()):
             holder[key] = _with(holder[key], path, param) if path else param
 
 
 def _with(value: Any, path: tuple[int, ...], param: Tensor | None) -> Any:
-    """Return a tuple with `param` at `path`."""
+    """Return a tuple like `value` with `param` at `path`."""
     first, *rest = path
     inner = _with(value[first], tuple(rest), param) if rest else param
     items = (*value[:first], inner, *value[first + 1 :])
@@ -383,7 +382,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 def placeholder(shape: Sequence[int], like: nn.Parameter) -> nn.Parameter:
-    """Return a parameter of `shape` without memory; dtype, device, requires_grad and marks as those of `like`."""
+    """Return a parameter of `shape` without memory, with the dtype, device, requires_grad and marks of `like`."""
     empty = torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape))
     return parameter_like(empty, like)
 
@@ -408,9 +407,9 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return `copy.deepcopy(module, memo)`, with functions that compute with the copy's own parts.
 
-    It takes half the time: most of the dicts that each module has for its hooks are empty, and `copy` takes an empty
-    OrderedDict apart as it does a full one.
-    Raise TypeError where the copy shares a module, parameter or buffer with `module` that `memo` does not name.
+    It takes half the time. Most of the dicts that each module has for its hooks are empty, and `copy` handles an empty
+    OrderedDict like a full one. Raise TypeError if the copy shares a module, parameter or buffer with `module` that
+    `memo` does not name.
     """
     shared = parts_of(module) - memo.keys()
     for part in module.modules():
@@ -419,7 +418,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 memo.setdefault(id(value), OrderedDict())
         for reference in weakref.getweakrefs(part):
             if type(reference) in (*weakref.ProxyTypes, weakref.WeakMethod):
-                memo[id(reference)] = reference  # a copy would be a module of its own, or cannot be made
+                memo[id(reference)] = reference  # its copy would be another module, or would fail
     for note in notes_of(module):
         memo[id(note)] = {}
     made = copy.deepcopy(module, memo)
@@ -431,7 +430,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _shares(made: nn.Module, shared: set[int]) -> str:
-    """Return who in the copy `made` has something of the ids `shared`."""
+    """Return which part of the copy `made` holds an object of the ids `shared`."""
     for path, part in made.named_modules():
         if any(id(each) in shared for each in (part, *part._parameters.values(), *part._buffers.values())):
             while path and not hasattr(type(made.get_submodule(path)), "__deepcopy__"):
@@ -446,14 +445,14 @@ _AGAIN = "_nbkit_built_again"
 
 
 def build_again(skeleton: nn.Module, build: Callable[[nn.Module], nn.Module]) -> None:
-    """Let `build`, given what the new one is to be like, build the copies of `skeleton`: it cannot be copied."""
+    """Make `build` build the copies of `skeleton`, which cannot be copied. `build` gets the module to match."""
     vars(skeleton)[_AGAIN] = build
 
 
 def skeleton_of(module: nn.Module) -> nn.Module:
-    """A copy of `module` whose parameters are placeholders; tied ones stay tied, buffers are copied.
+    """Return a copy of `module` whose parameters are placeholders. Tied ones stay tied, and buffers are copied.
 
-    Also of a skeleton: `copy.deepcopy` of one would give every placeholder memory.
+    It also copies skeletons: `copy.deepcopy` would give every placeholder memory.
     """
     if (build := vars(module).get(_AGAIN)) is not None:
         made: nn.Module = build(module)
@@ -462,14 +461,16 @@ def skeleton_of(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(p): placeholder(p.shape, p) for p in module.parameters()}
     for _, tensor in tensors_beside(module):
         if not tensor.is_leaf:
-            # A weight that a hook computes before each forward (torch.nn.utils.weight_norm) cannot be copied.
+            # A weight that a hook computes before each forward (torch.nn.utils.weight_norm) has no deep copy.
             memo.setdefault(id(tensor), tensor.detach().clone())
     return copied(module, memo)
 
 
 def hooked_gradient(module: nn.Module) -> str:
-    """Name of the first parameter whose gradient somebody's hook changes or looks at, which no copy takes along; ""
-    without one. Those of a job are not meant."""
+    """Return the name of the first parameter with a user's hook on its gradient; "" without one.
+
+    Copies do not keep such a hook. Hooks of nbkit do not count.
+    """
     for name, p in module.named_parameters():
         hooks = [*(p._backward_hooks or {}).values(), *(getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()]
         if any(not str(getattr(hook, "__module__", "")).startswith("nbkit.") for hook in hooks):
@@ -478,7 +479,7 @@ def hooked_gradient(module: nn.Module) -> str:
 
 
 def homes(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """name -> every (module, attribute) that holds this parameter; a tied one goes by its first name."""
+    """Return name -> every (module, attribute) that holds this parameter. A tied one goes by its first name."""
     first: dict[int, str] = {}
     found: dict[str, list[tuple[nn.Module, str]]] = {}
     for path, part in module.named_modules():
@@ -491,7 +492,7 @@ def homes(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def replace_submodule(places: Sequence[tuple[nn.Module, str]], param: nn.Parameter | None) -> None:
-    """Put `param` wherever another one was held, in lists too; None leaves an absent parameter there."""
+    """Put `param` in all places of another one, in lists too. None leaves an absent parameter there."""
     for part, attribute in places:
         part._parameters[attribute] = param
         put_aliases(part, attribute, param)
@@ -503,15 +504,15 @@ _MATRIX = 1 << 20
 def window(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, draw: torch.Generator | None = None
 ) -> Tensor:
-    """A tensor of `shape` whose rows differ, with hardly more memory than the sum of its dims. draw: of its numbers.
+    """Return a tensor of `shape` whose rows differ. It takes hardly more memory than the sum of its dims.
 
-    One of many small matrices, as of experts, has the memory of one of them.
+    draw: the generator of its numbers. A tensor of many small matrices, as of experts, has the memory of one of them.
     """
     if not shape:
         return torch.ones((), dtype=dtype, device=device)
     strides = list(accumulate([1] + [7] * (len(shape) - 1), lambda a, b: a * b))
     if len(shape) == 3 and shape[1] * shape[2] <= _MATRIX:
-        # Torch's product of groups of rows takes matrices of experts that overlap, and none whose rows do.
+        # Torch's grouped product accepts matrices of experts that overlap, but not matrices whose rows overlap.
         strides = [16, shape[2], 1]
     size = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True) if length)
     drawn = torch.randn(size, generator=draw) * 0.02 + (1.0 if len(shape) == 1 else 0.0)
@@ -519,8 +520,10 @@ def window(
 
 
 def runnable(skeleton: nn.Module) -> nn.Module:
-    """A copy of `skeleton` that can be run, forward and backward, with hardly any memory: every parameter is a window
-    onto a few random numbers, and its gradient is let go of as soon as it is made. Draws from a generator of its own.
+    """Return a copy of `skeleton` that can run forward and backward with hardly any memory.
+
+    Every parameter is a window onto a few random numbers. Its gradient is freed as soon as it is made. The numbers come
+    from a separate generator.
     """
     module, draw = skeleton_of(skeleton), torch.Generator().manual_seed(0)
     for places in homes(module).values():
@@ -540,10 +543,11 @@ Build = Callable[[], nn.Module]
 
 
 def built_again(build: Build, like: nn.Module, *, first: nn.Module | None = None) -> nn.Module:
-    """Return what `build` gives now, as the skeleton `like` is: without memory, with its buffers, attributes and modes.
+    """Call `build` again, and return its model in the state of the skeleton `like`.
 
-    first: what `build` gave at first, if that is still there. `build` prints nothing, and random generators are
-    afterwards as before. Raises TrainingError where it gives another model than before, or the same object again.
+    The model is without memory, with the buffers, attributes and modes of `like`. first: what `build` returned at
+    first, if it still exists. The output of `build` is hidden, and random generators are left as they were. Raises
+    TrainingError if it returns another model than before, or the same object again.
     """
     made = _called(build, like)
     if not isinstance(made, nn.Module) or parts_of(made) & parts_of(like if first is None else first):
@@ -563,7 +567,7 @@ def built_again(build: Build, like: nn.Module, *, first: nn.Module | None = None
 
 
 def take_buffers(made: nn.Module, like: nn.Module) -> None:
-    """Let the buffers of `made` be those of `like`, which is of the same parts; in place where that goes."""
+    """Give `made` the buffers of `like`, which has the same parts; in place if possible."""
     parts = dict(like.named_modules())
     for path, part in made.named_modules():
         for name, buffer in parts[path]._buffers.items():
@@ -592,7 +596,7 @@ def _called(build: Build, like: nn.Module) -> Any:
             try:
                 with _Unfilled():
                     return build()
-            except Exception:  # it computes with the numbers that were not drawn
+            except Exception:  # it may compute with the numbers that were not drawn
                 return build()
     finally:
         drawn.restore()
@@ -600,10 +604,10 @@ def _called(build: Build, like: nn.Module) -> Any:
 
 @contextmanager
 def classes_kept() -> Iterator[None]:
-    """Undo what happens inside to classes of modules.
+    """Undo changes that are made inside to classes of modules.
 
-    A callable that patches one (`Block.forward = scaled(Block.forward)`) would put its patch around that of the first
-    model, which trains.
+    A callable may patch a class (`Block.forward = scaled(Block.forward)`). A second call would wrap the patch of the
+    first model, which trains.
     """
     kinds, ahead = set[type](), [nn.Module]
     while ahead:
@@ -626,13 +630,13 @@ def classes_kept() -> Iterator[None]:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leaves out the drawing of random numbers into tensors: most of the time that it takes to build a model."""
+    """Skips drawing random numbers into tensors, which takes most of the time of building a model."""
 
     _FILLS = frozenset({"uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "bernoulli_", "exponential_"})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in self._FILLS:
-            # What is given to torch.nn.init comes by name.
+            # torch.nn.init passes the tensor by name.
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
 
@@ -648,7 +652,7 @@ def _differences(made: nn.Module, like: nn.Module) -> str:
 
 
 def _parts(module: nn.Module) -> tuple[list[tuple[str, Any]], ...]:
-    """Of parameters, buffers and modules, what is the same when a model is built again."""
+    """Return, for parameters, buffers and modules, what stays the same if a model is built again."""
     params = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
     buffers = [(name, buffer.dtype) for name, buffer in module.named_buffers()]
     return params, buffers, [(path, type(part).__qualname__) for path, part in module.named_modules()]

@@ -1,22 +1,21 @@
-"""Runs something around the forward of a user's module, and takes it off again.
+"""Runs code around the forward of a user's module, and takes it off again.
 
-It stands in the module itself, as its attribute `forward`. The class stays what it is: a forward may count its calls in
-it, look a registry up by it, or call `super(type(self), self)`. It is an object, and no function that closes over the
-original: a deep copy of the module has to compute with its own weights, and a function is not copied.
+A wrapper is stored in the module itself, as its attribute `forward`. The class stays as it is, because a forward may
+count its calls in it, use it to look up a registry, or call `super(type(self), self)`. A wrapper is an object, not a
+function that closes over the original. A deep copy of the module has to compute with its own weights, and functions are
+not copied.
 
-Activation checkpointing (Chen et al. 2016): a block keeps what goes into it, and is computed again in backward.
+Activation checkpointing (Chen et al. 2016): a block keeps its inputs, and is computed again in backward. Everything
+else that the computation depends on is as it was the first time: extents, the positions of a context split, dropout
+(keyed, so it has the same mask), and torch's generators. It does not matter which thread recomputes.
 
-What the computation depends on beside its arguments is as it was the first time: extents, the positions of a context
-split, dropout (keyed, hence with the same mask), and torch's generators. It does not matter which thread recomputes.
+Only `forward` is replaced, so names, hooks and signatures stay. This sets the order of composition. Tensor and context
+parallel changes come first, so that their collectives are recomputed too; ranks of a group recompute the same blocks in
+the same order. Hooks that gather a block's shards come last, on the block itself. They run once per forward and once
+before its backward. The recomputation in between finds the parameters whole.
 
-Only `forward` is replaced, so names, hooks and signatures stay. The order that follows for whoever composes:
-tensor and context parallel surgery first, so that their collectives are within what is recomputed (ranks of a group
-recompute the same blocks in the same order); hooks that gather a block's shards last, on the block itself: they run
-once per forward and once before its backward, and the recomputation in between finds the parameters whole.
-
-Hooks where a backward pass enters a module and where it leaves it.
-
-It needs the parameters from when it comes to any output until the gradients of all inputs are made.
+Hooks can also be called where a backward pass enters a module and where it leaves it. Backward needs the parameters
+from when it reaches any output until the gradients of all inputs are made.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ _MARK = "_nbkit_parts_of"
 
 
 class Wrapper:
-    """Becomes a module's `forward`. plain: the one before, whose name and signature it has."""
+    """An object that becomes a module's `forward`. plain: the forward before it, whose name and signature it has."""
 
     def __init__(self, plain: Callable[..., Any]) -> None:
-        # What another wrapper holds is its own.
+        # Do not copy the attributes of another wrapper.
         update_wrapper(self, plain, updated=() if isinstance(plain, Wrapper) else ("__dict__",))
         self.plain = plain
 
@@ -54,7 +53,7 @@ class Wrapper:
 
 
 def wrap(module: nn.Module, wrapper: Wrapper) -> None:
-    """Make `wrapper` the forward of `module`. Raise StrategyError where its class decides what its forward is."""
+    """Make `wrapper` the forward of `module`. Raise StrategyError if the class prevents it."""
     vars(module)["forward"] = wrapper
     if module.forward is not wrapper:
         del vars(module)["forward"]
@@ -66,7 +65,7 @@ def wrap(module: nn.Module, wrapper: Wrapper) -> None:
 
 
 def wrapped_by(module: nn.Module, kind: type[Wrapper]) -> bool:
-    """Return whether a wrapper of `kind` is around the forward of `module`."""
+    """Return True if a wrapper of `kind` is around the forward of `module`."""
     forward = vars(module).get("forward")
     while isinstance(forward, Wrapper) and not isinstance(forward, kind):
         forward = forward.plain
@@ -74,7 +73,7 @@ def wrapped_by(module: nn.Module, kind: type[Wrapper]) -> bool:
 
 
 def unwrap(module: nn.Module) -> None:
-    """Take every Wrapper off `module` and what is in it, in place."""
+    """Take every Wrapper off `module` and all in it, in place."""
     for part in module.modules():
         while isinstance(wrapper := vars(part).get("forward"), Wrapper):
             if getattr(wrapper.plain, "__func__", None) is type(part).forward:
@@ -84,21 +83,20 @@ def unwrap(module: nn.Module) -> None:
 
 
 def overrides_train(module: nn.Module) -> bool:
-    """Return True if a part of `module` has a `train()` of its own: it keeps parts in evaluation, or does more than
-    that."""
+    """Return True if a part of `module` has its own `train()`, which may do more than set modes."""
     return any(type(part).train is not nn.Module.train or "train" in vars(part) for part in module.modules())
 
 
 def mark_parts(module: nn.Module, strategy: str) -> None:
-    """Note on `module` and all in it that `strategy` has left a part of each on this rank. Copies have it too."""
+    """Note on `module` and all in it that `strategy` left only a part of each on this rank. Copies keep the note."""
     for part in module.modules():
         vars(part)[_MARK] = strategy
 
 
 def refuse_copies(module: nn.Module, strategy: str) -> None:
-    """Have `module` and all in it raise where a part of the weights would go for all of them.
+    """Make `module` and all in it raise if a part of the weights would be taken for all of them.
 
-    What asks is `model.state_dict()`, `copy.deepcopy(model)`, an AveragedModel, `torch.save(model)`.
+    This happens in `model.state_dict()`, `copy.deepcopy(model)`, an AveragedModel and `torch.save(model)`.
     """
     methods = {name: _OfParts(name, strategy) for name in ("state_dict", "__deepcopy__", "__reduce_ex__")}
     for part in module.modules():
@@ -123,12 +121,12 @@ class _OfParts:
 
 
 def marked_parts(module: nn.Module) -> str | None:
-    """The strategy that has left a part of something in `module`; None when all of it is whole."""
+    """Return the strategy that left only a part of something in `module`; None if all of it is whole."""
     return next((vars(part)[_MARK] for part in module.modules() if _MARK in vars(part)), None)
 
 
 def recompute(module: nn.Module, blocks: Iterable[str]) -> None:
-    """From now on the blocks of these names keep no activations between forward and backward. In place."""
+    """Make the named blocks keep no activations between forward and backward. In place."""
     for name in blocks:
         block = module.get_submodule(name)
         block.forward = _Forgetful(block.forward)  # type: ignore[method-assign]
@@ -158,7 +156,7 @@ class _Forgetful(Wrapper):
 
 
 class _Passage(torch.autograd.Function):
-    """Hands tensors on as they are; tells when their gradients come back."""
+    """Passes tensors on unchanged, and reports when their gradients come back."""
 
     @staticmethod
     def forward(ctx: Any, passed: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -176,15 +174,15 @@ class _Passage(torch.autograd.Function):
 def marked(
     args: tuple[Any, ...], kwargs: dict[str, Any], passed: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The inputs of a module such that `passed` is called when backward has come through it.
+    """Return the inputs of a module, changed so that `passed` is called when backward has left it.
 
-    None when no input requires a gradient: backward ends inside then, and nothing tells.
+    Return None if no input requires a gradient. Backward then ends inside, and nothing reports it.
     """
     leaves, structure = tree_flatten((args, kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not at:
         return None
-    # What lies in parts over the tensor axis has its graph at the part.
+    # A tensor that is split over the tensor axis has its graph at its part.
     given = [leaves[i].part if isinstance(leaves[i], ShardedTensor) else leaves[i] for i in at]
     for i, tensor in zip(at, _Passage.apply(passed, *given), strict=True):  # type: ignore[no-untyped-call]
         leaves[i] = leaves[i].like(tensor) if isinstance(leaves[i], ShardedTensor) else tensor
@@ -193,12 +191,12 @@ def marked(
 
 
 def in_backward() -> bool:
-    """Return True if autograd is at work in this thread: a forward now is the recomputation of a checkpointed one."""
+    """Return True if autograd runs in this thread. A forward now is the recomputation of a checkpointed one."""
     return graph_task_id() != -1
 
 
 def is_nested(module: nn.Module) -> bool:
-    """Return True if a call of `module` runs within another call of it. Walks the stack: for what happens rarely."""
+    """Return True if a call of `module` runs within another call of it. It walks the stack, so call it rarely."""
     frame: FrameType | None = sys._getframe(1)
     calls = 0
     while frame is not None:
@@ -208,19 +206,19 @@ def is_nested(module: nn.Module) -> bool:
 
 
 def awaited(output: Any, wanted: Callable[..., None]) -> bool:
-    """Call `wanted` when backward comes to anything in what a module returns; False when it never will."""
+    """Call `wanted` when backward reaches any tensor in the output of a module. Return False if it never will."""
     parts = [tensor.part if isinstance(tensor, ShardedTensor) else tensor for tensor in _tensors(output)]
     waiting = [tensor for tensor in parts if tensor.requires_grad]
     for tensor in waiting:
         tensor.register_hook(wanted)
         if tensor._base is not None and tensor._base.requires_grad:
-            # Changed in place, a view leaves the graph, and its hook with it.
+            # If a view is changed in place, it leaves the graph, and so does its hook.
             tensor._base.register_hook(wanted)
     return bool(waiting)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """All tensors in what a module returns: nested tuples, lists, dicts, dataclasses, what pytree knows."""
+    """Yield all tensors in the output of a module: in nested tuples, lists, dicts, dataclasses, and pytrees."""
     for leaf in tree_flatten(output)[0]:
         if isinstance(leaf, Tensor):
             yield leaf

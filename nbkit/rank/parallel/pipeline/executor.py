@@ -1,32 +1,30 @@
-"""Pipeline parallelism: this rank's part of a schedule, whatever the stages compute.
+"""Pipeline parallelism: runs this rank's part of a schedule, whatever the stages compute.
 
-A stage is a function from tensors to tensors; the last one returns the loss. The executor follows this rank's list of
-operations: it receives, computes, runs backward (whole, or split into I and W) and sends. What goes over the wire is
-said in p2p.py: per micro-batch and boundary between ranks, the activations and their gradients, on the pp axis.
-Two neighbouring stages on one rank, as in the middle of a V, hand their tensors over without a copy.
+A stage is a function from tensors to tensors. The last stage returns the loss. The executor follows this rank's list of
+operations: it receives, computes, runs backward (whole, or split into I and W) and sends. p2p.py describes what goes
+over the wire: activations and their gradients, per micro-batch and boundary between ranks, on the pp axis. Two
+neighbouring stages on one rank, as in the middle of a V, pass tensors without a copy. Memory is freed as early as
+possible: a stage's output when it has arrived, what forward kept for backward after B or W.
 
-Freed as early as can be: a stage's output when it has arrived, what forward kept for backward after B or W.
+The end of a step. No rank updates its weights before every rank has all its gradients. A stage exists on one rank only,
+so if one were updated and another broken off, no step would be whole. The last stage finishes long before the first,
+and the step waits for the last rank. An all-reduce would also wait for answers to its messages, 1 to 2 ms on gloo. A
+dissemination barrier (Hensgen, Finkel and Manber 1988) posts its receives before the last backward pass. So the
+messages that a rank waits for have already arrived. They are empty.
 
-The end of a pipeline's step: no rank updates its weights before every rank has all its gradients.
+If the number of ranks is a power of two, the messages can go both ways between pairs and carry a sum of a few numbers
+(recursive doubling). A step whose ranks are all in one pipeline then needs no separate all-reduce for them. On two
+ranks this takes a quarter of the CPU of both, 0.1 ms a rank instead of 0.4.
 
-A stage is nowhere else: were one updated and another broken off, no step would be whole. The last stage is through
-long before the first, though, and whoever comes last is what the step waits for. In an all-reduce it would wait for
-answers to what it sends, 1 to 2 ms on gloo. In a dissemination barrier (Hensgen, Finkel and Manber 1988) whose
-receives were posted before the last backward pass, all that it waits for has arrived. The messages are empty.
+The split backward. A stage's backward runs at once, or first for the gradient of its input and later for those of its
+weights. The split works on the autograd graph as it is, whatever modules made it. The *spine* is the set of nodes that
+lead to the stage's input. A parameter hangs on the spine at the node that uses it (a linear's matrix product). The
+first pass runs along the spine and keeps the gradients that arrive at these nodes. The second pass starts there and
+runs only the part that leads to the parameter. Nothing is computed twice. Two kinds of parameters get their gradients
+in the first pass: one that hangs on several nodes, one of which leads to another, and one at a Python
+autograd.Function, which computes all its gradients in one call.
 
-Where the number of ranks is a power of two, the messages can go both ways between pairs and carry a sum of a few
-numbers (recursive doubling): a step whose ranks are all in one pipeline needs no all-reduce of its own for them. On
-two ranks that takes a quarter of the CPU of both, 0.1 ms a rank instead of 0.4.
-
-Backward through one stage of a pipeline: at once, or the gradient of its input first and those of its weights later.
-
-The split works on the autograd graph as it is, whatever modules made it. The *spine* are the nodes that lead to the
-stage's input. A parameter hangs on the spine at the node that uses it (a linear's matrix product): the first pass
-runs along the spine and keeps what arrives at these nodes, the second starts there and runs only the part that leads
-to the parameter. Nothing is computed twice: a parameter that hangs on several nodes, one of which leads to another,
-and one at a Python autograd.Function, which computes all its gradients in one call, get theirs in the first pass.
-
-Gradients are accumulated by autograd itself, with its hooks, as in an ordinary backward pass. The idea is that of Qi et
+Autograd itself accumulates the gradients, with its hooks, as in an ordinary backward pass. The idea is that of Qi et
 al. 2023, arXiv 2401.10241, appendix on implementation; torch.distributed.pipelining has another version of it.
 """
 
@@ -52,13 +50,15 @@ from nbkit.schedules.simulate import token_rounds
 
 
 class Barrier:
-    """Of the ranks of `group`. Per step: `open`, then `meet`; equally often, and with equal arguments but for the
-    numbers, on all of them."""
+    """A barrier of the ranks of `group`.
+
+    Each step calls `open`, then `meet`. All ranks make equally many calls, with equal arguments except for the numbers.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, group.size()
         self._awaited: list[tuple[int, dist.Work, Tensor]] = []
-        # Of a step that was broken off: somebody may still write into them.
+        # Buffers of a step that was broken off. A peer may still write into them.
         self._left_over: list[tuple[int, dist.Work, Tensor]] = []
 
     @property
@@ -67,9 +67,10 @@ class Barrier:
         return self.size & (self.size - 1) == 0
 
     def open(self, tag: int, count: int = 0) -> None:
-        """Post the receives. tag: of no other message under way. count: of the numbers that `meet` sums, where `sums`.
+        """Post the receives.
 
-        Without numbers, who is waited for is another rank than who is told.
+        tag: used by no other message under way. count: how many numbers `meet` sums, if `sums`. Without numbers, a rank
+        notifies one peer and waits for another.
         """
         me, size = self.group.rank(), self.size
         self._left_over += self._awaited
@@ -84,8 +85,10 @@ class Barrier:
             distance *= 2
 
     def meet(self, numbers: Tensor | None = None) -> None:
-        """Wait until every rank is here. numbers: `count` float64, which become their sums over the ranks, equal on all
-        of them to the last bit."""
+        """Wait until every rank is here.
+
+        numbers: `count` float64, which become their sums over the ranks, equal on all of them to the last bit.
+        """
         sent = []
         for peer, work, arrived in self._awaited:
             own = torch.empty(0, dtype=torch.float64) if numbers is None else numbers.clone()
@@ -99,11 +102,11 @@ class Barrier:
 
 
 def enter(received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return what a stage computes with, from detached tensors. Those that require a gradient are leaves and get it
-    there.
+    """Return a stage's inputs, made from detached tensors.
 
-    What comes out may be changed in place, as a block may do with what another one returned: a view of a leaf may not,
-    and this one autograd does not know as a view. The leaf itself is read no more.
+    Tensors that require a gradient are leaves and get it there. A block may change its input in place, as it may with
+    what another block returned. Autograd forbids this for a view of a leaf, but it does not know this one as a view.
+    The leaf itself is not read again.
     """
     if not torch.is_grad_enabled():
         return tuple(received)
@@ -114,14 +117,14 @@ _alias = unsafe_view
 
 
 def backward(outputs: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
-    """The ordinary backward pass: gradients of parameters and of the stage's input are added to their `.grad`."""
+    """Run the ordinary backward pass. It adds gradients of parameters and of the stage's input to their `.grad`."""
     if outputs:
         torch.autograd.backward(list(outputs), list(grads))
 
 
 @dataclass
 class _Point:
-    """A node of the spine on which parameters hang, and what arrived there."""
+    """A node of the spine on which parameters hang, and the gradients that arrived there."""
 
     node: Node
     params: list[Tensor] = field(default_factory=list)
@@ -129,13 +132,13 @@ class _Point:
 
 
 class Deferred:
-    """The gradients of weights that `backward_input` left out."""
+    """The weight gradients that `backward_input` left out."""
 
     def __init__(self, points: list[_Point]) -> None:
         self._points = points
 
     def run(self) -> None:
-        """Add them to `.grad` of the parameters. Once; afterwards the graph of the stage is free."""
+        """Add the gradients to `.grad` of the parameters. Call it once; it frees the graph of the stage."""
         points, self._points = self._points, []
         for point in reversed(points):
             there = [(GradientEdge(point.node, i), grad) for i, grad in enumerate(point.grads) if grad is not None]
@@ -145,9 +148,9 @@ class Deferred:
 
 
 def backward_input(outputs: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Deferred:
-    """Return the gradients of `inputs`, added to their `.grad`; what it returns computes those of the parameters.
+    """Add the gradients of `inputs` to their `.grad`. Return the deferred gradients of the parameters.
 
-    outputs, grads: where the stage ends, and the gradient there. inputs: the leaves that `enter` was given. A stage
+    outputs, grads: where the stage ends, and the gradients there. inputs: the leaves that `enter` was given. A stage
     without such leaves (the first) runs back to the parameter that it used first.
     """
     if not outputs:
@@ -179,7 +182,7 @@ def _keep(point: _Point) -> Callable[[Sequence[Tensor]], None]:
 
 
 def _walk(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], dict[Node, Tensor], bool]:
-    """Return the graph behind `roots`: who uses each node, the leaf tensors, and whether it can only be run in one
+    """Return the graph behind `roots`: the users of each node, the leaf tensors, and whether it can only run in one
     pass."""
     users: dict[Node, list[Node]] = {root: [] for root in roots}
     leaves: dict[Node, Tensor] = {}
@@ -205,7 +208,7 @@ def _walk(roots: Sequence[Node]) -> tuple[dict[Node, list[Node]], dict[Node, Ten
 def _hang(
     roots: Sequence[Node], users: dict[Node, list[Node]], leaves: dict[Node, Tensor], ends: set[Node]
 ) -> tuple[list[_Point], list[Tensor]]:
-    """(where on the spine parameters hang, the parameters that have to be done in the first pass)."""
+    """Return (where on the spine parameters hang, the parameters whose gradients the first pass must compute)."""
     spine = _leading_to(ends, users)
     loose = {root for root in roots if root not in spine}
     points: dict[Node, _Point] = {}
@@ -233,8 +236,10 @@ def _leading_to(ends: set[Node], users: dict[Node, list[Node]]) -> set[Node]:
 
 
 def _first_on(spine: set[Node], loose: set[Node], leaf: Node, users: dict[Node, list[Node]]) -> Node | None:
-    """Return the one node of the spine on which `leaf` hangs; None when there are several, or one of the `loose`
-    outputs."""
+    """Return the only node of the spine on which `leaf` hangs.
+
+    Return None if there are several, or if it hangs on one of the `loose` outputs.
+    """
     met: set[Node] = set()
     seen = {leaf}
     todo = [leaf]
@@ -256,10 +261,10 @@ def _made_at(node: Node) -> int:
 
 
 Forward = Callable[[int, int, tuple[Tensor, ...]], tuple[Tensor, ...]]
-"""(stage, micro, what the stage before returned) -> what the next one gets; of the last stage: (loss, and any more)."""
+"""(stage, micro, output of the stage before) -> input of the next one. The last stage returns (loss, and any more)."""
 
 OnOp = Callable[[str, int, int], Callable[[], None]]
-"""(kind, stage, micro) of an operation that begins, its waits behind it -> what is called when it is done."""
+"""(kind, stage, micro) of an operation that begins after its waits -> a function to call when it is done."""
 
 _AHEAD = 2  # receives are posted for this many operations after the present one
 
@@ -268,8 +273,8 @@ _AHEAD = 2  # receives are posted for this many operations after the present one
 class _Kept:
     """A forward that waits for its backward: the leaves it got, and where its outputs leave the graph.
 
-    Not the outputs themselves, whose memory is needed no longer than sending takes. live: numbers of the outputs with
-    an edge; expected: of those for which a gradient comes.
+    It does not keep the outputs themselves, because their memory is needed only until they are sent. live: numbers of
+    the outputs with an edge. expected: numbers of those for which a gradient comes.
     """
 
     received: list[Tensor]
@@ -279,11 +284,12 @@ class _Kept:
 
 
 class Pipeline:
-    """A rank of a pipeline. group: of its pp axis, None when it is alone. rank: the place in it.
+    """A rank of a pipeline.
 
-    edges: `edge_groups(...)`, which NCCL needs. split: False makes I a whole backward and W nothing, in the order of
-    the same schedule; right for stages with activation checkpoints, which would be recomputed for each weight. peers:
-    of each place along the pipeline, its rank in `group`; () for the same.
+    group: of its pp axis, None if it is alone. rank: its place in the pipeline. edges: `edge_groups(...)`, which NCCL
+    needs. split: False makes I a whole backward and W nothing, in the order of the same schedule. That suits stages
+    with activation checkpoints, which would otherwise be recomputed for the weights too. peers: the rank in `group` of
+    each place along the pipeline; () if they are the same.
     """
 
     def __init__(
@@ -299,13 +305,13 @@ class Pipeline:
     ) -> None:
         self.schedule, self.rank, self.split = schedule, rank, split
         self._channels = Channels(group, device, edges, peers)
-        # Only NCCL has edges: there the device's stream waits for the loss's reduction, launched after the last
-        # operation, before it updates.
+        # Only NCCL has edges. There the device's stream waits for the reduction of the loss before it updates. That
+        # reduction is launched after the last operation.
         self._barrier = Barrier(group) if group is not None and not edges else None
         self._lists: dict[tuple[int, bool, int | None], tuple[tuple[Op, ...], Routes, int]] = {}
 
     def begin_again(self) -> None:
-        """As at the beginning, on every rank alike: after a run that did not end on all of them."""
+        """Return to the initial state, on every rank alike, after a run that did not end on all of them."""
         self._channels.begin_again()
 
     def run(
@@ -320,16 +326,15 @@ class Pipeline:
         on_op: OnOp | None = None,
         numbers: int = 0,
     ) -> list[tuple[Tensor, ...]]:
-        """Return every micro-batch through the pipeline. Returns what the last stage returned, detached; [] on other
-        ranks.
+        """Run every micro-batch through the pipeline. Return the detached outputs of the last stage; [] on other ranks.
 
-        key: for a micro-batch, what the shapes between stages depend on, such as the shape of its input; equal on all
-        ranks. training: also backward, which adds to `.grad`; otherwise forward only, without gradients, and the last
-        stage may return any tensors. rounds: as nbkit.schedules.simulate has them, of num_micro / rounds
-        sequences, in which `forward` brings the token from the last stage to the first. launch: called once, when all
-        forwards of this rank are done and no other rank waits for it any more; where `meet` does nothing, at the end.
-        numbers: how many of them `meet` will sum, where it `sums_over` all ranks. What `forward` raises is raised here;
-        the run is then over on this rank.
+        key: gives, for a micro-batch, what the shapes between stages depend on, such as the shape of its input. It is
+        equal on all ranks. training: also run backward, which adds to `.grad`. Otherwise run forward only, without
+        gradients, and the last stage may return any tensors. rounds: as in nbkit.schedules.simulate, of num_micro /
+        rounds sequences; `forward` brings the token from the last stage to the first. launch: called once, when all
+        forwards of this rank are done and no other rank waits for it; if `meet` does nothing, at the end. numbers: how
+        many of them `meet` will sum, if it `sums_over` all ranks. An error in `forward` is raised here, and the run is
+        over on this rank.
         """
         if num_micro == 0:
             return []
@@ -351,28 +356,34 @@ class Pipeline:
         return [run.results[micro] for micro in sorted(run.results)]
 
     def sums_over(self, ranks: int) -> bool:
-        """Return True if `meet` can sum numbers over `ranks` ranks: as many as the pipeline has, where they meet."""
+        """Return True if `meet` can sum numbers over `ranks` ranks. The pipeline must have exactly that many."""
         return self._barrier is not None and self._barrier.sums and self._barrier.size == ranks
 
     def meet(self, numbers: Tensor | None = None) -> None:
-        """After a `run` with gradients, and what else makes them: wait until every rank of the pipeline is here.
+        """Wait until every rank of the pipeline is here. Call it after a `run` with gradients, when all gradients are
+        made.
 
-        numbers: see `run`; float64, which become their sums. Nothing on NCCL, nor for a rank that is alone.
+        numbers: see `run`; float64, which become their sums. It does nothing on NCCL, or for a rank that is alone.
         """
         if self._barrier is not None:
             self._barrier.meet(numbers)
 
     def _expect_all(self, last: StageMessage | None, numbers: int) -> None:
-        """Post the receives of `meet`, behind that of the last message: they come in the order in which all are sent,
-        by which telemetry knows both ends of one."""
+        """Post the receives of `meet`, after that of the last message.
+
+        They are posted in the order in which all messages are sent. Telemetry uses this order to match both ends of a
+        message.
+        """
         if self._barrier is not None:
             if last is not None:
                 self._channels.post(last)
             self._barrier.open(self._channels.tag_of_end, numbers)
 
     def _list(self, num_micro: int, training: bool, rounds: int | None) -> tuple[tuple[Op, ...], Routes, int]:
-        """This rank's operations and messages, and the place after which `launch` is called; without training, the
-        forwards of the same lists."""
+        """Return this rank's operations and messages, and the place after which `launch` is called.
+
+        Without training, the lists contain only the forwards.
+        """
         if (num_micro, training, rounds) not in self._lists:
             schedule = self.schedule
             if rounds is None:
@@ -388,12 +399,12 @@ class Pipeline:
 
 
 def _needed_by_none(ops: Sequence[Op], routes: Routes) -> int:
-    """The place after which this rank has no forward to do, and nothing to send."""
+    """Return the place after which this rank has no forward to do and nothing to send."""
     return max(i for i, op in enumerate(ops) if op.kind == "F" or routes.gives[i] is not None)
 
 
 class _Run:
-    """What is under way in one run on one rank."""
+    """The state of one run on one rank."""
 
     def __init__(self, pipeline: Pipeline, routes: Routes, forward: Forward) -> None:
         self.channels, self.routes, self.call = pipeline._channels, routes, forward
@@ -467,5 +478,5 @@ class _Run:
             backward(kept.edges, grads)
             if kind == "I":
                 self.deferred[stage, micro] = Deferred([])
-        # A tensor that the stage did not use has no gradient; the stage before waits for one.
+        # A tensor that the stage did not use has no gradient, but the stage before waits for one.
         return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.received]

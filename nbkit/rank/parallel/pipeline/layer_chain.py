@@ -1,18 +1,19 @@
-"""The blocks of an unmodified model as a chain that can be cut: found by running it, proven by running it cut.
+"""The blocks of an unmodified model as a chain that can be cut. It is found by running the model, and proven by running
+it cut.
 
-The model runs on an example while `DataflowTrace` watches, once in evaluation and once as it trains. A cut at the entry
-of a block is right when everything that hangs on parameters and is used behind it goes in through the block's
-arguments, or is what modules before it gave: that is sent along.
-Then the model runs once more, cut everywhere, and its output must be the same. Nothing is traced or rewritten: a stage
-runs the user's own forward.
+The model runs on an example while `DataflowTrace` watches, once in evaluation and once as it trains. Consider all
+values that depend on parameters and are used behind the entry of a block. A cut there is right if each of them goes in
+through the block's arguments, or is the output of an earlier module, which is sent along. Then the model runs once
+more, cut everywhere, and its output must be the same. Nothing is traced or rewritten: a stage runs the user's own
+forward.
 
-The shape of what goes from block to block: from it follows what tensor, pipeline and context parallelism send.
+`hidden_between` finds the shape of what goes from block to block. What tensor, pipeline and context parallelism send
+follows from it.
 
-Measures what each piece of a chain costs on this device: the seconds of its forward and its backward.
-
-The model runs whole, so that nothing of what cutting adds is in the numbers. Clocks are read where a piece begins: when
-its block is called, and when the gradient of what went into that block is complete. Blocks that are alike and get
-tensors of the same shapes cost the same: what their numbers differ by is noise, and would decide where the cuts fall.
+`measure_costs` measures the seconds of each piece's forward and backward on this device. The model runs whole, so the
+numbers do not contain the cost of cutting. Clocks are read where a piece begins: when its block is called, and when the
+gradient of the block's input is complete. Blocks that are alike and get tensors of the same shapes cost the same. The
+differences between their numbers are noise, which would otherwise decide where the cuts fall.
 """
 
 from __future__ import annotations
@@ -42,17 +43,16 @@ _HINT = "stages=['...'] with the names of the modules that begin stages 1, 2, ..
 
 @dataclass(frozen=True)
 class LayerChain:
-    """Where a model can be cut, in plain data: picklable, equal on every rank that gets it.
+    """The places where a model can be cut, in plain data: picklable, and equal on every rank that gets it.
 
     blocks: names of the modules with which pieces begin. Piece i reaches from the call of blocks[i] to the call of
-    blocks[i + 1]; the first begins with the model's forward, whatever blocks[0] is ("" when stages were given), and
-    the last ends with it.
-    entries: what goes into each of them; `entries[i].carried` says what crosses a cut there.
-    parameters: for each piece the parameters that it uses, by the first name of each; a tied one is in several.
-    before, after: of these, what is used before the first block and behind the last one.
-    skipped: modules with parameters that later pieces need not run. units: every block, also those that cannot begin
-    a piece. refused: (block, why no piece can begin with it). recomputes: the model's own checkpointing calls blocks
-    again in the backward pass; unrepeated: (block, why) where it does so in a way that no stage can repeat.
+    blocks[i + 1]. The first begins with the model's forward, whatever blocks[0] is ("" when stages were given), and the
+    last ends with it. entries: the inputs of each block; `entries[i].carried` says what crosses a cut there.
+    parameters: for each piece the parameters that it uses, by the first name of each. A tied one is in several pieces.
+    before, after: those used before the first block and behind the last one. skipped: modules with parameters that
+    later pieces need not run. units: every block, also those that cannot begin a piece. refused: (block, why no piece
+    can begin with it). recomputes: the model's own checkpointing calls blocks again in the backward pass. unrepeated:
+    (block, why) if it does so in a way that no stage can repeat.
     """
 
     blocks: tuple[str, ...]
@@ -70,11 +70,11 @@ class LayerChain:
         return len(self.blocks)
 
     def holds(self, lo: int, hi: int) -> set[str]:
-        """Names of the parameters that pieces lo to hi - 1 use."""
+        """Return the names of the parameters that pieces lo to hi - 1 use."""
         return {name for piece in self.parameters[lo:hi] for name in piece}
 
     def piece_of(self, name: str) -> int:
-        """The piece that the module of the parameter or buffer `name` belongs to."""
+        """Return the piece to which the module of the parameter or buffer `name` belongs."""
         for piece, block in reversed(list(enumerate(self.blocks))):
             if block and name.startswith(f"{block}."):
                 return piece
@@ -90,16 +90,16 @@ def find_chain(
     stages: Sequence[str] | None = None,
     brief: Callable[[], Any] | None = None,
 ) -> LayerChain:
-    """Return the chain of `module`. call: runs the whole model once, forward, on a real example, and returns its
-    output.
+    """Return the chain of `module`.
 
-    brief: makes the same operations on fewer numbers; what stands in the way there is tried with `call`. stages: names
-    of the modules that begin stages 1, 2, ..., in the order in which they are called; None finds them.
-    Parameters, buffers, modes and random generators are afterwards as before.
-    Raises StrategyError when there is no chain, or `stages` names no cut, with the modules that are in the way.
+    call: runs the whole model once, forward, on a real example, and returns its output. brief: makes the same
+    operations on fewer numbers. If it fails, `call` is used instead. stages: names of the modules that begin stages 1,
+    2, ..., in the order in which they are called; None finds them. Parameters, buffers, modes and random generators are
+    left as they were. Raises StrategyError if there is no chain, or `stages` names no cut. The error names the modules
+    that are in the way.
     """
     if brief is not None:
-        with suppress(Exception):  # what stands in the way is told as it is on all numbers
+        with suppress(Exception):  # errors are reported from the full run below
             return _found(module, brief, stages)
     return _found(module, call, stages)
 
@@ -140,7 +140,7 @@ def _watch(
     modes: Sequence[tuple[nn.Module, bool]],
     call: Callable[[], Any],
 ) -> DataflowTrace:
-    """Return what flows in evaluation and in `modes`. The modules are in evaluation before."""
+    """Return the dataflow in evaluation and in `modes`. The modules must be in evaluation before."""
     flow = DataflowTrace(module, blocks, skipped)
     with torch.no_grad():
         flow.run(call)
@@ -153,7 +153,7 @@ def _watch(
 def _proven(
     flow: DataflowTrace, units: Sequence[str], refused: Sequence[tuple[str, str]], call: Callable[[], Any], every: bool
 ) -> LayerChain:
-    """The chain that `flow` shows. every: all cuts have to be right."""
+    """Return the chain that `flow` shows. every: all cuts have to be right."""
     refused = [*refused, *((flow.blocks[i], why) for i, why in sorted(flow.around.items()))]
     if len(flow.around) == len(flow.blocks) - 1 or (every and flow.around):
         raise _no_chain(flow.module, refused)
@@ -165,7 +165,7 @@ def _proven(
 def _watch_training(
     flow: DataflowTrace, modes: Sequence[tuple[nn.Module, bool]], skipped: Sequence[str], call: Callable[[], Any]
 ) -> None:
-    """Run the model in `modes`, too: a penalty or a noise that is there in training alone may go around a cut."""
+    """Run the model in `modes` too. A penalty or a noise that exists only in training may go around a cut."""
     for part, mode in modes:
         part.training = mode
     with torch.no_grad():
@@ -229,7 +229,7 @@ def _chain(flow: DataflowTrace, units: Sequence[str], refused: Sequence[tuple[st
 
 
 def _uses(flow: DataflowTrace) -> dict[str, set[int]]:
-    """Parameter -> segments that use it. What no operation uses goes with its block, else to the beginning."""
+    """Return parameter -> segments that use it. An unused parameter goes with its block, or else to the beginning."""
     uses = {name: set(segments) for name, segments in flow.uses.items()}
     for name, segments in uses.items():
         if not segments:
@@ -239,7 +239,7 @@ def _uses(flow: DataflowTrace) -> dict[str, set[int]]:
 
 
 def _entry(entries: Sequence[StageInput], kept: Sequence[int], number: int) -> StageInput:
-    """The entry of a block, `kept` said relative to the previous block that can begin a piece."""
+    """Return the entry of a block, with `kept` relative to the previous block that can begin a piece."""
     entry = entries[number]
     before = max((k for k in kept if k < number), default=number)
     sources = dict(entry.kept)
@@ -249,9 +249,9 @@ def _entry(entries: Sequence[StageInput], kept: Sequence[int], number: int) -> S
 
 
 def _skipped(flow: DataflowTrace, module: nn.Module, path: str, blocks: Sequence[str], *, until: int) -> Iterator[str]:
-    """The largest modules with parameters that give nothing but what hangs on parameters, and hold no block inside.
+    """Yield the largest modules with parameters whose outputs all depend on parameters, and that contain no block.
 
-    Of those that are called in the segments up to `until`.
+    Only modules that are called in the segments up to `until` count.
     """
     for name, child in module.named_children():
         at = f"{path}.{name}" if path else name
@@ -266,7 +266,7 @@ def _skipped(flow: DataflowTrace, module: nn.Module, path: str, blocks: Sequence
 
 
 def _prove(module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> None:
-    """Run the model whole and cut everywhere, in evaluation, where nothing is drawn; the outputs must be equal."""
+    """Run the model whole and cut everywhere, in evaluation, where nothing is drawn. The outputs must be equal."""
     set_evaluation(module)
     gates, drawn = None, list[str]()
     try:
@@ -291,11 +291,12 @@ def _prove(module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> Non
 
 
 def _with_recomputation(module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> LayerChain:
-    """`chain`, with how the model's own checkpointing calls its blocks again in the backward pass.
+    """Return `chain` with how the model's own checkpointing calls its blocks again in the backward pass.
 
-    A stage can do the same for a block by itself. Its first block has other inputs than its caller remembers, so that
-    it cannot for several in one segment, nor where autograd does not see what goes in: such a block runs without
-    gradients first, as one that is never trained does, but that is not called again.
+    A stage can repeat this for a block by itself. Its first block has other inputs than its caller remembers. So a
+    stage cannot repeat a segment of several blocks. It also cannot repeat a block whose inputs autograd does not see.
+    Such a block runs first without gradients, as a block that is never trained does, but the latter is not called
+    again.
     """
     again: list[str] = []
     hidden: list[str] = []
@@ -323,7 +324,7 @@ def _with_recomputation(module: nn.Module, chain: LayerChain, call: Callable[[],
 
 
 def _equal(whole: Tensor, part: Tensor) -> bool:
-    # Not bit by bit: kernels of a GPU may add in another order.
+    # Do not compare bit by bit: GPU kernels may add in another order.
     return whole.dtype == part.dtype and gap(whole, part) <= 1e-3
 
 
@@ -337,9 +338,10 @@ def _wrong(chain: LayerChain, number: int, why: str) -> StrategyError:
 
 
 def hidden_between(module: nn.Module, chain: LayerChain, call: Callable[[], Any]) -> tuple[int, int] | None:
-    """(positions, width) of the hidden states, where each block hands one tensor (rows, positions, width) to the next.
+    """Return (positions, width) of the hidden states if each block passes one tensor (rows, positions, width) to the
+    next.
 
-    call: runs the whole model once. None where it hands on something else, or not everywhere the same.
+    call: runs the whole model once. Return None if blocks pass something else, or not the same shape everywhere.
     """
     seen: set[tuple[int, ...]] = set()
 
@@ -356,30 +358,31 @@ def hidden_between(module: nn.Module, chain: LayerChain, call: Callable[[], Any]
     return (shape[1], shape[2]) if not others and len(shape) == 3 else None
 
 
-_APART = 1.4  # pieces that look alike and differ by more than this factor are not
+_APART = 1.4  # pieces whose costs differ by more than this factor are not alike
 
 
 def measure_costs(
     module: nn.Module, chain: LayerChain, call: Callable[[], Any], *, repeats: int = 3
 ) -> tuple[float, ...]:
-    """Seconds of each piece, forward and backward, the least of `repeats` runs after one to warm up.
+    """Return the seconds of each piece, forward and backward: the least of `repeats` runs after one warm-up run.
 
-    call: runs the whole model once; it may return the output or the loss, which then counts to the last piece. What
-    comes before the first block counts to the first piece, what follows the last block to the last one.
-    Parameters, gradients, buffers and random generators are afterwards as before. Let other ranks be idle meanwhile.
-    Raises StrategyError when what `call` returns does not depend on a parameter.
+    call: runs the whole model once. It may return the output or the loss, which then counts to the last piece. Code
+    before the first block counts to the first piece, and code behind the last block to the last one. Parameters,
+    gradients, buffers and random generators are left as they were. Other ranks must be idle meanwhile. Raises
+    StrategyError if the result of `call` does not depend on a parameter.
     """
     device = next(module.parameters()).device
     kinds: list[Hashable] = [None] * len(chain)
     with unchanged(module):
         runs = [_run(module, chain, call, device, kinds) for _ in range(repeats + 1)][1:]
-    # The first and the last piece are more than their blocks.
+    # The first and the last piece contain more than their blocks.
     kinds[0] = kinds[-1] = None
     return _level(tuple(map(min, zip(*runs, strict=True))), kinds)
 
 
 def _level(costs: Sequence[float], kinds: Sequence[Hashable]) -> tuple[float, ...]:
-    """`costs`, where pieces of one kind (None: of none) have the median of theirs, unless they differ too much."""
+    """Return `costs` with the median of their kind for pieces of one kind, unless they differ too much. None is no
+    kind."""
     alike: dict[Hashable, list[float]] = {}
     for cost, kind in zip(costs, kinds, strict=True):
         alike.setdefault(kind, []).append(cost)
@@ -402,7 +405,7 @@ def _run(
         return time.perf_counter()
 
     def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if end:  # the model's own checkpointing computes the block again, which belongs to its backward
+        if end:  # the model's own checkpointing computes the block again, as a part of its backward
             return
         number = chain.blocks.index(name)
         entry = chain.entries[number]
@@ -413,7 +416,7 @@ def _run(
         kinds[number] = kinds[number] or (repr(block), *(tuple(t.shape) for t in tensors_in((args, kwargs))))
         for key, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
             path = pytree.keystr(key)
-            # The gradient of what the caller gives to several blocks is complete only at the first of them.
+            # If the caller gives a tensor to several blocks, its gradient is complete only at the first of them.
             if path in entry.carried and path not in entry.kept and leaf.requires_grad:
                 leaf.register_hook(arrive)
         called[number] = now()
@@ -430,7 +433,7 @@ def _run(
             )
         run_backward(results)
         back = now()
-    # Without a gradient there, nothing before it runs backward (frozen parameters).
+    # If no gradient arrives there, nothing before it runs backward (frozen parameters).
     starts = [back] + [arrived[i] or back for i in range(1, len(chain))]
     forward = [b - a for a, b in zip(called, [*called[1:], end], strict=True)]
     backward = [a - b for a, b in zip(starts, [*starts[1:], end], strict=True)]

@@ -2,18 +2,16 @@
 
 On the wire, per micro-batch and boundary between two ranks: the tensors that the stage returns, and the gradient of
 each that needs one. The first time that a micro-batch of a new shape passes a boundary, a header with shapes and dtypes
-goes before it (two messages of a few hundred bytes), and both sides remember.
+goes before it (two messages of a few hundred bytes). Both sides remember it.
 
-A channel is one direction between two ranks. Everything on it is sent in the order of the sender's list of
-operations, and received in that order, which the receiver knows since it has all lists. Sends never block and
-receives are posted ahead, so no order of operations that `simulate` can run comes to a standstill. gloo's messages
-bear their number as a tag. NCCL knows no tags and runs what is issued on one communicator one after the other: a
-receive that was posted early would block the sends behind it, and at both ends that is a standstill. There each
-channel has a group of its own, where the order is the same at both ends by what is said above.
+A channel is one direction between two ranks. The sender sends everything on it in the order of its list of operations.
+The receiver knows this order, since it has all lists, and receives in it. Sends never block and receives are posted
+ahead. So no order of operations that `simulate` can run will deadlock. Messages of gloo carry their number as a tag.
+NCCL has no tags and runs operations on one communicator one after the other. There a receive that was posted early
+would block the sends behind it; at both ends that is a deadlock. So under NCCL each channel has a group of its own, in
+which both ends have the same order.
 
-A group for each direction between two ranks of a pipeline, where the backend needs one: p2p.py says why.
-
-The route of each message of a pipeline, read from the lists of operations: the same on every rank.
+The route of each message is read from the lists of operations, and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ from nbkit.rank.parallel.device_mesh import group_of
 from nbkit.schedules import Op
 
 Edges = dict[tuple[int, int], dist.ProcessGroup]
-"""(sender, receiver), as ranks of the world -> the group that serves this channel only."""
+"""(sender, receiver), as ranks of the world -> the group of this channel."""
 
 
 def edge_groups(pipelines: Sequence[tuple[int, ...]], rank: int, *, always: bool = False) -> Edges:
-    """The groups of this rank's channels where the backend needs them, none on gloo. Collective over the world.
+    """Return the groups of this rank's channels if the backend needs them; none on gloo. Collective over the world.
 
-    pipelines: the ranks of every pipeline, such as `mesh.groups("pp")`. always: on gloo too.
+    pipelines: the ranks of every pipeline, such as `mesh.groups("pp")`. always: make them on gloo too.
     """
     edges: Edges = {}
     for axis, every in ranks_of_edges(pipelines, always=always):
@@ -55,7 +53,7 @@ def edge_groups(pipelines: Sequence[tuple[int, ...]], rank: int, *, always: bool
 def ranks_of_edges(
     pipelines: Sequence[tuple[int, ...]], *, always: bool = False
 ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    """(axis, the ranks of each group along it) of `edge_groups`, in the order in which they are made."""
+    """Yield (axis, the ranks of each group along it) of `edge_groups`, in the order in which they are made."""
     if len(pipelines[0]) == 1 or not (always or dist.get_backend() == "nccl"):
         return
     for a, b in _pairs(len(pipelines[0])):
@@ -64,14 +62,14 @@ def ranks_of_edges(
 
 
 _met: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""Which forming of each group has met."""
+"""Group -> the number of its formation that has met."""
 
 
 def meet(edges: Edges, device: torch.device) -> None:
-    """Send a number over each of this rank's `edges` that has not met since it was formed. Collective over the
-    pipelines, before a run; without edges, and where all have met, nothing.
+    """Send a number over each of this rank's `edges` that has not met since it was formed.
 
-    NCCL connects at the first message and blocks until both ends are there: all go through their edges in one order.
+    Collective over the pipelines, before a run. It does nothing without edges, or if all have met. NCCL connects at the
+    first message and blocks until both ends are there. So all ranks go through their edges in one order.
     """
     for edge in sorted(edges, key=lambda pair: (min(pair), max(pair), pair)):
         group = edges[edge]
@@ -87,20 +85,20 @@ def meet(edges: Edges, device: torch.device) -> None:
 def meet_all(group: dist.ProcessGroup, device: torch.device) -> None:
     """Reduce a number over `group`, unless it has met since it was formed. Collective over the group, before a run.
 
-    NCCL connects at the first collective and blocks until all members are there: in the middle of a run, a rank that
-    comes to one first would keep from the others what they need to come.
+    NCCL connects at the first collective and blocks until all members are there. In the middle of a run, a rank that
+    blocks there early could keep back what the others need to get there.
     """
     if not _meets_again(group):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def has_met(group: dist.ProcessGroup) -> bool:
-    """Return True if it has met since it was formed."""
+    """Return True if the group has met since it was formed."""
     return _met.get(group) == _formed(group)
 
 
 def _meets_again(group: dist.ProcessGroup) -> bool:
-    """Return True if it has met since it was formed; from now on it has."""
+    """Return True if the group has met since it was formed. Note that it now has."""
     before, _met[group] = has_met(group), _formed(group)
     return before
 
@@ -110,12 +108,15 @@ def _formed(group: dist.ProcessGroup) -> int:
 
 
 def _pairs(ranks: int) -> list[tuple[int, int]]:
-    """Neighbours, and the way from the last rank to the first."""
+    """Return the pairs of neighbours, and the pair of the first and the last rank."""
     return sorted({(i, i + 1) for i in range(ranks - 1)} | {(0, ranks - 1)})
 
 
 class StageMessage(NamedTuple):
-    """What an operation of `stage` on micro-batch `micro` needs from a neighbour: activations, or their gradient."""
+    """A message that an operation of `stage` on micro-batch `micro` needs from a neighbour.
+
+    It holds activations or their gradient.
+    """
 
     gradient: bool
     stage: int
@@ -126,7 +127,7 @@ class StageMessage(NamedTuple):
 
 
 class OpPlace(NamedTuple):
-    """An operation: the rank of the pipeline, and the position in that rank's list."""
+    """The place of an operation: the rank of the pipeline, and the position in that rank's list."""
 
     rank: int
     at: int
@@ -136,9 +137,9 @@ class OpPlace(NamedTuple):
 class Routes:
     """The messages of one rank.
 
-    needs, gives: for each of its operations, what has to arrive before it and what it sends; None where nothing
-    does, or where the neighbour is on this rank. source, target: the operation at the other end.
-    arrivals: for each rank that sends to this one, its messages in the order of its list.
+    needs, gives: for each of its operations, the message that must arrive before it and the one that it sends. None if
+    there is none, or if the neighbour is on this rank. source, target: the operation at the other end. arrivals: for
+    each rank that sends to this one, its messages in the order of its list.
     """
 
     needs: tuple[StageMessage | None, ...]
@@ -149,13 +150,13 @@ class Routes:
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[Op]], rank: int, rank_of: Callable[[int], int], num_stages: int) -> Routes:
-        """The messages of `rank` in a pipeline whose ranks follow `lists`."""
+        """Return the messages of `rank` in a pipeline whose ranks follow `lists`."""
         user: dict[StageMessage | None, OpPlace] = {
             _need(op): OpPlace(r, i) for r, ops in enumerate(lists) for i, op in enumerate(ops)
         }
 
         def crossing(message: StageMessage | None, sender: int) -> StageMessage | None:
-            """`message`, if it leaves `sender` for another rank that uses it."""
+            """Return `message` if it goes from `sender` to another rank that uses it."""
             return message if message is not None and user[message].rank != sender else None
 
         gives = tuple(crossing(_give(op, num_stages), rank) for op in lists[rank])
@@ -192,20 +193,20 @@ _TURNS, _PER_TURN = 1 << 10, 1 << 20  # tags: number of the run, then number of 
 
 
 class TensorSpec(NamedTuple):
-    """What both ends of a boundary know of one tensor that passes it."""
+    """The shape, dtype and need of a gradient of one tensor, as known at both ends of a boundary."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     wants_grad: bool
 
     def serves(self, now: TensorSpec) -> bool:
-        """Return True if a tensor as `now` may go as this one: also one that needs no gradient any more."""
+        """Return True if a tensor like `now` may be sent as this one. It may need no gradient any more."""
         return self[:2] == now[:2] and self.wants_grad >= now.wants_grad
 
 
 @dataclass
 class _Sent:
-    """A message under way. used_at: the place in the receiver's list of the operation that needs it."""
+    """A message under way. used_at: the place, in the receiver's list, of the operation that needs it."""
 
     used_at: int
     works: list[dist.Work]
@@ -218,7 +219,7 @@ class _Sent:
 
 @dataclass
 class _Posted:
-    """A message awaited, and where it will be."""
+    """A message that is awaited, and its buffers."""
 
     works: list[dist.Work]
     tensors: list[Tensor]
@@ -232,8 +233,8 @@ class _Posted:
 class Channels:
     """This rank's ends of all channels of a pipeline.
 
-    A run: `begin`, then in the order of this rank's list `post` ahead, `receive` and `send`, then `finish`, or
-    `abandon` after an error.
+    A run calls `begin`. Then, in the order of this rank's list, it calls `post` ahead, `receive` and `send`. It ends
+    with `finish`, or with `abandon` after an error.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class Channels:
         peers: Sequence[int] = (),
     ) -> None:
         """peers: see Pipeline."""
-        # A group of other kinds, as of ranks that are threads, sends by no wire.
+        # Groups of other kinds, such as those of ranks that are threads, send over no wire.
         if isinstance(group, DelegatingGroup) and not edges and accelerator().holds(device):
             raise StrategyError(
                 "A pipeline sends the tensors of GPUs over nccl, and these ranks have gloo.",
@@ -257,7 +258,7 @@ class Channels:
         self._forget()
 
     def begin_again(self) -> None:
-        """Forget all shapes and numbers, on every rank alike: an interrupted one may know others than these."""
+        """Forget all shapes and numbers, on every rank alike. After an interrupt the ranks may know different ones."""
         self._forget()
         meet(self.edges, self.device)
 
@@ -266,11 +267,12 @@ class Channels:
         self._specs: dict[tuple[int, tuple[bool, Hashable]], tuple[TensorSpec, ...]] = {}
 
     def begin(self, routes: Routes, keys: Sequence[tuple[bool, Hashable]]) -> None:
-        """A run along `routes`. keys: of each micro-batch, whether gradients are wanted, and what shapes depend on."""
+        """Begin a run along `routes`. keys: (whether gradients are wanted, what the shapes depend on) of each
+        micro-batch."""
         if self.edges:
-            meet(self.edges, self.device)  # an error in a cell has the world formed again, and no step was broken off
+            meet(self.edges, self.device)  # an error in a cell forms the world again, even if no step was broken off
         self._turn = (self._turn + 1) % _TURNS
-        # Where nothing needed a gradient something may now, since parameters have been thawed: it is told anew.
+        # If nothing needed a gradient, something may now, because parameters were thawed. So it is sent again.
         self._specs = {
             key: spec for key, spec in self._specs.items() if not key[1][0] or any(one.wants_grad for one in spec)
         }
@@ -283,18 +285,20 @@ class Channels:
 
     @property
     def tag_of_end(self) -> int:
-        """A tag that no message of this run has."""
+        """Return a tag that no message of this run has."""
         return self._turn * _PER_TURN + _PER_TURN - 1
 
     def post(self, message: StageMessage) -> None:
-        """Begin to receive it, and what comes before it on its channel, as far as the shapes are known."""
+        """Begin to receive `message`, and those before it on its channel, as far as the shapes are known."""
         peer = self._routes.source[message].rank
         while message not in self._posted and self._post_next(peer, wait=False):
             pass
 
     def receive(self, message: StageMessage) -> list[Tensor]:
-        """Return the tensors of `message`; activations that need a gradient require it. On a GPU only the stream
-        waits."""
+        """Return the tensors of `message`.
+
+        Activations that need a gradient require it. On a GPU only the stream waits.
+        """
         peer, made_at = self._routes.source[message]
         while message not in self._posted:
             self._post_next(peer, wait=True)
@@ -303,10 +307,10 @@ class Channels:
         return tensors
 
     def send(self, message: StageMessage, tensors: Sequence[Tensor]) -> list[int]:
-        """Send it and go on. Activations say by `requires_grad` whether a gradient comes back.
+        """Send `message` without waiting. `requires_grad` of an activation says whether a gradient comes back.
 
-        Returns the numbers of those for which one does: of those that need none any more, too, since parameters were
-        frozen. Raises TrainingError when a stage returns other shapes than it did for the same key.
+        Returns the numbers of the tensors for which one does. They include those that need none any more because
+        parameters were frozen. Raises TrainingError if a stage returns other shapes than it did for the same key.
         """
         peer, used_at = self._routes.target[message]
         sent, expected = _Sent(used_at, [], []), list[int]()
@@ -329,7 +333,7 @@ class Channels:
         return expected
 
     def finish(self) -> None:
-        """After the last operation: what was sent has arrived."""
+        """Wait, after the last operation, until everything that was sent has arrived."""
         for some in self._outbox.values():
             for sent in some:
                 sent.wait()
@@ -337,13 +341,14 @@ class Channels:
         self._left_over.clear()
 
     def abandon(self) -> None:
-        """After an error. Buffers live on until a later run is through: somebody may still write into them."""
+        """Give up a run after an error. Buffers are kept until a later run has ended, since a peer may still write to
+        them."""
         self._left_over += [*self._posted.values(), *self._headers.values()]
         for some in self._outbox.values():
             self._left_over += some
 
     def _post_next(self, peer: int, *, wait: bool) -> bool:
-        """Post what comes next from `peer`. False when its shapes are not known yet and one is not to wait for them."""
+        """Post the next message from `peer`. Return False if its shapes are not known yet and `wait` is False."""
         message = self._coming[peer][0]
         key = self._key(message)
         spec = self._specs.get(key)
@@ -368,7 +373,7 @@ class Channels:
         return True
 
     def _key(self, message: StageMessage) -> tuple[int, tuple[bool, Hashable]]:
-        """A boundary is called by the stage behind it."""
+        """Return the key of a boundary. A boundary is named by the stage behind it."""
         return message.stage + message.gradient, self._keys[message.micro]
 
     def _read_header(self, peer: int) -> tuple[TensorSpec, ...]:
@@ -398,7 +403,7 @@ class Channels:
         return *self._ends[direction, peer], self._turn * _PER_TURN + number
 
     def _release(self, peer: int, made_at: int) -> None:
-        """Let go of what `peer` has used: all that its operations up to the place `made_at` needed."""
+        """Release what `peer` has used: all that its operations up to the place `made_at` needed."""
         waiting = self._outbox.get(peer, [])
         for sent in waiting:
             if sent.used_at <= made_at:
@@ -409,7 +414,7 @@ class Channels:
 def _ends(
     group: dist.ProcessGroup, edges: Edges, peers: Sequence[int]
 ) -> dict[tuple[str, int], tuple[dist.ProcessGroup, int]]:
-    """For each direction and peer of the pipeline, the group to use and the peer's rank in it."""
+    """Return, for each direction and peer of the pipeline, the group to use and the peer's rank in it."""
     peers = peers or range(group.size())
     if not edges:
         return {(direction, peer): (group, at) for peer, at in enumerate(peers) for direction in ("to", "from")}
@@ -424,7 +429,7 @@ def _ends(
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """As bytes: gloo knows neither bool nor every float."""
+    """View a tensor as bytes, because gloo supports neither bool nor every float."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

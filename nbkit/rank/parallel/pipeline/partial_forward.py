@@ -1,13 +1,14 @@
-"""A part of a model runs inside the user's own forward: gates at its modules skip, exchange and break off.
+"""Runs a part of a model inside the user's own forward. Gates at its modules skip, exchange values, and stop the
+forward.
 
 A stage that holds the blocks `lo` to `hi` of a chain calls the whole model on the real input. Until block `lo` is
-called, modules with parameters are skipped: they give zeros of the shapes that they would give, or what the stage
-before has sent of their outputs (Entry.skips). What goes into block `lo` is exchanged for what the stage before has
-sent; the call of block `hi` ends the forward, and what goes into it is sent on. Masks, position ids and rotary tables,
-which hang on no parameter, are computed by every stage for itself.
+called, modules with parameters are skipped. They give zeros of the right shapes, or what the stage before has sent of
+their outputs (Entry.skips). The input of block `lo` is exchanged for what the stage before has sent. The call of block
+`hi` ends the forward, and its input is sent on. Masks, position ids and rotary tables depend on no parameter. Every
+stage computes them for itself.
 
 A gate is the outermost thing at its module, so that hooks (of other strategies, of the user) run only when the module
-does. It stands in the module itself, where torch puts a compiled call; the class stays what it is.
+does. It is stored in the module itself, where torch puts a compiled call. The class stays as it is.
 """
 
 from __future__ import annotations
@@ -34,16 +35,15 @@ from nbkit.rank.torch_private import no_function_modes, pytree
 
 
 class _Reached(BaseException):
-    """Ends a forward at the entry of a block that another stage holds; no `except Exception` of the model stops it."""
+    """Ends a forward at the entry of a block that another stage holds. No `except Exception` of the model stops it."""
 
 
 class StageBoundaries:
     """Boundaries at every block of a chain and at every module that may be skipped.
 
-    blocks, entries: of the chain, one per block; the first has no gate of its own. skipped: names of modules.
-    again: the model calls its blocks once more in the backward pass, with what it gave them in the forward pass.
-    team: the ranks of the tensor axis, of which each sends the next stage its positions; None where positions are not
-    split.
+    blocks, entries: of the chain, one per block. The first has no gate of its own. skipped: names of modules. again:
+    the model calls its blocks once more in the backward pass, with what it gave them in the forward pass. team: the
+    ranks of the tensor axis, each of which sends the next stage its positions; None if positions are not split.
     """
 
     team: dist.ProcessGroup | None = None
@@ -83,15 +83,16 @@ class StageBoundaries:
             part._compiled_call_impl = partial(self._pass_by, name, numbers.get(name), shapes, proceed)
 
     def remove(self) -> None:
-        """The modules are as before."""
+        """Restore the modules as they were."""
         for part, compiled in self._gated:
             part._compiled_call_impl = compiled
         self._gated.clear()
 
     def run(self, lo: int, hi: int, received: Sequence[Tensor], call: Callable[[], Any]) -> Any:
-        """Blocks lo to hi - 1 of `call()`, which calls the whole model: the tensors for block hi, or the output.
+        """Run blocks lo to hi - 1 of `call()`, which calls the whole model. Return the tensors for block hi, or the
+        output.
 
-        Raises StrategyError when the model's forward does not come by the blocks at which the part begins and ends.
+        Raises StrategyError if the model's forward does not reach the blocks at which the part begins and ends.
         """
         self._lo, self._hi, self._at = lo, hi, 0
         carried = len(self.entries[lo].carried) if lo else 0
@@ -110,15 +111,16 @@ class StageBoundaries:
         return output
 
     def idle(self) -> bool:
-        """Return True if the forward is on its way to its first block: what it computes from weights is not used."""
+        """Return True if the forward has not yet reached its first block. What it computes from weights is then not
+        used."""
         return self._running and self._at < self._lo
 
     def _pass_by(
         self, name: str, number: int | None, shapes: _Shapes | None, proceed: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """A gated module is called: skip it, or change what goes into it, or end the forward.
+        """Handle the call of a gated module: skip it, change its input, or end the forward.
 
-        number: of the block that it is, None for others. shapes: None of what is never skipped.
+        number: of the block, None for other modules. shapes: None for a module that is never skipped.
         """
         if not self._running:
             if number is not None and (again := self._again(number, args, kwargs)) is not None:
@@ -149,7 +151,8 @@ class StageBoundaries:
         return self._around(name, output) if self._followed else output
 
     def _around(self, name: str, output: Any) -> Any:
-        """The output of a call, with what the stage before has sent of it; what later stages need of it is kept."""
+        """Return the output of a call, with the values that the stage before has sent. Keep what later stages need of
+        it."""
         call = self._calls[name]
         self._calls[name] += 1
         for skip in self._followed.get((name, call), ()):
@@ -169,19 +172,19 @@ class StageBoundaries:
         )
 
     def _exchange(self, number: int, args: Any, kwargs: Any) -> Any:
-        """(args, kwargs) with what the stage before has sent, and with what the caller has only an idle copy of."""
+        """Return (args, kwargs) with received values in place of those of which the caller has only an idle copy."""
         entry = self.entries[number]
         arrived = self._arrived(number, args, kwargs)
         changed = entry.kept
         if number == self._lo:
             changed = dict.fromkeys(entry.carried, "")
             for path, tensor in zip(entry.carried, self._received, strict=True):
-                # What was received is a leaf of autograd, and those must not change in place.
+                # A received tensor is a leaf of autograd, which must not change in place.
                 own = tensor.clone() if path in entry.written else tensor
                 arrived[path] = completed(own, arrived[path].shape, self.team)
         self._given = arrived
         if self._remembered is not None:
-            # By what the caller gives, which its checkpoint keeps until the backward pass.
+            # The key is what the caller gives, which its checkpoint keeps until the backward pass.
             caller = {path: look((args, kwargs), path) for path in entry.carried}
             others = {path: arrived[path] for path in changed if arrived[path] is not caller[path]}
             self._remembered[caller[entry.carried[0]]] = others
@@ -190,7 +193,7 @@ class StageBoundaries:
         return args, kwargs
 
     def _again(self, number: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """(args, kwargs) of a block that is computed once more, exchanged as in the forward pass; None if it is not."""
+        """Return (args, kwargs) of a block that is computed again, exchanged as in the forward pass; else None."""
         first = look((args, kwargs), self.entries[number].carried[0])
         if self._remembered is None or not isinstance(first, Tensor) or first not in self._remembered:
             return None
@@ -199,7 +202,7 @@ class StageBoundaries:
         return args, kwargs
 
     def _arrived(self, number: int, args: Any, kwargs: Any) -> dict[str, Tensor]:
-        """Return what comes into a block, by path; what the caller gives to several blocks is what the last one was
+        """Return the inputs of a block by path. A tensor that several blocks share is the one that the last block was
         given."""
         entry = self.entries[number]
         arrived = {path: look((args, kwargs), path) for path in entry.carried}
@@ -213,7 +216,7 @@ class StageBoundaries:
 
 
 class _Zeros:
-    """Zeros that all modules of a stage give that it skips: to fill some for each would take longer than the call."""
+    """Zeros that all skipped modules of a stage give. To fill new ones for each would take longer than the call."""
 
     _AT_MOST = 4  # shapes whose memory is kept
 
@@ -221,8 +224,8 @@ class _Zeros:
         self._kept: dict[Any, Tensor] = {}
 
     def like(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The same memory for the same shape, until somebody has written into it."""
-        if torch.is_inference_mode_enabled():  # where nobody notes that
+        """Return the same memory for the same shape, until someone has written into it."""
+        if torch.is_inference_mode_enabled():  # writes are not counted there
             return torch.zeros(shape, dtype=dtype, device=device)
         found = self._kept.get((shape, dtype))
         if found is None or found._version:
@@ -234,10 +237,11 @@ class _Zeros:
 
 
 class _Shapes:
-    """What a module would give: found out by a twin on the meta device, once for each shape of its arguments.
+    """The shapes that a module would give. A twin on the meta device finds them, once for each shape of its arguments.
 
-    What asks for values (which tokens an expert gets) does not run there: a twin of zeros without memory does, on them.
-    On the CPU that one always does: at its first operation the meta device imports torch's compiler, for seconds.
+    Modules that read values (which tokens an expert gets) do not run on meta. For them, a twin whose weights are zeros
+    without memory runs on the real arguments. On the CPU only the second twin is used: the first operation on meta
+    imports torch's compiler, which takes seconds.
     """
 
     def __init__(self, module: nn.Module, zeros: _Zeros) -> None:
@@ -253,7 +257,7 @@ class _Shapes:
         self.known: dict[Any, tuple[list[Any], Any]] = {}
 
     def zeros(self, args: Any, kwargs: Any) -> Any:
-        """Return the output, all zeros; not even that is computed when it is known."""
+        """Return the output, all zeros. If it is known, not even the twin runs."""
         key = (_kind(args), _kind(kwargs) if kwargs else ())
         if key not in self.known:
             self.known[key] = pytree.tree_flatten(self._run(args, kwargs))
@@ -269,7 +273,7 @@ class _Shapes:
                     return self.twin(*on_meta[0], **on_meta[1])
             try:
                 return self.valued(*args, **kwargs)
-            except RuntimeError:  # torch's product of groups of rows, for experts, takes no weights without memory
+            except RuntimeError:  # torch's grouped product, for experts, does not take weights without memory
                 weights = {
                     name: torch.zeros_like(p, memory_format=torch.contiguous_format)
                     for name, p in self.valued.named_parameters()
@@ -293,7 +297,7 @@ def _blank(param: nn.Parameter) -> nn.Parameter:
 
 
 def _kind(value: Any) -> Any:
-    """Return what shapes depend on, hashable."""
+    """Return what the shapes depend on, as a hashable value."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, (tuple, list)):
@@ -305,6 +309,6 @@ def _kind(value: Any) -> Any:
 
 @contextmanager
 def _no_modes() -> Iterator[None]:
-    """Without the function modes of others (keyed dropout, context parallel): they are for values, not for shapes."""
+    """Leave out the function modes of others (keyed dropout, context parallel). They change values, not shapes."""
     with no_function_modes():
         yield

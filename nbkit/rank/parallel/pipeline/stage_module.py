@@ -1,9 +1,9 @@
 """A rank's stages of a pipeline: the user's model with only some of its parameters, run piece by piece.
 
-What a rank does not hold is no parameter of the module any more (None, as torch writes a bias that is not there), so
-that it lists exactly this rank's under their original names; what the model finds in its place is an `Absent`. A tied
-weight stays tied, and is on every rank that uses it: its gradient is the sum over those ranks, which is for others to
-make, as is everything that is sent.
+A parameter that a rank does not hold is None in its module, as torch writes a bias that does not exist. So the module
+lists exactly this rank's parameters under their original names. The model finds an `Absent` in the place of the others.
+A tied weight stays tied, and is on every rank that uses it. Its gradient is the sum over those ranks. Other modules
+make this sum and send everything else.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from nbkit.rank.parallel.pipeline.partial_forward import StageBoundaries
 
 
 class Staged:
-    """`module`, changed in place into the parts of `chain` that one rank runs.
+    """The parts of `chain` that one rank runs. `module` is changed in place.
 
     ranges: (lo, hi) per stage of this rank: pieces lo to hi - 1 of the chain. Several stages share the module, and
-    parameters that several of them use. The one range (0, len(chain)) leaves the module as it is.
-    holds: names of the parameters that are left, each by its first name in the whole model.
-    team: the ranks along tp, where each sends the next stage its positions only (tensor.positions).
-    StageBoundaries are set here: what other strategies do to the module afterwards runs only where the module does.
+    parameters that several of them use. The one range (0, len(chain)) leaves the module as it is. holds: names of the
+    parameters that are left, each by its first name in the whole model. team: the ranks along tp, each of which sends
+    the next stage only its positions (tensor.positions). StageBoundaries are set here, before other strategies change
+    the module. So those changes run only when the module does.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Staged:
         """Run stage `index` of this rank.
 
         value: the input of the whole model (tensor, tuple or dict), which every stage gets. received: what the stage
-        before returned, () for the first. Returns the tensors for the next stage as a tuple; of the stage that ends
-        the chain, the model's output, whatever it is.
-        Raises StrategyError when the model calls its blocks in another way than it did when the chain was found.
+        before returned, () for the first. Returns the tensors for the next stage as a tuple. The stage that ends the
+        chain returns the model's output, whatever it is. Raises StrategyError if the model calls its blocks in another
+        way than when the chain was found.
         """
         lo, hi = self.ranges[index]
         if self._gates is None:
@@ -70,7 +70,7 @@ class Staged:
         return self._gates.run(lo, hi, received, lambda: call(self.module, value))
 
     def idle(self) -> bool:
-        """Return True if a forward is on its way to the stage's first block."""
+        """Return True if a forward has not yet reached the stage's first block."""
         return self._gates is not None and self._gates.idle()
 
     def close(self) -> None:
@@ -81,14 +81,14 @@ class Staged:
 
 
 def _without_cache(module: nn.Module) -> None:
-    """HF models keep keys and values of every block when asked, which is for generating on one device."""
+    """Turn off the cache of HF models. It keeps keys and values of every block, for generating on one device."""
     for part in module.modules():
         if getattr(config := getattr(part, "config", None), "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]
 
 
 def _drop(module: nn.Module, holds: set[str], idle: Callable[[], bool]) -> None:
-    """Make every parameter absent that is not in `holds`."""
+    """Make every parameter that is not in `holds` absent."""
     for name, places in homes(module).items():
         if name in holds:
             continue

@@ -1,13 +1,15 @@
-"""Follows what flows through a model while it runs once: which values hang on its parameters, and who uses them where.
+"""Follows the data flow of a model while it runs once: which values depend on its parameters, and where they are used.
 
-A run is divided at the entries of the blocks: segment 0 lies before block 0, segment i + 1 begins with block i, and the
-last one follows the last block. Every operation is seen (TorchDispatchMode), and memory is followed instead of Python
-objects. At each entry the tensors that hang on parameters are exchanged for copies. What is used afterwards and is no
-such copy went around the cut, through a variable of the caller: a skip of a U-Net, the first of two towers.
+A run is divided at the entries of the blocks. Segment 0 lies before block 0, segment i + 1 begins with block i, and the
+last one follows the last block. TorchDispatchMode sees every operation, and memory is followed instead of Python
+objects. At each entry the tensors that depend on parameters are exchanged for copies. A value that is used afterwards
+and is no such copy went around the cut, through a variable of the caller. A skip of a U-Net and the first of two towers
+do so.
 
-The forward of a stage runs from the top, and the modules of earlier stages give zeros there. Where such a module gives
-what an earlier stage has sent, all that the caller makes of it without parameters is right again. So what goes around
-travels from stage to stage as outputs of those modules (Entry.skips), unless it was made or changed by other means.
+The forward of a stage runs from the top, and the modules of earlier stages give zeros there. If such a module instead
+gives what an earlier stage has sent, everything that the caller computes from it without parameters is right again. So
+what goes around travels from stage to stage as outputs of those modules (Entry.skips), unless it was made or changed in
+another way.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from nbkit.rank.watching_mode import WatchingMode
 
 
 class SkipConnection(NamedTuple):
-    """The tensor at `path` of what a call of `module` gives, in a tuple of one. call: which of its calls, from 0."""
+    """The tensor at `path` in the output of a call of `module`, wrapped in a tuple of one. call: which call, from 0."""
 
     module: str
     call: int
@@ -33,15 +35,16 @@ class SkipConnection(NamedTuple):
 
 
 _LOST = SkipConnection("", 0, "")
-"""Stands for what no module gave: made from a parameter by the caller itself."""
+"""Stands for a value that no module gave: the caller itself made it from a parameter."""
 
 
 @dataclass(frozen=True)
 class StageInput:
-    """What goes into a block. carried: where a tensor hangs on parameters, as a path into (args, kwargs).
+    """The input of a block.
 
-    kept: of these, the ones that the caller gives to consecutive blocks again -> where the block before got it.
-    written: of these, the ones that are changed in place afterwards. skips: what goes around the cut.
+    carried: the tensors that depend on parameters, as paths into (args, kwargs). kept: of these, the ones that the
+    caller gives to consecutive blocks -> where the block before got it. written: of these, the ones that are changed in
+    place afterwards. skips: what goes around the cut.
     """
 
     carried: tuple[str, ...]
@@ -51,12 +54,12 @@ class StageInput:
 
 
 class DataflowTrace(WatchingMode):
-    """Follows one run of `module`; `blocks` are called once each, in this order ("" first: the run begins with it).
+    """Follows one run of `module`. `blocks` are called once each, in this order ("" first: the run begins with it).
 
-    skipped: modules of which a later stage can be given the outputs. None of them is in another.
-    uses: parameter name (each one's first) -> the segments that use it. entries(): what goes into each block.
-    around: number of a block -> who goes around the cut at its entry. opaque: names of the modules that give out a
-    value that does not hang on parameters, or none at all. callers: name -> segments that call the module.
+    skipped: modules whose outputs can be given to a later stage. None of them is in another. uses: parameter name (each
+    one's first) -> the segments that use it. entries(): the input of each block. around: number of a block -> what goes
+    around the cut at its entry. opaque: names of the modules that return a value that does not depend on parameters, or
+    none at all. callers: name -> segments that call the module.
     """
 
     def __init__(self, module: nn.Module, blocks: Sequence[str], skipped: Collection[str] = ()) -> None:
@@ -83,7 +86,7 @@ class DataflowTrace(WatchingMode):
         self._paused = False
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """The output of `call`, which runs the module once."""
+        """Return the output of `call`, which runs the module once."""
         with watched(self.module, self._enter, self._leave), self:
             output = call()
         for tensor in tensors_in(output):
@@ -94,7 +97,7 @@ class DataflowTrace(WatchingMode):
         return output
 
     def entries(self) -> list[StageInput]:
-        """Return what goes into each block."""
+        """Return the input of each block."""
         seen = zip(self._carried, self._kept, self._written, self._skips, strict=True)
         return [
             StageInput(tuple(carried), kept, frozenset(written), tuple(sorted(skips)))
@@ -102,7 +105,7 @@ class DataflowTrace(WatchingMode):
         ]
 
     def join(self, other: DataflowTrace) -> None:
-        """What `other`, a run in another mode, has shown holds as well: a cut has to be right in both."""
+        """Add the result of `other`, a run in another mode. A cut has to be right in both."""
         for name, segments in other.uses.items():
             self.uses[name] |= segments
         for number, block in enumerate(self.blocks):
@@ -186,12 +189,14 @@ class DataflowTrace(WatchingMode):
         return result
 
     def _hangs(self, tensor: Tensor) -> bool:
-        """Return True if it was computed from parameters. Views of a parameter are not: who uses them holds that
-        one."""
+        """Return True if the tensor was computed from parameters.
+
+        Views of a parameter do not count: the stage that uses them holds the parameter.
+        """
         return memory_of(tensor) in self._born
 
     def _use(self, tensor: Tensor, by: str) -> bool:
-        """Note that `tensor` is used in this segment; whether what comes of it hangs on parameters."""
+        """Note that `tensor` is used in this segment. Return True if results computed from it depend on parameters."""
         memory = memory_of(tensor)
         if memory in self._names:
             for name in self._names[memory]:
@@ -212,9 +217,9 @@ class DataflowTrace(WatchingMode):
 
 
 class _Origins:
-    """From the outputs of which calls of `modules` each value was made, by operations between those modules.
+    """The module outputs from which each value was made, by operations between calls of `modules`.
 
-    A later stage repeats these operations. changed: what is changed in place after it was given, so that it can
+    A later stage repeats these operations. changed: values that are changed in place after they were given. They can
     neither be sent nor made again.
     """
 
@@ -226,11 +231,11 @@ class _Origins:
         self._within = 0
 
     def enter(self, module: str) -> None:
-        """A module is called."""
+        """Note that a module is called."""
         self._within += module in self.modules
 
     def leave(self, module: str, output: Any) -> None:
-        """It has given `output`."""
+        """Note that the module has given `output`."""
         if module not in self.modules:
             return
         self._within -= 1
@@ -241,11 +246,11 @@ class _Origins:
             id(leaf): SkipConnection(module, call, pytree.keystr(key)) for key, leaf in flat if isinstance(leaf, Tensor)
         }
         for tensor in tensors_in(output):
-            # Of an argument that it hands on, both are needed.
+            # If it passes on an argument, both origins are needed.
             self._add(tensor, {given.get(id(tensor), _LOST)})
 
     def combine(self, sources: Iterable[Tensor], results: Iterable[Tensor], written: Collection[Tensor]) -> None:
-        """An operation has made `results` from `sources`, what hangs on parameters, and has changed `written`."""
+        """Note that an operation made `results` from `sources`, which depend on parameters, and changed `written`."""
         for tensor in written:
             self.change(memory_of(tensor))
         if not self._within:
@@ -254,7 +259,7 @@ class _Origins:
                 self._add(tensor, found)
 
     def change(self, memory: Memory) -> None:
-        """What is at `memory` is changed in place."""
+        """Note that the value at `memory` is changed in place."""
         self.changed |= self._made.get(memory, frozenset())
 
     def of(self, memory: Memory) -> frozenset[SkipConnection]:

@@ -1,12 +1,11 @@
-"""Compares two tensors: they are the same but for rounding where they differ by at most a tolerance x the largest one.
+"""Tools for proofs: compare tensors, watch calls of modules, use the autograd graph, and follow memory.
 
-What the tolerance is depends on what lies between the two: each proof says its own, with the reason.
+Two tensors are the same except for rounding if they differ by at most a tolerance times the largest value. The right
+tolerance depends on the operations between the two. Each proof sets its own and gives the reason.
 
-Calls of the modules of a model: watched while it runs, and keys by which those that compute alike are known.
+Calls of modules are watched while a model runs. Keys identify calls that compute the same.
 
-The graph of autograd behind some tensors: gradients in it, and what it begins with.
-
-Tensors known by their memory, however a model came by them: as an attribute, from a list, through a view.
+Tensors are known by their memory, however a model got them: as an attribute, from a list, through a view.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from nbkit.rank.torch_private import pytree
 from nbkit.rank.watching_mode import WatchingMode
 
 _SMALL = 1 << 16
-"""Tensors of modules with up to so many elements are compared by their values."""
+"""Tensors of modules with up to this many elements are compared by their values."""
 
 
 @contextmanager
@@ -36,10 +35,12 @@ def watched(
     *,
     names: Iterable[str] | None = None,
 ) -> Iterator[None]:
-    """Inside, each call of a module in `module` begins with enter(name, module, args, kwargs), before all other hooks,
-    and ends with leave(name, module, args, kwargs, output); both may return something else to go on with.
+    """Watch the calls of the modules in `module`.
 
-    names: of the modules to look at; all by default.
+    Each call begins with enter(name, module, args, kwargs), before all other hooks, and ends with leave(name, module,
+    args, kwargs, output). Both may return a replacement.
+
+    names: of the modules to watch; all by default.
     """
     parts = dict(module.named_modules())
     with ExitStack() as hooks:
@@ -63,7 +64,7 @@ def call_counts(module: nn.Module, call: Callable[[], Any]) -> Counter[str]:
 
 
 def key_of(value: Any) -> Hashable:
-    """Equal for two values with which a module computes the same; what is not known to be so is told by identity."""
+    """Return a key that is equal for two values with which a module computes the same. Unknown values use identity."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
         return type(value), value
     if isinstance(value, tuple | list):
@@ -89,9 +90,9 @@ def _plain(value: Tensor) -> bool:
 def gradients(
     of: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor | None] | None = None
 ) -> list[Tensor | None]:
-    """Of the sum of `of`, each times its cotangent (without: a scalar), in `wanted`; None for what is not used.
+    """Return the gradients in `wanted` of the sum of `of`, each times its cotangent; None for what is not used.
 
-    The graph stays.
+    Without cotangents the tensors must be scalars. The graph is kept.
     """
     given = cotangents if cotangents is not None else [None] * len(of)
     used = [(x, cotangent) for x, cotangent in zip(of, given, strict=True) if x.requires_grad]
@@ -102,19 +103,18 @@ def gradients(
 
 
 def run_backward(of: Sequence[Tensor]) -> None:
-    """The backward pass of all of `of`, which require gradients: each gets ones."""
+    """Run the backward pass of all of `of`, which require gradients, with ones as their gradients."""
     torch.autograd.backward([_weighed(x, torch.ones_like(x)) for x in of])
 
 
 def _weighed(x: Tensor, cotangent: Tensor) -> Tensor:
-    """Return a scalar with that gradient. Given one that is no scalar's, torch imports its symbolic shapes, for a
-    second."""
+    """Return a scalar with that gradient. For other outputs torch imports its symbolic shapes, which takes a second."""
     found = x * cotangent.conj()
     return torch.view_as_real(found)[..., 0].sum() if found.is_complex() else found.sum()
 
 
 def nodes_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """Every node of the graphs behind `tensors`, once; `variable` of a node is the leaf that it gives."""
+    """Yield every node of the graphs behind `tensors`, once. `variable` of a node is the leaf that it gives."""
     seen, waiting = set[Any](), [x.grad_fn for x in tensors if x.grad_fn is not None]
     while waiting:
         node = waiting.pop()
@@ -137,16 +137,16 @@ SHAPE_ONLY = {
         *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
     )
 }
-"""Operations that ask a tensor for its shape, dtype or device, and read none of its values."""
+"""Operations that use a tensor's shape, dtype or device, and read none of its values."""
 
 
 def memory_of(tensor: Tensor) -> Memory:
-    """Stands for the memory behind a tensor; while it is kept, no other memory equals it."""
+    """Return a key of the memory behind a tensor. While the key is kept, no other memory equals it."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a tree, of output objects and of plain objects that hold some."""
+    """Return the tensors in a tree, in output objects, and in plain objects."""
     found: list[Tensor] = []
     for leaf in _leaves(value):
         if isinstance(leaf, Tensor):
@@ -157,7 +157,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """As `pytree.tree_leaves`, in a quarter of the time for what the operations of a model are called with."""
+    """Yield the leaves as `pytree.tree_leaves` does, in a quarter of the time for common arguments of operations."""
     kind = type(value)
     if kind is tuple or kind is list:
         for part in value:
@@ -172,7 +172,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[Tensor]:
-    """The tensors that an operation changes in place."""
+    """Yield the tensors that an operation changes in place."""
     if not func._schema.is_mutable:
         return
     for i, argument in enumerate(func._schema.arguments):
@@ -184,7 +184,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterab
 class MemoryUses(WatchingMode, Generic[T]):
     """Calls note(homes[memory], tensor, operation, whether it is changed) before an operation on memory in `homes`.
 
-    Costs microseconds per operation: for what happens once, before the first step.
+    It costs microseconds per operation, so use it only for what happens once, before the first step.
     """
 
     def __init__(self, homes: Mapping[Memory, T], note: Callable[[T, Tensor, str, bool], None]) -> None:
@@ -202,9 +202,9 @@ class MemoryUses(WatchingMode, Generic[T]):
 
 
 def gap(whole: Tensor, other: Tensor, scale: float = 0.0) -> float:
-    """The largest difference, relative to the largest value (or to `scale`, if that is more).
+    """Return the largest difference, relative to the largest value (or to `scale`, if that is larger).
 
-    inf for other shapes, for NaN, and for what is no number and differs at all.
+    Return inf for different shapes, for NaN, and for other dtypes than floats if they differ at all.
     """
     if whole.shape != other.shape:
         return float("inf")
@@ -223,8 +223,7 @@ def gap(whole: Tensor, other: Tensor, scale: float = 0.0) -> float:
 
 
 def unlike(x: Tensor, expected: Tensor, *, by_row: bool = False, least: float = 0.0) -> str:
-    """Return what tells `x` from `expected`; "" when they are the same but for rounding. least: a scale of what is
-    rounded."""
+    """Return how `x` differs from `expected`; "" if they are the same except for rounding. least: the least scale."""
     if x.shape != expected.shape:
         return f"shape {tuple(x.shape)} instead of {tuple(expected.shape)}"
     if not expected.is_floating_point():

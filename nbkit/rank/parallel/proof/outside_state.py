@@ -1,8 +1,8 @@
 """State beside parameters, buffers and inputs that a forward pass or a loss changes and reads.
 
-A hidden state or a memory that is kept in an attribute, a count in a global, a list that a lambda holds. No state_dict
-has it, and nothing sends it. `OutsideState` remembers all that user code can reach of that kind, tells what has
-changed, and puts it back; `find_outside` runs the model to see whether what changes makes a difference.
+Examples are a hidden state or a memory in an attribute, a count in a global, and a list that a lambda holds. It is in
+no state_dict, and is never sent. `OutsideState` remembers all such state that user code can reach, reports what has
+changed, and puts it back. `find_outside` runs the model to see whether the changes make a difference.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _HOLDERS = (
     weakref.WeakKeyDictionary,
     weakref.WeakValueDictionary,
 )
-"""Classes of libraries whose objects hold what a program puts there."""
+"""Library classes whose objects hold what a program puts there."""
 _CACHED = type(functools.lru_cache(lambda: None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, types.ModuleType)
-_MOST, _LONG, _COPIED = 5000, 256, 1 << 24  # places that are looked at; elements of one; elements of all tensors
+_MOST, _LONG, _COPIED = 5000, 256, 1 << 24  # limits: places; elements of one place; elements of all tensors
 
 _HOOKS = frozenset(key for key in OF_MODULES if "hooks" in key and isinstance(vars(nn.Module())[key], dict))
 _ITERATORS = ("builtins", "itertools", "_csv")
-"""Modules whose iterators hold where they stand in a way that nobody can read and write back."""
+"""Modules whose iterators have a position that cannot be read and written back."""
 _OF_GENERATORS = {"send", "throw", "close", "gi_frame", "gi_running"}
 
 Slots = dict[Any, Any]
@@ -63,14 +63,14 @@ Slots = dict[Any, Any]
 
 @dataclass(frozen=True)
 class OutsideUse:
-    """What a forward pass or a loss changes and reads beside parameters, buffers and inputs.
+    """The state outside of a model that a forward pass or a loss changes and reads.
 
-    names: of the places. by_rows: what is there afterwards depends on the rows. per_row: it has a part for each row.
-    tensors: it is more than a number. attributes: (name of a module, name of an attribute of it) of those that are one.
-    on_tensors: names of those that are attributes of parameters and buffers, or within one. unseen: how far a second
-    pass was off from the first, where nothing that is seen explains it; names are guesses then. drawn: they are random
-    generators of the user's, and nothing else. keyed: names of those that are kept under the model itself, or one of
-    its tensors, as a key: a switch puts others in their place.
+    names: of the places. by_rows: the state afterwards depends on the rows. per_row: it has a part for each row.
+    tensors: it is more than a number. attributes: (name of a module, name of an attribute of it) of the places that are
+    attributes. on_tensors: names of the places that are attributes of parameters and buffers, or within one. unseen:
+    how far a second pass was off from the first, if no visible state explains it; names are guesses then. drawn: the
+    places are the user's random generators, and nothing else. keyed: names of the places that have the model itself, or
+    one of its tensors, as a key. A switch puts others in their place.
     """
 
     names: tuple[str, ...]
@@ -84,7 +84,7 @@ class OutsideUse:
     keyed: tuple[str, ...] = ()
 
     def parted(self, module: nn.Module) -> tuple[dict[str, Any], list[str]]:
-        """Return the numbers and texts in attributes of `module`, by name, and the names of all else."""
+        """Return the numbers and texts in attributes of `module`, by name, and the names of everything else."""
         parts = dict(module.named_modules())
         plain = {
             f"{path}.{name}" if path else name: vars(parts[path])[name]
@@ -95,21 +95,21 @@ class OutsideUse:
 
     @property
     def spelled(self) -> str:
-        """The first names."""
+        """Return the first names as text."""
         return f"{', '.join(map(repr, self.names[:3]))}{', ...' * (len(self.names) > 3)}"
 
 
 @dataclass(frozen=True)
 class _Numpy:
-    """The state of a generator of numpy's."""
+    """The state of a numpy generator."""
 
     state: Any
 
 
 class _Replayed:
-    """Stands in for an iterator that user code advances: it gives what that one gives, and it can be copied.
+    """Stands in for an iterator that user code advances. It gives the same items, and can be copied.
 
-    Copies go on from the same place, each by itself. What all of them have read is let go of.
+    Copies go on from the same place, each by itself. Items that all of them have read are freed.
     """
 
     __slots__ = ("_from", "_items", "_place")
@@ -119,7 +119,7 @@ class _Replayed:
 
     @classmethod
     def of(cls, iterator: Iterator[Any]) -> _Replayed:
-        """Take the place of `iterator`, which nobody else may advance from now on."""
+        """Replace `iterator`, which nothing else may advance from now on."""
         return cls(itertools.tee(iterator, 1)[0], iterator, 0)
 
     def __iter__(self) -> _Replayed:
@@ -142,17 +142,18 @@ class _Replayed:
         self._items, self._from, self._place = copy.copy(other._items), other._from, other._place
 
     def stands_as(self, other: _Replayed) -> bool:
-        """Return whether `other` gives the same from here on."""
+        """Return True if `other` gives the same from here on."""
         return self._from is other._from and self._place == other._place
 
 
 @dataclass
 class _Place:
-    """Something that holds values. before: what it held, by key. path: of the module whose attributes they are.
+    """Something that holds values.
 
-    draws: it is a random generator. Whoever looks for draws names it (rng/draw_plan.py); it is no state to carry.
-    cache: of a function, by its arguments, such as the model. hooks: those of modules. They are put back with the marks
-    that a lazy model sets as it installs them, and are no state themselves.
+    before: what it held, by key. path: of the module whose attributes they are. draws: it is a random generator. The
+    search for draws reports it (rng/draw_plan.py), and it is not state to carry over. cache: it is the cache of a
+    function, by its arguments, such as the model. hooks: the hooks of modules. They are put back together with the
+    marks that a lazy model sets when it installs them. They are not state themselves.
     """
 
     name: str
@@ -167,19 +168,19 @@ class _Place:
 
 @dataclass(frozen=True)
 class OutsideSnapshot:
-    """What everything that an OutsideState watches holds at a moment."""
+    """The values of everything that an OutsideState watches, at one moment."""
 
     slots: Sequence[Slots]
     contents: Sequence[Tensor | None]
 
 
 class OutsideState:
-    """What `module` and `functions` can reach, as it was when this was made."""
+    """The state that `module` and `functions` can reach, as it was when this object was made."""
 
     def __init__(self, module: nn.Module, *functions: Any) -> None:
         self._places: list[_Place] = []
         self._tensors: list[tuple[str, Tensor, int, Tensor | None]] = []
-        self._seen: dict[int, Any] = {}  # by id; held, so that no other object gets the same
+        self._seen: dict[int, Any] = {}  # by id; the objects are held, so that no other object gets the same id
         self._generators: list[tuple[_Place, Any]] = []
         self._called: set[str] = set()  # names in the code that was looked at
         self.unkept: list[str] = []  # iterators and generators that cannot be put back
@@ -198,7 +199,7 @@ class OutsideState:
                 self._replay(place, key, value, here=not self._called & _OF_GENERATORS)
 
     def changes(self) -> dict[str, Any]:
-        """Return name -> value now of every place that holds something else than before."""
+        """Return name -> current value of every place whose value has changed."""
         found: dict[str, Any] = {}
         for place in self._places:
             if place.draws or place.hooks:
@@ -219,11 +220,11 @@ class OutsideState:
         return frozenset((at[0], at[1]) for _, at in found if at is not None and at[0] is not None)
 
     def drawn(self) -> list[str]:
-        """Return the names of the random generators that have given something."""
+        """Return the names of the random generators that were used."""
         return [place.name for place in self._places if place.draws and not _same(place.before[""], place.read()[""])]
 
     def advanced(self) -> bool:
-        """Return whether an iterator stands elsewhere: where it makes a difference may be far ahead."""
+        """Return True if an iterator has moved. This may make a difference only much later."""
         return any(
             isinstance(value, _Replayed) and not _same(place.before.get(key), value)
             for place in self._places
@@ -231,7 +232,7 @@ class OutsideState:
         )
 
     def keyed(self) -> tuple[str, ...]:
-        """Return the names of what has changed under the model itself, or one of its tensors, as a key."""
+        """Return the names of changed places that have the model itself, or one of its tensors, as a key."""
         own = {id(self._module), *map(id, self._own.values())}
         found = [
             _spelled(place.name, key)
@@ -252,24 +253,24 @@ class OutsideState:
         )
 
     def draw_again(self) -> None:
-        """Make every random generator give again what it gave after this was made."""
+        """Reset every random generator to its state when this object was made."""
         for place in self._places:
             if place.draws:
                 place.write(place.before)
 
     def put_back(self) -> None:
-        """Make everything hold again what it held."""
+        """Restore all values."""
         self.put(OutsideSnapshot([place.before for place in self._places], [content for *_, content in self._tensors]))
 
     def held(self) -> OutsideSnapshot:
-        """Return what everything holds now, for `put`."""
+        """Return the current values, for `put`."""
         slots = [place.read() for place in self._places]
         return OutsideSnapshot(
             slots, [None if kept is None else tensor.detach().clone() for _, tensor, _, kept in self._tensors]
         )
 
     def put(self, held: OutsideSnapshot) -> None:
-        """Make everything hold what it held then."""
+        """Restore the values in `held`."""
         for place, slots in zip(self._places, held.slots, strict=True):
             now = place.read()
             if now.keys() != slots.keys() or any(not _stays(now[key], slots[key]) for key in now):
@@ -280,9 +281,9 @@ class OutsideState:
                     tensor.detach().copy_(content)
 
     def set_numbers(self) -> dict[tuple[str, str], Callable[[], None]]:
-        """Return what a pass has set of numbers and texts in attributes of modules, (path, attribute) -> sets it again.
+        """Return the numbers and texts that a pass set in module attributes.
 
-        A switch hands on those alone.
+        They are (path, attribute) -> a function that sets it again. A switch carries only these over.
         """
         found: dict[tuple[str, str], Callable[[], None]] = {}
         for place in self._places:
@@ -292,7 +293,7 @@ class OutsideState:
         return found
 
     def numbers(self) -> Iterator[Callable[[float], None]]:
-        """Yield, for every number and every tensor that was changed in place, what adds to it."""
+        """Yield, for every number and every tensor that was changed in place, a function that adds to it."""
         for place in self._places:
             now = place.read()
             for key, value in now.items():
@@ -304,9 +305,10 @@ class OutsideState:
 
     @contextmanager
     def other_weights(self) -> Iterator[None]:
-        """Inside, the parameters are others, made of what they are; buffers are afterwards as before."""
+        """Change the parameters inside, computing them from their values. Parameters and buffers are restored
+        afterwards."""
         params = [p.detach() for p in self._module.parameters() if p.is_floating_point() or p.is_complex()]
-        # A window shows few numbers many times: nobody can write to it.
+        # A window shows few numbers many times, so it cannot be written to.
         params = [p for p in params if p.untyped_storage().nbytes() >= p.numel() * p.element_size()]
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         with torch.no_grad():
@@ -334,7 +336,7 @@ class OutsideState:
             self._class(type(part))
 
     def _hooks(self, parts: Sequence[nn.Module]) -> None:
-        """Watch the hooks of `parts`, but for nbkit's, which come and go with what installs them."""
+        """Watch the hooks of `parts`, except nbkit's, which come and go with the code that installs them."""
         held = [hooks for part in parts for key, hooks in vars(part).items() if key in _HOOKS]
 
         def read() -> Slots:
@@ -350,7 +352,7 @@ class OutsideState:
         self._places.append(_Place("", read, write, read(), hooks=True))
 
     def _attributes_of_tensors(self) -> None:
-        """Watch what is set on the model's own tensors, as in `self.weight.calls = 1`, now or in a pass."""
+        """Watch attributes of the model's own tensors, as in `self.weight.calls = 1`, set now or in a pass."""
         own = self._own
 
         def read() -> Slots:
@@ -444,7 +446,7 @@ class OutsideState:
             self._class(type(value))
 
     def _numbers(self, name: str, values: Any) -> None:
-        """Watch an array that is no tensor."""
+        """Watch an array that is not a tensor."""
         numpy, kind = sys.modules.get("numpy"), getattr(values, "dtype", None)
         if kind is None:
             self._place(name, lambda: {"": bytes(values)}, lambda slots: _fill(values, slots[""]))
@@ -458,7 +460,7 @@ class OutsideState:
                 self._place(name, lambda: {"": values.tobytes()}, write)
 
     def _cache(self, name: str, cached: Any) -> None:
-        """Watch the cache of a function, which can be emptied, and fills itself again."""
+        """Watch the cache of a function. It can be emptied, and fills itself again."""
         if isinstance(function := inspect.unwrap(cached), types.FunctionType) and _is_users(function):
             known = [cached.cache_info().misses]
 
@@ -528,7 +530,7 @@ class OutsideState:
                 del values[key]
             values.update(slots)
 
-        with suppress(Exception):  # what cannot be read as a dict is not one
+        with suppress(Exception):  # skip an object that cannot be read as a dict
             self._place(name, read, write, path)
 
     def _sequence(self, name: str, values: Any) -> None:
@@ -558,14 +560,14 @@ class OutsideState:
         self._places.append(place := _Place(name, read, write, now, path, draws))
         for key, value in itertools.islice(now.items(), _LONG):
             if isinstance(value, types.GeneratorType):
-                self._generators.append((place, key))  # whether it is sent anything is known later
+                self._generators.append((place, key))  # it is known later whether anything is sent to it
             elif _is_iterator(value):
                 self._replay(place, key, value)
             else:
                 self._visit(_spelled(name, key), value)
 
     def _replay(self, place: _Place, key: Any, iterator: Iterator[Any], *, here: bool = True) -> None:
-        """Let what can be put back take the place of `iterator`."""
+        """Replace `iterator` by one that can be put back."""
         made = self._seen.get(id(iterator))
         if not isinstance(made, tuple):
             made = self._seen[id(iterator)] = iterator, _Replayed.of(iterator) if here else None
@@ -621,7 +623,7 @@ class OutsideState:
     def _names(self, label: str, values: dict[str, Any], names: set[str]) -> None:
         chosen = {name for name in names & values.keys() if not _is_code(values[name])}
         if chosen:
-            # Another function may name the same ones: each is restored to what it was first.
+            # Another function may use the same names. Each is restored to its first value.
             self._namespace(label, values, lambda key: key in chosen)
 
     def _cell(self, name: str, cell: types.CellType) -> None:
@@ -633,7 +635,7 @@ class OutsideState:
 
 @contextmanager
 def outside_kept(module: nn.Module, *functions: Any) -> Iterator[OutsideState]:
-    """What `module` and `functions` can reach is afterwards as before."""
+    """Restore afterwards what `module` and `functions` can reach."""
     state = OutsideState(module, *functions)
     try:
         yield state
@@ -644,10 +646,10 @@ def outside_kept(module: nn.Module, *functions: Any) -> Iterator[OutsideState]:
 def find_outside(
     forward: Callable[[Sequence[int]], Any], state: OutsideState, *, two: bool = True
 ) -> OutsideUse | None:
-    """Return what a pass changes and reads; None where nothing that it changes makes a difference.
+    """Return the state that a pass changes and reads; None if its changes make no difference.
 
-    forward: rows, of two -> tensors that come out; the same ones while nothing else has changed. state: as it is now.
-    two: the two rows are not one.
+    forward: takes some of two rows and returns tensors, the same ones while nothing else has changed. state: the state
+    now. two: the two rows are different ones.
     """
 
     def run(rows: Sequence[int]) -> Any:
@@ -659,7 +661,7 @@ def find_outside(
     if not changes:
         return None
     keyed, caches = state.keyed(), state.caches()
-    run([1, 0])  # what remembers the same rows may give the same again
+    run([1, 0])  # a model that remembers its rows may give the same result for the same rows
     if _equal(first, _copied(run([0, 1]))) and not (state.advanced() or _read(run, state, first)):
         if not _of_weights(run, state):
             return None
@@ -681,7 +683,7 @@ def find_outside(
     }
     per_row = all(_for_each_row(changes[name], *(part.get(name) for part in parts)) for name in changes.keys() - same)
     if per_row and len(same) < len(changes):
-        # A part for each row may still be read over all of them, by its mean, say.
+        # Parts for each row may still be read together, for example as a mean.
         per_row = all(_read_by_row(whole, *half) for whole, *half in zip(again, *halves, strict=True))
     large = any(tensor.numel() != 1 for value in changes.values() for tensor in value if isinstance(tensor, Tensor))
     names = sorted(changes)
@@ -690,12 +692,12 @@ def find_outside(
 
 
 def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) -> bool:
-    """Return whether other numbers where some were changed make a difference: those of many passes later, say."""
+    """Return True if other numbers in the changed places make a difference, as after many passes."""
     for added in (9, 99, 999):
         state.put_back()
         run([0, 1])
         changed = list(state.numbers())
-        for add in changed:  # to what a cache has left beside them too
+        for add in changed:  # also to numbers that a cache has left beside them
             add(added)
         if changed and not _repeats(run, first):
             return True
@@ -703,7 +705,8 @@ def _read(run: Callable[[Sequence[int]], Any], state: OutsideState, first: Any) 
 
 
 def _of_weights(run: Callable[[Sequence[int]], Any], state: OutsideState) -> bool:
-    """Return whether something is computed of the weights in the first pass, and read when they have changed."""
+    """Return True if the first pass computes something from the weights, and later passes read it when they have
+    changed."""
     state.put_back()
     run([0, 1])
     with state.other_weights():
@@ -716,10 +719,11 @@ def _of_weights(run: Callable[[Sequence[int]], Any], state: OutsideState) -> boo
 
 
 def find_caches(forward: Callable[[Sequence[int]], Any], state: OutsideState) -> frozenset[tuple[str, str]]:
-    """Return the numbers in attributes of modules that a pass sets to describe objects that it keeps beside them.
+    """Return the numbers in module attributes that a pass sets to describe objects that it keeps beside them.
 
-    The length of a table that it has made: without the table, the model would run otherwise, or not at all. For a model
-    of which `find_outside` has found nothing. (path of the module, name of the attribute).
+    An example is the length of a table that the pass has made. Without the table, the model would run differently, or
+    not at all. Use it for a model for which `find_outside` has found nothing. Each is (path of the module, name of the
+    attribute).
     """
 
     def run(rows: Sequence[int]) -> Any:
@@ -748,7 +752,7 @@ def find_caches(forward: Callable[[Sequence[int]], Any], state: OutsideState) ->
 
 
 def _repeats(run: Callable[[Sequence[int]], Any], first: Any) -> bool:
-    """Return whether the two rows give `first` again; an error is another answer."""
+    """Return True if the two rows give `first` again. An error is a different result."""
     try:
         return _equal(first, _copied(run([0, 1])))
     except Exception:
@@ -756,7 +760,7 @@ def _repeats(run: Callable[[Sequence[int]], Any], first: Any) -> bool:
 
 
 def _fill(values: Any, content: bytes) -> None:
-    """Make an array of Python's own hold `content`."""
+    """Make a Python array hold `content`."""
     if isinstance(values, bytearray):
         values[:] = content
     else:
@@ -779,7 +783,7 @@ def _add_to(tensor: Tensor, value: float) -> None:
 
 
 def _for_each_row(both: Any, first: Any, second: Any) -> bool:
-    """Return whether what two rows leave behind is that of the one beside that of the other."""
+    """Return True if the state after two rows is the states after each row, joined."""
     if first is None or second is None or not len(both) == len(first) == len(second):
         return False
     for whole, *halves in zip(both, first, second, strict=True):
@@ -796,13 +800,13 @@ def _for_each_row(both: Any, first: Any, second: Any) -> bool:
 
 
 def _read_by_row(whole: Any, first: Any, second: Any) -> bool:
-    """Return whether the output of two rows is the outputs of each row, joined; or has no part for each row."""
+    """Return True if the output of two rows is the outputs of each row, joined, or has no part for each row."""
     tensors = all(isinstance(value, Tensor) for value in (whole, first, second))
     return not tensors or whole.shape == first.shape or _for_each_row([whole], [first], [second])
 
 
 def _copied(value: Any) -> list[Any]:
-    """Tensors and plain values in `value`; what else is there counts as one thing."""
+    """Return copies of the tensors and plain values in `value`. Everything else counts by its type."""
     found: list[Any] = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
@@ -829,7 +833,8 @@ def _is_iterator(value: Any) -> bool:
 
 
 def _stays(now: Any, wanted: Any) -> bool:
-    """Return whether `now` may stand for `wanted`: of tensors that a backward pass goes through, each has its own."""
+    """Return True if `now` may stand for `wanted`. Tensors that a backward pass goes through cannot stand for each
+    other."""
     return now is wanted or (_same(now, wanted) and not (isinstance(wanted, Tensor) and wanted.requires_grad))
 
 
@@ -849,13 +854,13 @@ def _same(before: Any, now: Any) -> bool:
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         if not (_has_memory(before) and _has_memory(now)):
             return before.shape == now.shape
-        # Made anew in each pass, as a cache is.
+        # It may be made again in each pass, as a cache is.
         return before.shape == now.shape and before.dtype == now.dtype and torch.equal(before, now)
     return False
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor can be read: ZeRO-3 frees weights, which an nn.LSTM goes on holding in a list."""
+    """Return True if a tensor can be read. ZeRO-3 frees weights, which an nn.LSTM still holds in a list."""
     return tensor.layout != torch.strided or not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
@@ -868,7 +873,7 @@ def _spelled(name: str, key: Any) -> str:
 
 
 def _keys(key: Any) -> Iterator[int]:
-    """Yield the ids of what a key is made of, and the numbers in it, which may be ids too."""
+    """Yield the ids of the parts of a key, and the numbers in it, which may be ids too."""
     if isinstance(key, weakref.ReferenceType):
         key = key()
     if isinstance(key, tuple):
@@ -900,13 +905,13 @@ def _is_code(value: Any) -> bool:
 
 
 def _is_users(what: Any) -> bool:
-    """Return whether a class, function or module is of the user's own program, and of no library that is known here."""
+    """Return True if a class, function or module belongs to the user's program and to no library known here."""
     name = what.__name__ if isinstance(what, types.ModuleType) else getattr(what, "__module__", None)
     return isinstance(name, str) and name.partition(".")[0] not in _LIBRARIES
 
 
 def put_back_before(run: Callable[..., Any], module: nn.Module, *functions: Any) -> Callable[..., Any]:
-    """Return `run`, before which everything is as it was when it was called first."""
+    """Return `run` wrapped so that each call first restores the state as it was at the first call."""
     states: list[OutsideState] = []
 
     def again(*args: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Proves that a copy of the model computes with its own parts alone, and what the model computes.
+"""Proves that a copy of the model computes with its own parts alone, and computes the same as the model.
 
-Strategies, looks and proofs run copies. A copy that reads a weight of the model it was made from trains that one, or
-nobody's: the proof would pass, as it compares two such copies. So, before the first step, the user's own model and a
-copy, with the same weights, are run on the same rows, while every argument of every function of torch is looked at.
+Strategies, inspections and proofs run copies. A copy may read a weight of the model from which it was made. It then
+trains that weight, or none. A proof would not notice, because it compares two such copies. So, before the first step,
+the user's own model and a copy with the same weights are run on the same rows, while every argument of every torch
+function is checked.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ Run = Callable[[nn.Module], Any]
 
 
 def look_at_copies(module: nn.Module, skeleton: nn.Module, copies: Sequence[nn.Module], run: Run) -> list[str]:
-    """For each of `copies` of `module`, what shows that it is not one of its own; "" where it is.
+    """Return, for each of `copies` of `module`, the evidence that it uses parts of another model; "" if it does not.
 
-    skeleton: of which they were made. run: a forward pass on some rows. All are afterwards as before.
-    Raises TrainingError where the model itself computes with parts of a copy, which its callable has built, and where
-    it registers parameters or buffers while it runs.
+    skeleton: the one from which they were made. run: a forward pass on some rows. All models are left as they were.
+    Raises TrainingError if the model itself computes with parts of a copy that its callable has built, or if it
+    registers parameters or buffers while it runs.
     """
     made = [_tensors(each, buffers=False) for each in copies]
     foreign: dict[int, tuple[Tensor, str]] = {}
@@ -45,7 +46,7 @@ def look_at_copies(module: nn.Module, skeleton: nn.Module, copies: Sequence[nn.M
         try:
             output = run(runs)
         except TrainingError as error:
-            # Such as an example that is no batch: it shows nothing, and what trains may be another.
+            # For example, the example is not a batch. This shows nothing; training may use another batch.
             raise RuntimeError("the model does not run on these rows") from error
         late.extend(name for name in module.state_dict() if name not in kept)
         return output
@@ -96,7 +97,7 @@ def _tensors(module: nn.Module, *, buffers: bool = True) -> dict[int, tuple[Tens
 
 
 def _output(module: nn.Module, runs: nn.Module, run: Run, reads: AbstractContextManager[Any]) -> Any:
-    """Of `runs`, a forward that draws what every other one here draws, within `reads`."""
+    """Run a forward of `runs` within `reads`. All forwards here draw the same random numbers."""
     drawn = Drawn.so_far()
     try:
         with ExitStack() as around:
@@ -113,13 +114,13 @@ def _unlike(a: Any, b: Any) -> float:
     ours, theirs = leaves(a), leaves(b)
     if ours.keys() != theirs.keys():
         return float("inf")
-    # On a GPU a kernel may add in another order each time.
+    # A GPU kernel may add in another order each time.
     gaps = [(gap(own, theirs[name]), 3e-2 if own.dtype.itemsize < 4 else 1e-5) for name, own in ours.items()]
     return max((off for off, least in gaps if off > least), default=0.0)
 
 
 class _Reads(TorchFunctionMode):
-    """Notes which module is at work where a function of torch is given one of the tensors `foreign`."""
+    """Notes which module runs when a torch function is given one of the tensors `foreign`."""
 
     def __init__(self, foreign: dict[int, tuple[Tensor, str]], made: nn.Module) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _holder(module: nn.Module, path: str) -> str:
-    """Return who in the module at `path` leads to other parts of the model: a function in its class, or an
+    """Return what leads from the module at `path` to other parts of the model: a function in its class, or an
     attribute."""
     part, wanted = module.get_submodule(path), parts_of(module)
     beyond = wanted - {id(each) for each in (*part.modules(), *part.parameters(), *part.buffers())}

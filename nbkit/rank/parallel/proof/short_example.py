@@ -1,7 +1,7 @@
 """The first runs of a model on an example: what it draws itself, and on how few positions it does the same.
 
-Which values flow where, in which order blocks run and who reads a weight do not depend on how long the rows are, as
-long as the model makes the same operations. So those proofs, and a whole step, take a few positions of each row.
+The data flow, the order of blocks and the readers of a weight do not depend on the length of the rows, as long as the
+model makes the same operations. So these proofs, and a whole step, use only a few positions of each row.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ from nbkit.rank.watching_mode import WatchingMode
 
 _READS = frozenset({"aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default"})
 _POSITIONS = 16
-"""So many are as good as all; what of their number does not divide by it stays, for splits and patches."""
+"""This many positions are as good as all. The remainder of their number modulo this is kept, for splits and patches."""
 
 
 @dataclass(frozen=True)
 class FirstRuns:
-    """draws: of the model itself. short: the example with a few positions of each row, on which the model makes the
-    operations that it makes on all, and gives a finite loss; None where there is no such. outside: what the model and
-    the loss change and read beside parameters and buffers. reads: they read numbers of tensors, and may go by them.
-    changes: they change something beside parameters and buffers, read or not. caches: numbers in attributes that
-    describe what the model has cached beside them, see find_caches."""
+    """The result of the first runs.
+
+    draws: what the model itself draws. short: the example with a few positions of each row, on which the model makes
+    the same operations as on all, and gives a finite loss; None if there is none. outside: what the model and the loss
+    change and read beside parameters and buffers. reads: they read values of tensors, and may depend on them. changes:
+    they change something beside parameters and buffers, whether they read it or not. caches: numbers in attributes that
+    describe what the model has cached beside them, see find_caches.
+    """
 
     draws: DrawPlan | None = None
     short: Any = None
@@ -52,21 +55,22 @@ class FirstRuns:
 def first_runs(
     module: nn.Module, example: Any, *, inputs: Sequence[str] | None, loss: Loss | None, parts: int = 1
 ) -> FirstRuns:
-    """Return what running `module` on a few rows of `example` shows. parts: that positions may be split into.
+    """Return what running `module` on a few rows of `example` shows.
 
-    The module and the generators of random numbers are afterwards as before; what fails is said where it trains.
+    parts: into how many parts positions may be split. The module and the random generators are left as they were.
+    Errors are ignored here; training reports them.
     """
     runs = _Runs(module, inputs, loss)
     with suppress(Exception), undrawn(), unchanged(module):
         state = OutsideState(module, loss)
         short = _shortened(example, pair(example, inputs)[0], lcm(_POSITIONS, parts))
-        # Of one row, since all positions of a row are the larger part of all that is run here.
+        # Use one row, since running all positions of a row takes most of the time here.
         if short is None or (whole := runs.operations(example)) is None or runs.operations(short) != whole:
             short = None
         few = example if short is None else short
         draws = find_draws(module, runs.of(few))
         outside, caches = None, frozenset[tuple[str, str]]()
-        changes = bool(state.changes())  # of the forward alone: a loss may take away what that has left
+        changes = bool(state.changes())  # after the forward alone: a loss may remove what it has left
         state.put_back()
         seen = _Operations()
         with suppress(Exception):
@@ -83,7 +87,7 @@ def first_runs(
                 buffers = _Buffers(module)
 
                 def seeded(rows: Sequence[int]) -> Any:
-                    buffers.put_back()  # what they hold goes from pass to pass on every rank
+                    buffers.put_back()  # buffers may carry state from pass to pass, on every rank
                     return runs.seeded(few, rows)
 
                 outside = find_outside(seeded, state, two=rows_of(few) > 1)
@@ -102,11 +106,11 @@ class _Runs:
     loss: Loss | None
 
     def of(self, example: Any) -> Callable[[int], Any]:
-        """Runs the model on so many rows."""
+        """Return a function that runs the model on a number of rows."""
         return lambda rows: self._output(example, rows)[0]
 
     def operations(self, example: Any) -> list[Any] | None:
-        """Of the model and of the loss, on a row; None where that fails or is not finite."""
+        """Return the operations of the model and the loss on one row; None if that fails or the loss is not finite."""
         seen = _Operations()
         with suppress(Exception), torch.no_grad(), seen:
             output, target = self._output(example, 1)
@@ -115,7 +119,7 @@ class _Runs:
         return None
 
     def seeded(self, example: Any, rows: Sequence[int]) -> tuple[Any, Any]:
-        """Return what the model gives for those rows, and the loss, from the same random numbers each time."""
+        """Return the model's outputs for these rows, and the loss, from the same random numbers each time."""
         torch.manual_seed(0)
         seed_others(0)
         with torch.no_grad():
@@ -124,7 +128,7 @@ class _Runs:
         return list(leaves(output).values()), loss
 
     def _output(self, example: Any, rows: int, numbers: Sequence[int] | None = None) -> tuple[Any, Any]:
-        """Of the model, and the targets."""
+        """Return (output of the model, targets)."""
         device, held = next((p.device for p in self.module.parameters()), torch.device("cpu")), rows_of(example)
         part = on_device(pick(example, [i % held for i in numbers or range(rows)], rows=held), device)
         value, target = pair(part, self.inputs)
@@ -132,7 +136,7 @@ class _Runs:
 
 
 def _apart(one: Any, other: Any) -> float:
-    """Return how far a pass is off from one before it, relative to what it gives; 0 for what roundings may be."""
+    """Return how far a pass is off from an earlier one, relative to its values; 0 if rounding explains it."""
     ours, theirs = ([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in (one, other))
     if [x.shape for x in ours] != [x.shape for x in theirs]:
         return inf
@@ -145,7 +149,7 @@ def _apart(one: Any, other: Any) -> float:
 
 
 class _Buffers:
-    """The buffers of a model as they are now."""
+    """The buffers of a model as they were when this object was made."""
 
     def __init__(self, module: nn.Module) -> None:
         held = [(part._buffers, name) for part in module.modules() for name in part._buffers]
@@ -164,7 +168,8 @@ def _clone(buffer: Tensor | None) -> Tensor | None:
 
 
 def _shortened(example: Any, value: Any, multiple: int) -> Any:
-    """`example` with a few of its positions, taken from everywhere, since masks leave out the first or the last."""
+    """Return `example` with a few of its positions. They come from everywhere, since masks may hide the first or the
+    last."""
     lengths = [
         tensor.shape[1]
         for tensor in leaves(value).values()
@@ -185,7 +190,7 @@ def _shortened(example: Any, value: Any, multiple: int) -> Any:
 
 
 class _Operations(WatchingMode):
-    """Notes which operations are made, in which order."""
+    """Notes which operations are made, in order."""
 
     def __init__(self) -> None:
         super().__init__()

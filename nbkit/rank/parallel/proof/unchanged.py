@@ -1,6 +1,6 @@
-"""Running a model to look at it, so that afterwards it is as before.
+"""Runs a model in order to look at it, and leaves it as it was.
 
-Random numbers while a model is tried out: what it draws by itself is noted, and its dropout drops nothing.
+While a model is tried out, the random numbers that it draws itself are noted, and its dropout drops nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from nbkit.rank.watching_mode import WatchingMode
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Parameters, buffers, gradients, modes, what is frozen and random generators are afterwards as before.
+    """Restore parameters, buffers, gradients, modes, requires_grad and random generators afterwards.
 
-    So are plain attributes of the modules: numbers, text, tensors, and what lists, dicts and sets of them hold. So are
-    their hooks, and what a forward registers is gone again: a library that installs hooks in the first forward, and
-    notes in an attribute that it did, does so once in the training too.
-    Meanwhile HF models keep no cache, and attention is plain.
+    It also restores plain attributes of the modules: numbers, text, tensors, and what lists, dicts and sets of them
+    hold. It restores their hooks, and removes what a forward registers. A library may install hooks in the first
+    forward, and note this in an attribute. It will then do so once more in the training. Inside, HF models keep no
+    cache, and attention is plain.
     """
     buffers = [
         (part, name, b, b.clone()) for part in module.modules() for name, b in part._buffers.items() if b is not None
@@ -64,9 +64,9 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore what a forward changes beside weights and buffers: attributes, hooks, what it registers.
+    """Restore what a forward changes beside weights and buffers: attributes, hooks, and registered names.
 
-    A forward may count its calls, keep what it has seen, or install hooks, and no state_dict has that.
+    A forward may count its calls, keep what it has seen, or install hooks, and no state_dict has these.
     """
     kept = []
     for part in module.modules():
@@ -87,7 +87,7 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
             for name, value in own.items():
                 now[name] = value
                 if name in _REGISTERED:
-                    # What is registered under a name may be another tensor by now: who put it there looks after it.
+                    # A registered name may hold another tensor by now. The code that put it there restores it.
                     for new in [key for key in value if key not in contents[name]]:
                         del value[new]  # type: ignore[union-attr]
                 else:
@@ -103,7 +103,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """Return what `_fill` needs to make `value` hold again what it holds now; None where it cannot be changed."""
+    """Return what `_fill` needs to restore the current contents of `value`; None if it cannot be changed."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else (value._version, value.detach().clone())
     if isinstance(value, dict):
@@ -112,7 +112,10 @@ def _copy(value: Any) -> Any:
 
 
 def _fill(value: Any, content: Any) -> None:
-    """Let `value` hold `content` again. Leave alone what still holds it: it may be frozen, as a config of diffusers."""
+    """Make `value` hold `content` again.
+
+    Do not write if it still holds it: it may be frozen, as a config of diffusers.
+    """
     if isinstance(value, Tensor):
         if content is not None and value._version != content[0]:
             value.detach().copy_(content[1])
@@ -128,13 +131,13 @@ def _fill(value: Any, content: Any) -> None:
 
 
 def _same(now: Collection[Any], before: Collection[Any]) -> bool:
-    """Return whether they hold the same objects, in the same order."""
+    """Return True if they hold the same objects, in the same order."""
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
 @contextmanager
 def _weights_kept(module: nn.Module) -> Iterator[None]:
-    """A forward may move weights itself, as the average of a teacher: in place, or by `p.data = ...`."""
+    """Restore weights that a forward moves itself, as the average of a teacher: in place, or by `p.data = ...`."""
     held = [(p, p.detach()) for p in module.parameters()]
     writes = _CopiesBeforeWrites([data for _, data in held])
     try:
@@ -150,7 +153,7 @@ def _weights_kept(module: nn.Module) -> Iterator[None]:
 
 
 class _CopiesBeforeWrites(WatchingMode):
-    """Copies the memory of some tensors when it is first written to; what nobody writes to costs no memory."""
+    """Copies the memory of some tensors before it is first written to. Memory that is not written to costs nothing."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -168,7 +171,7 @@ class _CopiesBeforeWrites(WatchingMode):
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """nn.TransformerEncoder calls its layers, and those their parts, in evaluation too."""
+    """Make nn.TransformerEncoder call its layers, and those their parts, in evaluation too."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -178,14 +181,14 @@ def plain_attention() -> Iterator[None]:
 
 
 def set_evaluation(module: nn.Module) -> None:
-    """Every part is in evaluation, within `unchanged`. A `train()` of the model's own, which may merge weights, is not
-    called."""
+    """Set every part to evaluation, within `unchanged`. It does not call the model's own `train()`, which may merge
+    weights."""
     for part in module.modules():
         part.training = False
 
 
 def thaw(module: nn.Module) -> None:
-    """Every parameter is trained, within `unchanged`: the graph tells what hangs on frozen ones, too."""
+    """Make every parameter trained, within `unchanged`, so that the graph also shows what depends on frozen ones."""
     for p in module.parameters():
         p.requires_grad_(p.is_floating_point() or p.is_complex())
 
@@ -193,7 +196,7 @@ def thaw(module: nn.Module) -> None:
 class Draws(WatchingMode):
     """Notes every operation that draws random numbers in `found`, a list that several may share.
 
-    Attention counts as none: it may draw, and does so for dropout alone.
+    Attention does not count: it can draw, but only for dropout.
     """
 
     def __init__(self, found: list[str]) -> None:
@@ -207,7 +210,7 @@ class Draws(WatchingMode):
 
 
 class DroppingNothing(TorchFunctionMode):
-    """Inside, dropout scales as ever and drops no element, so that a model can be compared with itself in training."""
+    """Makes dropout scale as usual but drop no element, so that a model can be compared with itself in training."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         draw = DRAWS.get(func)
@@ -218,7 +221,7 @@ class DroppingNothing(TorchFunctionMode):
 
 
 class _Nothing(AttentionMask):
-    """The mask of what drops nothing, on `device`; attention cannot leave it to its kernel."""
+    """A mask on `device` that drops nothing. Attention cannot leave it to its kernel."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device

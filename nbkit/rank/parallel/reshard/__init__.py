@@ -1,1 +1,1 @@
-"""The data movement of a switch: each rank gets the parts of tensors that it lacks."""
+"""Data movement of a switch: each rank gets the parts of tensors that it lacks."""

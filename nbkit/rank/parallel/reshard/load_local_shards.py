@@ -1,4 +1,4 @@
-"""A sharded model's weights out of a whole model that every rank has: each rank copies its own boxes."""
+"""Fill a sharded model from a whole model that every rank has: each rank copies its own boxes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def copy_part(target: Tensor, layout: Layout, whole: Tensor) -> None:
 
 
 def fill_weights(sharded_model: ShardedModel, module: nn.Module) -> None:
-    """Weights of `sharded_model` from the whole `module`; buffers are the skeleton's already."""
+    """Fill the weights of `sharded_model` from the whole `module`. Buffers are in the skeleton already."""
     whole = dict(module.named_parameters())
     for name, (target, layout) in sharded_model.data.weights.items():
         copy_part(target, layout, whole[name].detach())
@@ -33,7 +33,10 @@ def fill_state(
     state: Mapping[str, Mapping[str, object]],
     put: Callable[[nn.Parameter, str, object], None],
 ) -> None:
-    """Give an optimizer over `sharded_model` its part of `state`: of whole parameters, by name. put: into its state."""
+    """Give an optimizer over `sharded_model` its part of `state`.
+
+    state: parameter name -> optimizer state of the whole parameter. put: stores a value in the optimizer's state.
+    """
     for name, param in sharded_model.held.items():
         whole = state.get(name)
         if whole is None:

@@ -1,7 +1,7 @@
-"""Plain attributes of modules, which no state_dict has: a switch takes along those that were set while it trained, and
-a process that joins the training gets them.
+"""Plain attributes of modules, which are in no state_dict.
 
-A temperature or a dropout rate that a live cell sets, the mode of a frozen part, a number of calls.
+Examples are a temperature or dropout rate that a live cell sets, the mode of a frozen part, or a number of calls. A
+switch carries over those that were set during training, and a process that joins the training receives them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 OF_MODULES = frozenset(vars(nn.Module()))
-"""What every module has: its mode, hooks, parameters, buffers and parts."""
+"""Attributes of every module: its mode, hooks, parameters, buffers and parts."""
 
 Plain = int | float | complex | bool | str | bytes | None
 Attributes = Mapping[tuple[str, str], Plain]
@@ -28,7 +28,7 @@ _OF_TENSORS = {"param_name", "unit_name", "retired"}  # set by nbkit
 
 
 def plain_attributes(module: nn.Module) -> dict[tuple[str, str], Plain]:
-    """Return numbers, text and modes of all parts of `module`, and how many hooks each part has.
+    """Return the numbers, strings and modes of all parts of `module`, and how many hooks each part has.
 
     An attribute of a parameter or buffer, as in `self.weight.scale = 2.0`, is named "weight.scale".
     """
@@ -55,7 +55,7 @@ def _tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_own(hook: Any) -> bool:
-    """Return whether a hook is of nbkit's, and not of the user's or of another library."""
+    """Return True if a hook belongs to nbkit, not to the user or another library."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("nbkit.")
 
 
@@ -66,18 +66,18 @@ def _tensor(part: nn.Module, name: str) -> Tensor | None:
 def take_along(
     old: nn.Module, built: Attributes, new: nn.Module, *, left: Collection[tuple[str, str]] = frozenset()
 ) -> None:
-    """Set in `new` what is another in `old` than when that was `built`, but for those that are `left`.
+    """Set in `new` the attributes of `old` that changed since it was `built`, except those in `left`.
 
-    What a strategy itself has changed, such as the number of heads of a rank, stays what it is in `new`.
+    Attributes that a strategy itself changes, such as the number of heads of a rank, keep their value in `new`.
     """
     put({at: value for at, value in set_since(old, built).items() if at not in left}, new)
 
 
 def take_objects_along(old: nn.Module, new: nn.Module) -> None:
-    """Hand on to `new` the objects and tensors that modules of `old` keep in attributes, and what they hold.
+    """Pass to `new` the objects and tensors that modules of `old` keep in attributes, with everything they hold.
 
-    For a model that changes and reads them as it runs. What holds a part of the model, or a function, is left out: that
-    of `new` holds its own.
+    A model may change and read them as it runs. An object that holds a part of the model, or a function, is left out,
+    since `new` has its own.
     """
     model = {id(each) for each in (*old.modules(), *old.parameters(), *old.buffers())}
     parts = dict(new.named_modules())
@@ -93,16 +93,16 @@ def take_objects_along(old: nn.Module, new: nn.Module) -> None:
 
 
 def _is_fixed(value: object) -> bool:
-    """Return whether `value` is plain, or of nbkit's, such as what refuses to copy a part of the weights.
+    """Return True if `value` is plain, or an object of nbkit, such as one that refuses to copy a part of the weights.
 
-    An iterator of nbkit's stands for one of the user's, which goes along as all that holds it does.
+    An iterator of nbkit wraps one of the user, so it is passed on like the user's objects.
     """
     kind = type(value)
     return isinstance(value, Plain) or (kind.__module__.startswith("nbkit.") and not hasattr(kind, "__next__"))
 
 
 def _holds(value: object, model: set[int], seen: set[int]) -> bool:
-    """Return whether something of `model`, or a function, can be reached from `value`."""
+    """Return True if an object in `model`, or a function, can be reached from `value`."""
     if id(value) in model or isinstance(value, FunctionType | MethodType):
         return True
     if isinstance(value, Plain | Tensor) or id(value) in seen:
@@ -115,10 +115,10 @@ def _holds(value: object, model: set[int], seen: set[int]) -> bool:
 
 
 def set_since(module: nn.Module, built: Attributes) -> Attributes:
-    """Return what is another in `module` than when that was `built`.
+    """Return the attributes of `module` that changed since it was `built`.
 
-    An attribute that came together with hooks is left out: it notes that they are installed, as transformers does for
-    outputs that it collects, and a module without them installs them in its next forward.
+    An attribute that was added together with hooks is left out. It may record that they are installed, as transformers
+    does for outputs that it collects. Without it, a module installs its hooks in its next forward.
     """
     found = plain_attributes(module)
     hooked = {path for (path, name), value in found.items() if name in _HOOKS and built.get((path, name), 0) != value}
@@ -134,7 +134,7 @@ _NONE = object()
 
 
 def put(attributes: Attributes, module: nn.Module) -> None:
-    """Set them in the parts that `module` has."""
+    """Set `attributes` in those of their parts that `module` has."""
     parts = dict(module.named_modules())
     for (path, name), value in attributes.items():
         if path not in parts:

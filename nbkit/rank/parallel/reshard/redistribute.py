@@ -1,20 +1,16 @@
-"""The data movement of a switch: every rank gets the boxes that it lacks, in bounded rounds.
+"""Data movement of a switch: every rank gets the boxes that it lacks, in bounded rounds.
 
-On the wire: per round that sends anything one all-to-all of the world, all rounds together exactly the bytes of the
-plan. A plan that moves nothing sends no message. Old and new shards are there at the same time; where memory does not
-hold both, `InPlace` moves tensor by tensor.
+`Exchange` holds old and new shards at the same time. Each round that sends anything is one all-to-all of the world.
+All rounds together send exactly the bytes of the plan, and a plan that moves nothing sends no message.
 
-Sharded models whose memory comes and goes tensor by tensor, so that a switch in place never holds two of them.
+`InPlace` is for when memory does not hold both: it moves tensor by tensor, and frees the old ones. It sends the bytes
+of the plan in rounds, as Exchange does, and before each round an all-reduce of 8 bytes, so that no rank begins a round
+for which another has no memory. If a rank has none, all ranks move everything back in the same way.
 
-A new sharded model is built `hollow`: every tensor has its shape, its views and its place in module and optimizer, and
-a storage of no bytes. `TargetStorage` gives the storages of such a model memory, `SourceStorage` takes it from those of
-the old one; both do it key by key, and a storage that several keys share (the flat parts of zero 3) with the first and
-the last of them.
-
-The data movement of a switch where memory does not hold old and new shards: tensor by tensor, the old freed.
-
-On the wire, the bytes of the plan, in rounds as of an Exchange, and before each round one all-reduce of 8 bytes:
-no rank begins what another has no memory for. A rank that has none brings all back: the same way, the other way round.
+For `InPlace`, the new sharded model is built `hollow`: every tensor has its shape, its views and its place in module
+and optimizer, but a storage of zero bytes. `TargetStorage` allocates these storages, and `SourceStorage` frees those of
+the old model, both key by key. A storage that several keys share (the flat parts of ZeRO 3) is allocated with the first
+of them and freed with the last.
 """
 
 from __future__ import annotations
@@ -37,19 +33,19 @@ from nbkit.rank.comm.agree import any_rank
 from nbkit.tensor_layout import Layout
 
 State = Mapping[str, tuple[Tensor, Layout]]
-"""The shards that a rank holds: key -> (its part, which part that is)."""
+"""The shards that a rank holds: key -> (its part, the layout that says which part it is)."""
 
 ROUND_BYTES = 24 << 20
-"""A rank sends, and receives, at most this much in a round: the two flat buffers stay below 64 MB together."""
+"""Bytes that a rank sends and receives in a round at most. The two flat buffers together stay below 64 MB."""
 
 
 def plan_collectively(state: State, wanted: Mapping[str, Layout]) -> ExchangePlan:
-    """The plan from what every rank holds to what it wants. Collective: one all-gather of the layouts, compressed.
+    """Return the plan from what every rank holds to what it wants. Collective: one all-gather of compressed layouts.
 
-    Where the layouts of all ranks are known, `Plan.of` needs no message. Raises TrainingError as `Plan.of` does, and
-    when ranks hold a tensor in different dtypes.
+    If the layouts of all ranks are known, `ExchangePlan.of` needs no message. Raises TrainingError as
+    `ExchangePlan.of` does, and if ranks hold a tensor in different dtypes.
     """
-    # Equal layouts as one object: pickled once, and compared by identity where they arrive.
+    # Use one object for equal layouts, so that it is pickled once and compared by identity on arrival.
     known: dict[Layout, Layout] = {}
     old = {key: known.setdefault(layout, layout) for key, (_, layout) in state.items()}
     new = {key: known.setdefault(layout, layout) for key, layout in wanted.items()}
@@ -66,18 +62,18 @@ def plan_collectively(state: State, wanted: Mapping[str, Layout]) -> ExchangePla
                     numbers=f"{first[key][0]}, on rank {rank} {kind[0]}",
                     hint="the same precision on every rank",
                 )
-    # What nobody holds has no size; the plan names it as missing.
+    # A tensor that no rank holds has no size; the plan reports it as missing.
     held, needed = [theirs for theirs, _, _ in every], [theirs for _, theirs, _ in every]
     sizes = {key: 1 for theirs in needed for key in theirs} | {key: size for key, (_, size) in first.items()}
     return ExchangePlan.of(held, needed, sizes)
 
 
 class Exchange:
-    """A plan as this rank carries it out: prepared while the old strategy trains, then run.
+    """A plan as one rank executes it: prepared while the old strategy trains, then run.
 
-    limit: bytes that a rank sends, and receives, in a round. buffer_bytes: what a run takes besides both shards.
-    stamp: a number that ranks with the same plan have in common. May be run again, with tensors of the same layouts.
-    Raises TrainingError when the plan would leave an element of this rank's new tensors unfilled.
+    limit: bytes that a rank sends and receives in a round at most. buffer_bytes: memory that a run takes besides both
+    shards. stamp: a number that is equal on ranks with the same plan. It can be run again on tensors of the same
+    layouts. Raises TrainingError if the plan would leave an element of this rank's new tensors unfilled.
     """
 
     def __init__(self, plan: ExchangePlan, rank: int, *, limit: int = ROUND_BYTES) -> None:
@@ -86,26 +82,26 @@ class Exchange:
         self._steps = steps(plan, self.rounds, rank)
         self._room = room_of(self._steps)
         self.buffer_bytes = sum(self._room)
-        # Of what all ranks must agree on, or they would wait for messages that nobody sends.
+        # A hash of what all ranks must agree on; otherwise they would wait for messages that are never sent.
         self.stamp = zlib.crc32(repr((plan.bytes, plan.sent, [each.num_bytes for each in self.rounds])).encode())
         self._ready: tuple[Tensor, Tensor] | None = None
 
     def make_room(self, source: State, target: State, *, device: torch.device) -> None:
-        """Do beforehand what may fail in `run` on one rank alone: look at the tensors, take the buffers."""
+        """Do in advance what may fail in `run` on one rank alone: check the tensors and allocate the buffers."""
         check(self.plan, source, self.plan.old[self.rank], "old")
         check(self.plan, target, self.plan.new[self.rank], "new")
         self._ready = buffers_of(self._room, device)
 
     def give_back(self) -> None:
-        """The room of `make_room`, when no `run` follows."""
+        """Free the buffers of `make_room`, if no `run` follows."""
         self._ready = None
 
     @torch.no_grad()
     def run(self, source: State, target: State, *, device: torch.device) -> None:
-        """Fill the tensors of `target` from those of all ranks' `source`, which stay as they are. Collective.
+        """Fill the tensors of `target` from the `source` tensors of all ranks, which do not change. Collective.
 
-        device: where the buffers are; the process group must be able to send from it. Raises TrainingError, before
-        anything is sent, when this rank's tensors are not those of the plan.
+        device: device of the buffers; the process group must be able to send from it. Raises TrainingError, before
+        anything is sent, if this rank's tensors are not those of the plan.
         """
         if self._ready is None:
             self.make_room(source, target, device=device)
@@ -118,7 +114,7 @@ class Exchange:
 
 
 def room_of(made: Sequence[RankRound]) -> tuple[int, int]:
-    """Bytes of the two buffers that the fullest of these rounds take: of what is sent, of what is received."""
+    """Return the bytes of the two buffers (sent, received) that the largest of these rounds need."""
     return (
         max((sum(step.sent) for step in made), default=0),
         max((sum(step.received) for step in made), default=0),
@@ -126,13 +122,13 @@ def room_of(made: Sequence[RankRound]) -> tuple[int, int]:
 
 
 def buffers_of(room: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the two buffers."""
+    """Allocate the two buffers (sent, received)."""
     sent, received = (torch.empty(size, dtype=torch.uint8, device=device) for size in room)
     return sent, received
 
 
 def check(plan: ExchangePlan, state: State, planned: Mapping[str, Layout], which: str) -> None:
-    """Raises TrainingError when `state` is not what the plan was made for."""
+    """Raise TrainingError if `state` is not what the plan was made for."""
     for key, layout in planned.items():
         tensor, actual = state[key] if key in state else (None, None)
         sound = tensor is not None and tuple(tensor.shape) == layout.local and actual == layout
@@ -149,7 +145,7 @@ def check(plan: ExchangePlan, state: State, planned: Mapping[str, Layout], which
 def carry_out(
     step: RankRound, old: Mapping[str, Tensor], new: Mapping[str, Tensor], buffers: tuple[Tensor, Tensor]
 ) -> None:
-    """One round, from the tensors of `old` to those of `new`. Collective where it sends anything."""
+    """Run one round, from the tensors of `old` to those of `new`. Collective if the round sends anything."""
     for copy in step.copies:
         for key in copy.keys:
             if old[key] is not new[key]:
@@ -176,7 +172,7 @@ def _pack(flat: Tensor, at: int, piece: Tensor) -> int:
     stop = at + piece.numel() * piece.element_size()
     if at % piece.element_size() == 0:
         flat[at:stop].view(piece.dtype).view(piece.shape).copy_(piece)
-    else:  # behind a tensor of smaller elements
+    else:  # not aligned, after a tensor of smaller elements
         flat[at:stop].copy_(piece.contiguous().reshape(-1).view(torch.uint8))
     return stop
 
@@ -188,17 +184,17 @@ def _unpack(flat: Tensor, at: int, shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 Spaces = dict[int, tuple[torch.UntypedStorage, int]]
-"""Address of a storage, which it keeps when its bytes go -> (the storage, the bytes that it is to have)."""
+"""Address of a storage, which stays the same when its bytes are freed -> (the storage, its bytes when allocated)."""
 
 _spaces: ContextVar[Spaces | None] = ContextVar("spaces", default=None)
 
 
 @contextmanager
 def hollow() -> Iterator[Spaces]:
-    """What is built inside takes no memory to stay; gives the bytes that `TargetStorage` has to find later.
+    """Build a sharded model without memory inside this context. Yield the storages that `TargetStorage` allocates.
 
-    Whoever takes memory for something of a sharded model passes it to `emptied` when its views are made. Until it is
-    filled such a tensor must not be read: torch reads through an address that is not there.
+    Code that allocates a tensor of a sharded model passes it to `emptied` once its views are made. Such a tensor must
+    not be read before it is allocated: torch would read from an invalid address.
     """
     spaces: Spaces = {}
     token = _spaces.set(spaces)
@@ -209,7 +205,7 @@ def hollow() -> Iterator[Spaces]:
 
 
 def emptied(tensor: Tensor) -> Tensor:
-    """`tensor`; within `hollow` the memory behind it is given back."""
+    """Return `tensor`. Inside `hollow`, free the memory behind it first."""
     if (spaces := _spaces.get()) is not None:
         storage = tensor.untyped_storage()
         spaces[storage._cdata] = storage, storage.nbytes()
@@ -218,26 +214,29 @@ def emptied(tensor: Tensor) -> Tensor:
 
 
 class TargetStorage:
-    """The sharded model that gets memory. state: what of it is filled, hollow or not. spaces: what `hollow` gave."""
+    """The sharded model that gets memory.
+
+    state: its tensors to fill, hollow or not. spaces: the storages that `hollow` yielded.
+    """
 
     def __init__(self, state: State, spaces: Spaces) -> None:
         self.state, self._spaces = state, spaces
         self._keys: dict[int, set[str]] = {}
 
     def take(self, key: str) -> None:
-        """Memory for the tensor of `key`. Raises what the allocator raises."""
+        """Allocate memory for the tensor of `key`. Raises what the allocator raises."""
         tensor = self.state[key][0]
         if (address := _address(tensor)) not in self._spaces:
             return
         if not (keys := self._keys.setdefault(address, set())):
             storage, num_bytes = self._spaces[address]
             storage.resize_(num_bytes)
-            # Between the tensors of a flat one lies padding, which travels.
+            # A flat tensor has padding between its tensors, which is sent too.
             tensor.new_empty(0, dtype=torch.uint8).set_(storage).zero_()
         keys.add(key)
 
     def let_go(self, key: str) -> None:
-        """Its memory is free again, once all that share it are let go."""
+        """Let go of the tensor of `key`. Its memory is freed once all keys that share it are let go."""
         address = _address(self.state[key][0])
         if keys := self._keys.get(address):
             keys.discard(key)
@@ -248,8 +247,8 @@ class TargetStorage:
 class SourceStorage:
     """The sharded model that gives memory back, and can take it again.
 
-    state: what is led over. tensors: every further tensor over the same memory. Each of them is pointed elsewhere, at
-    a zero of its shape: what nobody else holds is free, and who does hold a part of it goes on reading what was there.
+    state: its tensors to move. tensors: all other tensors over the same memory. To free memory, each of them is set to
+    a zero of its shape. Memory that nobody else holds is then free. Other holders of a part still read the old values.
     """
 
     def __init__(self, state: State, tensors: Iterable[Tensor]) -> None:
@@ -269,14 +268,14 @@ class SourceStorage:
             block.keys.add(key)
 
     def take(self, key: str) -> None:
-        """Memory for the tensor of `key`. Raises what the allocator raises."""
+        """Allocate memory for the tensor of `key`. Raises what the allocator raises."""
         if (block := self._home.get(key)) is not None:
             if not block.keys:
                 block.fill()
             block.keys.add(key)
 
     def let_go(self, key: str) -> None:
-        """Its memory is free, once all that share it are let go."""
+        """Let go of the tensor of `key`. Its memory is freed once all keys that share it are let go."""
         if (block := self._home.get(key)) is not None:
             block.keys.discard(key)
             if not block.keys:
@@ -284,7 +283,7 @@ class SourceStorage:
 
 
 class _Block:
-    """A storage, the tensors that show parts of it, and the keys of what is in it now."""
+    """A storage, the tensors that are views of it, and the keys of the tensors that are in it now."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes, self.keys = num_bytes, set[str]()
@@ -302,7 +301,7 @@ class _Block:
         first = self._shown[0][0]
         storage = torch.empty(self.num_bytes, dtype=torch.uint8, device=first.device).untyped_storage()
         for tensor, offset, shape, stride in self._shown:
-            # A storage that is shared has padding, which travels; nothing else of it is read before it is filled.
+            # A shared storage has padding, which is sent, so it is zeroed below. The rest is filled before it is read.
             tensor.data = tensor.detach().new_empty(0).set_(storage, offset, shape, stride)
         first.new_empty(0, dtype=torch.uint8).set_(storage).zero_()
 
@@ -312,29 +311,29 @@ def _address(tensor: Tensor) -> int:
 
 
 IN_PLACE_BYTES = 8 << 20
-"""A rank sends, receives and begins at most this much in a round: the tensors of it, old and new, want room too."""
+"""Bytes that a rank sends, receives and begins in a round at most, since the round's tensors need memory too."""
 
 
 class TensorMemory(Protocol):
-    """A sharded model. A tensor of `state` has memory between `take` and `let_go` of its key, and is read only then."""
+    """A sharded model whose tensors have memory, and may be read, only between `take` and `let_go` of their keys."""
 
     state: State
 
     def take(self, key: str) -> None:
-        """Memory for the tensor of `key`. May raise, and has taken none then."""
+        """Allocate memory for the tensor of `key`. If this raises, nothing was allocated."""
 
     def let_go(self, key: str) -> None:
-        """Nobody will read it again before the next `take`."""
+        """Let go of the tensor of `key`, which is not read again before the next `take`."""
 
 
 class InPlace:
-    """A plan as this rank carries it out in place. Raises TrainingError as Exchange does.
+    """A plan as one rank executes it in place. Raises TrainingError as Exchange does.
 
-    buffer_bytes: what a run takes besides tensors.
+    buffer_bytes: memory that a run takes besides tensors.
     """
 
     def __init__(self, plan: ExchangePlan, rank: int, *, limit: int = IN_PLACE_BYTES) -> None:
-        # What is handed on comes last, and an old tensor could not be freed before.
+        # Relays would run last, and old tensors could not be freed before them.
         self.plan = plan = plan.without_relays()
         self.rank, self.limit = rank, limit
         self.rounds = rounds(plan, limit=limit, in_place=limit)
@@ -343,18 +342,18 @@ class InPlace:
         self.buffer_bytes = sum(self._room)
 
     def check(self, old: TensorMemory, new: TensorMemory) -> None:
-        """Raises TrainingError when these shards are not those of the plan."""
+        """Raise TrainingError if these shards are not those of the plan."""
         check(self.plan, old.state, self.plan.old[self.rank], "old")
         check(self.plan, new.state, self.plan.new[self.rank], "new")
 
     def run(
         self, old: TensorMemory, new: TensorMemory, *, device: torch.device, freed: Callable[[], None] = lambda: None
     ) -> None:
-        """Lead every tensor over from `old`, which has memory, to `new`, which has none. Collective.
+        """Move every tensor from `old`, which has memory, to `new`, which has none. Collective.
 
-        freed: called when tensors have been let go of: after each round, and on the way back. When memory is refused on
-        any rank, all lead back what they have led over and raise SwitchError: the old shards are as they were, in other
-        memory. Raises TrainingError when a rank has no memory for the way back either.
+        freed: called after tensors have been let go, after each round and on the way back. If any rank cannot get
+        memory, all ranks move their tensors back and raise SwitchError. The old shards then have their old values, in
+        other memory. Raises TrainingError if a rank has no memory for the way back either.
         """
         done: list[str] = []
         if (failure := self._lead(old, new, device, freed, done)) is None:
@@ -375,9 +374,9 @@ class InPlace:
         why: str,
         freed: Callable[[], None] = lambda: None,
     ) -> None:
-        """After a `run` that has succeeded: everything back, because of `why`. Collective.
+        """Move everything back after a successful `run`, because of `why`. Collective.
 
-        Raises TrainingError when a rank has no memory for the way back: what it had is on no rank any more.
+        Raises TrainingError if a rank has no memory for the way back; part of the state is then lost on all ranks.
         """
         self._back([key for each in self.rounds for key in each.closes], old, new, device, freed, why)
 
@@ -402,7 +401,7 @@ class InPlace:
     def _lead(
         self, old: TensorMemory, new: TensorMemory, device: torch.device, freed: Callable[[], None], done: list[str]
     ) -> str | None:
-        """None when all rounds are done, else why a rank could not begin one. done: gets the keys that are complete."""
+        """Run all rounds. Return None, or why a rank could not begin one. done: receives the keys that are complete."""
         source = {key: tensor for key, (tensor, _) in old.state.items()}
         target = {key: tensor for key, (tensor, _) in new.state.items()}
         begun: list[str] = []
@@ -415,7 +414,7 @@ class InPlace:
                     if key in target:
                         new.take(key)
                         begun.append(key)
-            except Exception as error:  # whatever it was, the others must not wait for this rank
+            except Exception as error:  # whatever the error, the others must not wait for this rank
                 why = f"rank {self.rank}: {type(error).__name__}: {error}"
             if any_rank(bool(why), device=device):
                 for key in set(begun).difference(done):

@@ -1,11 +1,13 @@
-"""One number for the state of a job, whatever strategy holds it: equal before and after a switch.
+"""A digest of the state of a job that does not depend on the strategy: it is equal before and after a switch.
 
-Per tensor the sum, mod 2^64, of hash(index in the global tensor, bits of the element) over all elements; then sha256
-over the sorted (key, shape, sum). A sum does not ask who holds which element, so each rank hashes some of those that
-it has, and one all-reduce of 8 bytes per tensor adds them up. The hash has 32 bits, for elements of 8 bytes 64: the
-finalisers of MurmurHash3 (Appleby 2011) and splitmix64 (Steele, Lea, Flood 2014) in integers that wrap. Training may
-wait for it, and 32 bits take a quarter of the time of 64. It is one-to-one in the bits: a single changed element always
-shows; of other mistakes that are made at random, one in 2^32 does not.
+For each tensor, hash(index in the global tensor, bits of the element) is summed mod 2^64 over all elements. The digest
+is the sha256 of the sorted (key, shape, sum). A sum does not depend on who holds which element, so each rank hashes
+some of those that it has, and one all-reduce of 8 bytes per tensor adds them up.
+
+The hash has 32 bits, or 64 for elements of 8 bytes. It uses the finalisers of MurmurHash3 (Appleby 2011) and splitmix64
+(Steele, Lea, Flood 2014) in integers that wrap. Training may wait for the digest, and 32 bits take a quarter of the
+time of 64. The hash is one-to-one in the bits, so a single changed element always changes the digest. Of other random
+errors, one in 2^32 goes unnoticed.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from nbkit.rank.device import accelerator
 from nbkit.tensor_layout import Box, Layout, bounds
 
 _CPU_CHUNK, _CHUNK = 1 << 16, 1 << 20
-"""Elements hashed at once. On a CPU what is worked on stays in a core's cache."""
+"""Elements hashed at once. On a CPU they fit in the cache of a core."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Hash(NamedTuple):
-    """Of x = value * bits + index * place: for each (shift, factor) x ^= x >> shift, x *= factor."""
+    """A hash function: x = value * bits + index * place, then for each (shift, factor) x ^= x >> shift, x *= factor."""
 
     dtype: torch.dtype
     index: int  # type: ignore[assignment]  # not tuple's method
@@ -52,11 +54,11 @@ def digest(
     rank: int,
     device: torch.device,
 ) -> str:
-    """64 hexadecimal digits, the same on every rank. Collective: one all-reduce of 8 bytes per tensor.
+    """Return 64 hexadecimal digits, the same on every rank. Collective: one all-reduce of 8 bytes per tensor.
 
-    state: this rank's tensors. layouts_by_rank: those of all ranks; elements that several hold are shared out
-    among them, and each counts once over the world. device: one that the process group can send from. Raises
-    TrainingError for complex128, which has no integer of its size.
+    state: this rank's tensors. layouts_by_rank: the layouts of all ranks; elements that several ranks hold are divided
+    among them, so that each counts once. device: one that the process group can send from. Raises TrainingError for
+    complex128, which has no integer dtype of its size.
     """
     shapes = {key: layout.shape for theirs in layouts_by_rank for key, layout in theirs.items()}
     keys = sorted(shapes)
@@ -68,8 +70,7 @@ def digest(
 
 
 def scratch_bytes(*states: Mapping[str, tuple[Tensor, Layout]]) -> int:
-    """Return what a digest of any of `states` takes beside it at a time: of a chunk, the hash and a shifted copy;
-    places."""
+    """Return the bytes that a digest of any of `states` needs at a time: a chunk's hash, a shifted copy, and places."""
     elements = max((sum(tensor.numel() for tensor, _ in state.values()) for state in states), default=0)
     return 4 * 8 * min(elements, _CHUNK)
 
@@ -82,7 +83,7 @@ def sums(
     *,
     rank: int,
 ) -> Tensor:
-    """Return what this rank adds to the sum of each of `keys`: int64, on the device of most tensors. Not collective."""
+    """Return this rank's share of each sum in the order of `keys`: int64, on an accelerator if any. Not collective."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     numbers: dict[Layout | None, int] = {None: 0}
     known = {
@@ -103,7 +104,7 @@ def sums(
 
 
 def _share(layouts: Sequence[Layout | None], rank: int) -> list[tuple[Box, Box]]:
-    """Return what `rank` hashes: (box of its local tensor, the same in the global one)."""
+    """Return the boxes that `rank` hashes: (box in its local tensor, the same box in the global one)."""
     holders: dict[Box, list[int]] = {}
     for other, layout in enumerate(layouts):
         for box in held(layout):
@@ -112,7 +113,7 @@ def _share(layouts: Sequence[Layout | None], rank: int) -> list[tuple[Box, Box]]
     own = layouts[rank]
     found = []
     for here, there in own.pieces if own is not None else ():
-        # Where boxes overlap without being equal, the one with the lowest rank counts.
+        # If boxes overlap without being equal, the one of the lowest rank counts.
         before = [box for box in holders if order[box] < order[there]]
         for box in uncovered((there,), before):
             ranks = holders[there]
@@ -122,7 +123,7 @@ def _share(layouts: Sequence[Layout | None], rank: int) -> list[tuple[Box, Box]]
 
 
 def _part(box: Box, parts: int, index: int) -> Box | None:
-    """Part `index` of `parts` nearly equal ones along the longest dim, None when it is empty."""
+    """Return part `index` of `parts` nearly equal parts along the longest dim, or None if it is empty."""
     if not box.shape:
         return box if index == 0 else None
     dim = max(range(len(box.shape)), key=lambda d: box.shape[d])
@@ -148,9 +149,9 @@ class _Hasher:
         self._room: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def sums(self, every: Sequence[Tensor], layout: Layout | None, share: Sequence[tuple[Box, Box]]) -> Tensor:
-        """For each of the tensors, which have one layout, the sum over the elements that `share` names.
+        """Return for each tensor the sum over the elements in `share`. All tensors have the same layout.
 
-        share: (box of the tensors, the same box of the global ones).
+        share: (box in the tensors, the same box in the global ones).
         """
         device = every[0].device
         total = torch.zeros(len(every), dtype=torch.int64, device=device)
@@ -176,7 +177,7 @@ class _Hasher:
         for along in places:
             mixed += along
         for shift, factor in of.rounds:
-            # A signed shift draws the sign along; the mask makes it the unsigned one.
+            # A signed shift copies the sign bit; the mask makes it an unsigned shift.
             torch.bitwise_right_shift(mixed, shift, out=spare)
             mixed ^= spare.bitwise_and_((1 << (width - shift)) - 1)
             if factor != 1:
@@ -184,7 +185,7 @@ class _Hasher:
         return mixed
 
     def _two(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Memory for two tensors of this shape, with anything in it."""
+        """Return uninitialized memory for two tensors of this shape."""
         size, room = torch.Size(shape).numel(), self._room.get((device, dtype))
         if room is None or room.shape[1] < size:
             room = self._room[device, dtype] = torch.empty(2, size, dtype=dtype, device=device)
@@ -192,13 +193,13 @@ class _Hasher:
 
 
 def _places(part: Box, shape: Sequence[int], of: _Hash, device: torch.device) -> list[Tensor]:
-    """Return one for each dim, which broadcast and add up to the index in the flattened global tensor x of.index."""
+    """Return one tensor per dim. They broadcast and add up to of.index x the index in the flattened global tensor."""
     found, stride = [], 1
     for dim in reversed(range(len(part.shape))):
         start, length = part.start[dim], part.shape[dim]
         along = torch.arange(start, start + length, dtype=torch.int64, device=device)
         along *= _signed(stride * of.index, 64)
-        # What 32 bits cannot hold is cut off: that is mod 2^32.
+        # The cast cuts off higher bits, which is mod 2^32.
         found.append(along.to(of.dtype).view([length if d == dim else 1 for d in range(len(part.shape))]))
         stride *= shape[dim]
     return found
@@ -209,5 +210,5 @@ def _chunk(device: torch.device) -> int:
 
 
 def _signed(number: int, width: int) -> int:
-    """The signed integer of so many bits that is the same mod 2^width."""
+    """Return the signed integer of `width` bits that equals `number` mod 2^width."""
     return (number + (1 << (width - 1))) % (1 << width) - (1 << (width - 1))

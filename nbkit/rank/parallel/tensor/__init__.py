@@ -1,1 +1,1 @@
-"""Tensor parallelism: `plan/` finds which module is split how, `apply.py` splits it, `proof/` judges it."""
+"""Tensor parallelism: `plan/` decides how modules are split, `apply.py` splits them, `proof/` checks the splits."""

@@ -1,10 +1,10 @@
-"""Tensor parallelism (Shoeybi et al. 2019) on a model that was written without it: the plan put into effect.
+"""Apply a tensor-parallel plan (Shoeybi et al. 2019) to a model that was written without it.
 
-On the wire, per forward and backward, tensor axis of n ranks, S = B x T x D elements, L blocks of attention and MLP:
-4 L all-reduces of S (or, with sequence parallelism, as many pairs of all-gather and reduce-scatter, the same
-bytes), one for the embedding, one for the head, three numbers per position for the loss. With sequence parallelism
-positions stay split from the embedding to the head. Where one of the two is not split by the vocabulary, or something
-else between wants all positions, an all-gather of S takes its place (sharded_tensor.py).
+Communication per forward and backward, with n ranks on the tensor axis, S = B x T x D elements, and L blocks of
+attention and MLP: 4 L all-reduces of S, one for the embedding, one for the head, and three numbers per position for the
+loss. With sequence parallelism each all-reduce becomes an all-gather and a reduce-scatter, which send the same bytes.
+Positions then stay split from the embedding to the head. If the embedding or the head is not split by the vocabulary,
+or other code between them needs all positions, an all-gather of S takes its place (sharded_tensor.py).
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ from nbkit.tensor_layout import Layout
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """What became of a module. layouts: every parameter, by its first name; partial: those whose gradients are sums
-    over the tensor axis; notes: what a user should know; rows: (module, how it is split, why not)."""
+    """Result of splitting a module.
+
+    layouts: first name of each parameter -> its layout. partial: parameters whose gradients must be summed over the
+    tensor axis. notes: messages for the user. rows: (module, how it is split, why it is not).
+    """
 
     layouts: Mapping[str, Layout]
     partial: frozenset[str]
@@ -74,13 +77,13 @@ def tensor_parallel(
     plan: TensorPlan | Mapping[str, str] | None = None,
     sequence: bool = True,
 ) -> TensorSplit:
-    """Let this rank hold its part of `module` along the axis tp, in place: parameters, attributes, forwards.
+    """Reduce `module` in place to this rank's part along the axis tp: parameters, attributes and forwards.
 
-    plan: made of the whole model by `plan_of`; or the user's roles, when `module` is the whole model. A placeholder is
-    replaced by a smaller one, a real parameter by its part. sequence: split positions between the maps where the
+    plan: made from the whole model by `plan_of`, or the user's roles if `module` is the whole model. A placeholder is
+    replaced by a smaller one, a real parameter by its part. sequence: also split positions between the maps where the
     structure allows it.
-    Every rank of the axis must be given the same inputs, and computes the same loss.
-    Raises StrategyError when something does not divide or is not known how to split.
+    Every rank of the axis must get the same inputs. All of them compute the same loss.
+    Raises StrategyError if a size does not divide, or if it is not known how to split something.
     """
     group = axes.group("tp")
     if group is None:
@@ -94,7 +97,7 @@ def tensor_parallel(
 
 
 def parts_of(module: nn.Module, plan: TensorPlan, size: int, index: int, *, sequence: bool = False) -> TensorSplit:
-    """Return what would become of rank `index` of `size`; sends nothing. `module`, a skeleton, is used up."""
+    """Return the split that rank `index` of `size` would get. Sends nothing, and consumes the skeleton `module`."""
     (surgery := _Surgery(module, TpGroup(None, size, index), plan)).apply(sequence)  # type: ignore[arg-type]
     return TensorSplit(surgery.layouts, frozenset(surgery.partial), tuple(surgery.notes), ())
 
@@ -113,7 +116,7 @@ class _Surgery:
         self.plan = replace_fields(plan, pairs=tuple(here))
 
     def apply(self, sequence: bool) -> None:
-        """Pairs, then single modules, then blocks; parameters last, since ties are seen by identity."""
+        """Split pairs, then single modules, then blocks. Parameters come last, because ties are found by identity."""
         found = chains(self.module, self.plan) if sequence else []
         split = [chain for chain in found if self._may_split(chain)]
         in_sequence = {pair.owner for chain in split for pair in chain.pairs}
@@ -154,7 +157,7 @@ class _Surgery:
         return not why
 
     def _only_heads(self, pair: Pair) -> bool:
-        """Return True if an attention has nothing with parameters but its maps and what is alike for every head."""
+        """Return True if all parameters of an attention belong to its maps or are the same for every head."""
         maps = tuple(f"{path}." for path in (*pair.columns, *pair.rows))
         rest = self.parts[pair.owner].named_parameters(prefix=pair.owner)
         return pair.heads is not None and all(name.startswith(maps) or p.numel() == pair.heads.dim for name, p in rest)
@@ -266,7 +269,7 @@ class _Surgery:
             put_around(block, SequenceParallelBlock, _team=self.team)
 
     def _off_the_fast_path(self) -> None:
-        """torch's encoder computes whole layers in one kernel while evaluating, past everything that is put around."""
+        """Turn off the fused kernel that torch's encoder uses in evaluation, since it bypasses our wrappers."""
         for part in self.module.modules():
             if isinstance(part, nn.TransformerEncoder):
                 part.use_nested_tensor = False
@@ -274,7 +277,7 @@ class _Surgery:
                 part.activation_relu_or_gelu = 0
 
     def _ranges(self, widths: Sequence[int]) -> list[tuple[int, int]]:
-        """This rank's range of each of the matrices that lie behind one another."""
+        """Return this rank's range in each of the concatenated matrices."""
         return ranges_of(widths, self.team.size, self.team.index)
 
     def _cut(self, cuts: Iterable[Cut]) -> None:

@@ -1,4 +1,4 @@
-"""Attention over a part of the heads: torch's MultiheadAttention, which asserts its sizes, and the sizes in others."""
+"""Attention over a part of the heads: torch's MultiheadAttention, and the sizes that other attentions ask for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nbkit.rank.torch_private import canonical_mask, dtype_of
 
 
 def why_not_packed(module: nn.Module) -> str:
-    """Why an nn.MultiheadAttention cannot be split by heads; empty when it can."""
+    """Return why an nn.MultiheadAttention cannot be split by heads, or "" if it can."""
     itself: Any = module
     if not itself._qkv_same_embed_dim:
         return "kdim or vdim differ from embed_dim"
@@ -31,7 +31,7 @@ def why_not_packed(module: nn.Module) -> str:
 
 
 class _Weights:
-    """Stands for the attention weights, which nobody has: each rank computed those of its heads."""
+    """Stand-in for the attention weights, which are not gathered: each rank computed only those of its heads."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise TrainingError(
@@ -43,7 +43,7 @@ class _Weights:
 
 
 class SplitAttention(Around):
-    """Around nn.MultiheadAttention, of which this rank holds the heads `start` and following."""
+    """Wrapper of an nn.MultiheadAttention of which this rank holds some heads."""
 
     _link: PairState
     _heads: Heads
@@ -59,7 +59,7 @@ class SplitAttention(Around):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Any]:
-        """As nn.MultiheadAttention; inputs (B, T, D), (T, B, D) without batch_first, or (T, D)."""
+        """Compute nn.MultiheadAttention. Inputs are (B, T, D), (T, B, D) without batch_first, or (T, D)."""
         itself: Any = self.module
         link, heads = self._link, self._heads
         link.reset()
@@ -99,7 +99,7 @@ class SplitAttention(Around):
 def _mask(
     attention: Any, q: Tensor, k: Tensor, mask: Tensor | None, padding: Tensor | None, first: int, heads: int
 ) -> Tensor | None:
-    """Both masks as one that is added to the scores: (B or 1, heads of this rank or 1, T, S)."""
+    """Combine both masks into one to add to the scores: (B or 1, heads of this rank or 1, T, S)."""
     rows, count = q.shape[:2]
     if padding is not None:
         padding = canonical_mask(padding, "key_padding_mask", dtype_of(mask), "attn_mask", q.dtype)
@@ -125,7 +125,7 @@ def _attend(
     explicit: bool,
     sequence: bool,
 ) -> Tensor:
-    """explicit: in the steps that torch takes when weights are asked for, so that dropout draws at the same place."""
+    """Attend. explicit: take the steps of torch with need_weights=True, so that dropout draws at the same place."""
     if sequence:
         with gathered("sequence"):
             return _attend(q, k, v, mask, drop, is_causal=is_causal, explicit=explicit, sequence=False)
@@ -137,16 +137,17 @@ def _attend(
 
 
 def sizes_of_part(pair: Pair | None, size: int) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what is to be around the forward of the module that holds `pair`, on one of `size` ranks."""
+    """Return a factory of the context for the forward of the module that holds `pair`, on one of `size` ranks."""
     if pair is None or pair.heads is None or not pair.views:
         return nullcontext
     return partial(_SizesOfPart, pair.heads, pair.totals, size)
 
 
 class _SizesOfPart(TorchFunctionMode):
-    """Around an attention whose code asks for the sizes of all heads, as `y.view(B, T, C)`: it gets those of a part.
+    """Mode for an attention whose code asks for the sizes of all heads, as in `y.view(B, T, C)`.
 
-    Only where no other answer fits: what is viewed, or split, is `size` times too small. The proof has run it.
+    It replaces them by the sizes of a part, but only if the tensor is `size` times too small for what is asked. The
+    proof has run the attention in this mode.
     """
 
     def __init__(self, heads: Heads, widths: Iterable[int], size: int) -> None:
@@ -168,7 +169,10 @@ class _SizesOfPart(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _shape(self, number: int, shape: Sequence[int], first: int) -> tuple[int, ...]:
-        """`shape`, of `number` elements of a part. first: dims before it are rows and positions, but for the last."""
+        """Return `shape` for the `number` elements of a part.
+
+        first: the first dim that may be divided, apart from the last; those before it are rows and positions.
+        """
         asked, known = list(shape), math.prod(n for n in shape if n != -1)
         among = self.totals
         if -1 in shape:

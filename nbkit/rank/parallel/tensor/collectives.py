@@ -1,11 +1,11 @@
-"""Collectives with a gradient: where tensors pass from one way of being spread over a group to another.
+"""Collectives with a gradient, which change how a tensor is spread over a group.
 
-A tensor is *whole* (the same on every rank, its gradient too), *split* along a dim (parts as long as `bounds` says,
-which need not be equal), or *partial* (the truth is the sum over the ranks). A part is contiguous, or what another
-`parting` says; what is whole has its own order. Each function says what its input and its output are; the backward pass
-is the transposed collective (Shoeybi et al. 2019, f and g; Korthikanti et al. 2022 for the sequence).
+A tensor is *whole* (it and its gradient are the same on every rank), *split* along a dim (`bounds` gives the lengths of
+the parts, which need not be equal), or *partial* (its value is the sum over the ranks). A part is contiguous unless
+`parting` says otherwise; a whole tensor is in its own order. Each function states what its input and output are. The
+backward pass is the transposed collective (Shoeybi et al. 2019, f and g; Korthikanti et al. 2022 for the sequence).
 
-    function              forward           backward          wire per rank, forward + backward, tensor of S bytes
+    function              forward           backward          sent per rank, forward + backward, tensor of S bytes
     copy_to               -                 all-reduce        0 + 2 S (n-1)/n
     reduce_from           all-reduce        -                 2 S (n-1)/n + 0
     split_to              -                 all-gather        0 + S (n-1)/n
@@ -27,38 +27,41 @@ from torch.nn import functional as F
 
 from nbkit.tensor_layout import Parting, Runs, contiguous, count
 
-# The names changed in torch 2.13; the older ones warn there.
+# torch 2.13 renamed these functions; the old names warn there.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Whole -> whole, for a computation of which every rank does a part: the parts of the gradient are summed."""
+    """Pass on `x` (whole -> whole), before a computation that the ranks divide. Backward sums their gradients."""
     return _Copy.apply(x, group)  # type: ignore[no-any-return]
 
 
 def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Partial -> whole."""
+    """Sum over the ranks (partial -> whole)."""
     return _Reduce.apply(x, group)  # type: ignore[no-any-return]
 
 
 def split_to(x: Tensor, group: dist.ProcessGroup, dim: int, parting: Parting = contiguous) -> Tensor:
-    """Whole -> this rank's part along `dim`."""
+    """Take this rank's part along `dim` (whole -> split)."""
     return _Split.apply(x, group, dim % x.ndim, parting)  # type: ignore[no-any-return]
 
 
 def gather_from(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parting: Parting = contiguous) -> Tensor:
-    """Parts along `dim` -> whole, `total` long there, for a computation that every rank repeats."""
+    """Gather parts along `dim` (split -> whole, `total` long), before a computation that every rank repeats."""
     return _Gather.apply(x, group, dim % x.ndim, total, parting)  # type: ignore[no-any-return]
 
 
 def gather_seq(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parting: Parting = contiguous) -> Tensor:
-    """Parts along `dim` -> whole, for a computation of which every rank does a part: gradients are summed and split."""
+    """Gather parts along `dim` (split -> whole, `total` long), before a computation that the ranks divide.
+
+    Backward sums the gradients and splits them.
+    """
     return _GatherSum.apply(x, group, dim % x.ndim, total, parting)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_seq(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Partial -> this rank's part along `dim` of the sum."""
+    """Sum over the ranks and take this rank's part along `dim` (partial -> split)."""
     return _ReduceScatter.apply(x, group, dim % x.ndim, contiguous)  # type: ignore[no-any-return]
 
 
@@ -119,20 +122,20 @@ class _ReduceScatter(_Split):
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # A copy: autograd hands one gradient to several consumers.
+    # Copy, because autograd passes one gradient to several consumers.
     summed = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(summed, group=group)
     return summed
 
 
 def taken(x: Tensor, dim: int, runs: Runs) -> Tensor:
-    """Return the `runs` of `x` along `dim`, one behind the other: a view where it is one."""
+    """Return the `runs` of `x` along `dim`, concatenated. A single run is returned as a view."""
     found = [x.narrow(dim, start, stop - start) for start, stop in runs]
     return found[0] if len(found) == 1 else torch.cat(found, dim)
 
 
 def together(parts: Sequence[Tensor], dim: int, total: int, parting: Parting) -> Tensor:
-    """The whole, `total` long along `dim`, of which `parts` (their ends may be padding) are what each rank holds."""
+    """Return the whole tensor, `total` long along `dim`, from the `parts` of all ranks, which may end in padding."""
     runs = []
     for index, part in enumerate(parts):
         at = 0
@@ -154,7 +157,7 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, parting: Parting) -> Tensor:
-    """Parts are padded to the longest on the wire, which for n ranks is at most n - 1 slices in all."""
+    """Gather the parts, each padded to the longest: at most n - 1 slices of padding in all for n ranks."""
     size = group.size()
     longest = -(-total // size)
     sent = _padded(x, dim, longest).contiguous()
@@ -173,7 +176,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, parting: Part
         parts = [taken(x, dim, contiguous(total, size, i)) for i in range(size)]
         sent = torch.stack([_padded(part, dim, longest) for part in parts])
     else:
-        # Run by run, so that nothing else is in memory for a moment.
+        # Copy run by run, to avoid temporary tensors.
         sent = x.new_empty((size, *x.shape[:dim], longest, *x.shape[dim + 1 :]))
         for i in range(size):
             at = 0
@@ -185,5 +188,5 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int, parting: Part
     if prod(received.shape):
         _scatter_single(received.view(-1), sent.view(-1), group=group)
     own = count(parting(total, size, group.rank()))
-    # No view, so that the model may change it in place.
+    # Not a view, so that the model may change it in place.
     return received if own == longest else received.narrow(dim, 0, own).clone()

@@ -1,18 +1,17 @@
-"""Linear maps and embeddings of which a rank holds a part: put around the forwards that the user wrote.
+"""Split linear maps and embeddings: wrappers around the forwards that the user wrote.
 
-Column     output features split; input whole (or, under sequence parallelism, a part of the positions)
-Row        input features split; output summed over the ranks, then the bias, once
-Gathered   output features split and gathered at once: right anywhere, at the price of an all-gather
-SplitRow   input features split at once, of an input that has all
-Vocabulary rows of an embedding split; ids of other ranks give zero, and the sum is the row: of this rank's positions
-           as a PositionShard, where blocks take such
-Head       a ColumnParallel whose output stays in parts as a VocabShard
+ColumnParallel   output features are split; the input is whole (with sequence parallelism: a part of the positions)
+RowParallel      input features are split; the output is summed over the ranks, then the bias is added once
+GatheredOutputs  output features are split and gathered at once: correct anywhere, but costs an all-gather
+SplitRow         input features are split, and cut here from an input that has all of them
+Vocabulary       rows of an embedding are split; ids of other ranks give zero, and the sum over the ranks is the row;
+                 under sequence parallelism the result is a PositionShard of this rank's positions
+Head             output features are split and stay split, as a VocabShard
 
-The state that column-parallel and row-parallel maps of one pair share while a forward pass runs through them.
-
-Between the first column map's output and the row map's input, a rank works on its heads or features, and on all
-positions; before and after, on all features, and with sequence parallelism on its part of the positions. The ambient
-extents (nbkit.rank.rng.draw_plan) follow that, which is why dropout in between still draws what one process draws.
+`PairState` is the state that the maps of one pair share during a forward pass. Between the output of the first column
+map and the input of the row map, a rank works on its heads or features and on all positions. Before and after, it works
+on all features, and with sequence parallelism on its part of the positions. The ambient extents
+(nbkit.rank.rng.draw_plan) follow this, so that dropout in between draws what one process would draw.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from nbkit.tensor_layout import bounds
 
 
 class Around(Wrapper):
-    """Runs around the forward of `module`. state: becomes its attributes."""
+    """A wrapper around the forward of `module`. state: becomes the attributes of the wrapper."""
 
     def __init__(self, module: nn.Module, **state: Any) -> None:
         super().__init__(module.forward)
@@ -46,7 +45,7 @@ class Around(Wrapper):
 
 
 def put_around(module: nn.Module, kind: type[Around], **state: Any) -> None:
-    """Let `kind` run around the forward of `module`, which stays what it is (class, names, hooks)."""
+    """Wrap the forward of `module` in `kind`. The module keeps its class, names and hooks."""
     own = vars(module).get("forward")
     if own is not None and not isinstance(own, Wrapper):
         raise StrategyError(
@@ -59,14 +58,14 @@ def put_around(module: nn.Module, kind: type[Around], **state: Any) -> None:
 
 @dataclass(frozen=True)
 class TpGroup:
-    """The ranks of the tensor axis, and this one's place among them."""
+    """The ranks of the tensor axis, and the place of this rank among them."""
 
     group: dist.ProcessGroup
     size: int
     index: int
 
     def bounds(self, total: int) -> tuple[int, int]:
-        """First and one past the last of `total` things that this rank holds."""
+        """Return (start, stop) of this rank's share of `total` items."""
         return bounds(total, self.size, self.index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TpGroup:
@@ -75,8 +74,11 @@ class TpGroup:
 
 @dataclass
 class PairState:
-    """One pair. kind, total: what is split between its maps, "head" or "feature", and how many there are; inner:
-    features between the maps; sequence: positions are split around it; at_owner: the module around it gathers them."""
+    """State of one pair of maps.
+
+    kind: what is split between the maps, "head" or "feature". total: how many of these there are. inner: features
+    between the maps. sequence: positions are split around the pair. at_owner: the module around the pair gathers them.
+    """
 
     team: TpGroup
     kind: str
@@ -90,14 +92,14 @@ class PairState:
     ended: bool = False
 
     def reset(self) -> None:
-        """A forward begins; the one before may have been broken off between the maps."""
+        """Reset at the start of a forward; the previous one may have stopped between the maps."""
         self._taken.clear()
         self._outside = None
 
     def take(self, x: Tensor, *, whole: bool = False) -> Tensor:
-        """`x`, ready for a column map. The maps of a pair share it: one collective, in each direction.
+        """Return `x`, ready for a column map. The maps of a pair share it, so there is one collective per direction.
 
-        whole: it is not split over positions, whatever the sequence does (the memory of a cross-attention).
+        whole: `x` has all positions even under sequence parallelism, as the memory of a cross-attention does.
         """
         for before, after in self._taken:
             if x is before or x is after:
@@ -110,22 +112,22 @@ class PairState:
         return ready
 
     def column_input(self, x: Tensor) -> Tensor:
-        """Return the same, from a column map itself."""
+        """Return the input of a column map, made ready unless the owner has done so."""
         return x if self.at_owner else self.take(x)
 
     def before(self) -> AbstractContextManager[None]:
-        """Around a column map: LoRA's dropout there sees all positions and all features."""
+        """Return a context for a column map, whose LoRA dropout sees all positions and all features."""
         return restored(self._inside())
 
     def begin(self) -> None:
-        """A column map is through."""
+        """Note that a column map has run."""
         self.begun = True
         inside = self._inside((self.kind, self.total))
         self._outside = present() if self._outside is None else self._outside
         _present.set(inside)
 
     def after(self) -> AbstractContextManager[None]:
-        """Around the row map: LoRA's dropout there sees this rank's features, whatever they were made of."""
+        """Return a context for the row map, whose LoRA dropout sees this rank's features."""
         return restored(self._inside(("feature", self.inner)))
 
     def _inside(self, *parts: tuple[str, int]) -> Present:
@@ -138,7 +140,7 @@ class PairState:
             return present()
 
     def end(self, partial: Tensor, bias: Tensor | None) -> Tensor:
-        """The row map is through: `partial` summed over the ranks, and the bias once."""
+        """Note that the row map has run. Return `partial` summed over the ranks, plus the bias once."""
         if self._outside is not None:
             _present.set(self._outside)
         self.reset()
@@ -149,7 +151,7 @@ class PairState:
 
 
 def positions() -> int:
-    """Return how many positions the sequence has of which this rank works on a part."""
+    """Return the number of positions of the whole sequence, of which this rank works on a part."""
     here = extent_of("sequence")
     if here is None:
         raise TrainingError(
@@ -160,7 +162,7 @@ def positions() -> int:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `change` on every tensor in it; other objects (a cache, a config) as they are."""
+    """Return `value` with `change` applied to every tensor in it. Other objects (a cache, a config) stay the same."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):
@@ -171,7 +173,7 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the hidden states among the arguments of a block: the first one, by place or by name."""
+    """Return the hidden states of a block: the argument `hidden_states`, or else the first argument if a tensor."""
     value = args[0] if args else next(iter(kwargs.values()), None)
     if "hidden_states" in kwargs:
         value = kwargs["hidden_states"]
@@ -179,7 +181,7 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
 
 
 class ColumnParallel(Around):
-    """Around a linear map of which this rank holds some output features."""
+    """Wrapper of a linear map of which this rank holds some output features."""
 
     _link: PairState
 
@@ -201,19 +203,19 @@ class RowCore(Around):
 
 
 class RowParallel(Around):
-    """Around a linear map of which this rank holds some input features. Its core is a RowCore."""
+    """Wrapper of a linear map of which this rank holds some input features. Its core is a RowCore."""
 
     _link: PairState
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # What LoRA adds is a part of the sum too.
+        # The output of LoRA is part of the sum, too.
         with self._link.after():
             partial = self.plain(x, *args, **kwargs)
         return self._link.end(partial, core(self.module).bias)
 
 
 class GatheredOutputs(Around):
-    """Around a linear map of which this rank holds some output features, for readers who expect all of them."""
+    """Wrapper of a linear map of which this rank holds some output features, for code that expects all of them."""
 
     _team: TpGroup
     _total: int
@@ -224,7 +226,7 @@ class GatheredOutputs(Around):
 
 
 class SplitRow(Around):
-    """Around a linear map of which this rank holds some input features, for an input that has all of them."""
+    """Wrapper of a linear map of which this rank holds some input features, for an input that has all of them."""
 
     _team: TpGroup
 
@@ -239,7 +241,7 @@ class SplitRow(Around):
 
 
 class Head(Around):
-    """Around the map to the vocabulary."""
+    """Wrapper of the map to the vocabulary."""
 
     _team: TpGroup
     _total: int
@@ -250,7 +252,7 @@ class Head(Around):
 
 
 class Vocabulary(Around):
-    """Around an embedding of which this rank holds some rows."""
+    """Wrapper of an embedding of which this rank holds some rows."""
 
     _team: TpGroup
     _total: int
@@ -271,7 +273,7 @@ class Vocabulary(Around):
 
 
 class Owner(Around):
-    """Around the module that holds a pair: what the pair keeps during a forward ends with it."""
+    """Wrapper of the module that holds a pair. It resets the state of the pair for each forward."""
 
     _links: tuple[PairState, ...]
     _attention: PairState | None
@@ -297,10 +299,10 @@ class Owner(Around):
 def _taken(
     link: PairState, takes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of an attention, each heads' share of whose gradients has to be summed: learned masks, if it takes any.
+    """Return the arguments of an attention, with those wrapped whose gradients are sums over the heads: learned masks.
 
-    The hidden states, and a memory, are left to the column maps, which know that they project; only where positions
-    are split they are gathered here, before the attention reads their shape.
+    Hidden states and a memory are left to the column maps that project them. Only if positions are split are they
+    gathered here, before the attention reads their shape.
     """
     hidden = first_tensor(args, kwargs)
 

@@ -1,11 +1,11 @@
 """Sequence parallelism (Korthikanti et al. 2022): between the maps, positions are split instead of repeated.
 
-What stands between the maps of a block must treat positions one by one: norms, dropout, activations, residuals. A block
-with anything else in it stays with plain tensor parallelism, and a note says why.
+The code between the maps of a block must treat positions one by one: norms, dropout, activations, residuals. Blocks
+with other modules use plain tensor parallelism, and a note says why.
 
-On the wire, per block and pass, forward and backward: an all-gather and a reduce-scatter of B x T x D elements for each
-pair: the same bytes as plain tensor parallelism's all-reduces, with 1/n of the activations between them in memory.
-Between the blocks, before the first and behind the last: sharded_tensor.py.
+Each pair sends an all-gather and a reduce-scatter of B x T x D elements, in forward and in backward. These are the same
+bytes as the all-reduces of plain tensor parallelism, but only 1/n of the activations between the maps is in memory.
+For the code between, before and after the blocks see sharded_tensor.py.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ _HINT = "tp_plan={'<the maps of its attention>': 'replicate'} leaves the positio
 
 @dataclass
 class SequenceParallelChain:
-    """Neighbouring blocks, the output of each the input of the next."""
+    """Neighbouring blocks. The output of each is the input of the next."""
 
     blocks: list[tuple[str, nn.Module]]
     pairs: list[Pair]
 
 
 class SequenceParallelBlock(Around):
-    """Around a block that treats positions one by one, but for its pairs: takes hidden states (B, T, D), whole or as a
-    PositionShard, and gives a PositionShard. What else goes into it is whole."""
+    """Wrapper of a block that treats positions one by one, except in its pairs.
+
+    It takes hidden states (B, T, D), whole or as a PositionShard, and returns a PositionShard. All other arguments are
+    passed whole.
+    """
 
     _team: TpGroup
 
@@ -65,7 +68,7 @@ class SequenceParallelBlock(Around):
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the hidden states (B, T, D) among the arguments. Raises TrainingError when they are something else."""
+    """Return the hidden states (B, T, D) among the arguments. Raises TrainingError if there are none."""
     x = first_tensor(args, kwargs)
     if x is None or x.ndim != 3:
         raise TrainingError(
@@ -77,16 +80,16 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def chains(module: nn.Module, plan: TensorPlan) -> list[SequenceParallelChain]:
-    """Runs of neighbours that hold pairs, in the outermost containers that have such children.
+    """Return runs of neighbouring modules that hold pairs, in the outermost containers that have such children.
 
-    What holds none (a block of another pipeline stage, a pooling between blocks) ends a run.
+    A child without pairs (a block of another pipeline stage, a pooling between blocks) ends a run.
     """
     found: list[SequenceParallelChain] = []
     inside: list[str] = []
     for path, part in module.named_modules():
         if not isinstance(part, nn.ModuleList | nn.Sequential) or any(path.startswith(p) for p in inside):
             continue
-        # A pair whose two maps are children of the Sequential itself is no block of a chain.
+        # A Sequential whose own children are the maps of a pair is not a chain of blocks.
         if any(pair.owner == path for pair in plan.pairs):
             continue
         runs = list(_runs(f"{path}." if path else "", part, plan))
@@ -112,9 +115,9 @@ def _runs(dot: str, container: nn.Module, plan: TensorPlan) -> Iterator[Sequence
 
 
 def why_not_split(chain: SequenceParallelChain, heads_of: Collection[str]) -> str:
-    """Why its positions cannot be split; empty when they can. heads_of: owners whose input may be gathered."""
+    """Return why the positions of a chain cannot be split, or "". heads_of: owners whose input may be gathered."""
     covered = {path for pair in chain.pairs for path in (*pair.columns, *pair.rows)}
-    # Inside an attention all positions are there.
+    # An attention has all positions inside.
     covered |= {pair.owner for pair in chain.pairs if pair.kind != "mlp"}
     names = {name for name, _ in chain.blocks}
     for pair in chain.pairs:
@@ -139,7 +142,7 @@ def _is_pointwise(part: nn.Module) -> bool:
     own = [p for p in part._parameters.values() if p is not None]
     if any(p.ndim != 1 for p in own):
         return False
-    # A module of which nothing is known is trusted when it only scales features, or calls itself what it is.
+    # Trust an unknown module if it only scales features, or if its name says that it treats positions one by one.
     name, home = type(part).__name__.lower(), type(part).__module__
     known = home.startswith(("torch.nn.modules.activation", "transformers.activations"))
     harmless = bool(own) or known or any(word in name for word in ("norm", "drop", "identity"))

@@ -1,28 +1,20 @@
-"""A tensor of which every rank of a group holds a part, and which looks like the whole.
+"""Tensors that are split over a group but look like the whole tensor.
 
-`shape` and `size()` are those of the whole, so that code written for one process runs on it. What a subclass knows how
-to do in parts stays in parts. Anything else gathers the whole first, with the right gradient: always right, at the
-price of an all-gather, which every rank of the group makes since every rank runs the same code.
+The `shape` and `size()` of a `ShardedTensor` are those of the whole, so that code written for one process runs on it.
+Operations that a subclass can do on parts keep it split. Any other operation first gathers the whole, with the right
+gradient. That is always correct but costs an all-gather. All ranks join it, because all run the same code.
 
-Hidden states of which every rank holds some positions: what goes between the blocks of a sequence-parallel model.
+`PositionShard`: hidden states between the blocks of a sequence-parallel model. Each rank holds some positions, from a
+vocabulary-parallel embedding to a vocabulary-parallel head (Korthikanti et al. 2022, 4.2). Operations that treat
+positions one by one stay split: sums and products (a whole operand is cut to this rank's positions), norms over
+features, dropout, activations and casts. Parameters used on the way, such as the position table or the weights of a
+norm, are whole. Their gradients are made whole at once: an all-gather if they have positions, an all-reduce if not.
+Both are smaller than the hidden states by a factor of the batch size.
 
-From a vocabulary-parallel embedding to a vocabulary-parallel head positions stay split (Korthikanti et al. 2022, 4.2).
-The code between belongs to the model, and is not ours to rewrite: a `PositionShard` looks like the whole tensor (see
-sharded_tensor.py) and does in parts what treats positions one by one: sums and products, with whole tensors too, of
-which it takes its positions; norms over features; dropout; activations; casts. Anything else gathers it first.
-
-What is learned and is used on the way (the positions' table, a norm's weights) is whole, and its gradient is made whole
-at once: an all-gather of what has positions, an all-reduce of what has none. Both are a batch times smaller than the
-hidden states.
-
-Cross entropy of logits whose vocabulary is spread over a group (Shoeybi et al. 2019, 3).
-
-The output of a vocabulary-parallel head: every rank holds the logits of its part of the vocabulary.
-
-A `VocabShard` looks like the whole tensor (sharded_tensor.py), so that a loss written for one process runs on it. What
-losses do on the way (views, slices, casts, scaling, transposing) keeps it in parts. `F.cross_entropy` is then computed
-in place: per position three numbers go over the wire instead of a row of the vocabulary (one all-reduce of the
-maxima, one of exponent sums and target logits). Anything else gathers the whole first, with the right gradient.
+`VocabShard`: logits of a vocabulary-parallel head. Each rank holds those of its part of the vocabulary. The usual steps
+of a loss (views, slices, casts, scaling, transposing) keep them split. `F.cross_entropy` is computed on the parts
+(Shoeybi et al. 2019, 3). It sends three numbers per position instead of a row of the vocabulary: one all-reduce of the
+maxima, and one of exponent sums and target logits.
 """
 
 from __future__ import annotations
@@ -43,10 +35,10 @@ from nbkit.tensor_layout import bounds
 
 
 class ShardedTensor(Tensor):
-    """Spread over `group` along the dim `along`.
+    """A tensor split over `group` along the dim `along`.
 
-    part: this rank's, an ordinary tensor with its graph. total: length of the whole along that dim.
-    The object itself has no graph: whoever passes it to autograd past torch's functions is told so.
+    part: this rank's part, an ordinary tensor with its graph. total: length of the whole along that dim.
+    The object itself has no graph. Passing it to a torch.autograd.Function raises TrainingError.
     """
 
     _part: Tensor
@@ -58,7 +50,7 @@ class ShardedTensor(Tensor):
     called: ClassVar[str] = "tensor"
     way_out: ClassVar[str] = ""
     to_gather: ClassVar[str] = ""
-    """For errors: what it is to the user, how to do what it cannot, and what makes it whole."""
+    """Texts for errors: the name that users know, how to avoid the error, and how to gather the tensor."""
 
     @staticmethod
     def __new__(cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int) -> Self:
@@ -71,37 +63,37 @@ class ShardedTensor(Tensor):
         itself._part, itself.group, itself.total, itself.along = part, group, total, along
         itself._copies = []
         if with_graph:
-            # The gradient goes to the part. One that comes here was made by a torch.autograd.Function.
+            # Gradients go to the part. A gradient that arrives here comes from a torch.autograd.Function.
             with without_subclasses():
                 itself.register_hook(lambda _: cls._refuse_function("torch.autograd.Function"))
         return itself
 
     @property
     def part(self) -> Tensor:
-        """Return what this rank holds."""
+        """Return this rank's part."""
         with without_subclasses():
             foreign = self.grad_fn
         if foreign is not None:
             self._refuse_function(foreign.name())
         if any(counter._version != seen for counter, seen in self._copies):
-            # As in logits[..., 50257:].fill_(-inf): on one process that changes the tensor itself.
+            # For example logits[..., 50257:].fill_(-inf), which on one process changes the tensor itself.
             self._refuse("in place, on a view of them")
         return self._part
 
     def like(self, part: Tensor, along: int | None = None) -> Self:
-        """Another one, spread in the same way."""
+        """Return a new tensor around `part`, split in the same way."""
         return type(self)(part, self.group, self.total, self.along if along is None else along)
 
     def gathered(self) -> Tensor:
-        """Return the whole, the same on every rank. Collective over the group."""
+        """Return the whole tensor, the same on every rank. Collective over the group."""
         made = gather_from(self.part, self.group, self.along, self.total)
-        if not made.is_inference():  # nobody counts how often such a tensor was changed
+        if not made.is_inference():  # inference tensors have no version counter
             self._copies.append((_counter(made), made._version))
         return made
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what `func` gives in parts; NotImplemented when it takes the whole."""
+        """Return the result of `func` on the parts, or NotImplemented if it needs the whole tensor."""
         return NotImplemented
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -125,7 +117,7 @@ class ShardedTensor(Tensor):
             return answer
         name = getattr(func, "__name__", "")
         changes = name in _REFUSED or (name.endswith("_") and not name.endswith("__"))
-        # What changes an ordinary tensor may take the whole of the others.
+        # A function that changes an ordinary tensor may gather its other arguments.
         if (changes and not _is_plain(args[0] if args else None)) or isinstance(kwargs.get("out"), ShardedTensor):
             cls._refuse(name)
         plain_args, plain_kwargs = tree_map_only(ShardedTensor, whole, (list(args), kwargs))
@@ -156,12 +148,12 @@ class ShardedTensor(Tensor):
 
 
 def whole(x: Tensor) -> Tensor:
-    """`x`, gathered where it lies in parts."""
+    """Return `x`, gathered if it is split."""
     return x.gathered() if isinstance(x, ShardedTensor) else x
 
 
 def _counter(x: Tensor) -> Tensor:
-    """An empty tensor whose `_version` tells how often `x` was changed in place, through views too."""
+    """Return an empty tensor whose `_version` counts the in-place changes of `x`, also those through views."""
     alias = x.detach()
     alias.data = x.new_empty(0)
     return alias
@@ -199,12 +191,12 @@ _OF_PART: set[Any] = {*_getters("requires_grad", "grad_fn", "is_leaf")}
 
 
 def named(*names: str) -> list[Any]:
-    """The functions of torch that are called so, wherever they stand."""
+    """Return the functions with these names in torch, torch.Tensor and torch.nn.functional."""
     return [found for name in names for home in (torch, Tensor, F) if (found := getattr(home, name, None)) is not None]
 
 
 class PositionShard(ShardedTensor):
-    """Hidden states (B, T, ...) whose dim 1 is spread over `group`."""
+    """Hidden states (B, T, ...) whose dim 1 is split over `group`."""
 
     called, way_out = "positions of the hidden states", "write x = f(x) instead of changing x in place"
     to_gather = "x = x[...]"
@@ -216,7 +208,7 @@ class PositionShard(ShardedTensor):
         return ShardedTensor.__new__(cls, part, group, total, along)
 
     def gathered(self) -> Tensor:
-        """Return the whole. Several who need it share one all-gather."""
+        """Return the whole tensor. Repeated calls share one all-gather."""
         with_graph = torch.is_grad_enabled()
         if self._whole is None or self._whole[0] != with_graph:
             self._whole = with_graph, super().gathered()
@@ -224,37 +216,37 @@ class PositionShard(ShardedTensor):
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what treats every position by itself."""
+        """Run `func` on the parts if it treats each position by itself."""
         if "out" in kwargs or not args or (handler := _HANDLERS.get(func)) is None:
             return NotImplemented
         return handler(func, *args, **kwargs)
 
 
 def for_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All positions of `x`, for a computation of which every rank does a part: the parts of the gradient are summed."""
+    """Return all positions of `x`, for a computation that the ranks divide. Backward sums their gradients."""
     if isinstance(x, PositionShard):
         return gather_seq(x.part, x.group, x.along, x.total)
     return copy_to(whole(x), group)
 
 
 def positions_of(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """(this rank's positions of `x`, how many there are in all), for a computation that treats them one by one."""
+    """Return (this rank's positions of `x`, number of all positions), for a computation on each position by itself."""
     if isinstance(x, PositionShard):
         return x.part, x.total
     return split_to(whole(x), group, 1), x.shape[1]
 
 
 def give_whole(_: nn.Module, __: Any, output: Any) -> Any:
-    """Return a forward hook of the model: who calls it gets hidden states whole."""
+    """Gather hidden states in the output of the model; a forward hook."""
     if not any(isinstance(leaf, PositionShard) for leaf in tree_leaves(output)):
         return None
     return tree_map_only(PositionShard, PositionShard.gathered, output)
 
 
 def sendable(x: Tensor) -> Tensor:
-    """Return what goes to the next pipeline stage: this rank's positions, which `completed` makes the same of there.
+    """Return the tensor to send to the next pipeline stage: this rank's positions, which `completed` wraps again there.
 
-    Of a single position the parts are not shorter than the whole on every rank, so it goes whole.
+    A single position is sent whole, since its part has the shape of the whole on some rank.
     """
     if not isinstance(x, PositionShard):
         return x
@@ -262,7 +254,7 @@ def sendable(x: Tensor) -> Tensor:
 
 
 def completed(received: Tensor, whole: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Return what the stage before had, where its shape was `whole`."""
+    """Return the hidden states of the previous stage, whose full shape was `whole`, as a PositionShard if split."""
     if group is None or len(whole) < 3 or tuple(received.shape) == tuple(whole):
         return received
     start, stop = bounds(whole[1], group.size(), group.rank())
@@ -274,13 +266,13 @@ def completed(received: Tensor, whole: Sequence[int], group: dist.ProcessGroup |
 def _unary(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, PositionShard):
         return NotImplemented
-    # The dtype and device of another tensor, as in type_as.
+    # Other tensors only give a dtype and device, as in type_as.
     args = tuple(arg.part if isinstance(arg, ShardedTensor) else arg for arg in args)
     return _of(x, func(x.part, *args, **kwargs))
 
 
 def _of(x: PositionShard, part: Tensor) -> PositionShard:
-    """Around `part`; what was changed in place stays the same object."""
+    """Return a PositionShard around `part`: `x` itself if the operation changed its part in place."""
     if part is not x.part:
         return x.like(part)
     x._whole = None
@@ -288,12 +280,12 @@ def _of(x: PositionShard, part: Tensor) -> PositionShard:
 
 
 def _together(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """An operation that is elementwise in all its tensors."""
+    """Run an operation that is elementwise in all its tensors."""
     like = next((arg for arg in args if isinstance(arg, PositionShard)), None)
     if like is None or any(isinstance(value, Tensor) for value in kwargs.values()):
         return NotImplemented
     if func in _IN_PLACE and args[0] is not like:
-        return NotImplemented  # an ordinary tensor is to have the whole
+        return NotImplemented  # an ordinary tensor needs the whole result
     parts = [_fitting(arg, like) if isinstance(arg, Tensor) else arg for arg in args]
     if any(part is None for part in parts):
         return NotImplemented
@@ -303,8 +295,7 @@ def _together(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fitting(x: Tensor, like: PositionShard) -> Tensor | None:
-    """Return what `x` has for the positions of `like` on this rank, both being broadcast; None when there is no
-    telling."""
+    """Return the part of `x` that broadcasts with this rank's positions of `like`; None if that is unclear."""
     if isinstance(x, PositionShard):
         alike = (x.ndim, x.along, x.total) == (like.ndim, like.along, like.total)
         return x.part if alike else None
@@ -319,7 +310,7 @@ def _fitting(x: Tensor, like: PositionShard) -> Tensor | None:
 
 
 def _norm(func: Any, x: Any, shape: Any, *learned: Any, **kwargs: Any) -> Any:
-    """Return a norm over the last dim: what is learned gets its gradient from the positions of all ranks."""
+    """Run a norm over the last dims. Its parameters get gradients from the positions of all ranks."""
     if not isinstance(x, PositionShard) or len(shape) >= x.ndim - x.along:
         return NotImplemented
 
@@ -337,7 +328,7 @@ def _over_features(func: Any, x: Any, dim: Any = None, keepdim: bool = False, **
 
 
 def _index(func: Any, x: Any, index: Any) -> Any:
-    """Return all of it, as in x[:, 0:, :]."""
+    """Return `x` if the index selects all of it, as in x[:, 0:, :]."""
     items = index if isinstance(index, tuple) else (index,)
     every = all(
         isinstance(item, slice) and item.start in (None, 0) and item.stop is item.step is None for item in items
@@ -355,7 +346,7 @@ def _same_shape(func: Any, x: Any, *shape: Any, **kwargs: Any) -> Any:
 
 
 def _shape_only(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Nothing of the values is used: of the last argument, where it says the shape of another one."""
+    """Run a function that uses only the shape of a PositionShard, as in zeros_like or y.expand_as(x)."""
     if func is Tensor.expand_as and isinstance(args[0], PositionShard):
         return NotImplemented
     bare = [_blank(arg) if isinstance(arg, PositionShard) else arg for arg in args]
@@ -391,10 +382,11 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 def split_cross_entropy(
     logits: Tensor, target: Tensor, group: dist.ProcessGroup, *, total: int, ignore_index: int, smoothing: float
 ) -> Tensor:
-    """Losses (N,), zero where the target is `ignore_index`; the same on every rank. Half precision computes in float32.
+    """Return losses (N,), the same on every rank, zero where the target is `ignore_index`.
 
-    logits: this rank's columns (N, V / n) of `total` by `bounds`; target: ids (N,) in the whole vocabulary;
-    smoothing: as F.cross_entropy's label_smoothing. A target outside of the vocabulary is an error of the device.
+    logits: this rank's columns (N, V / n) of `total` by `bounds`; half precision is computed in float32. target: ids
+    (N,) in the whole vocabulary. smoothing: the label_smoothing of F.cross_entropy. A target outside of the vocabulary
+    is a device-side assertion failure.
     """
     return _SplitCrossEntropy.apply(logits, target, group, total, ignore_index, smoothing)  # type: ignore[no-any-return]
 
@@ -439,7 +431,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 class VocabShard(ShardedTensor):
-    """Logits whose dim `along` (mostly the last) is spread over `group`."""
+    """Logits whose dim `along` (mostly the last) is split over `group`."""
 
     called, to_gather = "logits", "logits = logits + 0"
     way_out = "logits = logits + 0 first, which gathers them; or tp_plan={'<the head>': 'colwise_gather'}"
@@ -450,7 +442,7 @@ class VocabShard(ShardedTensor):
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what losses do on the way."""
+        """Run `func` on the parts if it is one of the usual steps of a loss."""
         handler = _VOCAB_HANDLERS.get(func) if args and isinstance(args[0], VocabShard) else None
         return NotImplemented if handler is None else handler(func, *args, **kwargs)
 
@@ -467,7 +459,7 @@ def _scaled(func: Any, shard: VocabShard, *args: Any, **kwargs: Any) -> Any:
     plain = (int, float)
     if kwargs or not all(isinstance(arg, plain) or (isinstance(arg, Tensor) and arg.ndim == 0) for arg in args):
         return NotImplemented
-    # A learned scale gets a part of its gradient from each part of the vocabulary.
+    # Each part of the vocabulary contributes to the gradient of a learned scale.
     shared = [copy_to(arg, shard.group) if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args]
     return shard.like(func(shard.part, *shared))
 

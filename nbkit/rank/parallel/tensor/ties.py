@@ -1,4 +1,4 @@
-"""A weight that several modules hold is cut in one way in all of them, or it stays whole in all of them."""
+"""Tied weights: a weight that several modules hold is cut in the same way in all of them, or stays whole."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Place = tuple[int, str]
 def agreed(
     model: nn.Module, plan: TensorPlan, said: Collection[str] = (), *, trusted: Callable[[nn.Module], bool]
 ) -> TensorPlan:
-    """`plan` without what would cut a weight in one of its places and leave it whole, or cut it otherwise, in another.
+    """Return `plan` without the splits that would cut a tied weight differently in its places.
 
-    said: modules whose roles the user gave; a conflict with those is left to be refused. trusted: whether a module
-    that is no map is known not to compute with what it holds, as HF's heads that hold the bias of their map.
+    said: modules whose roles the user gave; conflicts with those are kept, and refused later. trusted: returns True for
+    a module that is not a map and does not compute with the weight it holds, like HF's heads with the bias of a map.
     """
     tied = {name: places for name, places in homes(model).items() if len(places) > 1}
     while tied:
@@ -54,7 +54,7 @@ def _computes(part: nn.Module) -> bool:
 
 
 def without(plan: TensorPlan, out: dict[str, str]) -> TensorPlan:
-    """`plan` less the pairs, by their row maps, and the single modules of `out`, with the reasons there."""
+    """Return `plan` without the pairs (by row map) and single modules in `out`, whose values become the reasons."""
     kept = tuple(pair for pair in plan.pairs if pair.rows[0] not in out)
     reasons = dict(plan.reasons) | {path: why for path, why in out.items() if path in plan.singles}
     for pair in plan.pairs:

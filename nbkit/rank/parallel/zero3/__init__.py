@@ -1,1 +1,1 @@
-"""ZeRO 3: parameters gathered for each block as it runs; which blocks, in which order, found by a dry run."""
+"""ZeRO 3: parameters are gathered for each block as it runs. A dry run finds the blocks and their order."""

@@ -1,12 +1,11 @@
-"""Finds the blocks of a model that ZeRO 3 gathers one at a time, by a dry run of its protocol on one process.
+"""Find the blocks of a model that ZeRO 3 gathers one at a time, by a dry run of its protocol on one process.
 
-The model runs forward and backward on an example, its own weights in place, while the protocol of ZeRO 3 is followed
-without sending anything: which units would be gathered, let go and reduced when. Every use of a parameter is seen. What
-is used while its unit would not be there is gathered with the root instead, which stays for the whole pass; so is a
-block that runs in another order than all ranks could keep to (one that is called twice, say). What then goes through is
-the plan. Models are never rewritten, and their structure only says where to look for blocks.
-
-One step and one evaluation of ZeRO 3 on one process: its protocol runs, and nothing is sent, freed or moved.
+The model runs one step and one evaluation on an example, with its own weights in place. The protocol of ZeRO 3 runs
+along (`rehearse`): it tracks when units would be gathered, freed and reduced, but nothing is sent, freed or moved.
+Every use of a parameter is seen. A parameter that is used while its unit would not be gathered is gathered with the
+root instead, which stays for the whole pass. So is a block that runs in an order that not all ranks could follow (one
+that is called twice, say). The first plan that succeeds is used. Models are never rewritten. Their structure only shows
+where to look for blocks.
 """
 
 from __future__ import annotations
@@ -46,8 +45,11 @@ _SETTERS = (Tensor.requires_grad_, Tensor.requires_grad.__set__, _DATA_SETTER)  
 
 
 class Uses:
-    """What a rehearsal has seen. outside: parameter -> how it is used while its unit is not there; changed: the first
-    that the model changes in place, and how."""
+    """Uses of parameters that a rehearsal has seen.
+
+    outside: parameter -> how it is used while its unit is not gathered. changed: the first parameter that the model
+    changes in place, and how.
+    """
 
     def __init__(self) -> None:
         self.outside: dict[str, str] = {}
@@ -68,9 +70,9 @@ def rehearse(
     run: Callable[[], Tensor],
     uses: Uses,
 ) -> list[str]:
-    """Return one step and one evaluation under the protocol. Those of `names` that hold more than what is rooted.
+    """Run one step and one evaluation under the protocol. Return those of `names` with parameters that are not rooted.
 
-    The module is left in evaluation. Raises TrainingError as they would.
+    The module is left in evaluation mode. Raises TrainingError as real steps would.
     """
     layouts = {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
     units = [module.get_submodule(name) for name in names]
@@ -82,7 +84,7 @@ def rehearse(
     settings = _Settings(slots, root, uses)
 
     def runs(unit: Unit) -> bool:
-        # On every rank, without luck: not only until the next unit comes.
+        # Require that a unit is surely gathered on every rank, not just until the next unit is gathered.
         return unit.here if in_backward() or unit is root else unit.depth > 0
 
     try:
@@ -104,7 +106,7 @@ def rehearse(
 
 @contextmanager
 def _runnable() -> Iterator[None]:
-    """A model that takes gradients in its forward cannot be evaluated, and need not be."""
+    """Ignore errors other than TrainingError: a model that takes gradients in its forward cannot be evaluated."""
     try:
         yield
     except TrainingError:
@@ -114,7 +116,7 @@ def _runnable() -> Iterator[None]:
 
 
 class _Standing(Unit):
-    """A unit whose parameters stay where they are; only what would become of them is followed."""
+    """A unit whose parameters stay in place; it only tracks the state that they would be in."""
 
     def __init__(self, name: str, slots: list[Slot]) -> None:
         self.name, self.slots, self._parts, self.autocast = name, slots, [], False
@@ -171,7 +173,7 @@ def _standing(
 
 
 class _Settings(TorchFunctionMode):
-    """Sees parameters being frozen or thawed, or given other memory, by the model while it runs."""
+    """Mode that sees when the model, while it runs, freezes or thaws parameters or sets their `.data`."""
 
     def __init__(self, slots: Mapping[int, tuple[Unit, Slot]], root: Unit, uses: Uses) -> None:
         super().__init__()
@@ -192,12 +194,12 @@ _ATTEMPTS = 8
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Plain data, the same on every rank that gets it.
+    """Plan of what ZeRO 3 gathers: plain data, the same on every rank.
 
     units: names of the blocks that are gathered one at a time, in the order of forward. rooted: names of parameters in
-    them that are gathered with the root. ahead: units gathered before backward comes to them. refused: why ZeRO 3 would
-    not train as one process does. notes: what is gathered for longer, and why. casts: what is gathered in the dtype of
-    autocast, None where nothing is.
+    them that are gathered with the root. ahead: number of units gathered before backward reaches them. refused: why
+    ZeRO 3 would not train as one process does. notes: what is gathered for longer, and why. casts: parameters gathered
+    in the dtype of autocast, or None.
     """
 
     units: tuple[str, ...] = ()
@@ -215,11 +217,11 @@ def plan_gathers(
     brief: Callable[[], Any] | None = None,
     autocast: torch.dtype | None = None,
 ) -> GatherPlan:
-    """The plan of `module`, which is in the mode in which it trains, and is afterwards as before.
+    """Return the plan for `module`, which must be in training mode, and is restored.
 
-    call: runs the whole model once on an example, and returns its output or the loss. brief: makes the same operations
-    on fewer numbers; what fails or is refused there is tried with `call`. autocast: the dtype in which the model
-    trains. Raises what the model raises.
+    call: runs the whole model once on an example, and returns its output or the loss. brief: does the same operations
+    on fewer numbers; if it fails or is refused, `call` is tried. autocast: the dtype in which the model trains. Raises
+    what the model raises.
     """
     if brief is not None:
         with suppress(Exception):
@@ -241,13 +243,13 @@ def _plan(module: nn.Module, call: Callable[[], Any], autocast: torch.dtype | No
     if autocast is None or plan.refused is not None:
         return plan
     casts = None
-    with suppress(Exception):  # then all is gathered as it is
+    with suppress(Exception):  # on error, everything is gathered in its own dtype
         casts = find_casts(module, run, autocast)
     return replace(plan, casts=casts)
 
 
 def _tried(module: nn.Module, names: list[str], notes: dict[str, str], run: Callable[[], Tensor]) -> GatherPlan:
-    """The first plan that goes through; the one without units is left in the end."""
+    """Return the first plan that succeeds. The last attempt is a plan without units."""
     rooted: frozenset[str] = frozenset()
     ahead = 1
     refused: TrainingError | None = None
@@ -286,7 +288,7 @@ def _tried(module: nn.Module, names: list[str], notes: dict[str, str], run: Call
 
 @contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
-    """Gradients are let go as soon as they are made; parameters hold afterwards what they held before."""
+    """Free gradients as soon as they are made, inside this context, and restore the parameters at its end."""
     data = [(p, p.data) for p in module.parameters()]
     before: dict[int, tuple[nn.Parameter, Tensor]] = {}
 

@@ -1,26 +1,23 @@
-"""One unit of ZeRO 3: parameters that are gathered, used, let go, and whose gradients are scattered, together.
+"""Units of ZeRO 3: groups of parameters that are gathered, used and freed together, and whose gradients are scattered.
 
-At rest the unit holds a part of each parameter, all in one flat tensor, which is what an all-gather sends. The whole
-parameters are tensors whose memory comes and goes: autograd and hooks keep the same objects from step to step.
+At rest a unit holds a part of each parameter. All parts of one dtype and device are in one flat tensor, which is sent
+by an all-gather. The memory of the whole parameters is allocated and freed, but the tensor objects stay the same from
+step to step for autograd and hooks.
 
-The placeholder in a module for a parameter of ZeRO 3 whose values are not on this rank.
+`NotGathered` is the placeholder in a module for a parameter whose values are not on this rank. It has the shape, dtype
+and device of the whole parameter, which models often read. Any use of its values raises an error with its name, since
+computing with a part of a weight gives wrong numbers, often without an error.
 
-It tells shape, dtype and device of the whole parameter, which is what models ask a weight for. Any use of its values
-raises by name: a part of a weight in place of the whole gives wrong numbers, often without an error.
+`find_casts` finds the parameters that may be gathered in the dtype of autocast, with half the bytes and the same
+numbers. Autocast casts a float32 weight before a matrix product. If a parameter is read only by such casts, it can be
+cast before it is gathered, and every rank computes with the same bits. Norms and embeddings read their parameters in
+float32, so these are gathered in float32. The readers are found by running the model on an example, and both ways are
+compared. In both ways, backward produces the gradient of such a parameter in the dtype of autocast. It is cast to
+float32 at once, so sums over micro-batches and ranks are in float32. Products that share one cast in one forward sum
+their gradients in its dtype, in both ways, as torch's autocast does.
 
-Finds the parameters that ZeRO 3 may gather in the dtype of autocast: half the bytes, and the same numbers.
-
-Autocast casts a float32 weight before a matrix product. Where nothing but such casts reads a parameter, they may as
-well be made before it is gathered: every rank then computes with the same bits. Norms and embeddings read theirs in
-float32, and get them so. The model shows who reads what: it runs on an example, and both ways are compared.
-
-The gradient of such a parameter comes out of backward in the dtype of autocast, as out of the product in the other way.
-It is cast to float32 as soon as it is made: what several micro-batches add up, and all ranks, is summed in float32.
-Products that share one cast in one forward add theirs up in its dtype, in both ways, as torch's autocast does.
-
-The parameters of one unit of ZeRO 3: their rows, which an all-gather sends, and the memory of the whole ones.
-
-Parameters of ZeRO 3 that are used while their unit does not run, or changed: seen at every operation, by memory.
+`weight_uses` reports parameters that are changed, or used while their unit does not run. It sees every operation and
+recognizes parameters by memory.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ _HINT = (
 
 
 def used_outside(name: str, unit: str, how: str) -> TrainingError:
-    """The error for a parameter that is used while the block that holds it does not run."""
+    """Return the error for a parameter that is used while the block that holds it does not run."""
     return TrainingError(
         f"The parameter {name!r} is used outside of the forward of {unit!r}, where zero=3 has only a part of it.",
         numbers=how,
@@ -69,7 +66,10 @@ def used_outside(name: str, unit: str, how: str) -> TrainingError:
 
 
 class NotGathered(Tensor):
-    """See above. param_name, unit_name: of the parameter, and of the block with which it is gathered."""
+    """Placeholder for a parameter that is not gathered.
+
+    param_name: name of the parameter. unit_name: name of the block with which it is gathered.
+    """
 
     param_name: str
     unit_name: str
@@ -78,7 +78,7 @@ class NotGathered(Tensor):
 
     @staticmethod
     def __new__(cls, whole: nn.Parameter, name: str, unit: str) -> NotGathered:
-        """whole: has the shape, the dtype, the device; its values are not looked at."""
+        """Make a placeholder with the shape, dtype and device of `whole`, whose values are not read."""
         blank = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
         made: NotGathered = Tensor._make_subclass(cls, blank, whole.requires_grad)
         marked(made, whole).param_name, made.unit_name = name, unit
@@ -92,7 +92,7 @@ class NotGathered(Tensor):
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, NotGathered))
         raise used_outside(first.param_name, first.unit_name, f"shape {tuple(first.shape)}, by {func.overloadpacket}")
 
-    # These reach no operator.
+    # The following do not go through __torch_dispatch__.
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -105,17 +105,17 @@ class NotGathered(Tensor):
             raise used_outside(self.param_name, self.unit_name, f"requires_grad is set to {value} within a step")
 
     def follow(self, trained: bool) -> None:
-        """A step begins, in which the parameter is trained or not."""
+        """Set whether the parameter is trained in the step that begins."""
         Tensor.requires_grad_(self, trained)
 
     def requires_grad_(self, requires_grad: bool = True) -> NotGathered:
-        """Raises TrainingError for another value than it has."""
+        """Raise TrainingError if the value would change."""
         self.requires_grad = requires_grad
         return self
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """Raises TrainingError."""
+        """Raise TrainingError."""
         raise used_outside(self.param_name, self.unit_name, ".data")
 
     @data.setter
@@ -128,22 +128,23 @@ class NotGathered(Tensor):
 
 @dataclass(frozen=True)
 class Casts:
-    """names: of the parameters that are gathered in `dtype` in passes under autocast."""
+    """The parameters, by `names`, that are gathered in `dtype` in passes under autocast."""
 
     dtype: torch.dtype
     names: frozenset[str]
 
     def spelled(self, module: nn.Module) -> str:
-        """For people. module: the whole model, or its skeleton."""
+        """Return a description for users. module: the whole model, or its skeleton."""
         sizes = {name: getattr(*places[0]).numel() for name, places in homes(module).items()}
         share = sum(sizes[name] for name in self.names) / sum(sizes.values())
         return f"{share:.0%} of the weights gathered in {str(self.dtype)[6:]}; gradients summed in float32"
 
 
 def find_casts(module: nn.Module, run: Callable[[], Tensor], dtype: torch.dtype) -> Casts | None:
-    """The parameters of which only casts to `dtype` are read; None without any, or where casting changes the numbers.
+    """Return the parameters that are read only through casts to `dtype`.
 
-    run: the whole model on an example -> its loss. The module is afterwards as before. Raises what the model raises.
+    Returns None if there are none, or if casting before the run changes the numbers. run: runs the whole model on an
+    example and returns the loss. The module is restored. Raises what the model raises.
     """
     reads = _Reads(module, dtype)
     with unchanged(module), _autocast(module, dtype), reads:
@@ -159,22 +160,22 @@ def find_casts(module: nn.Module, run: Callable[[], Tensor], dtype: torch.dtype)
         return None
     if (cast := _bits(module, run, casts, cast=True)) == (whole := _bits(module, run, casts, cast=False)):
         return casts
-    # Where one process does not repeat its own gradients, the loss alone can tell.
+    # If one process does not reproduce its own gradients, only the loss can be compared.
     again = _bits(module, run, casts, cast=False)
     return casts if again != whole and again[0] == whole[0] == cast[0] else None
 
 
 @contextmanager
 def _autocast(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """As a step trains: of several readers in one forward, the first one's cast serves all."""
+    """Run under autocast as a training step does: all readers in one forward share the first cast of a parameter."""
     device = next(module.parameters()).device
-    torch.set_autocast_cache_enabled(True)  # which `unchanged` has put off, and puts back
+    torch.set_autocast_cache_enabled(True)  # `unchanged` turned it off, and restores it
     with torch.autocast(device.type, dtype=dtype):
         yield
 
 
 class _Reads(WatchingMode):
-    """found: the names of the parameters of which one cast a forward was read, and nothing else."""
+    """Mode that records who reads parameters. found: names of those read only through one cast per forward."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -191,7 +192,7 @@ class _Reads(WatchingMode):
 
     @property
     def found(self) -> set[str]:
-        # The gradients of several casts of its own would be summed in float32.
+        # With several casts of a parameter, autograd would sum their gradients in float32.
         return {name for name, count in self._casts.items() if count == 1 or name in self._frozen} - self._others
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -208,12 +209,12 @@ class _Reads(WatchingMode):
 
 
 def _bits(module: nn.Module, run: Callable[[], Tensor], casts: Casts, *, cast: bool) -> tuple[int, dict[str, int]]:
-    """(the loss, the gradients of what is cast), as checksums of their bits. cast: before the model runs."""
+    """Return checksums of (the loss, the gradients of the cast parameters). cast: cast before the model runs."""
     before = {name: (places, getattr(*places[0])) for name, places in homes(module).items()}
     found: dict[str, int] = {}
 
     def note(name: str) -> Callable[[Tensor], None]:
-        def made(gradient: Tensor) -> None:  # before it is the parameter's: one that takes no memory lets go of it
+        def made(gradient: Tensor) -> None:  # called before the gradient is accumulated, and freed, in the parameter
             found[name] = _checksum(gradient.float())
 
         return made
@@ -244,17 +245,17 @@ def _bits(module: nn.Module, run: Callable[[], Tensor], casts: Casts, *, cast: b
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Of float32: bits that change, or change places, change it."""
+    """Return a checksum of a float32 tensor that depends on the bits of its elements and on their places."""
     bits = tensor.contiguous().view(-1).view(torch.int32).long()
     places = torch.arange(1, 1 + len(bits), device=bits.device)
     return int((bits * (2 * places + 1)).sum())
 
 
 class Slot:
-    """One parameter of a unit: `shard` at rest, `whole` while it is used, at all `places` that share it.
+    """A parameter of a unit: `shard` at rest, `whole` while it is used, at all `places` that share it.
 
-    cast: used in place of `whole` in passes under autocast, where it is gathered in that dtype. absent: stands there
-    while something runs that does not have it.
+    cast: replaces `whole` in passes under autocast if the parameter is gathered in that dtype. absent: placeholder in
+    the module while the model runs and the parameter is not gathered.
     """
 
     def __init__(self, name: str, places: Sequence[Place], layout: Layout) -> None:
@@ -268,7 +269,7 @@ class Slot:
 
     @property
     def used(self) -> list[nn.Parameter]:
-        """Return what a pass may use it as."""
+        """Return the tensors that a pass may use for the parameter."""
         return [self.whole] if self.cast is None else [self.whole, self.cast]
 
     def widen(self) -> None:
@@ -280,11 +281,11 @@ class Slot:
 
 
 class _Wholes:
-    """Whole parameters of one dtype, in memory that comes and goes."""
+    """Whole parameters of one dtype, whose memory is allocated and freed."""
 
     def __init__(self, slots: Sequence[Slot], like: Tensor) -> None:
         flat, self.flats = flat_with_views([slot.layout.local for slot in slots], like)
-        # .data: filling it again must not look to autograd like a change of what it saved.
+        # Use .data, so that filling it again does not look to autograd like a change of a saved tensor.
         views = [flat.view(slot.layout.local).data for slot, flat in zip(slots, self.flats, strict=True)]
         self.params = [parameter_like(view, slot.old) for slot, view in zip(slots, views, strict=True)]
         self._storage = flat.untyped_storage()
@@ -292,18 +293,18 @@ class _Wholes:
         self.free()
 
     def take(self) -> None:
-        """Memory, for what is to be filled."""
+        """Allocate the memory, to be filled."""
         self._storage.resize_(self._num_bytes)
 
     def free(self) -> None:
-        """Let it go."""
+        """Free the memory."""
         self._storage.resize_(0)
 
 
 class _Run:
-    """Neighbours in the rows of a part that are gathered in one dtype. at, at_byte: where they begin in a row.
+    """Neighbouring parameters in the rows of a part that are gathered in one dtype.
 
-    cast: the dtype in passes under autocast, None where it is that of the parameters.
+    at, at_byte: where they begin in a row. cast: the dtype in passes under autocast, None if it is their own.
     """
 
     def __init__(
@@ -319,7 +320,7 @@ class _Run:
             slot.cast = None if cast is None else self.casts.params[i]
 
     def columns(self, rows: Tensor) -> Tensor:
-        """Its own of one row or several: of elements, or of bytes under autocast."""
+        """Return the columns of this run in one or several rows of elements, or of bytes (under autocast)."""
         if rows.dtype == torch.uint8:
             return rows[..., self.at_byte : self.at_byte + self.num_bytes].view(self.dtype)
         return rows[..., self.at : self.at + self.packing.width]
@@ -357,7 +358,7 @@ class DtypePart:
         self.never_here: set[int] = set()
 
     def gather(self, autocast: bool) -> None:
-        """Send the all-gather. autocast: what can be is cast before."""
+        """Send the all-gather. autocast: cast what can be cast first."""
         self.is_cast = autocast and self.may_cast
         row = self._row_of_bytes() if self.is_cast else self.mine
         self.arriving = row, *all_gather(row, self.links)
@@ -370,7 +371,7 @@ class DtypePart:
         return row
 
     def fill(self) -> None:
-        """Fill the whole parameters with what arrives."""
+        """Wait for the all-gather and fill the whole parameters."""
         assert self.arriving is not None
         _, matrix, work = self.arriving
         work.wait()
@@ -381,13 +382,13 @@ class DtypePart:
         self.arriving = None
 
     def free(self) -> None:
-        """Let the memory of whole parameters go."""
+        """Free the memory of the whole parameters."""
         for run in self.runs:
             run.wholes.free()
             run.casts.free()
 
     def train(self) -> None:
-        """Follow what is frozen now."""
+        """Update which parameters are trained, from those that are frozen now."""
         trained = [slot for slot in self.slots if slot.shard.requires_grad]
         for slot in self.slots:
             for param in slot.used:
@@ -405,13 +406,13 @@ class DtypePart:
             emptied(self.sums)
 
     def let_go(self) -> None:
-        """Give up the memory of gradients; `train` takes it anew."""
+        """Free the memory of gradients; `train` allocates it again."""
         self.trained, self.reduction, self.sums = [], None, None
         for slot in self.slots:
             slot.grad = slot.shard.grad = slot.whole.grad = None
 
     def landed(self, row: Tensor) -> None:
-        """Add the sums of one pass, and the counts behind them, to those of the passes before."""
+        """Add the gradient sums of one pass, and the counts after them in the row, to those of earlier passes."""
         assert self.sums is not None and self.reduction is not None
         if self.num_passes:
             self.sums.add_(row)
@@ -422,7 +423,7 @@ class DtypePart:
         self.num_passes += 1
 
     def give(self) -> None:
-        """The optimizer gets the sums. Only a rank that left a parameter unused looks at the counts."""
+        """Give the summed gradients to the optimizer. Counts are read only if this rank left a parameter unused."""
         if self.sums is None:
             return
         counts = self.sums[-len(self.trained) :].tolist() if self.never_here else []
@@ -431,7 +432,7 @@ class DtypePart:
 
 
 class Unit:
-    """A block of the model, or the root: what no block holds. autocast: what is gathered next is used under it."""
+    """A block of the model, or the root, which has the rest. autocast: the next gather is for use under autocast."""
 
     def __init__(self, name: str, slots: list[Slot], links: Links, casts: Casts | None = None) -> None:
         self.name, self.slots, self.autocast = name, slots, False
@@ -447,7 +448,7 @@ class Unit:
         self.rest()
 
     def rest(self) -> None:
-        """Sharded, whatever was under way."""
+        """Return to the sharded state, whatever was under way."""
         for part in self._parts:
             part.arriving = None
             for slot in part.slots:
@@ -456,33 +457,33 @@ class Unit:
         self.close()
         self.begin_pass()
         self.filling, self.depth = False, 0
-        # Calls whose end has not been reached, innermost last: whether backward will tell when it has passed them.
+        # For each call that has not ended, innermost last: True if backward will report that it has passed the call.
         self.calls: list[bool] = []
 
     def begin_pass(self) -> None:
-        """Nothing has been run forward that a backward pass has not come back through."""
+        """Reset the state of a pass: no forward is waiting for its backward."""
         self.forwarded = self.begun = self.finished = self.sent = self.skipped = self.loose = False
         self.pending = 0
         self.arrived: set[str] = set()
 
     def train(self) -> None:
-        """Follow what is frozen now; a step begins."""
+        """Update which parameters are trained, when a step begins."""
         for part in self._parts:
             part.train()
             part.num_passes = 0
 
     def let_go(self) -> None:
-        """Give up the memory of gradients; `train` takes it anew."""
+        """Free the memory of gradients; `train` allocates it again."""
         for part in self._parts:
             part.let_go()
 
     def tensors(self) -> Iterator[Tensor]:
-        """What shows memory at rest."""
+        """Yield the tensors that hold the unit's memory at rest."""
         yield from (part.mine for part in self._parts)
 
     @property
     def trained(self) -> list[Slot]:
-        """Return what has gradients."""
+        """Return the parameters that have gradients."""
         return [slot for part in self._parts for slot in part.trained]
 
     @property
@@ -497,7 +498,7 @@ class Unit:
 
     @torch.no_grad()
     def open(self) -> None:
-        """Put the whole parameters into the module; after `gather`."""
+        """Fill the whole parameters and put them into the module. Call after `gather`."""
         self.filling = True
         for part in self._parts:
             part.fill()
@@ -505,10 +506,10 @@ class Unit:
         self.here, self.filling = True, False
 
     def close(self) -> None:
-        """Put the shards back, and let the memory of whole parameters go; what is coming is waited for and dropped."""
+        """Put the shards back and free the whole parameters. An all-gather under way is awaited and dropped."""
         for part in self._parts:
             if part.arriving is not None:
-                # The optimizer must not change what others are still being sent.
+                # The optimizer must not change a row that is still being sent to others.
                 part.arriving[-1].wait()
                 part.arriving = None
             if self.here:
@@ -524,23 +525,23 @@ class Unit:
                 replace_submodule(slot.places, slot.used[-1] if part.is_cast else slot.whole)
 
     def widen(self, name: str) -> None:
-        """A gradient of the parameter `name` is made: from here on it has the dtype in which it is summed."""
+        """Cast the new gradient of the parameter `name` to the dtype in which it is summed."""
         self._by_name[name].widen()
 
     def show(self) -> None:
-        """Put the shards back into the module; what raises when it is used, while `guarded`."""
+        """Put the shards back into the module, or while `guarded` the placeholders that raise when used."""
         for slot in self.slots:
             replace_submodule(slot.places, cast(nn.Parameter, slot.absent) if self.guarded else slot.shard)
 
     def guard(self, guarded: bool) -> None:
-        """Whether something runs that must not take a shard for the whole."""
+        """Turn the guard on or off: while on, code that runs cannot mistake a shard for the whole."""
         if self.guarded != guarded:
             self.guarded = guarded
             if not self.here:
                 self.show()
 
     def reduce(self, flight: InFlight) -> None:
-        """Send the gradients of this pass; whole ones are let go."""
+        """Send the gradients of this pass, and free the whole ones."""
         self.sent = True
         for part in self._parts:
             if part.reduction is not None:
@@ -549,7 +550,7 @@ class Unit:
                     slot.whole.grad = None
 
     def give(self) -> None:
-        """The optimizer gets the sums."""
+        """Give the summed gradients to the optimizer."""
         for part in self._parts:
             part.give()
 
@@ -563,7 +564,7 @@ def units_of(
     rooted: Collection[str] = (),
     casts: Casts | None = None,
 ) -> list[Unit]:
-    """Return a unit for each of the blocks; see `assigned`."""
+    """Return a unit for each block; see `assigned`."""
     return [Unit(name, slots, links, casts) for name, slots in assigned(module, blocks, parents, layouts, rooted)]
 
 
@@ -574,9 +575,9 @@ def assigned(
     layouts: Mapping[str, Layout],
     rooted: Collection[str],
 ) -> list[tuple[str, list[Slot]]]:
-    """Name and parameters of each block (see `nested`), every parameter of `module` in the innermost that holds it.
+    """Return the name and parameters of each block (see `nested`). A parameter goes to the innermost block with it.
 
-    What several blocks hold, and what is `rooted`, belongs to the root, which is there whenever any of them is.
+    Parameters that several blocks hold, or that are `rooted`, belong to the root, which is gathered when any block is.
     """
     slots: list[list[Slot]] = [[] for _ in blocks]
     owners = _owners(blocks, parents)
@@ -588,7 +589,7 @@ def assigned(
 
 
 def _owners(blocks: Sequence[nn.Module], parents: Sequence[int]) -> dict[int, int]:
-    """id of a module -> number of the innermost block that holds it; 0 where blocks beside each other do."""
+    """Return id of a module -> number of the innermost block that holds it, or 0 if blocks side by side hold it."""
     owners: dict[int, int] = {}
     shared: set[int] = set()
     for i, block in enumerate(blocks):
@@ -603,15 +604,18 @@ def _owners(blocks: Sequence[nn.Module], parents: Sequence[int]) -> dict[int, in
 
 
 Report = Callable[[Unit, Slot, str, bool], None]
-"""(unit, parameter of it, operation, whether the operation changes it)"""
+"""(unit, parameter of it, name of the operation, True if the operation changes the parameter)"""
 
 
 Homes = list[tuple[int, Unit, Slot]]
-"""The parameters in one memory: where each begins."""
+"""The parameters in one memory: (offset, unit, parameter)."""
 
 
 def weight_uses(units: Sequence[Unit], report: Report, there: Callable[[Unit], bool]) -> MemoryUses[Homes]:
-    """Inside, `report` is told of every operation on a parameter whose unit is not `there`, or that changes one."""
+    """Return a context that calls `report` for each operation that changes a parameter or uses one that is not `there`.
+
+    there: returns True if a unit is gathered.
+    """
     homes: dict[Memory, Homes] = {}
     for unit in units:
         for slot in unit.slots:
@@ -629,14 +633,14 @@ def weight_uses(units: Sequence[Unit], report: Report, there: Callable[[Unit], b
 
 
 def refuse_use(unit: Unit, slot: Slot, how: str, changed: bool) -> None:
-    """Raises TrainingError, whatever happened."""
+    """Raise TrainingError for a reported use or change."""
     if changed:
         raise changed_in_place(slot.name, how)
     raise used_outside(slot.name, unit.name, f"shape {tuple(slot.whole.shape)}, by {how}")
 
 
 def changed_in_place(name: str, how: str) -> TrainingError:
-    """The error for a parameter that forward or backward changes: the change would be lost with the whole."""
+    """Return the error for a parameter that forward or backward changes: freeing the whole would lose the change."""
     return TrainingError(
         f"The model changes its parameter {name!r} in place while it runs, and zero=3 lets go of it after that.",
         numbers=f"by {how}",

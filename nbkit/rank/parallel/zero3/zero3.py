@@ -1,20 +1,13 @@
-"""ZeRO 3: parameters, gradients and optimizer state are all sharded; a unit is whole only while it computes.
+"""ZeRO 3: parameters, gradients and optimizer state are all sharded. A unit is whole only while it computes.
 
-Every forward gathers all units in one fixed order, and every backward pass gathers and reduces them in another,
-whatever a rank uses of them: so ranks that skip a block, or that have no rows at all, issue the same collectives. Hooks
-only say how far along that order this rank has come. A unit is gathered before the one in front of it is done.
+Every forward gathers all units in one fixed order: the order in which they were given. Every backward pass gathers and
+reduces them in another fixed order (`backward_tour`). Both are the same on all ranks, whatever a rank uses. So ranks
+that skip a block, or that have no rows at all, issue the same collectives. The next unit is gathered before the
+current one is done. If a rank needs another order, it cannot know that the others do too, and raises OutOfOrder.
 
-The hooks by which ZeRO 3 hears what runs: a block is called, a block returns, a gradient is made.
-
-They live as long as the module, and that may be the user's: they must not hold the axis, nor its memory.
-
-The order in which one backward pass under ZeRO 3 gathers units and reduces their gradients, equal on all ranks.
-
-The order of ZeRO 3: how far along it the forward and the backward pass of this rank have come.
-
-Hooks call `before` and `after` around each block, and `arrive` for each gradient. Every forward gathers all units in
-the order in which they were given; every backward pass gathers and reduces them as `tour` says. A rank that would need
-another order cannot know that the others do too, and is refused: see OutOfOrder.
+Hooks only tell how far along the order this rank has come: they call `before` and `after` around each block, and
+`arrive` for each gradient. They live as long as the module, which may be the user's, so they must not hold the axis or
+its memory.
 """
 
 from __future__ import annotations
@@ -46,7 +39,7 @@ class _Hears(Protocol):
 
 
 def watch(axis: _Hears, units: Sequence[Unit], blocks: Sequence[nn.Module]) -> list[RemovableHandle]:
-    """Tell `axis` of what happens to unit `number`, which is blocks[number]; -1, -2, ... is what the root wraps."""
+    """Register hooks that call `axis` with the number of a unit, its index in `blocks`; -1, -2, ...: see `_wrapped`."""
     itself = weakref.ref(axis)
     hooks: list[RemovableHandle] = []
     wrapped = [(-depth, inner) for depth, inner in enumerate(_wrapped(units, blocks), start=1)]
@@ -57,7 +50,7 @@ def watch(axis: _Hears, units: Sequence[Unit], blocks: Sequence[nn.Module]) -> l
     for number, unit in enumerate(units):
         for slot in unit.slots:
             if slot.whole.is_floating_point() or slot.whole.is_complex():
-                # Frozen ones too: they may be thawed.
+                # Include frozen parameters, which may be thawed.
                 for param in slot.used:
                     param.requires_grad_(True)
                     hooks.append(param.register_post_accumulate_grad_hook(_arriving(itself, number, slot.name)))
@@ -65,7 +58,7 @@ def watch(axis: _Hears, units: Sequence[Unit], blocks: Sequence[nn.Module]) -> l
 
 
 def _wrapped(units: Sequence[Unit], blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The model in a wrapper (of adapters, say), in another ...: what holds all parameters may be called by itself."""
+    """Return the models inside wrappers (of adapters, say): they have all parameters, and may be called directly."""
     needed = {id(part) for unit in units for slot in unit.slots for part, _ in slot.places} | set(map(id, blocks[1:]))
     inner, found = blocks[0], []
     while (
@@ -96,7 +89,7 @@ def _arriving(itself: weakref.ref[_Hears], number: int, name: str) -> Callable[[
 
 
 def weakly(method: Callable[..., None], unit: Unit) -> Callable[..., None]:
-    """A hook for autograd that calls `method` with `unit`, as long as the axis that the method is of lives."""
+    """Return an autograd hook that calls `method` with `unit` as long as the object of the method lives."""
     itself = weakref.WeakMethod(method)
 
     def call(*_: Any) -> None:
@@ -107,23 +100,26 @@ def weakly(method: Callable[..., None], unit: Unit) -> Callable[..., None]:
 
 
 Stop = tuple[bool, int]
-"""(whether the unit of this number is gathered; else its gradients are reduced)"""
+"""(True to gather the unit, False to reduce its gradients; number of the unit)"""
 
 
 def nested(module: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Module], list[int]]:
-    """(`module` and then its units, each before those inside it, else in the given order; the number around each)."""
+    """Return (blocks, parents): `module` and its units, and for each the number of the unit around it.
+
+    A unit comes before those inside it; otherwise the given order is kept.
+    """
     chosen = {id(unit): unit for unit in units if unit is not module}
     around: dict[int, int] = {}
     for unit in (module, *chosen.values()):
         for part in unit.modules():
-            # The smallest unit around a part is the one that has the fewest modules.
+            # The innermost unit around a part is the one with the fewest modules.
             if part is not unit and id(part) in chosen:
                 best = around.get(id(part))
                 if best is None or len(list(unit.modules())) < len(list(chosen.get(best, module).modules())):
                     around[id(part)] = id(unit)
     blocks: list[nn.Module] = []
     parents: list[int] = []
-    # No function that calls itself: that is a cycle, which would hold the modules until the next collection.
+    # Not a recursive closure: that is a reference cycle, which would hold the modules until the next collection.
     todo = [(module, -1)]
     while todo:
         block, parent = todo.pop()
@@ -135,10 +131,11 @@ def nested(module: nn.Module, units: Sequence[nn.Module]) -> tuple[list[nn.Modul
 
 
 def backward_tour(parents: Sequence[int], ahead: int) -> list[Stop]:
-    """Units 1, 2, ... in the order of forward, `parents[i]` the unit around i; 0 is the root, which stays gathered.
+    """Return the order of gathers and reductions in a backward pass.
 
-    Backward enters the last unit first, and each before those inside it. `ahead` units that it will enter next are
-    gathered before the gradients of one are reduced, so that they travel while it computes.
+    Units 1, 2, ... are in the order of forward, and `parents[i]` is the unit around i. Unit 0 is the root, which stays
+    gathered. Backward enters the last unit first, and each unit before those inside it. The next `ahead` units are
+    gathered before the gradients of a unit are reduced, so that communication overlaps with computation.
     """
     stops: list[Stop] = []
 
@@ -164,35 +161,35 @@ def backward_tour(parents: Sequence[int], ahead: int) -> list[Stop]:
 
 
 class BackwardOrder:
-    """How far along the order this rank is."""
+    """The position of this rank in the order of a backward pass."""
 
     def __init__(self, stops: Sequence[Stop]) -> None:
         self._stops, self._next = list(stops), 0
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Start a pass."""
         self._next = 0
 
     @property
     def done(self) -> bool:
-        """Return True if nothing is left of it."""
+        """Return True if the order has been completed."""
         return self._next == len(self._stops)
 
     @property
     def at(self) -> Stop:
-        """Return what comes next."""
+        """Return the next stop."""
         return self._stops[self._next]
 
     def step(self) -> Stop:
-        """Return what comes next, and go on."""
+        """Return the next stop, and advance."""
         self._next += 1
         return self._stops[self._next - 1]
 
 
 class OutOfOrder(TrainingError):
-    """A rank's forward or backward runs through the units in another order than the one that all ranks keep to.
+    """The forward or backward of a rank needs units in another order than the one that all ranks follow.
 
-    unit: the name of the one that is needed; again: when it is computed once more in backward.
+    unit: name of the unit that is needed. again: it is needed for recomputation in backward.
     """
 
     def __init__(self, unit: str, how: str, order: Sequence[str], *, again: bool = False) -> None:
@@ -206,7 +203,10 @@ class OutOfOrder(TrainingError):
 
 
 class GatherOrder:
-    """Of `units`, the root first. parents: the number of the unit around each. keep, ahead: see data_axis."""
+    """The order of `units`, the root first, and how far this rank has come in it.
+
+    parents: number of the unit around each. keep, ahead: see data_axis.
+    """
 
     def __init__(self, units: list[Unit], blocks: Sequence[nn.Module], parents: Sequence[int], keep: bool, ahead: int):
         self.keep, self._armed, self._computing = keep, False, False
@@ -222,13 +222,13 @@ class GatherOrder:
 
     @property
     def _stays(self) -> bool:
-        """Return True if the root stays gathered behind a forward without gradients: the loss may use it."""
+        """Return True if the root stays gathered after a forward without gradients, since the loss may use it."""
         return self._computing and not self.keep
 
     def before(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`block` is called: its parameters are there when this returns. Gives the inputs to call it with, or None.
+        """Gather the parameters of `block`, which is being called. Return new inputs for it, or None to keep them.
 
-        number: of the unit; -1, -2, ... of what the root wraps.
+        number: number of the unit; -1, -2, ... for a model inside the root.
         """
         unit = self._units[max(number, 0)]
         if in_backward():
@@ -268,18 +268,18 @@ class GatherOrder:
         return passed
 
     def _fetch(self, unit: Unit, number: int) -> None:
-        """Send its all-gather, if nobody has, and of all before it in the order of forward."""
+        """Send the all-gather of `unit`, and of all units before it in the order of forward, unless sent already."""
         while self._running and not unit.coming and number >= self._next:
             self._gather_next()
         if unit.slots and not unit.coming:
             if self._computing:
-                # Another rank may not do so: it would take what this one gathers for something else.
+                # Another rank may not gather here, and would take this all-gather for a different one.
                 how = "called again in a forward" if self._running else "called outside of the model's forward"
                 raise OutOfOrder(unit.name, f"is {how}, when its parameters have been let go", self._order)
-            unit.gather()  # by hand, on every rank alike
+            unit.gather()  # called by the user, on every rank alike
 
     def after(self, number: int, output: Any) -> None:
-        """A block returns."""
+        """Note that a block returns, and close units that are done."""
         unit = self._units[max(number, 0)]
         if in_backward() or self._kept or (unit is self._root and number != self._entry):
             return
@@ -304,7 +304,7 @@ class GatherOrder:
 
     def _begin_forward(self, number: int) -> None:
         if self._running:
-            self._rest()  # the forward before was broken off
+            self._rest()  # the previous forward did not finish
         self._running, self._entry, self._next = True, number, int(self._root.here)
         if self._root.here:
             self._root.reveal()
@@ -316,7 +316,7 @@ class GatherOrder:
 
     def _end_forward(self) -> None:
         while self._running and self._next < len(self._units):
-            # What this rank does not use, others may.
+            # Other ranks may use units that this rank does not.
             self._gather_next()
         self._running = False
         self._done.clear()
@@ -324,7 +324,7 @@ class GatherOrder:
             if unit is not self._root or not (self._forwarded or self._stays):
                 unit.close()
         if not self._computing:
-            # By hand: who looks at the module afterwards sees what it is at rest, also if no backward follows.
+            # Called by the user: show the shards afterwards, even if no backward follows.
             self._guard(False)
             self._root.show()
 
@@ -340,11 +340,11 @@ class GatherOrder:
     # Backward.
 
     def _wanted(self, unit: Unit) -> None:
-        """Its backward begins."""
+        """Note that the backward of `unit` begins, and gather it."""
         if self._kept:
             return
         if self._root.here and not self._computing:
-            self._root.reveal()  # what is recomputed uses it
+            self._root.reveal()  # recomputation uses it
         if unit.skipped or unit.finished or unit.sent:
             raise self._late(unit, unit)
         unit.begun = True
@@ -352,7 +352,7 @@ class GatherOrder:
         self._go_on()
 
     def _passed(self, unit: Unit) -> None:
-        """The gradients of the inputs of one of its calls are made."""
+        """Note that backward has made the input gradients of one call of `unit`."""
         unit.pending = max(unit.pending - 1, 0)
         self._check_finished(unit)
 
@@ -366,7 +366,7 @@ class GatherOrder:
         self._go_on()
 
     def arrive(self, number: int, name: str, param: Tensor) -> None:
-        """Autograd has made a gradient."""
+        """Note that autograd has made the gradient of `param`."""
         unit = self._units[number]
         refuse_sparse(name, param)
         if unit.sent:
@@ -405,7 +405,7 @@ class GatherOrder:
         return OutOfOrder(unit.name, f"is needed in backward {late}", self._order, again=again)
 
     def _go_on(self) -> None:
-        """As far along the order as this rank's backward has come."""
+        """Advance in the order as far as this rank's backward has come."""
         while not self._tour.done:
             gathers, number = self._tour.at
             unit = self._units[number]
@@ -430,7 +430,7 @@ class GatherOrder:
         self._rest()
 
     def _rest(self) -> None:
-        """Everything sharded, and at the beginning of a pass."""
+        """Return to the start of a pass, with everything sharded."""
         self._running = self._forwarded = self._kept = self._lent = False
         self._next = 0
         self._done: list[Unit] = []
@@ -446,7 +446,7 @@ class GatherOrder:
 
 
 class ShardedParameters(GatherOrder, DataAxis):
-    """Zero 3 of `module`, a skeleton; see data_axis. Outside of forward and backward the module shows the shards."""
+    """ZeRO 3 for `module`, a skeleton; see data_axis. Outside of forward and backward the module shows the shards."""
 
     def __init__(
         self,
@@ -499,7 +499,7 @@ class ShardedParameters(GatherOrder, DataAxis):
             super().follow()
 
     def _begin_forward(self, number: int) -> None:
-        self.follow()  # by hand no step has
+        self.follow()  # outside of a step, nothing else has called it
         super()._begin_forward(number)
 
     def leaves(self) -> list[nn.Parameter]:
@@ -531,13 +531,13 @@ class ShardedParameters(GatherOrder, DataAxis):
         self._set_autocast(autocast)
         self._guard(True)
         try:
-            # The first step, where nobody has seen before who uses what.
+            # Watch the first step, if no rehearsal has shown who uses which parameters.
             with nullcontext() if self._proven else weight_uses(self._units, refuse_use, lambda unit: unit.here):
                 yield
         finally:
             self._computing = False
             self._set_autocast(False)
-            # A step has come to its end; an evaluation leaves the root, and what was broken off anything.
+            # A complete step leaves nothing gathered; an evaluation leaves the root, and an interruption anything.
             if any(unit.here for unit in self._units):
                 self._rest()
             self._guard(False)

@@ -1,4 +1,4 @@
-"""The checkpoints of a Trainer: when one is due, where it goes, what is said of it, and which one it goes on from."""
+"""The automatic checkpoints of a Trainer: when one is due, where it goes, and which one `resume` loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DETACHED_SAVE_EVERY = "10min"
 
 
 class Autosave:
-    """last: the newest that is whole. pending: what comes of the one that a thread writes."""
+    """Saves and resumes checkpoints. last: the newest whole one. pending: result of the one that a thread writes."""
 
     def __init__(self, job: Job, loop: LoopSettings) -> None:
         self._job, self._loop = job, loop
@@ -36,25 +36,25 @@ class Autosave:
 
     @property
     def folder(self) -> Path:
-        """Return where it saves by itself."""
+        """The directory of automatic saves."""
         return Path(self._loop.save_path or (self._job.run_dir or Path()) / "checkpoint")
 
     def begin(self) -> None:
-        """A `fit` begins, or goes on after ranks were replaced. Collective where time decides when one is due."""
+        """Begin a `fit`, or go on with it after ranks were replaced. Collective if saves are due by time."""
         self.collect()
         if self._loop.save_steps or self._loop.save_seconds:
             self._job.builder.template.check_saves(self._job.strategy)
         if self._loop.saves_if_detached:
             self._seconds = seconds_of(DETACHED_SAVE_EVERY) if DETACHED.get() else None
         if self._seconds is not None:
-            # Of a save that was broken off, some ranks may know more than others.
+            # Some ranks may know more than others of a save that was broken off.
             (tried,) = largest([self.last.tried], device=self._job.device)
             self._unsaved_s = sum(one["seconds"] for one in self._job.history if one["step"] > tried)
 
     def check_shared(self) -> None:
-        """Raise TrainingError where it was asked to save by itself into a folder that the ranks do not share.
+        """Raise TrainingError if automatic saves are to go to a folder that the ranks do not share. Collective.
 
-        Before a step is made: what is saved there could not be read. Collective.
+        Called before a step is made, since checkpoints saved there could not be read.
         """
         job, loop = self._job, self._loop
         if job.world_size > 1 and (loop.save_steps or loop.save_seconds is not None):
@@ -62,11 +62,11 @@ class Autosave:
             check_shared(self.folder, rank=job.rank, gather=gather)
 
     def trained(self, seconds: float) -> None:
-        """A step took so long; the same on every rank, and so is what is done by it."""
+        """Count the `seconds` of a step. They are the same on every rank, so all ranks save at the same time."""
         self._unsaved_s += seconds
 
     def after_step(self) -> None:
-        """Save, if it is time to. Collective."""
+        """Save if a checkpoint is due. Collective."""
         self.collect()
         step, every = self._job.step, self._loop.save_steps
         if (self._seconds is not None and self._unsaved_s >= self._seconds) or (every and step % every == 0):
@@ -76,7 +76,7 @@ class Autosave:
                 self._not_saved(step, error)
 
     def save_at_end(self) -> str:
-        """Save where it saves by itself, whenever that was last; what came of it. Collective."""
+        """Save to the directory of automatic saves, even if none is due. Return the result in words. Collective."""
         if self._loop.save_path is None and self._job.run_dir is None:
             return "not saved: there is neither log_dir nor save_path"
         path = self.folder if self._keep is None else retention.place(self.folder, self._job.step)
@@ -87,7 +87,7 @@ class Autosave:
         return f"saved to {path.absolute()}"
 
     def save(self, path: str | Path, *, beside: bool) -> None:
-        """Collective. See Trainer.save."""
+        """Save to `path`. Collective. See Trainer.save."""
         job, path = self._job, Path(path).absolute()
         with job.ledger.clock.stopped():
             job.level()
@@ -102,7 +102,7 @@ class Autosave:
         self.collect()
 
     def collect(self, *, wait: bool = False) -> None:
-        """Tell what came of a save, if that is known by now. A step boundary, or no training."""
+        """Report the result of a save, if it is known by now. Called at a step boundary, or outside of a training."""
         outcome = self._job.checkpoint_writer.outcome(wait=wait)
         if outcome is None:
             return
@@ -124,20 +124,20 @@ class Autosave:
             self._print(f"saved to {outcome.path}, as {every}")
 
     def loaded(self, path: str | Path) -> None:
-        """The training stands where the checkpoint at `path` left it."""
+        """Note that the checkpoint at `path` was loaded."""
         step = self._job.step
         self.last = LastCheckpoint(Path(path).absolute(), step, step)
 
     def rewound(self) -> None:
-        """The training stands at an earlier step: what was saved later is not of it."""
+        """Note that the training went back to an earlier step. Later checkpoints no longer belong to it."""
         step = self._job.step
         self.last = LastCheckpoint() if self.last.step > step else self.last
         self.last = replace(self.last, tried=min(self.last.tried, step))
 
     def resume(self, asked: str, load: Callable[[Path], None]) -> None:
-        """`load` the newest checkpoint that is whole, of this Trainer or of one before it. Collective.
+        """Call `load` with the newest whole checkpoint of this Trainer or of an earlier one. Collective.
 
-        Raises TrainingError where nobody can know where that is, or when it is of another model.
+        Raises TrainingError if its place cannot be known, or if it is of another model.
         """
         job, loop = self._job, self._loop
         if asked != "auto":

@@ -1,10 +1,10 @@
 """Checkpoints: a directory that is whole or not there, written under one strategy and read under any other.
 
-Each rank writes boxes of what it holds, every element once, and reads the boxes that it lacks; nothing is gathered.
-What the directory holds is torch.distributed.checkpoint's own format (dcp_io.py), and a manifest by which nbkit reads
-it (manifest.py): a directory from elsewhere, whatever is in it, can run nothing here.
+Each rank writes boxes of the tensors that it holds, so that every element is written once. When loading, it reads the
+boxes that it needs. Nothing is gathered. The directory has the format of torch.distributed.checkpoint (dcp_io.py), and
+a manifest, which nbkit reads (manifest.py). So no file in a directory from elsewhere can run code here.
 
-Checks whether a checkpoint fits the job that is to go on from it. Looks, and changes nothing.
+`check_fits` and `check_tensors` check, without changing anything, that a checkpoint fits the job.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def check_fits(
     groups: Sequence[Sequence[str]],
     settings: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Raises TrainingError when `about` is of another model (names, shapes), or of an optimizer with other groups.
+    """Raise TrainingError if `about` is of another model (names, shapes) or an optimizer with other groups.
 
-    names, groups, settings: as checkpoint.save writes them, of this job.
+    names, groups, settings: of this job, in the form in which a checkpoint holds them.
     """
     held = {name: shape for name, _, shape in names}
     found = {name: tuple(shape) for name, _, shape in about["names"]}
@@ -84,7 +84,7 @@ def check_fits(
 
 
 def check_tensors(reader: DcpReader, sharded_model: ShardedModel) -> None:
-    """Raises ValueError when of what this rank holds something is missing, damaged, or kept as another kind."""
+    """Raise ValueError if something that this rank needs is missing, damaged, or saved with another kind of dtype."""
     dtypes = reader.kinds
     wanted: dict[str, Layout] = {}
     for key, (tensor, layout) in (job_state.weights(sharded_model) | job_state.buffers(sharded_model)).items():
@@ -98,7 +98,7 @@ def check_tensors(reader: DcpReader, sharded_model: ShardedModel) -> None:
 
 
 def _alike(here: Any, there: Any) -> bool:
-    """Return True if `there` can stand where `here` does: a number for a number, as many for several."""
+    """Return True if `there` can replace `here`: both are numbers, or sequences of as many."""
     if here is None or there is None:
         return True
     if isinstance(here, list | tuple):
@@ -117,9 +117,9 @@ _WHOLE = "a directory as trainer.save wrote it, the same for every rank"
 
 @dataclass(frozen=True)
 class Taken:
-    """What this rank is to write: `shares` (key -> boxes of the global tensor) of what it holds, as of `step`.
+    """The part of a checkpoint that this rank writes: `shares` of what it holds (key -> boxes of the global tensor).
 
-    kinds: key -> dtype, of all ranks. about: all that is no tensor; rank 0 writes it.
+    kinds: key -> dtype, of all ranks. about: everything that is not a tensor; rank 0 writes it.
     """
 
     path: Path
@@ -132,9 +132,9 @@ class Taken:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that fits the job, not yet read. about: step, seed, position, history and settings.
+    """A checkpoint that fits the job and is not read yet. about: step, seed, position, history and settings.
 
-    foreign: what it was recognised as, where another program wrote it.
+    foreign: the layout that was recognised, if another program wrote it.
     """
 
     path: Path
@@ -147,15 +147,14 @@ class Saved:
 
     @property
     def named(self) -> str:
-        """Its path, and what it was recognised as."""
+        """The path, with the layout that was recognised."""
         return f"{self.path} ({self.foreign})" if self.foreign else str(self.path)
 
 
 def take(path: str | Path, state: TrainingState, builder: Builder, about: Mapping[str, Any]) -> Taken:
-    """Return what `write` is to write of `state`, and `about`, what else is to be kept, to the directory `path`.
-    Collective.
+    """Return the part of `state` that `write` writes to the directory `path`. Collective. about: more values to save.
 
-    It holds the tensors themselves: to be written before they change, or to be copied.
+    The result holds the tensors themselves. Write or copy them before they change.
     """
     sharded_model, optimizer = state.sharded_model, state.optimizer
     held = job_state.state(sharded_model, optimizer)
@@ -177,18 +176,21 @@ def take(path: str | Path, state: TrainingState, builder: Builder, about: Mappin
 
 
 def _beginning(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Of a loop of the user's own, who alone knows what it reads: a Trainer that loads it begins with its data."""
+    """Return the position at the beginning of the data. It is saved for a user's own loop.
+
+    Only the user knows what such a loop has read. A Trainer that loads the checkpoint begins with its data.
+    """
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     return {"epoch": 0, "offset": 0, "base_lr": rates}
 
 
 def write(taken: Taken, *, rank: int, gather: Callable[[Any], list[Any]]) -> None:
-    """Write it. Collective, in any thread: `gather` gives every rank what each gave it.
+    """Write `taken`. Collective, from any thread. gather: returns to every rank the arguments of all.
 
-    Raises TrainingError on every rank when one could not write, or wrote where others do not read: what was at the
-    path before stands.
+    Raises TrainingError on every rank if one could not write, or wrote where others do not read. What was at the path
+    before then stays intact.
     """
-    # Its import takes a while, which only those who save wait for.
+    # This import takes a while. Only a save needs it.
     from nbkit.rank.train.checkpoint.dcp_io import DcpWriter, Saving
 
     writer = DcpWriter(taken.path, rank)
@@ -196,7 +198,7 @@ def write(taken: Taken, *, rank: int, gather: Callable[[Any], list[Any]]) -> Non
         parts = _everywhere(lambda: writer.write(Saving(taken.held, taken.shares)), taken.path, gather)
 
         def put_in_place() -> list[int]:
-            # Who sees the files of all ranks, writes in the folder in which they write.
+            # A rank that sees the files of all ranks writes to the same folder as they do.
             if not (unseen := writer.unseen(parts)):
                 writer.put_in_place(parts, encoded(taken.about))
             return unseen
@@ -210,7 +212,7 @@ def write(taken: Taken, *, rank: int, gather: Callable[[Any], list[Any]]) -> Non
 
 
 def not_shared(folders: Sequence[str], ranks: Sequence[int]) -> TrainingError:
-    """The error of a folder that is another one on these `ranks` than on rank 0. folders: what each rank calls it."""
+    """Return the error for a folder that `ranks` do not share with rank 0. folders: the path on each rank."""
     named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
     first, other = folders[0], folders[ranks[0]]
     where = f"rank 0 writes to {first!r}, rank {ranks[0]} to {other!r}"
@@ -222,10 +224,10 @@ def not_shared(folders: Sequence[str], ranks: Sequence[int]) -> TrainingError:
 
 
 def check_shared(folder: Path, *, rank: int, gather: Callable[[Any], list[Any]]) -> None:
-    """Raise TrainingError, on every rank, where `folder` is not the same one for all of them. Collective.
+    """Raise TrainingError, on every rank, if `folder` is not the same one for all of them. Collective.
 
-    Each rank leaves a file there and rank 0 looks for all of them; then nothing is left. A folder that a rank cannot
-    write to is not judged: what is wrong with it is said when something is saved.
+    Each rank writes a file there, rank 0 looks for all of them, and then they are removed. A folder that a rank cannot
+    write to is not judged here. Its error is reported when something is saved.
     """
     own, made = folder / f".nbkit-{secrets.token_hex(8)}", not folder.exists()
     told = [("", made, str(folder))]
@@ -243,19 +245,19 @@ def check_shared(folder: Path, *, rank: int, gather: Callable[[Any], list[Any]])
         with suppress(OSError):
             own.unlink(missing_ok=True)
             if any(was_made for _, was_made, _ in told):
-                folder.rmdir()  # by the last rank, for which nothing is left in it
+                folder.rmdir()  # succeeds on the last rank, when the folder is empty
     if unseen:
         raise not_shared([each for _, _, each in told], unseen)
 
 
 def _everywhere(act: Callable[[], Any], path: Path, gather: Callable[[Any], list[Any]]) -> list[Any]:
-    """Return what `act` returned on each rank. Raises TrainingError on every rank where it failed on one."""
+    """Return the result of `act` on each rank. Raises TrainingError on every rank if it failed on one."""
     found, own = None, None
     try:
         found = act()
     except BaseException as error:
         own = error
-    # Torch says "unexpected pos 704 vs 598" of a disk that is full.
+    # torch reports a full disk as "unexpected pos 704 vs 598".
     room = f"   ({_free_bytes(path) / 1e6:,.0f} MB are free there)" if own is not None else ""
     told = gather((found, "" if own is None else f"{type(own).__name__}: {own}{room}"))
     if isinstance(own, KeyboardInterrupt):
@@ -275,10 +277,10 @@ def opened(
 ) -> Saved:
     """Return the checkpoint at `path`, of this model and this optimizer's groups. Collective; changes nothing.
 
-    Ours, or one of torch.distributed.checkpoint's in a layout that is known: see torch_layouts/torch_reader.py, and
-    Wanted there for seed and place_after. Raises TornCheckpoint on every rank when it cannot be read or is not whole,
-    and TrainingError when it does not fit.
-    Each rank reads what it will need, and lets go of it: what is damaged is known before anything is changed.
+    It is one of nbkit's, or one of torch.distributed.checkpoint in a known layout: see torch_reader.py, and LoadTarget
+    there for seed and place_after. Raises TornCheckpoint on every rank if it cannot be read or is not whole, and
+    TrainingError if it does not fit.
+    Each rank reads all that it will need, without keeping it. So damage is found before anything is changed.
     """
     found: list[Saved] = []
     own, names = settings_of(state.optimizer), names_of(builder.skeleton)
@@ -317,7 +319,8 @@ def _agree_whole(act: Callable[[], str | None], what: str) -> None:
 def restore(saved: Saved, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """Fill weights and optimizer as they were saved, whatever the strategy was. Collective.
 
-    In place, without a second copy: when a rank cannot read its part, no rank has whole weights, and it says so.
+    It reads in place, without a second copy. If a rank cannot read its part, no rank has whole weights, and the error
+    says so.
     """
     from nbkit.rank.train.checkpoint.dcp_io import fill
 
@@ -337,7 +340,7 @@ def restore(saved: Saved, sharded_model: ShardedModel, optimizer: torch.optim.Op
 
 
 def full_state_dict(sharded_model: ShardedModel, builder: Builder) -> dict[str, Tensor]:
-    """Return what `state_dict()` of the whole model gives in one process, on the CPU, on every rank. Collective.
+    """Return the whole model's `state_dict()` as one process gives it, on the CPU, on every rank. Collective.
 
     Each rank receives what it lacks, in rounds of bounded size. Tied weights are one tensor, as in the model.
     """

@@ -1,10 +1,11 @@
-"""A job's tensors as torch.distributed.checkpoint keeps them: boxes of global tensors, in the files of one directory.
+"""Reads and writes a job's tensors in the format of torch.distributed.checkpoint.
 
-A save writes new data files beside those of the checkpoint that is there, then puts a new `.metadata`, which names
-the files, in the place of the old one by a single rename. Up to that rename the old checkpoint stands, from it on the
-new one; no moment is without. Data files that no `.metadata` names are leftovers, and the next save removes them.
+The files of one directory hold boxes of global tensors. A save writes new data files beside those of the existing
+checkpoint. Then a single rename replaces the old `.metadata`, which names the files, by a new one. Until that rename
+the old checkpoint is valid, and after it the new one. Data files that no `.metadata` names are leftovers; the next save
+removes them.
 
-Finds the elements of a tensor in the archive that torch.save made of it: bytes among others in a larger file.
+torch.save makes an archive of each tensor, which is a part of a larger file. `elements_in` finds the elements in it.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, SavedTensor, opene
 from nbkit.tensor_layout import Box, Layout
 
 _NAME = "archive/data/0"
-_LENGTHS = 26  # where in an entry the lengths of its name and of its extra field stand, two bytes each
-_HEADER = 30  # bytes of an entry before them
+_LENGTHS = 26  # offset in an entry of the lengths of its name and its extra field, two bytes each
+_HEADER = 30  # bytes of an entry before its name and its extra field
 
 
 def elements_in(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
-    """(where in `file` the elements begin, their CRC-32). The archive is `length` bytes from `start` on."""
+    """Return (offset of the elements in `file`, their CRC-32). The archive is `length` bytes from `start` on."""
     entry = zipfile.ZipFile(_Part(file, start, length)).getinfo(_NAME)
     file.seek(start + entry.header_offset + _LENGTHS)
     name, extra = struct.unpack("<2H", file.read(4))
@@ -57,7 +58,7 @@ def elements_in(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file, as a file: zipfile finds the directory at the end of what it is given."""
+    """A part of a file, as a file of its own: zipfile looks for the directory at the end of its file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -83,14 +84,14 @@ class _Part(io.RawIOBase):
         return found
 
 
-_PATIENCE = 1.0  # seconds that the files of other hosts may take to be seen
+_PATIENCE = 1.0  # seconds that the files of other hosts may take to become visible
 
 State = Mapping[str, tuple[Tensor, Layout]]
-"""What a rank holds: key -> (its part, which part that is)."""
+"""The tensors that a rank holds: key -> (its part, the layout of that part)."""
 
 
 class Saving(DefaultSavePlanner):
-    """This rank writes `shares` (key -> boxes of the global tensor) of what it holds, and nothing else."""
+    """A planner with which this rank writes `shares` (key -> boxes of the global tensor) and nothing else."""
 
     def __init__(self, held: State, shares: Mapping[str, Sequence[Box]]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -115,20 +116,20 @@ class Saving(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
-        # Row after row, as it is read: what is transposed in memory would be written column after column.
+        # Row by row, as it is read. A tensor that is transposed in memory would be written column by column.
         return self._parts[index.fqn, index.offset].contiguous()
 
 
 @dataclass(frozen=True)
 class _Files:
-    """How the names of one rank's data files begin."""
+    """The prefix of the names of one rank's data files."""
 
     prefix: str
 
 
 @dataclass
 class _Placed(StorageInfo):  # type: ignore[misc]
-    """Where in the file the elements themselves lie, and their CRC-32."""
+    """Storage info with the offset of the elements in the file, and their CRC-32."""
 
     start: int = 0
     crc: int = 0
@@ -136,9 +137,9 @@ class _Placed(StorageInfo):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class WrittenParts:
-    """What one rank has written: torch's plan of it, and where each part lies. files: their names, at least one.
+    """The parts that one rank has written. plan: torch's. results: the place of each part. files: at least one name.
 
-    folder: in which they are, as this rank sees it.
+    folder: the directory of the files, as this rank sees it.
     """
 
     plan: SavePlan
@@ -148,14 +149,14 @@ class WrittenParts:
 
 
 class DcpWriter(FileSystemWriter):
-    """Writes beside what is there, and replaces it at the end."""
+    """Writes a checkpoint beside the existing one, and replaces that at the end."""
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__(path)
         self._prefix = f"{secrets.token_hex(6)}_{rank}_"
 
     def write(self, planner: Saving) -> WrittenParts:
-        """Write this rank's data files. Without a message, from any thread."""
+        """Write this rank's data files. Sends nothing; from any thread."""
         self.fs.mkdir(self.path)
         plan = replace(planner.create_local_plan(), storage_data=_Files(self._prefix))
         before = get_crc32_options()
@@ -165,7 +166,7 @@ class DcpWriter(FileSystemWriter):
         finally:
             set_crc32_options(before)
         files = {result.storage_data.relative_path for result in results}
-        if not files:  # other ranks hold all that this one does, and still look whether they see what it wrote
+        if not files:  # other ranks write all that this one holds, but rank 0 still checks that it sees a file
             files = {f"{self._prefix}0.distcp"}
             Path(self.path, *files).touch()
         return WrittenParts(
@@ -173,9 +174,9 @@ class DcpWriter(FileSystemWriter):
         )
 
     def unseen(self, parts: Sequence[WrittenParts]) -> list[int]:
-        """Return the ranks whose files this one does not see, though they have written them. Waits a moment for them.
+        """Return the ranks whose files this rank does not see, although they were written. Waits for them a moment.
 
-        Their names were never looked for before, so that no file system remembers that they are not there.
+        The names are new. So no file system has cached that they do not exist.
         """
         until = time.monotonic() + _PATIENCE
         while True:
@@ -189,7 +190,10 @@ class DcpWriter(FileSystemWriter):
             time.sleep(0.1)
 
     def put_in_place(self, parts: Sequence[WrittenParts], about: str) -> None:
-        """On one rank, when all data is on the disk. about: what is no tensor, `encoded`."""
+        """Make the new checkpoint the current one. Called on one rank, when all data is on disk.
+
+        about: everything that is not a tensor, as `encoded` returns it.
+        """
         folder = Path(self.path)
         _, metadata = create_default_global_save_plan([part.plan for part in parts])
         places = {result.index: result.storage_data for part in parts for result in part.results}
@@ -203,19 +207,19 @@ class DcpWriter(FileSystemWriter):
         content = written(pickle.dumps(metadata), _tensors(metadata, places), sizes, about)
         beside = folder / ".metadata.tmp"
         beside.unlink(missing_ok=True)
-        with beside.open("xb") as file:  # never through a link that somebody left there
+        with beside.open("xb") as file:  # "x": never write through a link that somebody left there
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(folder / ".metadata")
         _sync(folder)
-        with suppress(OSError):  # the checkpoint is whole
+        with suppress(OSError):  # the checkpoint is whole already
             for file_path in folder.iterdir():
                 if OURS.fullmatch(file_path.name) and file_path.name not in sizes:
                     file_path.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove what this rank wrote in a save that did not come to its end."""
+        """Remove what this rank wrote in a save that failed."""
         folder = Path(self.path)
         with suppress(OSError):
             for file_path in folder.glob(f"{self._prefix}*.distcp"):
@@ -225,7 +229,7 @@ class DcpWriter(FileSystemWriter):
 
 
 def _placed(folder: Path, results: list[WriteResult]) -> list[WriteResult]:
-    """With the place of the elements: torch writes each tensor as an archive of its own, all of a rank in one file."""
+    """Return `results` with the place of the elements. torch writes each tensor as an archive, many in one file."""
     found = []
     with ExitStack() as stack:
         names = {result.storage_data.relative_path for result in results}
@@ -252,9 +256,9 @@ def _tensors(metadata: Metadata, places: Mapping[MetadataIndex, _Placed]) -> dic
 
 
 class DcpReader:
-    """A checkpoint, opened. Raises OSError or another Exception when it is none, or when a data file is not whole.
+    """An open checkpoint. Raises OSError or another Exception if it is none, or if a data file is not whole.
 
-    tensors, about: see Manifest. digest: the same where ranks see the same checkpoint.
+    tensors, about: see Manifest. digest: the same on ranks that see the same checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -282,9 +286,9 @@ class DcpReader:
         return {key: kept.dtype for key, kept in self.tensors.items()}
 
     def reads(self, key: str, layout: Layout) -> list[tuple[Chunk, Box, Box]]:
-        """All that a layout holds of tensor `key`: (chunk, box of the global tensor in it, that box of the local one).
+        """Return the reads that fill `layout` of tensor `key`: (chunk, box of the global tensor, box of the local one).
 
-        Raises ValueError when the checkpoint does not hold it.
+        Raises ValueError if the checkpoint does not hold all of it.
         """
         if not layout.pieces:
             return []
@@ -302,7 +306,7 @@ class DcpReader:
         return found
 
     def verify(self, wanted: Mapping[str, Layout]) -> None:
-        """Read what a rank needs of each of these tensors. Raises ValueError where it is not there, or damaged."""
+        """Read what a rank needs of each of these tensors. Raises ValueError if any of it is missing or damaged."""
         found: dict[tuple[str, int], tuple[SavedTensor, Chunk]] = {}
         for key, layout in wanted.items():
             found |= {(chunk.file, chunk.start): (self.tensors[key], chunk) for chunk, _, _ in self.reads(key, layout)}
@@ -312,7 +316,7 @@ class DcpReader:
 
     @contextmanager
     def elements(self) -> Iterator[Callable[[SavedTensor, Chunk], Tensor]]:
-        """A function that reads a chunk. It raises ValueError when the bytes are not those that were written."""
+        """Yield a function that reads a chunk. It raises ValueError if the bytes are not those that were written."""
         with ExitStack() as files:
             by_name: dict[str, io.BufferedReader] = {}
 
@@ -332,7 +336,7 @@ class DcpReader:
 
 @torch.no_grad()
 def fill(reader: DcpReader, target: State) -> None:
-    """Fill the tensors of `target` from the disk, one kept box after the other. On this rank alone."""
+    """Fill the tensors of `target` from disk, one saved box after another. Not collective."""
     wanted: dict[tuple[str, int], tuple[SavedTensor, Chunk, list[tuple[Tensor, Box]]]] = {}
     for key, (tensor, layout) in target.items():
         for chunk, there, here in reader.reads(key, layout):
@@ -347,12 +351,12 @@ def fill(reader: DcpReader, target: State) -> None:
 
 
 def _seen(tensor: Tensor, layout: Layout, box: Box) -> Tensor:
-    """`box` of the global tensor, as a view of the local one."""
+    """Return `box` of the global tensor, as a view of the local one."""
     here, there = next(piece for piece in layout.pieces if within(box, piece[1]))
     return tensor.detach()[box.moved(there.start, here.start).slices]
 
 
 def _sync(folder: Path) -> None:
-    """The rename is on the disk too."""
+    """Flush the rename to disk too."""
     with suppress(OSError), io.FileIO(os.open(folder, os.O_RDONLY)) as file:
         os.fsync(file.fileno())

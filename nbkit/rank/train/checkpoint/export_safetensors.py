@@ -1,4 +1,4 @@
-"""The weights of a checkpoint in one safetensors file, tensor by tensor. Needs no process group and no model.
+"""Writes the weights of a checkpoint to one safetensors file, tensor by tensor. Needs no process group and no model.
 
 python -m nbkit.rank.train.checkpoint.export_safetensors DIR FILE
 """
@@ -15,7 +15,7 @@ from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.train.checkpoint.dcp_io import DcpReader, fill
 from nbkit.tensor_layout import Layout
 
-# The names that the format gives to types of elements.
+# The safetensors names of dtypes.
 _TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -24,12 +24,12 @@ _TYPES = {
 
 
 def export(folder: str | Path, target: str | Path) -> tuple[int, int]:
-    """Write every parameter and buffer of the checkpoint in `folder` to `target`; returns (tensors, bytes) written.
+    """Write every parameter and buffer of the checkpoint in `folder` to `target`. Return (tensors, bytes) written.
 
     The names are those of the model's state dict: `model.load_state_dict(safetensors.torch.load_file(target))` takes
-    them. A tied weight stands there under each of its names, since the format has no references. One tensor at a time
-    is in memory. Raises TrainingError when `folder` cannot be read, is damaged or is no checkpoint, or `target` cannot
-    be written; what was at `target` before then stands.
+    them. A tied weight is written under each of its names, since the format has no references. One tensor at a time is
+    in memory. Raises TrainingError if `folder` cannot be read, is damaged or is no checkpoint, or if `target` cannot be
+    written. What was at `target` before then stays intact.
     """
     beside = Path(target).with_name(f"{Path(target).name}.tmp")
     try:
@@ -45,14 +45,14 @@ def export(folder: str | Path, target: str | Path) -> tuple[int, int]:
         for name, key, shape in about["names"]:
             if name in header:
                 raise ValueError(f"it names {name!r:.80} twice")
-            kind = reader.kinds.get(key, torch.float32)  # what has no element is kept nowhere
+            kind = reader.kinds.get(key, torch.float32)  # a tensor without elements is not saved
             begin, end = end, end + torch.Size(shape).numel() * kind.itemsize
             header[name] = {"dtype": _TYPES[kind], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         beside.unlink(missing_ok=True)
         try:
-            with beside.open("xb") as file:  # never through a link that somebody left there
+            with beside.open("xb") as file:  # "x": never write through a link that somebody left there
                 file.write(len(text).to_bytes(8, "little") + text)
                 for _, key, shape in about["names"]:
                     tensor = torch.zeros(shape, dtype=reader.kinds.get(key, torch.float32))
@@ -61,7 +61,7 @@ def export(folder: str | Path, target: str | Path) -> tuple[int, int]:
             beside.replace(target)
         finally:
             beside.unlink(missing_ok=True)
-    except Exception as error:  # whatever somebody wrote into that directory
+    except Exception as error:  # the directory may contain anything
         raise TrainingError(
             f"The checkpoint {str(folder)!r} could not be exported to {str(target)!r}.",
             numbers=f"{type(error).__name__}: {error}",

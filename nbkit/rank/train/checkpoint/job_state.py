@@ -1,9 +1,9 @@
-"""Everything a rank holds of a job's state, under names that mean the same on every rank and in every strategy.
+"""The part of a job's state that a rank holds, under names that mean the same on every rank and in every strategy.
 
-"weight/NAME", "KEY/NAME" for what the optimizer keeps per element of a parameter (exp_avg, momentum_buffer, ...), and,
-apart, the numbers it keeps per parameter (step).
+The names are "weight/NAME", "buffer/NAME", and "KEY/NAME" for what the optimizer keeps per element of a parameter
+(exp_avg, momentum_buffer, ...). Numbers that it keeps per parameter (step) are separate.
 
-Gathers what all ranks hold of a job's state, and decides which of them writes which box of it: each box once.
+`everyone` gathers what all ranks hold, and `shares` decides which rank writes which box, each box once.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def weights(sharded_model: ShardedModel) -> JobState:
 
 @torch.no_grad()
 def not_finite(sharded_model: ShardedModel) -> list[str]:
-    """Return the names of the weights that train and of which this rank holds a NaN or an infinity. Waits for them."""
+    """Return the names of trainable weights in which this rank holds a NaN or an infinity. Waits for the device."""
     alike: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, p in sharded_model.held.items():
-        if p.requires_grad and p.numel() and p.element_size() > 1:  # of one byte: no operation knows them
+        if p.requires_grad and p.numel() and p.element_size() > 1:  # there is no norm of one-byte dtypes
             alike.setdefault((p.device, p.dtype), {})[name] = p
     found: list[str] = []
     for some in alike.values():
@@ -48,9 +48,9 @@ def not_finite(sharded_model: ShardedModel) -> list[str]:
 
 
 def buffers(sharded_model: ShardedModel) -> JobState:
-    """The buffers that a checkpoint holds, of modules that run here, by "buffer/NAME"; each is whole."""
+    """Return the buffers that a checkpoint holds, of modules that run here, by "buffer/NAME". Each is whole."""
     here = {name: buffer for name, buffer in sharded_model.module.named_buffers() if sharded_model.runs(name)}
-    kept = kept_buffers(sharded_model.module) if here else ()  # asked for at each step
+    kept = kept_buffers(sharded_model.module) if here else ()  # this function runs at each step
     return {f"buffer/{name}": (buffer, Layout.whole(buffer.shape)) for name, buffer in here.items() if name in kept}
 
 
@@ -64,12 +64,12 @@ def per_element(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -
 
 
 def state(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> JobState:
-    """Return all of it: weights, buffers, and what the optimizer keeps per element."""
+    """Return the whole state of this rank: weights, buffers, and what the optimizer keeps per element."""
     return weights(sharded_model) | buffers(sharded_model) | per_element(sharded_model, optimizer)
 
 
 def scalars(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """name -> {key: value} of what the optimizer keeps once per parameter, as plain numbers or small CPU tensors."""
+    """Return what the optimizer keeps once per parameter: name -> {key: plain number or small CPU tensor}."""
     return {name: optimizer_state.per_parameter(optimizer, param) for name, param in sharded_model.held.items()}
 
 
@@ -79,7 +79,7 @@ def allocate(
     kinds: Mapping[str, Mapping[str, torch.dtype]],
     numbers: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Give `optimizer` empty state for what it updates here. kinds: name -> {key: dtype}; numbers: see `scalars`."""
+    """Give `optimizer` empty state for the parameters here. kinds: name -> {key: dtype}; numbers: see `scalars`."""
     # Fused and capturable optimizers keep their counters beside the parameters.
     beside = {
         id(p)
@@ -93,7 +93,7 @@ def allocate(
             empty = emptied(torch.empty(param.shape, dtype=dtype, device=where))
             optimizer_state.remember(optimizer, param, key, empty)
         for key, value in numbers.get(name, {}).items():
-            # A scalar parameter's moments are numbers too, and live where it does.
+            # The moments of a scalar parameter are numbers too. They are on the device of the parameter.
             follows = isinstance(value, Tensor) and (value.ndim or (param.ndim == 0 and key != "step"))
             device = param.device if id(param) in beside or follows else "cpu"
             own = value.to(device, copy=True) if isinstance(value, Tensor) else value
@@ -103,9 +103,9 @@ def allocate(
 def bytes_per_element(
     sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, skeleton: nn.Module
 ) -> dict[str, dict[str, int]]:
-    """name -> {"weight" or key of the optimizer's state: bytes of an element}, for every parameter of the model.
+    """Return name -> {"weight" or key of optimizer state: bytes of an element}, for every parameter of the model.
 
-    What an optimizer keeps of one parameter, it is taken to keep of all that train.
+    It assumes that the optimizer keeps the same state for all parameters that train.
     """
     keys = {
         key.partition("/")[0]: tensor.element_size()
@@ -118,12 +118,12 @@ def bytes_per_element(
 
 
 _BOX_BYTES = 64 << 20
-"""Larger boxes are kept as several, so that reading a small part of one reads little else."""
+"""Larger boxes are saved as several, so that reading a small part of one reads little else."""
 
 
 @dataclass(frozen=True)
 class Everyone:
-    """layouts: by rank, key -> layout. kinds: key -> dtype. numbers: see job_state.scalars; both of all ranks."""
+    """The state that all ranks hold. layouts: by rank, key -> layout. kinds: key -> dtype. numbers: see `scalars`."""
 
     layouts: tuple[Mapping[str, Layout], ...]
     kinds: Mapping[str, torch.dtype]
@@ -134,7 +134,7 @@ def everyone(
     own: JobState, numbers: Mapping[str, Mapping[str, Any]], world_size: int, device: torch.device
 ) -> Everyone:
     """Return what all ranks hold. Collective: one all-gather of layouts and numbers."""
-    # Equal layouts as one object: pickled once, and told apart by identity where they arrive.
+    # Equal layouts become one object. It is pickled once, and receivers can compare layouts by identity.
     known: dict[Layout, Layout] = {}
     layouts = {key: known.setdefault(layout, layout) for key, (_, layout) in own.items()}
     mine = layouts, {key: tensor.dtype for key, (tensor, _) in own.items()}, numbers
@@ -147,7 +147,7 @@ def everyone(
 
 
 def by_name(kinds: Mapping[str, torch.dtype]) -> dict[str, dict[str, torch.dtype]]:
-    """name -> {key: dtype} of what an optimizer keeps, out of the dtypes of everything."""
+    """Return name -> {key: dtype} of optimizer state, selected from the dtypes of all tensors."""
     found: dict[str, dict[str, torch.dtype]] = {}
     for key, dtype in kinds.items():
         kind, _, name = key.partition("/")
@@ -157,9 +157,9 @@ def by_name(kinds: Mapping[str, torch.dtype]) -> dict[str, dict[str, torch.dtype
 
 
 def shares(every: Everyone, rank: int) -> dict[str, list[Box]]:
-    """key -> the boxes that `rank` writes. Every element is written by one rank that holds it; who has least, writes.
+    """Return key -> the boxes that `rank` writes. Every element is written once, by the holder with the least to write.
 
-    The same on every rank that computes it, without a message.
+    The result is the same on every rank, without a message.
     """
     load = [0] * len(every.layouts)
     cells: dict[tuple[int, ...], list[tuple[Box, tuple[int, ...]]]] = {}
@@ -179,7 +179,7 @@ def shares(every: Everyone, rank: int) -> dict[str, list[Box]]:
 
 
 def _cells(spread: Sequence[Layout | None], most: int) -> list[tuple[Box, tuple[int, ...]]]:
-    """Boxes of at most `most` elements that do not overlap and cover all that is held: (box, ranks that hold it)."""
+    """Return disjoint boxes of at most `most` elements that cover all that is held: (box, ranks that hold it)."""
     holders: dict[Box, list[int]] = {}
     for rank, layout in enumerate(spread):
         for box in held(layout):

@@ -1,13 +1,12 @@
-"""The manifest of a checkpoint: in which file each part of each tensor lies, and all that is no tensor, as JSON.
+"""The manifest of a checkpoint, as JSON: the file of each part of each tensor, and everything that is not a tensor.
 
-It stands in `.metadata` behind what torch's own tools read there. That is a pickle, which on being read may call any
-function that it names; so are the heads of the tensors in the data files. nbkit reads none of them: the manifest says
-where the bytes of a tensor lie, its footer and a checksum for each part say whether all is as it was written.
+It is in `.metadata`, after the part that torch's own tools read. That part is a pickle, which may call any function
+when it is read. The headers of the tensors in the data files are pickles too. nbkit reads none of them. The manifest
+holds the places of the bytes of each tensor. Its footer and a checksum for each part show whether anything was changed.
 
-Plain values as JSON and back, types and bits included: numbers, text, lists, tuples, dicts, small tensors.
-
-JSON names no classes, so that reading it builds nothing but these, whoever wrote it. What JSON has no form for is an
-object with one key that says which type it is.
+`encoded` and `decoded` convert plain values to JSON and back, with their types and bits: numbers, text, lists, tuples,
+dicts, small tensors. JSON names no classes, so reading it builds nothing but these, whoever wrote it. A type that JSON
+does not have becomes an object with one key, the name of the type.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ DTYPES: dict[str, torch.dtype] = {
         torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
     )
 }  # fmt: skip
-"""Every dtype that a checkpoint may hold, by its name."""
+"""Every dtype that a checkpoint may hold, by name."""
 
 MOST_CHARACTERS = 16 << 20
-"""Of what somebody else's data says of itself."""
+"""The most characters of JSON that user objects may put into a checkpoint."""
 
 _AS_THEY_ARE = (type(None), bool, int, float, str)
 _MOST_DIMS = 64
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Its key in DTYPES. Raises TypeError for one that is not there."""
+    """Return the key of `dtype` in DTYPES. Raises TypeError for a dtype that is not there."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise TypeError(f"a tensor of {dtype} cannot be written to a checkpoint")
@@ -60,17 +59,17 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def viewed(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return bytes as elements of `dtype`; any byte but 0 is true."""
+    """Return bytes as elements of `dtype`. For bool any byte other than 0 is true."""
     return bits.ne(0) if dtype == torch.bool else bits.view(dtype)
 
 
 def encoded(value: Any) -> str:
-    """`value` as one line of JSON. Numbers of numpy become Python's, arrays tensors. Raises TypeError for the rest."""
+    """Return `value` as one line of JSON. numpy's numbers become Python's, arrays tensors. Else raises TypeError."""
     return json.dumps(_tagged(value), separators=(",", ":"))
 
 
 def writable(value: Any) -> Any:
-    """`value`, which is not nbkit's own, if a checkpoint can hold it: plain values, at most MOST_CHARACTERS."""
+    """Return `value`, a user's, if a checkpoint can hold it; else None. Plain values, at most MOST_CHARACTERS."""
     try:
         return value if len(encoded(value)) <= MOST_CHARACTERS else None
     except TypeError:
@@ -78,8 +77,10 @@ def writable(value: Any) -> Any:
 
 
 def decoded(text: str | bytes) -> Any:
-    """Return what `encoded` was given. Raises ValueError, TypeError, KeyError or RecursionError for what it did not
-    write."""
+    """Return the value that `encoded` wrote as `text`.
+
+    Raises ValueError, TypeError, KeyError or RecursionError for other text.
+    """
     return json.loads(text, object_hook=_untagged)
 
 
@@ -88,7 +89,7 @@ def _tagged(value: Any) -> Any:
         return value
     if isinstance(value, dict):
         if all(type(key) is str for key in value) and not (len(value) == 1 and next(iter(value)) in _READERS):
-            # The records of a long history come by here.
+            # A fast path: all records of a long history pass here.
             return {key: one if type(one) in _AS_THEY_ARE else _tagged(one) for key, one in value.items()}
         return {"dict": [[_tagged(key), _tagged(one)] for key, one in value.items()]}
     if isinstance(value, list):
@@ -144,16 +145,16 @@ OURS = re.compile(r"[0-9a-f]{12}_\d{1,9}_\d{1,9}\.distcp")
 """Names of data files."""
 
 _FORMAT = 3
-_FOOTER = struct.Struct("<Q32s8s")  # bytes of the manifest, sha256 of all that stands before the footer, what this is
+_FOOTER = struct.Struct("<Q32s8s")  # bytes of the manifest, sha256 of everything before the footer, magic
 _MAGIC = b"nbkit ck"
 _BLOCK = 1 << 20
 _LARGEST = 1 << 62
-_MOST_EPOCHS = 1 << 32  # a seed plus an epoch is a seed
+_MOST_EPOCHS = 1 << 32  # so that a seed plus an epoch is a valid seed
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: where its elements begin in which file, row after row, and their CRC-32."""
+    """A box of a tensor: the file and offset of its elements, row by row, and their CRC-32."""
 
     box: Box
     file: str
@@ -170,13 +171,13 @@ class SavedTensor:
     chunks: tuple[Chunk, ...]
 
     def size_of(self, chunk: Chunk) -> int:
-        """Return bytes of a chunk."""
+        """Return the bytes of a chunk."""
         return chunk.box.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """tensors: by key. files: name -> bytes. about: see checkpoint.save. digest: of the whole file, as hex."""
+    """A manifest. tensors: by key. files: name -> bytes. about: see checkpoint.take. digest: of the file, as hex."""
 
     tensors: Mapping[str, SavedTensor]
     files: Mapping[str, int]
@@ -185,7 +186,7 @@ class Manifest:
 
 
 def written(head: bytes, tensors: Mapping[str, SavedTensor], files: Mapping[str, int], about: str) -> bytes:
-    """Return what `.metadata` holds. head: what torch reads. files: name -> bytes. about: as `encoded` returns it."""
+    """Return the content of `.metadata`. head: torch's part. files: name -> bytes. about: as `encoded` returns it."""
     number = {name: index for index, name in enumerate(files)}
     rows = [
         [
@@ -202,7 +203,7 @@ def written(head: bytes, tensors: Mapping[str, SavedTensor], files: Mapping[str,
 
 
 def read(path: Path) -> Manifest:
-    """The manifest at the end of `path`. Raises OSError, or any Exception when it is none or not as it was written."""
+    """Return the manifest at the end of `path`. Raises OSError, or any Exception if it is none or was changed."""
     with opened(path) as file:
         size = file.seek(0, os.SEEK_END) - _FOOTER.size
         file.seek(max(size, 0))
@@ -238,10 +239,12 @@ def read(path: Path) -> Manifest:
 
 
 def opened(path: Path) -> io.BufferedReader:
-    """Return the file at `path` itself, for reading. Raises OSError, or ValueError for a link, pipe, folder or
-    device."""
+    """Open the file at `path` for reading.
+
+    Raises OSError, or ValueError for a link, pipe, folder or device.
+    """
     try:
-        # A pipe without a writer would be waited for.
+        # O_NONBLOCK: opening a pipe without a writer would block.
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno != errno.ELOOP:
@@ -269,7 +272,7 @@ def _kept(key: str, dtype: torch.dtype, shape: list[int], rows: list[list[int]],
 
 
 def _check(about: Any, tensors: Mapping[str, SavedTensor]) -> None:
-    """Raises ValueError when `about` has not the form that checkpoint.save gives it, or names what is not there."""
+    """Raise ValueError if `about` has another form than checkpoint.take gives it, or names tensors that are missing."""
     for field, fits in _FIELDS.items():
         try:
             good = fits(about[field])

@@ -1,7 +1,7 @@
 """Handles models that change their own state dict: by hooks, by extra state, or by a `state_dict` method.
 
-`full_state_dict` gives what the whole model's `state_dict()` gives in one process, so it asks a whole copy. A
-checkpoint holds parameters and buffers as they are, and the extra state beside them.
+`full_state_dict` must equal the whole model's `state_dict()` in one process, so it calls that of a whole copy. A
+checkpoint holds parameters and buffers unchanged, and the extra state beside them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _HOOKS = "_state_dict_hooks", "_state_dict_pre_hooks"
 
 
 def names_of(skeleton: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return (name, key of what holds it, shape) of parameters and buffers, in the order of a state dict.
+    """Return (name, key of the tensor, shape) of parameters and buffers, in the order of a state dict.
 
-    A tied weight's names share one key. Runs nothing of the user's.
+    The names of a tied weight share one key. Runs no user code.
     """
     keys = {id(p): f"weight/{name}" for name, p in skeleton.named_parameters()}
     keys |= {id(buffer): f"buffer/{name}" for name, buffer in skeleton.named_buffers()}
@@ -46,7 +46,7 @@ def names_of(skeleton: nn.Module) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def changed_by(module: nn.Module) -> str:
-    """Return which part of `module` makes its state dict otherwise than torch does, "" where none does."""
+    """Return the first part of `module` that changes how torch makes its state dict, or "" if none does."""
     for path, part in module.named_modules():
         own = any(getattr(type(part), name) is not getattr(nn.Module, name) for name in _METHODS)
         if own or any(vars(part)[name] for name in _HOOKS):
@@ -55,10 +55,10 @@ def changed_by(module: nn.Module) -> str:
 
 
 def extra_states(sharded_model: ShardedModel, builder: Builder) -> dict[str, Any]:
-    """Return the extra state of each part that has any, by path, of a rank that runs it. Collective where one has.
+    """Return the extra state of each part that has any, by path, from a rank that runs it. Collective if one has any.
 
-    Raises StrategyError, on every rank alike, where it is computed from weights of which a rank has a part, and
-    TrainingError where it fails.
+    Raises StrategyError, on every rank alike, if it is computed from weights of which a rank holds only a part, and
+    TrainingError if it fails.
     """
     paths = [path for path, part in builder.skeleton.named_modules() if _has_extra(part)]
     if not paths:
@@ -93,7 +93,7 @@ def extra_states(sharded_model: ShardedModel, builder: Builder) -> dict[str, Any
 
 
 def writable_states(sharded_model: ShardedModel, builder: Builder) -> dict[str, Any]:
-    """Return `extra_states`. Raises TrainingError, on every rank, for one that a checkpoint cannot hold. Collective."""
+    """Return `extra_states`. Collective. Raises TrainingError, on every rank, if a checkpoint cannot hold one."""
     states = extra_states(sharded_model, builder)
     for path, value in states.items():
         try:
@@ -108,7 +108,7 @@ def writable_states(sharded_model: ShardedModel, builder: Builder) -> dict[str, 
 
 
 def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Give each part of `module` the extra state that was saved of it."""
+    """Give each part of `module` its saved extra state."""
     parts = dict(module.named_modules())
     for path, value in states.items():
         if path in parts:
@@ -116,9 +116,9 @@ def set_extra_states(module: nn.Module, states: Mapping[str, Any]) -> None:
 
 
 def whole_state_dict(whole: Mapping[str, Tensor], sharded_model: ShardedModel, builder: Builder) -> dict[str, Tensor]:
-    """Return what `state_dict()` of the whole model gives. whole: all weights and buffers, by key. Collective.
+    """Return the `state_dict()` of the whole model. Collective. whole: all weights and buffers, by key.
 
-    A copy of the model is asked, with these, and with the attributes and the extra state of the model that trains.
+    It comes from a copy of the model with these tensors, and with attributes and extra state of the model that trains.
     """
     states, live = extra_states(sharded_model, builder), sharded_model.module
     own = {at: value for at, value in set_since(live, sharded_model.built).items() if sharded_model.runs(f"{at[0]}.")}

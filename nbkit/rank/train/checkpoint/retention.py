@@ -1,4 +1,4 @@
-"""The checkpoints in a directory: how they are called, which stay, and which of them is the newest."""
+"""The checkpoints in a directory: their names, which of them stay, and which is the newest."""
 
 from __future__ import annotations
 
@@ -18,19 +18,25 @@ _NAMED = re.compile(r"step-\d+")
 _MANIFEST = ".metadata"
 
 Asked = int | str | tuple[int, str] | None
-"""What a user gives as keep=: how many, how old at most, or both."""
+"""The value of keep=: how many checkpoints stay, how old they get at most, or both."""
 
 
 @dataclass(frozen=True)
 class Keep:
-    """number, seconds: how many checkpoints stay, and how old they get; None: no limit. The newest always stays."""
+    """Limits on the checkpoints that stay: their number and their age in seconds. None: no limit.
+
+    The newest always stays.
+    """
 
     number: int | None
     seconds: float | None
 
     @classmethod
     def of(cls, asked: Asked) -> Keep | None:
-        """None where there is one checkpoint, which each save replaces. Raises TrainingError or UsageError."""
+        """Return the limits of keep=; None for a single checkpoint, which each save replaces.
+
+        Raises TrainingError or UsageError.
+        """
         if asked is None:
             return None
         number, age = asked if isinstance(asked, tuple) else (None, asked) if isinstance(asked, str) else (asked, None)
@@ -38,7 +44,7 @@ class Keep:
         return cls(number, None if age is None else seconds_of(age))
 
     def prune(self, folder: Path, newest: Path) -> None:
-        """Delete the checkpoints of `folder` that do not stay, and what saves that were broken off have left there."""
+        """Delete the checkpoints of `folder` that exceed the limits, and remains of saves that were broken off."""
         number = 1
         for path in found([folder]):
             if path == newest or not _NAMED.fullmatch(path.name):
@@ -48,17 +54,17 @@ class Keep:
             old = self.seconds is not None and time.time() - _written(path) > self.seconds
             if old or not whole or (self.number is not None and number > self.number):
                 with suppress(OSError):
-                    (path / _MANIFEST).unlink(missing_ok=True)  # first: nobody takes it for whole meanwhile
+                    (path / _MANIFEST).unlink(missing_ok=True)  # first, so that nobody takes it for whole meanwhile
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def place(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of `step` lies among several in `folder`."""
+    """Return the path of the checkpoint of `step`, if `folder` holds several."""
     return folder / f"step-{step}"
 
 
 def found(folders: Iterable[Path]) -> list[Path]:
-    """Return all that might be checkpoints: `folders` themselves, and those in them; whole or not, the newest first."""
+    """Return all possible checkpoints: `folders` and the directories in them, whole or not, the newest first."""
     paths = [
         path
         for folder in folders
@@ -69,7 +75,7 @@ def found(folders: Iterable[Path]) -> list[Path]:
 
 
 def of_runs(log_dir: Path, name: str) -> list[Path]:
-    """Return where the runs called exactly `name` keep their checkpoints."""
+    """Return the checkpoint directories of the runs called exactly `name`."""
     return [run / "checkpoint" for run in runs_named(log_dir, name)]
 
 

@@ -1,13 +1,12 @@
-"""A checkpoint of plain FSDP2 or of torchtitan's layout, opened as if it were one of ours.
+"""Reads a checkpoint of plain FSDP2 or in torchtitan's layout as if it were one of nbkit's.
 
-Both keep model and optimizer under the names of the model's state dict: plain FSDP2 as {"model": ..., "optim": ...} of
-`get_state_dict`, torchtitan the weights without a prefix and a flattened optimizer. So the names are found by what
-stands before and behind them, and other prefixes ("app.model.") are understood as well. Tensors are read by torch with
+Both keep model and optimizer under the names of the model's state dict. Plain FSDP2 has {"model": ..., "optim": ...} of
+`get_state_dict`. torchtitan has the weights without a prefix, and a flattened optimizer. The reader finds the names by
+the text before and after them, so it understands other prefixes ("app.model.") too. torch reads the tensors with
 weights_only, which builds nothing but tensors and plain values.
 
-The `.metadata` of torch.distributed.checkpoint, a pickle, read without running anything that it names.
-
-What it may name are the plain values of such a file: sizes, dtypes, places. Anything else is refused.
+The `.metadata` of torch.distributed.checkpoint is a pickle. It is read without running anything that it names: only the
+plain values of such a file are allowed (sizes, dtypes, places), and anything else is refused.
 """
 
 from __future__ import annotations
@@ -46,13 +45,15 @@ _NAMED = {
     )
     if not isinstance(kind, Missing)
 }  # fmt: skip
-# Of the directory that it was written to, whose name is not used.
+# The file names the directory that it was written to. That name is not used.
 _PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
 
 
 def is_from_elsewhere(folder: Path) -> bool:
-    """Return True if torch.distributed.checkpoint alone wrote `folder`: data files, none of which is named as nbkit
-    does."""
+    """Return True if `folder` is a checkpoint of torch.distributed.checkpoint without nbkit.
+
+    It then has data files, none of them named as nbkit names them.
+    """
     try:
         names = [path.name for path in folder.glob("*.distcp")]
         with opened(folder / ".metadata") as file:
@@ -62,7 +63,7 @@ def is_from_elsewhere(folder: Path) -> bool:
 
 
 def read_metadata(path: Path) -> metadata.Metadata:
-    """Raises OSError, or any Exception where it is none, or names what no such file has to."""
+    """Return the metadata in the file `path`. Raises OSError, or any Exception if it is none or names other types."""
     with opened(path) as file:
         found = _Unpickler(file).load()
     if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
@@ -83,9 +84,9 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """Of the job that loads: what a foreign checkpoint does not say, or says in another order.
+    """Facts about the job that loads, which a foreign checkpoint does not hold or holds in another order.
 
-    names: see own_state.names_of. groups: names of parameters, by group of the optimizer. settings: of each.
+    names: see own_state.names_of. groups: names of parameters, by group of the optimizer. settings: of each group.
     place_after: finished steps -> position in the data of a training that has always been this one.
     """
 
@@ -97,7 +98,7 @@ class LoadTarget:
 
 
 class TorchReader(DcpReader):
-    """See DcpReader. layout: what was recognised, in words. Raises OSError, or another Exception when it is none."""
+    """A DcpReader of a foreign checkpoint. Raises OSError, or another Exception if it is none."""
 
     def __init__(self, path: Path, wanted: LoadTarget) -> None:
         self.path = path
@@ -115,17 +116,17 @@ class TorchReader(DcpReader):
 
     @property
     def layout(self) -> str:
-        """Return what was recognised."""
+        """Return the recognised layout, in words."""
         whose = {("model.", "optim."): "of plain FSDP2", ("", "optimizer."): "in torchtitan's layout"}
         model, optimizer = self._model, self._optimizer
         named = whose.get((model, optimizer or ""), f"with weights under {model!r} and state under {optimizer!r}")
         return f"a checkpoint {named}" if optimizer is not None else f"weights under {model!r}, no optimizer"
 
     def _weights(self, wanted: LoadTarget) -> dict[str, str]:
-        """Our key -> name in the checkpoint, of weights and buffers."""
+        """Return nbkit's key -> name in the checkpoint, of weights and buffers."""
         by_key: dict[str, list[str]] = {}
         for name, key, _ in wanted.names:
-            by_key.setdefault(key, []).append(name)  # a tied weight stands there under one of its names, or all
+            by_key.setdefault(key, []).append(name)  # a tied weight is saved under one of its names, or under all
         first = next(iter(by_key.values()))
         before = {fqn.removesuffix(name) for fqn in self._stored for name in first if fqn.endswith(name)}
         held = {prefix: _under(prefix, by_key, self._stored) for prefix in before if not prefix or prefix[-1] == "."}
@@ -136,7 +137,10 @@ class TorchReader(DcpReader):
         return found
 
     def _state(self, keys: Mapping[str, str]) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-        """(our key -> name in the checkpoint, of what follows a parameter; parameter -> what is kept of it once)."""
+        """Return the optimizer state: what has a parameter's shape, and what there is once per parameter.
+
+        The first is nbkit's key -> name in the checkpoint; the second is parameter -> {key: value}.
+        """
         moments, numbers = dict[str, str](), dict[str, dict[str, Any]]()
         before = {fqn[: fqn.index("state.")] for fqn in self._stored if "state." in fqn and fqn not in keys.values()}
         self._optimizer: str | None = None
@@ -184,8 +188,10 @@ class TorchReader(DcpReader):
         }
 
     def _group(self, wanted: LoadTarget, index: int, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a group: by its number, as plain FSDP2 has them, or by its first parameter,
-        flattened."""
+        """Return the settings of a group.
+
+        Plain FSDP2 keeps them by the number of the group, a flattened optimizer by its first parameter.
+        """
         found = dict(own)
         if self._optimizer is None:
             return found
@@ -225,7 +231,7 @@ class TorchReader(DcpReader):
         return file, info.offset
 
     def _value(self, fqn: str) -> Any:
-        """Return what is kept under a name that has one part: a number, or a tensor of one."""
+        """Return the value under a name that is saved in one part: a plain value or a tensor."""
         shape = self._shape(fqn)
         offset = None if shape is None else torch.Size([0] * len(shape))
         file_name, start = self._place(MetadataIndex(fqn, offset))

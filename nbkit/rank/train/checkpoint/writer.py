@@ -1,7 +1,7 @@
-"""Writes checkpoints: at once, or in a thread beside the training, once what is to be written has been copied.
+"""Writes checkpoints: at once, or in a thread beside the training after a copy was made.
 
-The training waits for the copy to host memory alone, into memory that is kept for the next one. What the threads of the
-ranks tell each other goes over a group of their own, past what counts and times the training's operations.
+The training waits only for the copy to host memory. That memory is kept for the next copy. The threads of the ranks
+communicate over a group of their own, which is not part of the training's counts and timings.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.replace.backup import Contents, copy_into, host_memory
 
-_SHARE_OF_FREE = 0.5  # of a host's memory, what copies may take; where they would take more, the training waits
+_SHARE_OF_FREE = 0.5  # part of a host's free memory that copies may take; beyond it the training waits for the write
 
 
 @dataclass(frozen=True)
 class WriteOutcome:
-    """Of a checkpoint that a thread wrote; error: why it is not there."""
+    """The result of writing a checkpoint. error: the reason if it was not written."""
 
     path: Path
     step: int
@@ -35,7 +35,7 @@ class WriteOutcome:
 
 
 class CheckpointWriter:
-    """Of one job on this rank; one checkpoint at a time."""
+    """Writes the checkpoints of one job on this rank, one at a time."""
 
     def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
@@ -45,10 +45,10 @@ class CheckpointWriter:
         self._outcome: WriteOutcome | None = None
 
     def begin(self, taken: Taken, *, beside: bool, then: Callable[[], None] | None = None) -> None:
-        """Write `taken`, or begin to, in a thread. Collective; what came of the one before has been waited for.
+        """Write `taken`, or begin to write it in a thread. Collective. The previous `outcome` must have been taken.
 
-        then: what rank 0 does when it is whole, and which nobody waits for.
-        Raises TrainingError, on every rank, where it was not written at once.
+        then: called on rank 0 when the checkpoint is whole; no other rank waits for it.
+        Raises TrainingError, on every rank, if a write without a thread fails.
         """
         assert self._thread is None
         if not beside or (copied := self._copied(taken)) is None:
@@ -62,7 +62,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def outcome(self, *, wait: bool) -> WriteOutcome | None:
-        """Return what came of the last one, once; None while it is being written, unless one is to `wait`."""
+        """Return the result of the last write, once. None while it is being written; wait: wait for it instead."""
         if self._thread is not None:
             if self._thread.is_alive() and not wait:
                 return None
@@ -72,11 +72,11 @@ class CheckpointWriter:
         return found
 
     def form_again(self) -> None:
-        """Go on after ranks were replaced: over another group."""
+        """Use a new group from now on, after ranks were replaced."""
         self._group = None
 
     def _copied(self, taken: Taken) -> Taken | None:
-        """It, with copies in host memory of what this rank writes; None where that lacks room. Collective."""
+        """Return `taken` with copies in host memory of what this rank writes; None if there is no room. Collective."""
         contents = Contents.by_key(taken.held, taken.shares)
         if any_rank(self._room.numel() != contents.num_bytes, device=self.device):
             self._room = self._room.new_empty(0)

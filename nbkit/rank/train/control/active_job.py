@@ -1,8 +1,8 @@
-"""The training that was made last on this rank: what a request means when none is making steps.
+"""The newest training of this rank, and the state of its weights after an error.
 
-A flag: the cell that runs on this rank is detached, and nobody may be there when it ends. The bridge sets it.
-
-Remembers whether the weights of this rank are whole, and whether a step was broken off, for after an error.
+`newest` returns the training that was made last: requests refer to it when none is making steps. DETACHED is set by
+the bridge when the cell that runs on this rank is detached, so that nobody may be there when it ends. Integrity
+remembers whether the weights of this rank are whole and whether a step was broken off.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _newest: weakref.ref[Any] | None = None
 
 
 def note(owner: Any) -> None:
-    """`owner` (a Trainer or a Job) has just been made."""
+    """Note that `owner` (a Trainer or a Job) has just been made."""
     global _newest
     _newest = weakref.ref(owner)
 
 
 def newest() -> Any:
-    """The Trainer or Job made last, if it still lives; else None. From any thread."""
+    """Return the Trainer or Job made last, or None if it no longer exists. From any thread."""
     return _newest() if _newest is not None else None
 
 
@@ -31,8 +31,10 @@ DETACHED: ContextVar[bool] = ContextVar("detached", default=False)
 
 
 class Integrity:
-    """broken_off: a step was begun and not finished, so that ranks may differ by a step. half_way: the weights are
-    partly those of before a change and partly those of after it.
+    """State of this rank's weights after an error.
+
+    broken_off: a step was begun and not finished, so that ranks may differ by a step. half_way: some weights are from
+    before a change and some from after it.
     """
 
     def __init__(self) -> None:
@@ -40,12 +42,12 @@ class Integrity:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """The weights change inside. Left by an error, they stay half-way."""
+        """Change the weights inside. If an error leaves the block, they stay marked as half-way."""
         self.half_way = True
         yield
         self.half_way = False
 
     def restored(self, *, ranks_agree: bool) -> None:
-        """The weights are whole again; ranks_agree: and every rank stands at the same step."""
+        """Note that the weights are whole again. ranks_agree: every rank is also at the same step."""
         self.half_way = False
         self.broken_off &= not ranks_agree

@@ -1,9 +1,9 @@
-"""Guards a step in which any rank may fail: all hear of it, and stand together again, with groups that work.
+"""Guards a step in which any rank may fail: all ranks hear of it, meet again, and have groups that work.
 
-Only around a step that may well fail, such as the first one under a strategy: see nbkit.rank.world.failure_alarm for
-what it takes.
+Use it only around a step that is likely to fail, such as the first one under a strategy. See
+nbkit.rank.world.failure_alarm for its cost.
 
-Interrupts that wait: for the few lines that every rank does, or none.
+`held_back` delays interrupts for a few lines that every rank must run, or none.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from nbkit.rank.world.failure_alarm import Alarm, AlarmHeard
 
 @dataclass(frozen=True)
 class Failures:
-    """reported: by rank, what it failed with; "" of a rank that only waited for another one."""
+    """The failures of all ranks. reported: the error of each rank; "" for a rank that only waited for another."""
 
     reported: Sequence[str]
 
     @property
     def rank(self) -> int | None:
-        """The one that failed; None when several did."""
+        """The rank that failed; None if several did."""
         failed = [rank for rank, text in enumerate(self.reported) if text]
         return failed[0] if len(failed) == 1 and len(self.reported) > 1 else None
 
     @property
     def words(self) -> str:
-        """Who, and with what."""
+        """The ranks that failed, with their errors."""
         if len(set(self.reported)) == 1:
             return self.reported[0]
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(self.reported) if text]
@@ -49,7 +49,7 @@ class Failures:
 
 
 class Guard:
-    """From when it is made until `end`. name: the same on every rank, and another one for every step."""
+    """Guards a step from its construction until `end`. name: the same on every rank, and different for every step."""
 
     def __init__(self, name: str, *, world_size: int, device: torch.device) -> None:
         self._world_size, self._device = world_size, device
@@ -58,36 +58,35 @@ class Guard:
             self.alarm.begin()
 
     def agree(self) -> None:
-        """All ranks have come here without a failure. Collective: one small all-reduce."""
+        """Check that all ranks have come here without a failure. Collective: one small all-reduce."""
         if self._world_size > 1:
             here = torch.ones((), device=self._device)
             dist.all_reduce(here)
-            all_here = int(here) == self._world_size  # waits: what was broken off on a GPU raises nothing
+            all_here = int(here) == self._world_size  # waits, since a collective broken off on a GPU raises nothing
             self.alarm.check()
             if not all_here:
                 raise AlarmHeard("another rank has failed")
 
     def end(self) -> None:
-        """What fails from here on does not concern the others."""
+        """End the guard: a later failure does not concern the other ranks."""
         self._ended = True
         self.alarm.end()
 
     def concerns(self, error: BaseException) -> bool:
-        """Return True if `error` is a failure in what is guarded, of which all can hear: no interrupt, no rank that
-        died.
+        """Return True if `error` is a failure of the guarded step that all ranks can hear of.
 
-        Losses that are not finite are the data's, and all ranks raise them alike.
+        An interrupt is not, nor a rank that died. NotFinite is not either: its cause is the data, and all ranks raise
+        it alike.
         """
         if self._ended or not isinstance(error, Exception) or isinstance(error, NotFinite) or self.alarm.world.dirty:
             return False
         return not waited(error) or self.alarm.rung()
 
     def failures(self, error: Exception) -> Failures:
-        """Return what all ranks have failed with, `error` on this one; they stand between two collectives then.
-        Collective.
+        """Return the failures of all ranks, `error` being this rank's. Collective.
 
-        Raises TrainingError, on every rank, where a device does not compute any more, and ClusterError when the ranks
-        do not come together.
+        Afterwards all ranks are between two collectives. Raises TrainingError, on every rank, if a device no longer
+        computes, and ClusterError if the ranks do not come together.
         """
         alarm = self.alarm
         self.end()
@@ -97,7 +96,7 @@ class Guard:
             said = [json.loads(each) for each in alarm.meet(json.dumps([_spoken(error), _unfit(self._device)]))]
             alarm.mend()
         except BaseException:
-            # Whatever it was, others may have been woken, and their groups are broken.
+            # Whatever failed, other ranks may have been woken, and their groups are broken.
             alarm.world.dirty = alarm.world.dirty or "a step failed, and the ranks did not come together"
             raise
         if unfit := [f"rank {rank}: {why}" for rank, (_, why) in enumerate(said) if why]:
@@ -107,7 +106,7 @@ class Guard:
 
 
 def let_go(failed: BaseException) -> None:
-    """Of what the frames hold that it failed in, and of what cycles do: what comes next wants the memory."""
+    """Free the objects held by the frames that `failed` passed through, and by cycles. The memory is needed next."""
     link: BaseException | None = failed
     while link is not None:
         clear_frames(link.__traceback__)
@@ -117,7 +116,7 @@ def let_go(failed: BaseException) -> None:
 
 def waited(error: BaseException) -> bool:
     """Return True if this rank failed because it waited for one that had failed, or was broken out."""
-    # The first use of a communicator of NCCL is a meeting in Python, which has an error of its own.
+    # The first use of an NCCL communicator is a rendezvous in Python, which raises a different error.
     return isinstance(error, AlarmHeard) or any(sign in str(error) for sign in (*PEER_GONE, BROKEN_OFF))
 
 
@@ -126,7 +125,7 @@ def _spoken(error: BaseException) -> str:
 
 
 def _unfit(device: torch.device) -> str:
-    """Why the device of this rank cannot go on, as after an assert in a kernel; "" where it can."""
+    """Return why the device of this rank cannot go on, as after an assert in a kernel; "" if it can."""
     if not accelerator().holds(device):
         return ""
     try:
@@ -138,9 +137,9 @@ def _unfit(device: torch.device) -> str:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """A SIGINT that arrives inside acts at the end of it. Only for what is short and waits for nobody."""
+    """Delay a SIGINT that arrives inside until the end. Only for short code that waits for nobody."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals act in the main thread alone
+        yield  # signals act only in the main thread
         return
     arrived: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))

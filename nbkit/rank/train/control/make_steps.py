@@ -1,4 +1,4 @@
-"""The steps of one `fit`: until they are made, with what may come between two of them."""
+"""The steps of one `fit`, and everything that may happen between two of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from nbkit.rank.train.resize.shrink import shrink
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
 
 
-_LONG_ENOUGH = 20  # steps, beside which a backup before the first one costs little: a loop may call `fit` for each
+# A backup before the first step costs little beside so many steps. A loop may call `fit` for each single step.
+_LONG_ENOUGH = 20
 
 
 def make_steps(
@@ -32,9 +33,10 @@ def make_steps(
     replaceable: bool,
     joins: bool,
 ) -> None:
-    """Make those that are left of `span`. Collective. joins: other ranks have begun it, or all have in another world.
+    """Make the steps that are left of `span`. Collective.
 
-    replaceable: a rank that dies is replaced. Raises as `fit` does, and Resizing where another number of ranks goes on.
+    joins: other ranks have begun `span` already, or all have, in another world. replaceable: a rank that dies is
+    replaced. Raises as `fit` does, and ResizeAtBoundary if another number of ranks is to go on.
     """
     heed_end_signals()
     job, loop, left = trainer.job, trainer.loop, span.goal - trainer.step
@@ -47,7 +49,7 @@ def make_steps(
         hang_watch(loop.hang_timeout if replaceable else None, job.rank),
     ):
         trainer.saves.begin()
-        # On all ranks alike: what they agree on at a boundary is in these numbers too.
+        # The same on all ranks, since these numbers also carry what they agree on at a boundary.
         told = bool(trainer._callbacks)
         job.ledger.at_once = told if joins else any_rank(told, device=job.device)
         if not joins:  # else the ranks have begun already
@@ -92,6 +94,6 @@ def make_steps(
 
 
 def _backed_up(steps: int, replaceable: bool) -> bool:
-    """Return True if there are backups where nobody has said so."""
+    """Return True if backups are made when the user has set no backup_every."""
     host = resume_fit.host
     return replaceable and host is not None and (host.enterable or steps >= _LONG_ENOUGH)

@@ -1,7 +1,7 @@
-"""What has to be equal on all ranks is compared: settings of the optimizer, seed, paths, data, what a model was given.
+"""Compares what must be equal on all ranks: settings of the optimizer, seed, paths, data, constants of the model.
 
-One small gather of digests when a run begins, at a save, a switch, an evaluation and every EVERY steps; a second one,
-with the values, where they differ.
+It gathers small digests when a run begins, at a save, a switch and an evaluation, and every EVERY steps. If they
+differ, a second gather sends the values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
 
 EVERY = 100
-"""Steps."""
+"""Steps between two comparisons."""
 
 _SHOWN = 4
 
@@ -28,7 +28,7 @@ def compare_ranks(
 ) -> None:
     """Raise TrainingError, on every rank alike, naming the first of `values` that differs. Collective.
 
-    what: they are, in the plural.
+    what: the name of the values, in the plural.
     """
     if world_size == 1:
         return
@@ -47,7 +47,7 @@ def compare_ranks(
 
 
 def settings_by_name(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers and flags of each group of `optimizer`, by "lr of group 0"."""
+    """Return the numbers and flags of each group of `optimizer`. Keys are like "lr of group 0"."""
     found: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -59,7 +59,7 @@ def settings_by_name(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def constants_of(module: nn.Module) -> dict[str, Any]:
-    """Checksums of tensors, and numbers, in attributes of the parts of `module`, which no state_dict has."""
+    """Return checksums of tensors, and floats, in attributes of the parts of `module` that no state_dict holds."""
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():

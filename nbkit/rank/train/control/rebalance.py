@@ -1,7 +1,7 @@
-"""Ranks whose speed changes while they train: measured in every step, and given rows and stages to match.
+"""Measures the speed of each rank in every step, and gives the ranks rows and stages to match.
 
-A rank's speed is its part of the work, rows x cost of its blocks, by the seconds that it computes forward and backward;
-waits for others are none of them. Two steps in a row have to say that another division is better.
+The speed of a rank is its part of the work (rows x cost of its blocks), divided by the seconds that it computes forward
+and backward. Waiting for other ranks does not count. The work is divided anew only if two steps in a row show a gain.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from nbkit.rank.train.job import Job
 from nbkit.records.events import Rebalanced
 from nbkit.strategy import Strategy
 
-_WORTH = 0.05  # of the computing of a step
-_FINE = 100  # of the fastest, the least speed that a rank is given
+_WORTH = 0.05  # the least gain that is worth a change, as a part of the computing of a step
+_FINE = 100  # the least speed that a rank is given is that of the fastest divided by this
 
 
 class Rebalancing:
-    """Finds a better division of the work, the same one on every rank. device: that of collectives."""
+    """Finds a better division of the work, the same one on every rank. device: used for collectives."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -33,13 +33,13 @@ class Rebalancing:
         self._strategy: Strategy | None = None
 
     def __call__(self, step: StepPhases) -> None:
-        """A step is made: see StepClock.listeners."""
+        """Note the computing seconds of a finished step: see StepClock.listeners."""
         if step.over():
             self._own = sum(stop - start for state, start, stop in step.intervals() if state in _COMPUTING) / 1e9
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Around a training of this process: be told of its steps."""
+        """Listen to the steps of this process's training inside."""
         clock.listeners.append(self)
         try:
             yield
@@ -47,7 +47,7 @@ class Rebalancing:
             clock.listeners.remove(self)
 
     def forget(self) -> None:
-        """What was measured counts no more: ranks have joined that have measured nothing."""
+        """Drop the measurements. Called when ranks have joined that have measured nothing."""
         self._strategy, self._measured = None, []
 
     def act(self, job: Job, batch: int) -> None:
@@ -70,17 +70,16 @@ class Rebalancing:
     def due(
         self, strategy: Strategy, batch: int, costs: Sequence[float], *, movable: bool = True
     ) -> tuple[Strategy, float] | None:
-        """Return a better strategy, and the part of the computing seconds that it saves; None where there is none.
-        Collective.
+        """Return a better strategy and the part of the computing seconds that it saves, or None. Collective.
 
-        batch: rows of a global batch. costs: of each block, where there is a pipeline. movable: see `better`.
+        batch: rows of a global batch. costs: of each block, if there is a pipeline. movable: see `better`.
         """
         seconds = torch.zeros(strategy.mesh.size, dtype=torch.float64, device=self._device)
         seconds[dist.get_rank() if dist.is_initialized() else 0] = self._own
         if strategy.mesh.size > 1:
             dist.all_reduce(seconds)
         if strategy != self._strategy:
-            # Its first step made buffers and proofs.
+            # The first step under a strategy is not typical: it made buffers and proofs.
             self._strategy, self._measured = strategy, []
             return None
         self._measured = [*self._measured[-1:], tuple(seconds.tolist())]
@@ -94,15 +93,15 @@ _COMPUTING = ("forward", "backward")
 def better(
     strategy: Strategy, batch: int, costs: Sequence[float], seconds: Sequence[float], *, movable: bool = True
 ) -> tuple[Strategy, float] | None:
-    """`strategy` with the speeds= that suit `seconds` of each rank's computing, and what that saves; None if little.
+    """Return `strategy` with speeds= that suit the computing `seconds` of each rank, and the part of time it saves.
 
-    movable: whether a stage may go to another device, which `places=` of the strategy then says.
+    Returns None if it saves little. movable: a stage may move to another device, as `places=` of the strategy says.
     """
     work, mesh = _work(strategy, batch, costs), strategy.mesh
     if not all(second > 0 for second, own in zip(seconds, work, strict=True) if own):
         return None
     speeds = [own / second if own else 0.0 for own, second in zip(work, seconds, strict=True)]
-    # Ranks that compute equal parts of each layer are as fast as the slowest of them. One without rows is not known.
+    # Ranks that compute equal parts of each layer are as fast as the slowest. The speed of one without rows is unknown.
     for axis in ("tp", "cp"):
         for group in mesh.groups(axis):
             slowest = min(speeds[rank] for rank in group)
@@ -110,7 +109,7 @@ def better(
     fastest = max(speeds)
     if fastest == 0:
         return None
-    # One that had nothing to do is tried with a little.
+    # A rank that had nothing to do is given a little work, to measure it.
     speeds = [speed or fastest / _FINE for speed in speeds]
     if max(seconds) <= (1 + _WORTH) * sum(seconds) / len(seconds):
         return None
@@ -118,7 +117,7 @@ def better(
     new = replace(strategy, speeds=best_speeds(strategy, batch, costs, speeds))
     then = computing_seconds(new, batch, costs, speeds)
     if movable and not strategy.order:
-        # Another device for a stage moves all that the stage holds, so it has to be worth it beside other stages alone.
+        # Moving a stage to another device moves all that it holds. It must gain more than a new division alone.
         measured = tuple(max(round(_FINE * speed / fastest), 1) for speed in speeds)
         other = best_places(replace(strategy, speeds=measured), batch, tuple(costs))
         other = replace(other, speeds=best_speeds(other, batch, costs, speeds))
@@ -128,7 +127,7 @@ def better(
 
 
 def _work(strategy: Strategy, batch: int, costs: Sequence[float]) -> list[float]:
-    """Return what each rank has to do, in rows of the whole model."""
+    """Return the work of each rank, in rows of the whole model."""
     rows, mesh = strategy.rows(batch), strategy.mesh
     stages = [1.0]
     if strategy.pp > 1:

@@ -1,8 +1,8 @@
-"""After a training was broken off in mid-step, ranks may differ by a step: here they are levelled again, or say so.
+"""Brings ranks to the same step again after a training was broken off in mid-step, or reports that it cannot.
 
-An interrupt reaches each rank where it stands: one has updated its weights, another has not. The next training begins
-by comparing; only when something was broken off is anything moved: to the ranks that are behind, or torn, from those
-that are whole at the furthest step of which they hold everything together.
+An interrupt reaches each rank at another place: one has updated its weights, another has not. The next training begins
+by comparing. Only if something was broken off is data moved. It goes to the ranks that are behind or half-way, from
+ranks with whole weights. The step taken is the furthest one of which those ranks together hold everything.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from nbkit.tensor_layout import Layout
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a rank is, in numbers. broken_off, half_way: see Integrity. strategy: a number that stands for it.
+    """The progress of a rank, in numbers. broken_off, half_way: see Integrity. strategy: a checksum of its text.
 
-    leads_back: no step has been made under the strategy, so that its first step may lead back to the one before.
+    leads_back: no step has been made under the strategy yet, so its first step may lead back to the previous one.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """What a rank that is behind takes, beside tensors: loss scale, step, history and position in the data."""
+    """The progress that a rank which is behind takes over, beside tensors: loss scale, step, history, data position."""
 
     precision: dict[str, Any]
     step: int
@@ -51,7 +51,7 @@ class TrainingProgress:
 
 
 def compare(own: Standing, *, world_size: int, device: torch.device) -> list[Standing]:
-    """Return how far all ranks are, by rank. Collective: one all-gather of five numbers."""
+    """Return the progress of all ranks, by rank. Collective: one all-gather of five numbers."""
     if world_size == 1:
         return [own]
     mine = torch.tensor([int(each) for each in vars(own).values()], dtype=torch.int64, device=device)
@@ -62,9 +62,9 @@ def compare(own: Standing, *, world_size: int, device: torch.device) -> list[Sta
 
 
 def whole_ranks(everyone: Sequence[Standing]) -> list[int]:
-    """The ranks with whole weights, or [] where nothing was broken off and no rank needs anything.
+    """Return the ranks with whole weights, or [] if nothing was broken off and no rank needs anything.
 
-    Raises TrainingError, on every rank, when none has whole weights.
+    Raises TrainingError, on every rank, if none has whole weights.
     """
     steps = [each.step for each in everyone]
     if len(set(steps)) == 1 and not any(each.broken_off or each.half_way for each in everyone):
@@ -81,7 +81,7 @@ def whole_ranks(everyone: Sequence[Standing]) -> list[int]:
 
 @dataclass(frozen=True)
 class _RankState:
-    """What a rank tells the others. weights: buffers too; params: the layouts by which the optimizer's state is cut."""
+    """The state that a rank reports to the others. weights: with buffers. params: layouts that cut optimizer state."""
 
     weights: Mapping[str, Layout]
     state: Mapping[str, Layout]
@@ -102,7 +102,7 @@ def level(
 ) -> TrainingProgress:
     """Move weights and optimizer state of the furthest whole step to the ranks that lack them. Collective.
 
-    Returns the progress that every rank is to go on with. Raises TrainingError, on every rank, when no step is whole.
+    Returns the progress from which every rank goes on. Raises TrainingError, on every rank, if no step is whole.
     """
     sources = [0]
     if len(steps) > 1:
@@ -131,7 +131,7 @@ def _move(
     rank: int,
     device: torch.device,
 ) -> list[int]:
-    """Return every rank at one step, whole; the ranks that everything was taken from."""
+    """Bring every rank to one whole step. Return the ranks that everything was taken from."""
     own = job_state.state(sharded_model, optimizer)
     weights = job_state.weights(sharded_model) | job_state.buffers(sharded_model)
     everyone = all_gather_objects(
@@ -160,7 +160,7 @@ def _move(
 def _furthest(
     everyone: Sequence[_RankState], steps: Sequence[int], whole: Sequence[int]
 ) -> tuple[ExchangePlan, list[int]]:
-    """The exchange that brings all to one step, and the ranks that it takes everything from."""
+    """Return the exchange that brings all ranks to one step, and the ranks that it takes everything from."""
     why = ""
     for step in sorted({steps[rank] for rank in whole}, reverse=True):
         sources = [rank for rank in whole if steps[rank] == step]
@@ -177,7 +177,7 @@ def _furthest(
 
 
 def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> ExchangePlan:
-    """Raises TrainingError when `sources` do not hold everything that the others must."""
+    """Return the exchange from `sources` to the others. Raises TrainingError if `sources` lack something."""
     kinds = {key: kind for rank in sources for key, kind in everyone[rank].kinds.items()}
     old: list[dict[str, Layout]] = []
     new: list[dict[str, Layout]] = []
@@ -186,7 +186,7 @@ def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> ExchangePla
         kinds |= {key: kind for key, kind in held.kinds.items() if key in held.weights}
         if rank in sources:
             has = {**held.weights, **held.state}
-            # Buffers that a forward pass changed differ between ranks of the same step: the first rank's count.
+            # Buffers that a forward pass changed differ between ranks at the same step. Those of the first rank count.
             buffers = {key for key in has if key.startswith("buffer/")}
             old.append({key: layout for key, layout in has.items() if key not in buffers or key not in given})
             given |= buffers

@@ -1,25 +1,24 @@
 """The step boundary: the one place where a request from outside (stop, live cell) acts on a training.
 
-Requests reach each rank at its own time, from another thread, numbered 1, 2, 3, ... by their sender. A rank says in the
-reduction of a step whether it holds the next number, and has made ready what it can beside the training; when all do,
-all act after the same step. What all ranks have to make at once (groups) they begin after the same step too, and act
-after a later one. So no rank ever acts alone, and no collective is added for it.
+Requests reach each rank at its own time, from another thread. Their sender numbers them 1, 2, 3, ... In the reduction
+of a step each rank reports whether it holds the next number and has prepared what it can beside the training. When all
+ranks do, all act after the same step. Some things, such as groups, all ranks must make at once. They begin to make them
+after the same step too, and act after a later one. So no rank ever acts alone, and no collective is added.
 
-A request may have been sent to a process that died before it acted: the one that takes its place would never hold it,
-and all later requests, a stop among them, would wait behind it. So ranks that hold a request for SHARE_SECONDS while
-others do not give it to them (`share`).
+A request may have been sent to a process that died before it acted. The process that takes its place would never get
+it, and all later requests, even a stop, would wait behind it. So if some ranks have held a request for SHARE_SECONDS
+and others have not, they share it (`share`).
 
-That a training is to end because its cluster does has no number: one rank that was told suffices, and all end after the
-same step, with a checkpoint.
+A cluster that ends makes its trainings end. This has no number: if one rank is told, all end after the same step, with
+a checkpoint.
 
-A pause: the training is held at a step boundary, where requests are served as between any two steps.
+Pause: `hold` keeps the training at a step boundary and serves requests there. Every rank enters at the same boundary.
+About twenty times a second a small reduction asks whether all hold the next request. So a stop, a switch or a live
+cell acts on all ranks or on none, and so does the request to go on.
 
-Every rank enters at the same boundary and asks in a small reduction, some twenty times a second, whether all hold the
-next request. So a stop, a switch or a live cell acts on all of them or on none, and the word to go on does too.
-
-In a job that goes on later: a signal that the job ends soon lets a training be saved at its next boundary, and end.
-
-For scripts under torchrun. On the ranks of a cluster the bridge hears these signals, from the start on.
+Signals: schedulers send a signal shortly before a job ends. The training is then saved at its next boundary and ends.
+`heed_end_signals` handles them in scripts under torchrun. On the ranks of a cluster the bridge handles them from the
+start.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from nbkit.errors import Stopped
 from nbkit.rank.comm.agree import all_gather_objects, largest
 from nbkit.wire.cluster_end import end_signals
 
-SHARE_SECONDS = 2.0  # some ranks hold a request for so long, and others do not
-LEAST_PATIENCE = 1.5  # seconds; a training that has made no step is interrupted after them
-LACKS, READY = 1, 2  # what `Inbox.stage` says of a request that is there
+SHARE_SECONDS = 2.0  # after some ranks alone have held a request for so long, they share it
+LEAST_PATIENCE = 1.5  # seconds after which a training that has made no step is interrupted
+LACKS, READY = 1, 2  # what `Inbox.stage` returns for a request that has arrived
 
 
 class Preparation:
-    """What is made for a request beside the training: here nothing."""
+    """The work for a request that is done beside the training. This base class has none."""
 
     def alone(self) -> bool:
         """Return True if this rank has made what it can make by itself, or cannot."""
@@ -55,12 +54,15 @@ class Preparation:
         return False
 
     def create_groups(self) -> None:
-        """Begin that, in a thread. Called on all ranks after the same step; `lacks` until it has ended, however."""
+        """Begin to make what is missing, in a thread. Called on all ranks after the same step.
+
+        `lacks` returns True until it has ended, with or without success.
+        """
 
 
 @dataclass
 class _Request:
-    """preparation: None until its turn has come. begun: what all ranks make at once."""
+    """A request. preparation: None until its turn comes. begun: the work that all ranks do at once has begun."""
 
     kind: str
     payload: Any
@@ -77,30 +79,31 @@ class Inbox:
         self._lock = threading.Lock()
 
     def post(self, number: int, kind: str, payload: Any = None) -> None:
-        """A request arrived. A number that was acted on already is ignored."""
+        """Take in a request. A number that was acted on already is ignored."""
         with self._lock:
             if number > self.acted:
                 self._waiting[number] = _Request(kind, payload)
         self.stage(self.acted + 1)
 
     def stage(self, number: int) -> int:
-        """Return how far this rank is with request `number`, which is the next one.
+        """Return how far this rank is with request `number`, which is the next one: READY, LACKS or 0.
 
-        READY; LACKS, when all but what all ranks have to make at once is ready; 0 before that, or when it is not here.
+        LACKS: all is ready except what all ranks must make at once. 0: this rank is still preparing, or the request has
+        not arrived.
         """
         with self._lock:
             request = self._waiting.get(number)
             if request is None:
                 return 0
             if request.preparation is None:
-                # Not before its turn has come: what another request leaves behind is not known yet.
+                # Not before its turn: the state that an earlier request leaves behind is not known yet.
                 request.preparation = preparers.get(request.kind, lambda payload: Preparation())(request.payload)
         if not request.preparation.alone():
             return 0
         return LACKS if request.preparation.lacks() else READY
 
     def prepare_collectively(self, number: int, *, begin: bool) -> bool:
-        """Return True if all ranks make something at once for request `number`, from now on if they `begin`."""
+        """Return True if all ranks are making something at once for request `number`. begin: start it now."""
         with self._lock:
             request = self._waiting.get(number)
         if request is None or request.preparation is None:
@@ -111,24 +114,24 @@ class Inbox:
         return request.begun
 
     def highest(self) -> int:
-        """The highest number that arrived, or was acted on."""
+        """Return the highest number that arrived or was acted on."""
         with self._lock:
             return max(self._waiting, default=self.acted)
 
     def waiting(self) -> dict[int, tuple[str, Any]]:
-        """(kind, payload) of the requests that are here and were not acted on, by number."""
+        """Return (kind, payload) of the requests that have arrived and were not acted on, by number."""
         with self._lock:
             return {number: (each.kind, each.payload) for number, each in self._waiting.items()}
 
     def take(self, number: int) -> tuple[str, Any]:
-        """Request `number`, which counts as acted on from now."""
+        """Return request `number`. From now on it counts as acted on."""
         with self._lock:
             self.acted = number
             request = self._waiting.pop(number)
             return request.kind, request.payload
 
     def drop(self, upto: int) -> list[tuple[int, str, Any]]:
-        """Forget the requests up to `upto`, which now count as acted on; returns them."""
+        """Forget the requests up to `upto`, and return them. They now count as acted on."""
         with self._lock:
             self.acted = max(self.acted, upto)
             numbers = sorted(number for number in self._waiting if number <= self.acted)
@@ -138,44 +141,45 @@ class Inbox:
 
 inbox = Inbox()
 
-# kind -> what to do with the payload, on every rank at the same boundary. "unserved" gets (number, kind, payload) of a
-# request that no boundary will serve any more, because the training ended first.
+# kind -> function of the payload, called on every rank at the same boundary. "unserved" gets (number, kind, payload) of
+# a request that no boundary will serve, because the training ended first.
 handlers: dict[str, Callable[[Any], None]] = {}
 
-# kind -> begins, in a thread of its own, to make ready for the payload what this rank makes by itself.
+# kind -> function of the payload that begins, in a thread of its own, to prepare what this rank makes by itself.
 preparers: dict[str, Callable[[Any], Preparation]] = {}
 
 run = 0
 """The number of the newest run of steps, the same on all ranks."""
 began = 0.0
-"""When (time.time()) the newest training of this rank has begun to make steps."""
+"""time.time() at which the newest training of this rank began to make steps."""
 _training: Any = None
 _told_to_end = ""
 _progress: dict[str, Any] = {}
 
 
 def training() -> Any:
-    """The Trainer or Job that is between its first and its last step right now, else None. From any thread."""
+    """Return the Trainer or Job that is making steps now, or None. From any thread."""
     return _training
 
 
 def progress() -> dict[str, Any]:
-    """step, goal (0: not known), loss, tokens_per_s, step_s (the longest of late), eta_s of the newest training.
+    """Return the progress of the newest training. From any thread.
 
-    unit: what tokens_per_s counts, "tokens" or "rows". From any thread.
+    Its keys: step, goal (0: not known), loss, tokens_per_s, step_s (the longest recent step), eta_s, and unit: what
+    tokens_per_s counts, "tokens" or "rows".
     """
     return dict(_progress)
 
 
 def report(**numbers: Any) -> None:
-    """Set what `progress` answers."""
+    """Set values that `progress` returns."""
     _progress.update(numbers)
 
 
 def patience() -> float:
-    """Seconds that a stop waits for the training to reach a boundary; 0 when no training runs. From any thread.
+    """Return the seconds that a stop waits for the training to reach a boundary; 0 if none runs. From any thread.
 
-    The ranks agree on a request within two steps, and ranks on GPUs read what was agreed one step later.
+    The ranks agree on a request within two steps. Ranks on GPUs read the result one step later.
     """
     if _training is None:
         return 0.0
@@ -183,10 +187,10 @@ def patience() -> float:
 
 
 def forget(device: torch.device) -> None:
-    """Requests posted before now, to whatever was running then, are out of date.
+    """Drop the requests posted before now, which were meant for an earlier training.
 
-    Collective: ranks agree on the numbers, so that a stop which came too late for one training on some ranks
-    does not stop the next one.
+    Collective: ranks agree on the numbers. So a stop that came too late for one training on some ranks does not stop
+    the next one.
     """
     global run
     highest, run = largest([inbox.highest(), run + 1], device=device)
@@ -194,7 +198,7 @@ def forget(device: torch.device) -> None:
 
 
 def meet(device: torch.device) -> None:
-    """New ranks have joined: all act next on the same request. Collective."""
+    """Agree, after new ranks have joined, on the request that all act on next. Collective."""
     global run
     acted, run = largest([inbox.acted, run], device=device)
     _tell_unserved(inbox.drop(acted))
@@ -211,35 +215,37 @@ def share(device: torch.device) -> None:
 
 
 def enter(job: Any) -> None:
-    """`job` starts to make steps."""
+    """Note that `job` starts to make steps."""
     global _training, began
     _progress.clear()
     _training, began = job, time.time()
 
 
 def leave() -> None:
-    """No more boundaries. What no boundary has served is handed to handlers["unserved"]."""
+    """Note that there are no more boundaries. Requests that none has served go to handlers["unserved"]."""
     global _training
     _training = None
     _tell_unserved(inbox.drop(inbox.highest()))
 
 
 def tell_to_end(why: str) -> None:
-    """The cluster of this rank ends: the training is to be saved at its next boundary, and so is any later one. From
-    any thread. why: "the parent of the ranks was ended"; "": it does not end after all."""
+    """Have the training, and any later one, saved and ended at its next boundary, because the cluster ends.
+
+    From any thread. why: for example "the parent of the ranks was ended"; "": it does not end after all.
+    """
     global _told_to_end
     _told_to_end = why
 
 
 def told_to_end() -> bool:
-    """Return True if this rank was told. From any thread."""
+    """Return True if this rank was told to end. From any thread."""
     return bool(_told_to_end)
 
 
 def end() -> NoReturn:
-    """At a boundary of all ranks, of which at least one was told to end: save the training. Raises Stopped. Collective.
+    """Save the training and raise Stopped, at a boundary of all ranks, if at least one was told to end. Collective.
 
-    handlers["ended"] gets (why, finished steps, what was saved or why nothing was) on the ranks that know why.
+    On the ranks that know why, handlers["ended"] gets (why, finished steps, what was saved or why nothing was).
     """
     saves = getattr(_training, "saves", None)
     saved = saves.save_at_end() if saves is not None else "not saved: a loop of your own saves itself"
@@ -252,7 +258,7 @@ def end() -> NoReturn:
 
 
 def act(number: int) -> None:
-    """All ranks hold request `number`: serve it. Raises Stopped for a stop."""
+    """Serve request `number`, which all ranks hold. Raises Stopped for a stop."""
     kind, payload = inbox.take(number)
     if kind == "stop":
         raise Stopped("stopped at a step boundary")
@@ -273,16 +279,16 @@ _held = False
 
 
 def hold(device: torch.device) -> None:
-    """Return when `let_go` was called by a request. Collective. Raises Stopped when the user stops the training."""
+    """Wait until a request calls `let_go`. Collective. Raises Stopped when the user stops the training."""
     global _held
     if _held:
         return
     _held = True
-    polls = 0  # in which some ranks held the next request, and others did not
+    polls = 0  # in a row in which some ranks held the next request and others did not
     try:
         while _held:
             asked = inbox.acted + 1
-            # Whatever it lacks: there is no step to make it beside.
+            # Even if it lacks something: no step is running beside which that could be made.
             here = inbox.stage(asked) > 0
             lacks, ends, held = largest([not here, told_to_end(), here], device=device)
             if ends:
@@ -301,19 +307,19 @@ def hold(device: torch.device) -> None:
 
 
 def let_go() -> bool:
-    """Go on; whether anything was held."""
+    """Let the training go on. Return True if it was held."""
     global _held
     was, _held = _held, False
     return was
 
 
 def is_held() -> bool:
-    """From any thread."""
+    """Return True if the training is held. From any thread."""
     return _held
 
 
 def heed_end_signals() -> None:
-    """Hear them from now on, where nobody else does. A training begins."""
+    """Handle the signals that announce the end of the job, unless they have a handler. Called as a training begins."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in end_signals():

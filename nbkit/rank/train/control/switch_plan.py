@@ -1,4 +1,4 @@
-"""A plan of switches: after so many finished steps, another strategy. What a script has instead of somebody's hand."""
+"""A plan of switches: which strategy comes after how many finished steps. Scripts use it instead of manual switches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SwitchSchedule = Mapping[int, str] | str | Path | None
 class SwitchPlan:
     """The switches that are still ahead, the same on every rank.
 
-    Raises TrainingError for a file that cannot be read, and for steps that are no numbers.
+    Raises TrainingError for a file that cannot be read, and for steps that are not numbers.
     """
 
     def __init__(self, given: SwitchSchedule) -> None:
@@ -29,7 +29,7 @@ class SwitchPlan:
         self._ahead: dict[int, str] = {_step(source, key): text for key, text in read.items()}
 
     def first(self, otherwise: str) -> str:
-        """The strategy to begin with: that of step 0, if the plan has one."""
+        """Remove and return the strategy of step 0, or return `otherwise` if the plan has none."""
         return self._ahead.pop(0, otherwise)
 
     @property
@@ -40,7 +40,7 @@ class SwitchPlan:
     def check(self, parsed: Callable[[str], Strategy], fits: Callable[[Strategy], object]) -> list[Strategy]:
         """Return the strategies that are still to come, in order.
 
-        Raises StrategyError or TrainingError for one that these ranks, or `fits`, refuse: before any step.
+        Raises StrategyError or TrainingError, before any step, for one that these ranks or `fits` refuse.
         """
         ahead = [parsed(text) for _, text in sorted(self._ahead.items())]
         for strategy in ahead:
@@ -48,15 +48,15 @@ class SwitchPlan:
         return ahead
 
     def due(self, step: int) -> str | None:
-        """The strategy that the plan has after `step` finished steps, until it is `done`: None when nothing changes.
+        """Return the strategy that is due after `step` finished steps, until it is `done`. None: nothing is due.
 
-        After a jump, as a checkpoint makes it, it is the newest one that was passed.
+        If several steps of the plan were passed, as after loading a checkpoint, it is the latest of them.
         """
         passed = [at for at in self._ahead if at <= step]
         return self._ahead[max(passed)] if passed else None
 
     def done(self, step: int) -> None:
-        """What was due after `step` finished steps has been made, or was refused on all ranks alike."""
+        """Remove what was due after `step` finished steps. It has been made, or was refused on all ranks alike."""
         for at in [at for at in self._ahead if at <= step]:
             del self._ahead[at]
 

@@ -1,1 +1,1 @@
-"""Estimates the cost of a strategy for a training before it runs: memory, bytes, seconds."""
+"""Estimate the cost of a strategy for a training before it runs: memory, bytes, seconds."""

@@ -1,7 +1,7 @@
-"""Applies the formulas of nbkit.planner to a job under any strategy, with what its model and batch really are.
+"""Apply the formulas of nbkit.planner to a job under any strategy, with the sizes of its real model and batch.
 
-Memory and the bytes of the data axis follow from the parameters alone. What tp, pp and cp send follows from the hidden
-states, and is known of a chain of transformer blocks (an attention and an MLP each); of anything else it is unknown.
+Memory and the traffic of the data axis follow from the parameters alone. The traffic of tp, pp and cp follows from the
+hidden states. It is known only for a chain of transformer blocks (an attention and an MLP each).
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ from nbkit.rank.train.estimate.state_bytes import StateBytes
 from nbkit.strategy import Strategy
 
 Kinds = Mapping[str, Mapping[str, int]]
-"""Bytes of an element of each parameter and of what the optimizer keeps of it: see job_state.bytes_per_element."""
+"""Bytes per element of each parameter and of its optimizer state; see job_state.bytes_per_element."""
 
 
 class CostModel:
-    """Of a job as it is now. blocks: of the model, name -> {parameter: elements}. fits: see DataHooks."""
+    """Memory and traffic of a job as it is now, under any strategy.
+
+    blocks: name of a block -> {parameter: elements}. fits: see DataHooks.
+    """
 
     def __init__(
         self, builder: Builder, kinds: Kinds, fits: Callable[[Strategy], Any], *, before: CostModel | None = None
     ) -> None:
-        """before: one of the same builder, whose measurements of the model still hold."""
+        """before: an older cost model of the same builder, whose measurements of the model are reused."""
         self.kinds, self.fits, self.config = kinds, fits, builder.config
         self.skeleton, self.options, self._link = builder.skeleton, builder.options, builder.link
         self._node_of = self._link.node_of if self._link is not None else ()
@@ -51,7 +54,7 @@ class CostModel:
         self.trained = self._trained()
         self.blocks = _blocks(self.skeleton, self.options.chain)
         self.census = StateBytes(builder.shard_layouts, self.kinds, self.trained, list(self.blocks.values()))
-        # With the optimizer's state that its first step will make, which is what memory has to have room for.
+        # Include the optimizer state that the first step will create: memory needs room for it.
         foreseen = _foreseen(builder, self.kinds)
         self.later = self.census
         if foreseen is not self.kinds:
@@ -61,20 +64,26 @@ class CostModel:
         self._terms: dict[Strategy, list[list[TrafficTerm]]] = {}
 
     def holds(self, kinds: Kinds, options: Options) -> bool:
-        """Return True if it still holds: the optimizer's first step, or another precision, changes what is kept; and
-        more may be known of the model."""
+        """Return True if this cost model is still valid.
+
+        It is not valid after the optimizer's first step or a change of precision, which change what is kept. It is not
+        valid either when more was learned about the model.
+        """
         return self.kinds == kinds and self.options is options and self.trained == self._trained()
 
     def _trained(self) -> set[str]:
         return {name for name, p in self.skeleton.named_parameters() if p.requires_grad}
 
     def forecast(self, strategy: Strategy, *, since: int) -> Forecast:
-        """For the steps after `since`. To be asked after an optimizer step, when its state is there to be counted."""
+        """Return the forecast for the steps after `since`.
+
+        Call it after an optimizer step, when the optimizer state exists and can be counted.
+        """
         rest, traffic = tuple(self.census.at_rest(strategy)), self.of_all_ranks(strategy)
         return Forecast(since, str(strategy), rest, traffic, self.between_nodes(strategy))
 
     def between_nodes(self, strategy: Strategy) -> float | None:
-        """Bytes that all ranks together send to other nodes in a step; None on one node, and where it is not known."""
+        """Return the bytes that all ranks together send to other nodes in a step; None on one node, or if unknown."""
         terms = self.terms(strategy)
         if not self._several_nodes or (not terms and strategy.mesh.size > 1):
             return None
@@ -82,12 +91,15 @@ class CostModel:
         return sum(between_nodes(terms[stage], strategy, rank, self._node_of) for rank, stage in enumerate(at))
 
     def ordered(self, strategy: Strategy) -> Strategy:
-        """`strategy` with the axis across nodes for which the links take least, where `order=` leaves it free."""
+        """Return `strategy` with the rank order for which the links take least time.
+
+        An order that is fixed by `order=` stays. On one node, choose the stages by the speeds of the devices instead.
+        """
         found = orders(strategy, one_node=not self._several_nodes)
         return min(found, key=self._link_seconds) if self._several_nodes else self._by_speed(strategy)
 
     def placed(self, strategy: Strategy, *, now: Strategy) -> Strategy:
-        """`strategy` with its ranks in the order that a switch from `now` gives them: see planner/exchange.py.
+        """Return `strategy` with its ranks in the order that a switch from `now` gives them; see planner/exchange.py.
 
         Raises StrategyError for what cannot be split.
         """
@@ -100,9 +112,10 @@ class CostModel:
         )
 
     def _by_speed(self, strategy: Strategy) -> Strategy:
-        """`strategy` with the stages that suit the speeds of its devices, where `places=` and `order=` leave them free.
+        """Return `strategy` with pipeline stages that suit the speeds of its devices.
 
-        On one node: over several, which neighbours are on one counts for more.
+        Fixed `places=` and `order=` stay. On several nodes nothing changes: there it matters more which neighbours
+        share a node.
         """
         batch, chain = getattr(self.fits(strategy), "total", None), self.options.chain
         if not strategy.speeds or strategy.places or strategy.order or self._several_nodes or not batch or not chain:
@@ -110,22 +123,27 @@ class CostModel:
         return best_places(strategy, batch, tuple(self.options.costs or (1.0,) * len(chain)))
 
     def _link_seconds(self, order: Strategy) -> float:
-        """Of what the busiest rank sends in a step; 0 where it makes no difference, or is unknown: of the links of
-        another number of ranks, to which a training is resized, nothing is."""
+        """Return the seconds in which the busiest rank sends its data of a step.
+
+        Return 0 if it makes no difference or is unknown. It is unknown for another number of ranks, to which a training
+        is resized.
+        """
         if self._link is None or not self._several_nodes or order.mesh.size != len(self._node_of):
             return 0.0
         took = (link_seconds(order, own, self._link) for own in self.terms(order))
         return float(f"{max(took, default=0.0):.2g}")
 
     def terms(self, strategy: Strategy) -> list[list[TrafficTerm]]:
-        """Return what the first rank of each place along pp sends in a step, which is the most; [] where it is not
-        known."""
+        """Return what the first rank of each place along pp sends in a step, which is the most; [] if unknown."""
         if strategy not in self._terms:
             self._terms[strategy] = self._made(strategy, strategy.mesh.ranks("pp", 0))
         return self._terms[strategy]
 
     def sends(self, strategy: Strategy) -> StepTraffic | None:
-        """Return what the busiest rank sends and updates in a step, and behind what; None where it is not known."""
+        """Return what the busiest rank sends and updates in a step; None if unknown.
+
+        The result also says which computation can hide it.
+        """
         terms = self.terms(strategy)
         if not terms and strategy.mesh.size > 1:
             return None
@@ -138,7 +156,7 @@ class CostModel:
         )
 
     def _units(self, strategy: Strategy) -> tuple[StepUnit, ...]:
-        """The pieces of the chain, or the model as one, as a rank without a pipeline computes with them."""
+        """Return the pieces of the chain (or the model as one) in which a rank without a pipeline computes."""
         chain, costs = self.options.chain, self.options.costs
         count = len(chain) if chain is not None else 1
         shares = [cost / sum(costs) for cost in costs] if len(costs) == count else [1 / count] * count
@@ -154,7 +172,7 @@ class CostModel:
         )
 
     def of_all_ranks(self, strategy: Strategy) -> tuple[Term, ...]:
-        """Return what a step of all ranks together sends; empty where it is not known."""
+        """Return what all ranks together send in a step; empty if unknown."""
         return terms_of(self._made(strategy, range(strategy.mesh.size)))
 
     def _made(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[TrafficTerm]]:
@@ -230,7 +248,7 @@ class CostModel:
         return found
 
     def _partial_of(self, size: int) -> tuple[frozenset[str], bool]:
-        """(parameters whose gradients are sums over tp, whether positions are split between the maps)."""
+        """Return (names of parameters whose gradients are partial sums over tp, True with sequence parallelism)."""
         if size not in self._partial:
             module = skeleton_of(self.skeleton)
             split = parts_of(module, self.options.plan(self.skeleton, size), size, 0, sequence=True)
@@ -242,13 +260,19 @@ class CostModel:
 
     @cached_property
     def _facts(self) -> Facts:
-        """Of a chain of transformer blocks in full precision, all of it trained; else nothing is known."""
+        """Return the facts of a chain of transformer blocks; Facts() for any other model.
+
+        All of it must be trained, in full precision and without recomputation.
+        """
         alike = len(self.trained) == len(self.kinds) and self.config.precision is None and not self.config.recompute
         return transformer_facts(self.skeleton, self.options) if alike else Facts()
 
 
 def transformer_facts(skeleton: nn.Module, options: Options) -> Facts:
-    """Of a chain of blocks of an attention and an MLP each, as the tensor plan splits them; else nothing is known."""
+    """Return the facts of a chain of transformer blocks, as the tensor plan splits them.
+
+    Each block must have an attention and an MLP. For any other model, return Facts() with nothing known.
+    """
     chain, hidden = options.chain, options.hidden
     if chain is None or hidden is None or len(chain.blocks) != len(chain.units):
         return Facts()
@@ -280,10 +304,10 @@ def _as_issued(
     accumulation: int,
     sequence: bool,
 ) -> list[TrafficTerm]:
-    """The ends of a tensor-parallel model as nbkit has them, where that is not the literature's way.
+    """Return `terms` with the ends of a tensor-parallel model as nbkit sends them, where the literature differs.
 
-    Under cp, embedding and head see all positions, and sum over tp by all-reduces. Positions of a model without a
-    vocabulary are split before the first block (all-gathered in the backward pass) and gathered behind the last.
+    Under cp, embedding and head see all positions, and sum over tp by all-reduce. Without a vocabulary, positions are
+    split before the first block (all-gathered in the backward pass) and gathered after the last.
     """
     tp, micros, at = strategy.tp, strategy.microbatches or accumulation, strategy.mesh.index(rank)
     start, stop = strategy.rows(facts.batch or 0)[at["dp"]]
@@ -302,16 +326,19 @@ def _as_issued(
 
 
 def _foreseen(builder: Builder, kinds: Kinds) -> Kinds:
-    """`kinds`, before the first step with what the optimizer will keep."""
+    """Return `kinds`. Before the first step, add what the optimizer will keep."""
     if any(len(one) > 1 for one in kinds.values()):
         return kinds
-    with suppress(Exception):  # what an optimizer that cannot be tried keeps is known after its first step
+    with suppress(Exception):  # if it cannot be tried, its state is known after its first step
         return builder.template.kinds(builder.skeleton)
     return kinds
 
 
 def _blocks(skeleton: nn.Module, chain: LayerChain | None) -> dict[str, dict[str, int]]:
-    """Return what is in no block is "before" or "after" the chain, or "model" without one."""
+    """Return the sizes of the parameters by block.
+
+    Parameters in no block are "before" or "after" the chain, or in "model" without a chain.
+    """
     names = chain.units if chain is not None else ()
     behind = set(chain.after) if chain is not None else set()
     sizes = {name: p.numel() for name, p in skeleton.named_parameters()}

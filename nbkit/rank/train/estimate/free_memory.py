@@ -1,9 +1,8 @@
-"""Finds how much memory a rank can still take, which decides whether a switch builds the new model beside the old one.
+"""Find how much memory a rank can still take. A switch uses it to decide if the new model fits beside the old one.
 
-On a GPU, what the driver has free and what torch's allocator has in reserve. On CPU ranks, what the kernel says is
-available, or what the tightest cgroup leaves, shared by the ranks of the node. NBKIT_MEMORY_LIMIT=BYTES sets a limit
-of a rank's own, below those: for a machine that one shares, for tests and for benchmarks. NBKIT_TENSOR_LIMIT: see
-tensor_limit.py.
+On a GPU: the driver's free memory plus the reserve of torch's allocator. On CPU ranks: what the kernel says is
+available, or what the tightest cgroup leaves, shared by the ranks of the node. NBKIT_MEMORY_LIMIT=BYTES sets a lower
+limit for each rank: for a shared machine, for tests and for benchmarks. NBKIT_TENSOR_LIMIT: see tensor_limit.py.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from nbkit.rank.train.out_of_memory import tensor_limit
 from nbkit.rank.world import world
 from nbkit.strategy import Strategy
 
-# Of glibc alone; another library gives back, or does not, as it likes.
+# Only glibc has it. Other C libraries decide by themselves when to give memory back.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def crowded(num_bytes: int, device: torch.device) -> bool:
     """Return True if this rank lacks room for a sharded model of `num_bytes` beside the one in force.
 
-    Raises UsageError for a NBKIT_MEMORY_LIMIT that is no number of bytes.
+    Raises UsageError if NBKIT_MEMORY_LIMIT is not a number of bytes.
     """
     return not fits(num_bytes, buffers=2 * min(ROUND_BYTES, num_bytes), left=left(device))
 
 
 def roomy(device: torch.device, peak_bytes: int) -> bool:
-    """Return True if this rank can make a step beside all that it holds now: as much is free as it has ever held."""
+    """Return True if at least `peak_bytes` are free: then this rank can make a step beside all that it holds now."""
     free = left(device)
     return free is None or free >= peak_bytes
 
 
 def side_bytes(builder: Builder, kinds: Mapping[str, Mapping[str, int]], strategy: Strategy, rank: int) -> int:
-    """Return what `rank` holds between steps under `strategy`, on the device; gradients where they have buffers.
+    """Return the bytes that `rank` holds on its device between steps under `strategy`, gradient buffers included.
 
     kinds: see job_state.bytes_per_element. Raises StrategyError for what cannot be split.
     """
@@ -66,7 +65,7 @@ def _of_state(kinds: Mapping[str, int]) -> int:
 
 
 def trim(device: torch.device) -> None:
-    """Have whoever keeps free memory in reserve give it back: torch's allocator on a device, else the C library."""
+    """Give back free memory that is held in reserve, by torch's allocator on a device, else by the C library."""
     if accelerator().holds(device):
         accelerator().trim()
     elif _malloc_trim is not None:
@@ -74,10 +73,10 @@ def trim(device: torch.device) -> None:
 
 
 def left(device: torch.device, *, ranks: int | None = None) -> int | None:
-    """Bytes that this rank can take beside what it holds now; None where nothing says.
+    """Return how many more bytes this rank can take; None if unknown.
 
-    ranks: that share this host's memory; all of this host's if None.
-    Raises UsageError for a NBKIT_MEMORY_LIMIT that is no number of bytes.
+    ranks: how many ranks share this host's memory; None: all ranks of this host. Raises UsageError if
+    NBKIT_MEMORY_LIMIT is not a number of bytes.
     """
     found = [_own_limit(device)]
     if accelerator().holds(device):

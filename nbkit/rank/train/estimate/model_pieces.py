@@ -1,7 +1,7 @@
-"""A model that runs here as the subject of a plan: what it splits is proven, what it takes is measured, on a few rows.
+"""Describe a model that can run here, as the subject of a plan. Its splits are proven, its costs are measured.
 
-On the CPU of one process, without a group, and before there is any device that the plan is for. Memory and work come
-from runs on tensors without memory (model_trace); they are those of the model as each tensor and context axis cuts it.
+This runs two rows on the CPU of one process, without a process group, before the planned devices exist. Memory and work
+come from runs on tensors without memory (model_trace), with the model cut as each tensor and context axis cuts it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy
 
 LARGEST = 4 << 30
-"""Bytes of the parameters of a model that is run here to be looked at."""
+"""Largest model that is run here, in bytes of parameters."""
 _ROWS = 2
 
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """What runs of the model have shown; see Builder, which has the same of a job."""
+    """A model as it was measured here, with the attributes that a Builder has for a job."""
 
     skeleton: nn.Module
     options: Options
@@ -64,10 +64,10 @@ def describe(
     degrees: Sequence[int] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> ModelPieces:
-    """Look at `model`, which is afterwards as before. example: a batch, of which two rows are run.
+    """Measure `model` and return its pieces. The model is unchanged afterwards.
 
-    optimizer: AdamW where none is given. degrees: along tp that are proven. say: is told what is being done. Raises
-    UsageError for a model that is too large to run here, and what the model raises.
+    example: a batch, of which two rows are run. optimizer: default AdamW. degrees: sizes of tp to prove. say: is told
+    about progress. Raises UsageError for a model that is too large to run here, and what the model raises.
     """
     check_inputs(inputs)
     module = model if isinstance(model, nn.Module) else model()
@@ -111,7 +111,7 @@ def describe(
 
 @dataclass(frozen=True)
 class Average:
-    """Bytes of an element of a model; see planner.memory.Bytes."""
+    """Average bytes per element of a model; see planner.memory.Bytes."""
 
     parameter: float
     gradient: float
@@ -119,10 +119,10 @@ class Average:
 
 
 class ModelPieces:
-    """Of one model. See planner.choose.load.Subject.
+    """A measured model as the subject of a plan; see planner.choose.load.Subject.
 
-    plain: the same without recomputation, where this is with it: but for what is kept, both are alike, and are measured
-    once. say: is told what is being done.
+    plain: the same model without recomputation, if this one has it. Both share all measurements except for what is
+    kept. say: is told about progress.
     """
 
     def __init__(self, of: MeasuredModel, say: Callable[[str], None], *, plain: ModelPieces | None = None) -> None:
@@ -134,14 +134,14 @@ class ModelPieces:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return the class name and the size of the model, for people."""
         count = sum(p.numel() for p in self._of.skeleton.parameters())
         size = f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M" if count >= 1e5 else f"{count:,}"
         return f"{type(self._of.skeleton).__name__} of {size} parameters"
 
     @cached_property
     def each(self) -> Average:
-        """On average over all elements: what is frozen has no gradient, and no state."""
+        """Return the average bytes per element. Frozen parameters have no gradient and no state."""
         sizes = {name: (p.numel(), p.element_size(), p.requires_grad) for name, p in self._named()}
         count = sum(numel for numel, _, _ in sizes.values())
         state = {name: sum(n for kind, n in one.items() if kind != "weight") for name, one in self._kinds.items()}
@@ -153,12 +153,12 @@ class ModelPieces:
 
     @property
     def element(self) -> int:
-        """Bytes of what is computed."""
+        """Return the bytes per element of what is computed."""
         dtype = PRECISIONS.get(self._of.config.precision or "")
         return dtype.itemsize if dtype is not None else torch.get_default_dtype().itemsize
 
     def recomputing(self, recompute: bool) -> ModelPieces:
-        """Return the same, with its blocks recomputed or not."""
+        """Return the same model, with or without recomputation of its blocks."""
         return self._plain._again if recompute else self._plain
 
     @cached_property
@@ -166,33 +166,36 @@ class ModelPieces:
         return ModelPieces(self._of, self._say, plain=self)
 
     def pieces(self, tp: int, cp: int) -> tuple[ModelPiece, ...]:
-        """Return one for each block, on a rank of these axes."""
+        """Return one piece for each block, on a rank of these axes."""
         return self._traced(tp, cp).pieces
 
     def weights(self, tp: int, cp: int) -> list[Weights]:
-        """Of each piece, whole along dp, with what zero 3 gathers less of it."""
+        """Return the weights of each piece, not sharded along dp, and what zero 3 gathers less of them."""
         traced, axes = self._plain._traced(tp, cp), Strategy(dp=2, tp=tp, cp=cp, zero=3, shard=2)
         return self._peaks.weights(axes, [(0, len(traced.pieces))], traced.partial)
 
     def flops(self, tp: int, cp: int) -> float:
-        """As counted on what the axes leave of the model."""
+        """Return the floating-point operations of a row's forward on a rank of these axes."""
         return self._plain._traced(tp, cp).flops
 
     def touched(self, tp: int, cp: int) -> float:
-        """Of the whole model, divided: as cut, what stands for its collectives would be counted too."""
+        """Return the bytes that a row's forward touches: those of the whole model, divided by the axes.
+
+        The cut model is not used, because the stand-ins for its collectives would be counted too.
+        """
         return self._plain._traced(1, 1).touched / (tp * cp)
 
     def costs(self) -> tuple[float, ...]:
-        """Multiplications of each piece, as counted: the head is the last one's. Equal where nothing multiplies."""
+        """Return the multiplications of each piece; the last one includes the head. Equal if nothing multiplies."""
         found = self._plain._traced(1, 1).costs
         return found if any(found) else (1.0,) * len(found)
 
     def facts(self, batch: int) -> Facts:
-        """For what is checked of a strategy."""
+        """Return the facts that a strategy is checked against."""
         return replace(self._facts, batch=batch)
 
     def refused(self, strategy: Strategy) -> tuple[str, str] | None:
-        """Return what was seen to be wrong when the model is split so, or is not known."""
+        """Return (what, numbers) if the model cannot be split like this, or its costs are unknown; else None."""
         if (strategy.tp > 1 or strategy.cp > 1) and self._facts.width is None:
             axes = f"tp={strategy.tp} cp={strategy.cp}"
             return "What it sends is known of a chain of transformer blocks, an attention and an MLP each.", axes

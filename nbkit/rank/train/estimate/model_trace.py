@@ -1,14 +1,12 @@
-"""Measures what computing a model takes in memory, piece by piece, by running it on shapes: no number is computed.
+"""Measure what computing a model takes in memory, piece by piece, by running it on shapes.
 
-The module is cut as a strategy's tensor and context axes cut it, on tensors without memory (torch's fake tensors), once
-with few rows and once with twice as many. A model whose shapes hang on its numbers, such as a mixture of experts, has
-to be run in earnest: `real`.
+The module is cut as a strategy's tensor and context axes cut it. It runs on tensors without memory (torch's fake
+tensors), once with few rows and once with twice as many. A model whose shapes depend on its numbers, such as a mixture
+of experts, has to run with real numbers: `real`.
 
-Counts what a forward does: multiplications, and the bytes that everything else reads and writes.
-
-Counts the bytes of the storages that are alive at each moment, operation by operation, as the allocator would.
-
-Stands for a group of ranks where there is one process: operations go, and nothing is sent.
+`ForwardWork` counts multiplications, and the bytes that all other operations read and write. `LiveBytes` counts the
+bytes of all live storages after each operation, as the allocator would. `LoneGroup` stands for a group of ranks in one
+process: its operations send nothing.
 """
 
 from __future__ import annotations
@@ -48,8 +46,11 @@ _FLASH_ON_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for
 
 
 class ForwardWork(WatchingMode):
-    """Within it, `flops` is two for each multiplication of matrix products, convolutions and attention, by torch's own
-    formulas, and `touched` the bytes that all other operations read and write. Views do nothing."""
+    """Count the work of the operations inside.
+
+    flops: two for each multiplication of matrix products, convolutions and attention, by torch's own formulas. touched:
+    the bytes that all other operations read and write. Views count nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,15 +80,15 @@ def _tensors(values: Any) -> list[Tensor]:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
 ) -> float:
-    """Scores, and the sums of values that they weigh; masked, half of both."""
+    """Return the operations of the scores and of the weighted sums of values; half of both if masked."""
     return 2.0 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]) / (2 if is_causal else 1)
 
 
 class LiveBytes(WatchingMode):
-    """Within it, `now` is the bytes of all storages that operations have made and that are still there.
+    """Count in `now` the bytes of all storages that operations inside have made and that still exist.
 
-    beside: tensors that were there before; their bytes are in `now` too, or not with counted=False. resized: look
-    at each operation for memory that comes and goes within the storages of these (zero 3). levels: `now` after each.
+    beside: tensors that existed before; their bytes are in `now` too, unless counted=False. resized: after each
+    operation, look for changed sizes of these storages (zero 3). levels: `now` after each operation.
     """
 
     def __init__(self, beside: Iterable[Tensor] = (), *, counted: bool = True, resized: bool = False) -> None:
@@ -101,7 +102,7 @@ class LiveBytes(WatchingMode):
 
     @property
     def peak(self) -> int:
-        """The most there was after any operation."""
+        """Return the largest `now` after any operation."""
         return max(self.levels, default=self.now)
 
     def __torch_dispatch__(
@@ -140,42 +141,46 @@ class LiveBytes(WatchingMode):
 
 
 class LoneGroup:
-    """Number `rank` of `ranks`. For what is computed on shapes, where no number matters."""
+    """Rank `rank` of a group of `ranks` that has no other process. Only for shapes, where no number matters."""
 
     def __init__(self, ranks: int, rank: int = 0) -> None:
         self._ranks, self._rank = ranks, rank
 
     def size(self) -> int:
-        """Return how many ranks it stands for."""
+        """Return how many ranks the group stands for."""
         return self._ranks
 
     def rank(self) -> int:
-        """Return the place of this one."""
+        """Return the place of this rank in the group."""
         return self._rank
 
     def _nothing(self, *_: Any, **__: Any) -> None:
-        """Torch waits for what an operation returns, unless that is None."""
+        """Return None, so that torch does not wait for the operation."""
 
     allreduce = broadcast = _nothing
     _allgather_base = _reduce_scatter_base = all_gather_single = reduce_scatter_single = _nothing
 
 
 def lone_connections(tp: int, cp: int) -> Connections:
-    """Of a mesh with these axes: the first rank of tp; the last of cp, whose queries look at the most keys."""
+    """Return the connections of one rank in a mesh with these axes.
+
+    It is the first rank of tp, and the last of cp, whose queries look at the most keys.
+    """
     groups: dict[str, Any] = {"dp": None, "pp": None, "shard": None, "replicate": None}
     groups |= {"tp": LoneGroup(tp) if tp > 1 else None, "cp": LoneGroup(cp, cp - 1) if cp > 1 else None}
     return Connections(Axes(Mesh(tp=tp, cp=cp), 0, 1, groups), {}, (), {})
 
 
 FEW = 2
-"""Rows of the smaller of the two runs. One row is a case of its own in some models."""
+"""Rows of the smaller of the two runs. Some models treat a single row as a special case."""
 
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """partial: names of the parameters whose gradients are sums over the tensor or the context axis.
+    """Measurements of a model on a rank of some tensor and context axes.
 
-    flops, touched: of a row's forward on this rank; see ForwardWork. costs: of flops, those of each piece.
+    partial: names of the parameters whose gradients are sums over the tensor or the context axis. flops, touched: of a
+    row's forward on this rank; see ForwardWork. costs: flops of each piece.
     """
 
     pieces: tuple[ModelPiece, ...]
@@ -195,11 +200,10 @@ def trace(
     rows: int = FEW,
     real: bool = False,
 ) -> ModelTrace:
-    """The pieces of the model (see `blocks_of`; the whole model where none are known), on a rank of these axes.
+    """Measure the pieces of the model on a rank of these axes. See `blocks_of` for the pieces.
 
-    config.example: a batch, of any number of rows. rows: of the smaller run; the larger has twice as many. real:
-    compute, on the CPU, with weights that are drawn. Raises what the model raises; StrategyError for what cannot be
-    split.
+    config.example: a batch, with any number of rows. rows: of the smaller run; the larger has twice as many. real:
+    compute on the CPU with random weights. Raises what the model raises; StrategyError for what cannot be split.
     """
     runs = []
     for count in (rows, 2 * rows):
@@ -224,14 +228,17 @@ def trace(
 
 
 def blocks_of(options: Options) -> tuple[str, ...]:
-    """Names of the modules with which pieces begin: of the chain, else of what zero 3 gathers one at a time."""
+    """Return the names of the modules that begin the pieces.
+
+    These are the blocks of the chain, else the units that zero 3 gathers one at a time, else the whole model.
+    """
     if options.chain is not None:
         return options.chain.blocks
     return options.gathers.units if options.gathers is not None and options.gathers.units else ("",)
 
 
 class _Segment:
-    """Levels within a piece, and at its ends, above the level at which its forward began."""
+    """Memory levels within a piece and at its ends, above the level at which its forward began."""
 
     def __init__(self) -> None:
         self.forward: list[int] = []
@@ -240,7 +247,7 @@ class _Segment:
 
 
 class _Run:
-    """One forward and backward of `module`, which it uses up."""
+    """A forward and backward of `module`, which cannot be used again."""
 
     def __init__(self, module: nn.Module, options: Options, config: TrainConfig, batch: Any, rows: int) -> None:
         names = blocks_of(options)[1:]
@@ -257,7 +264,7 @@ class _Run:
             def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
                 number = names.index(name) + 1
                 if in_backward() or len(starts) != number:
-                    return None  # computed again, or called again: part of the piece that is on
+                    return None  # recomputed, or called again: part of the current piece
                 starts.append(len(self._live.levels))
                 ends.append(self._live.now)
                 worked.append(self.work.flops)
@@ -266,7 +273,7 @@ class _Run:
                 return marked(args, kwargs, lambda: self._mark(marks, number, params))
 
             def leave(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-                # What is recomputed is not split: its backward is whole.
+                # The backward of recomputed blocks is not split.
                 if not in_backward() and not options.recompute:
                     self.segments[len(starts) - 1].deferred += sum(
                         _bytes(t) for t in tensors_in(out) if t.requires_grad
@@ -278,7 +285,7 @@ class _Run:
                 output = call(module, value)
                 loss = weigh(config.loss(output, target), rows).value
                 del output
-            # What follows the last block, head and loss, belongs to it.
+            # Head and loss follow the last block and belong to it.
             self.costs = [b - a for a, b in pairwise([*worked, self.work.flops])]
             turn = len(self._live.levels)
             ends.append(self._live.now)
@@ -299,7 +306,7 @@ class _Run:
             start, grads = stop, made
 
     def _mark(self, marks: dict[int, tuple[int, int]], number: int, params: list[nn.Parameter]) -> None:
-        """Note, the first time, (operations so far, bytes of gradients so far)."""
+        """Note (operations so far, bytes of gradients so far), the first time only."""
         made = sum(p.grad.nbytes for p in params if p.grad is not None)
         marks.setdefault(number, (len(self._live.levels), made))
 
@@ -313,7 +320,7 @@ def _piece(few: _Segment, many: _Segment, rows: int) -> ModelPiece:
         return PeakLine.through((rows, a), (2 * rows, b))
 
     def peak(a: list[int], b: list[int]) -> tuple[PeakLine, ...]:
-        # Operation by operation; where the two runs did not do the same, by their highest moments.
+        # Compare operation by operation. If the two runs did different operations, compare their peaks.
         pairs = zip(a, b, strict=True) if len(a) == len(b) else [(max(a), max(b))]
         return upper(line(*two) for two in pairs)
 
@@ -338,7 +345,7 @@ def _filled(made: ShardedSkeleton, *, real: bool) -> nn.Module:
 
 @contextmanager
 def _without_cache(module: nn.Module) -> Iterator[None]:
-    """Of keys and values, which HF models hand on while they generate, and only then."""
+    """Switch off the cache of keys and values inside. HF models need it only to generate."""
     configs = {id(c): c for part in module.modules() if getattr(c := getattr(part, "config", None), "use_cache", False)}
     for config in configs.values():
         config.use_cache = False  # type: ignore[union-attr]
@@ -350,7 +357,7 @@ def _without_cache(module: nn.Module) -> Iterator[None]:
 
 
 def updating(make: Any) -> Updating:
-    """Return what a step of the optimizer that `make` gives over some parameters takes for a moment."""
+    """Return the temporary memory of an optimizer step. make: parameters -> an optimizer over them."""
     found = []
     for count in (2, 4):
         params = [nn.Parameter(torch.zeros(64, 64)) for _ in range(count)]

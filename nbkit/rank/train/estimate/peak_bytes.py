@@ -1,6 +1,7 @@
-"""The peak of a step on each rank of a job under any strategy: nbkit.planner.peak, with what its model really takes.
+"""Estimate the peak memory of a step on each rank of a job, under any strategy.
 
-A model is measured once for each pair of tensor and context axes; see model_trace.
+This is nbkit.planner.peak with what the model really takes. A model is measured once for each pair of tensor and
+context axes; see model_trace.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.strategy import Strategy
 
 _LARGEST_REAL = 2 << 30
-"""Bytes of parameters."""
+"""Largest model that runs with real numbers, in bytes of parameters."""
 
 
 class ModelDescription(Protocol):
@@ -52,11 +53,11 @@ class ModelDescription(Protocol):
 
 
 class PeakBytes:
-    """Of one model and optimizer.
+    """Peak memory of a model and its optimizer.
 
-    real: the model is run in earnest, with drawn weights, unless it is very large. That draws numbers, so it is not for
-    a thread beside a training; and it is exact where libraries go other ways on shapes alone (HF's attention does), or
-    where shapes hang on numbers.
+    real: run the model with real numbers and random weights, unless it is very large. This draws random numbers, so do
+    not use it in a thread beside a training. It is exact where libraries take other paths on shapes alone (HF's
+    attention does), and where shapes depend on numbers.
     """
 
     def __init__(
@@ -68,7 +69,10 @@ class PeakBytes:
         before: PeakBytes | None = None,
         recompute: bool | None = None,
     ) -> None:
-        """before: of the same model, whose measurements are taken over. recompute: blocks; None: as the job does."""
+        """before: an estimate of the same model, whose measurements are reused.
+
+        recompute: blocks; None: as the job does.
+        """
         self.builder, self.census, self.real, self.recompute = builder, census, real, recompute
         self.options = builder.options
         alike = before is not None and blocks_of(before.options) == blocks_of(self.options)
@@ -76,10 +80,10 @@ class PeakBytes:
         self._updating: Updating | None = before._updating if before is not None else None
 
     def of(self, strategy: Strategy, batch: int, *, microbatch_size: int | None = None) -> list[Peak]:
-        """For each place along pp, the fullest rank's; [] where the model could not be measured.
+        """Return the peak of the fullest rank at each place along pp; [] if the model could not be measured.
 
-        batch: rows of the global batch. microbatch_size: of a forward; default: as the job has it.
-        Raises StrategyError for what cannot be split.
+        batch: rows of the global batch. microbatch_size: rows of a forward; default: as the job has it. Raises
+        StrategyError for what cannot be split.
         """
         traced = self.traced(strategy.tp, strategy.cp)
         if traced is None or (strategy.pp > 1 and self.options.chain is None):
@@ -113,7 +117,7 @@ class PeakBytes:
         ]
 
     def traced(self, tp: int, cp: int) -> ModelTrace | None:
-        """As measured; None where the model did not run."""
+        """Return the measurements on these axes; None if the model did not run."""
         if (tp, cp) not in self._traced:
             builder, options = self.builder, self.options
             if self.recompute is not None:
@@ -131,11 +135,14 @@ class PeakBytes:
         return self._traced[tp, cp]
 
     def knows(self, tp: int, cp: int) -> bool:
-        """Return True if the model was measured on these axes."""
+        """Return True if the model was run on these axes, even if it failed."""
         return (tp, cp) in self._traced
 
     def measure(self, axes: Collection[tuple[int, int]], aside: Callable[[Callable[[], Any]], Any]) -> bool:
-        """Measure the model on pairs (tp, cp) of axes, and return True if any was measured now. aside: a Builder's."""
+        """Measure the model on pairs (tp, cp) of axes. Return True if any was measured now.
+
+        aside: Builder.aside.
+        """
         wanted = [pair for pair in axes if not self.knows(*pair)]
 
         def run() -> dict[tuple[int, int], ModelTrace | None]:
@@ -155,13 +162,13 @@ class PeakBytes:
 
     @property
     def updating(self) -> Updating:
-        """Of the job's optimizer."""
+        """Return the temporary memory of a step of the job's optimizer."""
         if self._updating is None:
             self._updating = updating(lambda params: self.builder.template.over(params))
         return self._updating
 
     def _levels(self, strategy: Strategy, rank: int) -> int:
-        """Ranks of a node over which gradients are summed before they are between nodes."""
+        """Return how many ranks of a node sum their gradients before they are summed between nodes."""
         link = self.builder.link
         levels = levels_of(strategy.summed_group(rank), link.node_of) if link is not None else None
         return len(levels.within[0]) if levels is not None else 1
@@ -172,7 +179,10 @@ class PeakBytes:
         return sum(b.nbytes for name, b in here.items() if not stages or name in stages[number][1])
 
     def weights(self, strategy: Strategy, own: Sequence[tuple[int, int]], partial: Collection[str]) -> list[Weights]:
-        """Of every piece, as the rank that runs `own` holds it: a tied weight belongs to the last of its pieces."""
+        """Return the weights of every piece, as the rank that runs `own` holds them.
+
+        A tied weight belongs to its last piece.
+        """
         skeleton, chain, layouts = self.builder.skeleton, self.options.chain, self.builder.shard_layouts
         params = dict(skeleton.named_parameters())
         local = layouts.split(strategy.tp, 0)
@@ -210,8 +220,10 @@ class PeakBytes:
 
 
 def _without_casts(pieces: Sequence[ModelPiece], weights: Sequence[Weights]) -> list[ModelPiece]:
-    """Return what is cast before it is gathered is not cast again, and kept. To 16 bits, which is what the weights
-    lack."""
+    """Return `pieces` without the casts of weights that are cast before they are gathered.
+
+    Such weights are not cast again, and no cast is kept. The size of a cast to 16 bits is what the weights have less.
+    """
     found = []
     for piece, own in zip(pieces, weights, strict=True):
         cast = PeakLine(own.less_inside + own.less_outside)
@@ -220,13 +232,15 @@ def _without_casts(pieces: Sequence[ModelPiece], weights: Sequence[Weights]) -> 
 
 
 def _homes(names: Sequence[str], blocks: Sequence[str]) -> dict[str, int]:
-    """Return the piece of each parameter: its block's; else the first, or the last for what is declared behind the
-    blocks."""
+    """Return the piece of each parameter.
+
+    It is the piece of its block. Outside the blocks it is the first, or the last for a parameter declared after them.
+    """
     within = {name: i for name in names for i, block in enumerate(blocks) if name.startswith(f"{block}.")}
     first = min((names.index(name) for name in within), default=0)
     return {n: within.get(n, 0 if at <= first else len(blocks) - 1) for at, n in enumerate(names)}
 
 
 def largest(peaks: Sequence[Peak]) -> Peak | None:
-    """Of the fullest place along pp; None of none."""
+    """Return the peak of the fullest place along pp; None if there is none."""
     return max(peaks, key=lambda one: one.total, default=None)

@@ -1,7 +1,7 @@
-"""`strategy="auto"`: the first row of a plan of the job itself, made before its first step from what its model shows.
+"""`strategy="auto"`: choose the first row of a plan of the job itself, before its first step.
 
-Memory: the peak with activations (peak_bytes.py) against what a rank has left. Seconds: the blocks' own, measured when
-they were found, and the links'. Rank 0 decides, and all ranks do the same.
+Memory: the peak with activations (peak_bytes.py) is compared with what a rank has left. Seconds: from the times of the
+blocks, measured when they were found, and of the links. Rank 0 decides for all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Recommended:
-    """peak_bytes, limit: of the fullest rank, None where unknown. seconds: of a step, predicted; None where unknown."""
+    """The chosen strategy and its numbers.
+
+    peak_bytes, limit: of the fullest rank; None if unknown. seconds: of a step, predicted; None if unknown.
+    """
 
     strategy: Strategy
     peak_bytes: int | None
@@ -47,7 +50,10 @@ class Recommended:
 
 
 def recommend(builder: Builder) -> Recommended:
-    """Collective: rank 0 decides. Raises StrategyError, on every rank, where nothing fits or nothing is known."""
+    """Return the strategy that rank 0 chooses. Collective.
+
+    Raises StrategyError, on every rank, if nothing fits or nothing is known.
+    """
     told: list[Any] = [None]
     if builder.rank == 0:
         try:
@@ -65,8 +71,10 @@ def recommend(builder: Builder) -> Recommended:
 
 
 def ordered(builder: Builder, strategy: Strategy) -> Strategy:
-    """`strategy` with its ranks in the order that the measured links suggest, on several nodes; on one with the stages
-    that suit the speeds of its devices. Collective where there is a choice."""
+    """Return `strategy` with its ranks in the order that the measured links between nodes suggest.
+
+    On one node, choose the stages that suit the speeds of its devices. Collective if there is a choice.
+    """
     link = builder.link
     nodes = len(set(link.node_of)) if link is not None else 1
     free = strategy.pp > 1 and (bool(strategy.speeds) if nodes == 1 else strategy.dp > 1)

@@ -1,8 +1,8 @@
-"""Counts what every rank holds and lacks under many strategies, without a list of ranks x tensors for each of them.
+"""Count what every rank holds and lacks under many strategies, without a list of ranks x tensors for each of them.
 
-Tensors that are cut alike (the same weight of every block) are one class; what a rank holds of a class follows from its
-places along tp and dp, and how many of the class from its place along pp. So a table of all strategies of 64 ranks
-takes less than the plan of one switch, and says the same bytes (the tests compare).
+Tensors that are cut alike (the same weight of every block) form one class. The place of a rank along tp and dp decides
+what it holds of a class, and its place along pp decides how many of the class. So a table of all strategies of 64 ranks
+takes less than the plan of one switch. It gives the same bytes (the tests compare).
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
 Place = tuple[int, int, int]
-"""Of a rank along pp and tp, and within its sharding group."""
+"""Place of a rank: along pp, along tp, and within its sharding group."""
 
 
 @dataclass(frozen=True)
 class ReshardTraffic:
-    """Bytes of a switch, per rank: received of others, and copied from what the rank holds itself."""
+    """Bytes of a switch, per rank. received: from other ranks. kept: copied from the rank's own memory."""
 
     received: tuple[int, ...]
     kept: tuple[int, ...]
 
     @property
     def total(self) -> int:
-        """Bytes over all ranks; what no exchange can do without."""
+        """Return the bytes received by all ranks. No exchange can do with less."""
         return sum(self.received)
 
 
 @dataclass(frozen=True)
 class _Class:
-    """Parameters alike. weight, state: bytes of an element, of the weight and of all that the optimizer keeps."""
+    """Parameters that are cut alike.
+
+    weight, state: bytes per element, of the weight and of all that the optimizer keeps.
+    """
 
     names: frozenset[str]
     weight: int
@@ -46,7 +49,7 @@ class _Class:
 
 
 class StateBytes:
-    """Of one model and optimizer.
+    """Bytes that every rank holds of a model and its optimizer.
 
     kinds: name -> {"weight" or key of the optimizer's state: bytes of an element}. blocks: of each, name -> elements.
     """
@@ -72,11 +75,11 @@ class StateBytes:
 
     @cached_property
     def state(self) -> dict[str, int]:
-        """Bytes of an element of all that the optimizer keeps, by name."""
+        """Return name -> bytes per element of all that the optimizer keeps."""
         return {name: sum(n for kind, n in one.items() if kind != "weight") for name, one in self.kinds.items()}
 
     def flow(self, old: Strategy, new: Strategy) -> ReshardTraffic:
-        """Return what a switch moves: exactly the elements that a rank must hold and does not."""
+        """Return the traffic of a switch. It moves exactly the elements that a rank must hold and does not."""
         before, after = self.places(old), self.places(new)
         received, kept = [0] * len(after), [0] * len(after)
         known: dict[tuple[Place, Place], tuple[int, int]] = {}
@@ -87,7 +90,7 @@ class StateBytes:
         return ReshardTraffic(tuple(received), tuple(kept))
 
     def at_rest(self, strategy: Strategy) -> list[Rest]:
-        """Bytes that each rank holds between two steps, gradients included."""
+        """Return the bytes that each rank holds between two steps, gradients included."""
         known: dict[Place, Rest] = {}
         for place in self.places(strategy):
             if place not in known:
@@ -95,9 +98,10 @@ class StateBytes:
         return [known[place] for place in self.places(strategy)]
 
     def fractions(self, strategy: Strategy) -> tuple[list[list[float]], list[int]]:
-        """(rows, which row is each rank's): by block, the part of its elements that a rank updates.
+        """Return (rows, row number of each rank).
 
-        Ranks that hold alike share a row.
+        A row has, for each block, the share of its elements that a rank updates. Ranks that hold the same have the same
+        row.
         """
         rows: dict[tuple[float, ...], int] = {}
         known: dict[Place, int] = {}
@@ -110,7 +114,7 @@ class StateBytes:
         return [list(row) for row in rows], [known[place] for place in self.places(strategy)]
 
     def places(self, strategy: Strategy) -> list[Place]:
-        """Of every rank."""
+        """Return the place of every rank."""
         mesh, shards = strategy.mesh, strategy.shard if strategy.zero else 1
         if (mesh, shards) not in self._places:
             everyone = map(mesh.index, range(mesh.size))
@@ -153,7 +157,7 @@ class StateBytes:
         return Rest(*sums)
 
     def _held(self, strategy: Strategy, place: Place, number: int) -> int:
-        """Elements of a block that the rank at `place` updates."""
+        """Return how many elements of a block the rank at `place` updates."""
         here, tp = self._stage(strategy, place), strategy.tp
         where = (number, id(here), tp)
         if where not in self._counts:
@@ -163,14 +167,14 @@ class StateBytes:
                 for alike in self._alike(tp)
             ]
             self._counts[where] = tuple((min(names), len(names)) for names in inside if names)
-        # Blocks that are made alike, of which a rank holds the same part, are counted once.
+        # Equal blocks of which a rank holds the same part are counted once.
         key = (self._counts[where], tp, place[1:], strategy.zero > 0 and strategy.shard)
         if key not in self._shares:
             self._shares[key] = sum(n * self._cut(name, strategy, place, 1).numel for name, n in self._counts[where])
         return self._shares[key]
 
     def _stage(self, strategy: Strategy, place: Place) -> frozenset[str] | None:
-        """Names on its stage; None for all."""
+        """Return the names on its stage; None for all."""
         stages = self.shard_layouts.stages(strategy)
         return stages[place[0]][0] if stages else None
 
@@ -179,8 +183,10 @@ class StateBytes:
         return not stages or buffer in stages[place[0]][1]
 
     def _cut(self, name: str, strategy: Strategy, place: Place, stage: int) -> Layout:
-        """Return what the rank at `place` holds of what ZeRO shards from `stage` on (3: weights, 2: gradients, 1:
-        state)."""
+        """Return what the rank at `place` holds, of what ZeRO shards from `stage` on.
+
+        stage: 3 for weights, 2 for gradients, 1 for optimizer state.
+        """
         whole = self._whole(strategy.tp)[place[1]][name]
         if strategy.zero < stage:
             return whole
@@ -191,7 +197,7 @@ class StateBytes:
         return self._cuts[key]
 
     def _alike(self, *sizes: int) -> list[_Class]:
-        """Classes of what is cut alike over tp axes of these sizes."""
+        """Return the classes of parameters that are cut alike over tp axes of these sizes."""
         if sizes not in self._classes:
             parts = [part for size in sizes for part in self._whole(size)]
             found: dict[tuple[int, int, bool, tuple[int, ...]], list[str]] = {}
@@ -202,7 +208,7 @@ class StateBytes:
         return self._classes[sizes]
 
     def _whole(self, size: int) -> list[dict[str, Layout]]:
-        """By place along tp, what a rank holds before dp shards it; equal layouts are one object."""
+        """Return, by place along tp, what a rank holds before dp shards it. Equal layouts are one object."""
         if size not in self._wholes:
             parts = [self.shard_layouts.split(size, index) for index in range(size)]
             self._wholes[size] = [

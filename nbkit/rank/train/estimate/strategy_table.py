@@ -1,4 +1,4 @@
-"""Makes the table of every strategy and its cost for a job that trains: plain values, from any thread."""
+"""Make the table of all strategies and their costs for a job that trains: plain values, from any thread."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ from nbkit.strategy import Strategy
 
 _PROVEN = "a whole step of it was compared with one process"
 _UNPROVEN = "a whole step of it is compared with one process before a switch"
-_REST = 0.5  # of the time that a row takes, before the next: the training's thread wants the interpreter too
+_REST = 0.5  # pause after each row, as a share of its time: the training thread needs the interpreter too
 
 
 def table(job: Job, *, every: bool = False) -> dict[str, Any]:
-    """The job as it is, and every strategy of its world with what a switch to it would take.
+    """Return the job as it is, and every strategy of its world with what a switch to it would take.
 
-    every: all schedules of a pipeline, not 1f1b alone. "nodes": of each rank, the number of its node. "limit_bytes":
-    what the fullest rank can hold, None where nothing says. "held": distinct rows of fractions by block, and the row
-    of each rank. Under "options": moved_bytes is exact. memory: bytes of the fullest rank at rest now, while the switch
-    is made, and at rest afterwards, after a step. step_bytes: what the busiest rank sends in a step, by the formulas;
-    between_bytes: what all ranks send to other nodes. step_s is
-    measured, where the strategy has run in this job: the median of step_steps steps, between step_low_s and step_high_s
-    (None: too few to say), step_ago steps ago; predicted_step_s, of all others than the one in force, is what
-    the steps of that one predict; switch_s is predicted too, and peak_bytes, of the fullest rank with activations.
-    Each is None where nothing is known. "untried":
-    the model was not run to see whether it fits, so that it is not "ok", and may be chosen: see `look_at_all`. "proof":
-    what is known of one that is.
-    "recommended": the strategy to choose, "" where none fits. "unpredicted": why no second of a step is predicted, and
-    "unpredicted_pause" of a pause; "" where they are.
-    "levers": where plain data parallelism waits for its link, its "strategy", "step_s" as predicted, and "each", what
-    levers would leave of that; {} elsewhere.
+    every: include all schedules of a pipeline, not only 1f1b.
+
+    "nodes": the node number of each rank. "limit_bytes": what the fullest rank can hold; None if unknown. "held":
+    distinct rows of fractions by block, and the row of each rank. "recommended": the strategy to choose, "" if none
+    fits. "unpredicted", "unpredicted_pause": why no step or no pause is predicted, "" if they are. "levers": if plain
+    data parallelism waits for its link, its "strategy", its predicted "step_s", and in "each" what levers would leave
+    of that; else {}.
+
+    Each row of "options" has these keys; the values are None if unknown. moved_bytes: exact. memory: bytes of the
+    fullest rank at rest now, during the switch, and at rest after a step under the new strategy. peak_bytes: predicted,
+    of the fullest rank with activations. step_bytes: what the busiest rank sends in a step, by the formulas.
+    between_bytes: what all ranks send to other nodes. step_s: measured if the strategy has run in this job, the median
+    of step_steps steps, between step_low_s and step_high_s (None: too few), step_ago steps ago. predicted_step_s:
+    predicted from the steps of the strategy in force, for all others. switch_s: predicted. untried: the model was not
+    run to see whether it fits. It is then not "ok", but may be chosen; see `look_at_all`. proof: what is known of a
+    strategy that is "ok".
     """
     now, seen = job.strategy, job.cost_model()
     ends, left = seen.census.at_rest(now), free_memory.left(job.device, ranks=_on_this_node(job))
@@ -85,16 +86,19 @@ def table(job: Job, *, every: bool = False) -> dict[str, Any]:
 
 
 def option(job: Job, text: str) -> dict[str, Any]:
-    """The row that `table` would have for any strategy of these ranks. Raises StrategyError where `text` is none."""
+    """Return the row that `table` would have for any strategy of these ranks.
+
+    Raises StrategyError if `text` is none.
+    """
     new, seen = job.parsed(text), job.cost_model()
     left = free_memory.left(job.device, ranks=_on_this_node(job))
     return _option(job, seen, new, [rest.total for rest in seen.census.at_rest(job.strategy)], left)
 
 
 def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:
-    """(bytes over all ranks, most that one rank receives) of a switch to `new`: weights and optimizer state.
+    """Return (bytes over all ranks, most that one rank receives) of a switch to `new`: weights and optimizer state.
 
-    Raises StrategyError for what cannot be split, and where the model was not looked at for `new`: see Builder.learn.
+    Raises StrategyError for what cannot be split, and if the model was not examined for `new`; see Builder.learn.
     """
     seen = job.cost_model()
     flow = seen.census.flow(job.strategy, seen.placed(new, now=job.strategy))
@@ -102,10 +106,9 @@ def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:
 
 
 def predicted_switch(job: Job, text: str) -> dict[str, Any]:
-    """moved_bytes and switch_s of the row that the table has for a switch to `text`, without the table; why the
-    latter is None. Collective.
+    """Return moved_bytes and switch_s of a switch to `text`, and why switch_s is None. Collective.
 
-    Raises StrategyError for what cannot be split.
+    The numbers are those of the table's row, without the table. Raises StrategyError for what cannot be split.
     """
     new = job.parsed(text)
     job.builder.learn([new])
@@ -173,9 +176,9 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
 
 
 def findings(job: Job) -> Iterator[None]:
-    """Find out what the table lacks and takes seconds, one thing after the other; one item for each thing found.
+    """Find out what the table lacks and what takes seconds, one thing after the other. Yield after each.
 
-    In a thread beside a training. What is known is not looked at again.
+    Run it in a thread beside a training. What is known is not examined again.
     """
     if look_at_all(job):
         yield
@@ -183,8 +186,10 @@ def findings(job: Job) -> Iterator[None]:
 
 
 def look_at_all(job: Job) -> bool:
-    """Find out, on rank 0, what every strategy needs to know of the model, if that was not done: the model is run on a
-    few rows, for seconds. True if now. In a thread beside a training."""
+    """Find out, on rank 0, what every strategy needs to know of the model, unless that is known.
+
+    Return True if it was found now. The model runs on a few rows, for seconds. Run it in a thread beside a training.
+    """
     builder, before = job.builder, job.builder.options
     if builder.rank == 0:
         builder.look_for(Strategy.every(job.world_size, schedules=("1f1b",)), beside=True)
@@ -192,8 +197,10 @@ def look_at_all(job: Job) -> bool:
 
 
 def measure_peaks(job: Job) -> Iterator[None]:
-    """Run the model on shapes, as tensor and context axes leave it, if that was not done: a second for each pair of
-    axes. One item if anything was found."""
+    """Run the model on shapes for each pair of tensor and context axes, unless that was done.
+
+    A pair takes about a second. Yield once if anything was found.
+    """
     if job.config.example is None:
         return
     axes = sorted({(one.tp, one.cp) for one in Strategy.every(job.world_size, schedules=("1f1b",))})
@@ -202,7 +209,7 @@ def measure_peaks(job: Job) -> Iterator[None]:
 
 
 def _at_the_peak(job: Job, seen: CostModel, strategy: Strategy) -> int | None:
-    """Return bytes of the fullest rank at the peak of a step, with activations; None where nothing can tell."""
+    """Return the bytes of the fullest rank at the peak of a step, with activations; None if unknown."""
     batch = getattr(job.feed.fits(strategy), "total", None)
     if batch is None or not seen.peaks.knows(strategy.tp, strategy.cp):
         return None
@@ -211,7 +218,7 @@ def _at_the_peak(job: Job, seen: CostModel, strategy: Strategy) -> int | None:
 
 
 def _levers(job: Job, seen: CostModel) -> dict[str, Any]:
-    """Predicted both, as a lever has not run where it is asked about."""
+    """Return the levers that help plain data parallelism. Both times are predicted, because a lever has not run yet."""
     plain = Strategy(dp=job.world_size)
     took = predicted_step(job, seen, plain)
     if took is None:
@@ -221,8 +228,7 @@ def _levers(job: Job, seen: CostModel) -> dict[str, Any]:
 
 
 def _peak(now: Sequence[int], after: Sequence[int], received: Sequence[int], left: int | None) -> int:
-    """Return bytes of the fullest rank at the peak of a switch. Of the others it is taken that they have as much
-    left."""
+    """Return the bytes of the fullest rank during a switch. It assumes that all ranks have as much left as this one."""
     buffers = 2 * min(max(received, default=0), ROUND_BYTES)
     return max(during(now, after, buffers=buffers, left=[left] * len(now)).num_bytes)
 

@@ -1,8 +1,6 @@
-"""Estimates the seconds of a switch, and of a step after it: measured where there were some, else predicted or None.
+"""Estimate the seconds of a switch, and of a step after it: measured if there were some, else predicted, or None.
 
-The pace of a strategy from the seconds of its newest steps: their median, and between what it lies.
-
-Seconds of a step before any was made, from what the blocks and the links took when they were measured.
+Before the first step, the seconds of a step follow from the measured times of the blocks and the links.
 """
 
 from __future__ import annotations
@@ -29,13 +27,15 @@ Job = Any  # nbkit.rank.train.job's, which imports this file
 def seconds_before_a_step(
     model: CostModel, builder: Builder, strategy: Strategy, batch: int, *, recompute: bool | None = None
 ) -> float | None:
-    """Of a step of `batch` rows, None where something that it takes is not known. recompute: blocks; None: as the
-    builder does."""
+    """Return the predicted seconds of a step of `batch` rows; None if something that it takes is unknown.
+
+    recompute: blocks; None: as the builder does.
+    """
     options, link = builder.options, builder.link
     costs, example = options.costs, builder.config.example
     if not costs or example is None:
         return None
-    # Costs are those of the blocks as they are, a forward and a backward.
+    # The costs are a forward and a backward of each block, without recomputation.
     again = options.recompute if recompute is None else recompute
     compute = sum(costs) / rows_of(example) * batch
     if link is None:
@@ -47,22 +47,23 @@ def seconds_before_a_step(
     return predicted(alone, StepTraffic((), 0), strategy, sends, link, costs, recomputed=(False, again)).total
 
 
-_SWITCHES = 12  # the newest that a prediction follows
-_OWN_CORES = 0.9  # of the seconds in which it computes, a rank on cores of its own has them
+_SWITCHES = 12  # newest switches that a prediction uses
+_OWN_CORES = 0.9  # share of its computing time for which a rank on its own cores has CPU time
 _PARTS = ("compute", "exposed", "data", "optimizer", "other")
 
 
 def measured_pace(job: Job, strategy: Strategy) -> StepPace | None:
-    """Of the newest steps under `strategy` in this training, however long ago they were; None where there are none."""
+    """Return the pace of the newest steps under `strategy` in this training, however old; None if there are none."""
     pace: StepPace | None = job.ledger.paces.of(str(strategy))
     return pace
 
 
 def predicted_pause(job: Job, census: StateBytes, strategy: Strategy, flow: ReshardTraffic) -> float | None:
-    """Return seconds without a step: what building a sharded model takes, and the bytes over the measured link.
+    """Return the predicted seconds without a step.
 
-    Both follow the switches that the job has made; None before the first, which also makes what later ones reuse, and
-    where no link was measured.
+    They are spent to build a sharded model, and to move the bytes over the measured link. Both follow the earlier
+    switches of the job. Return None before the first one, which also makes what later ones reuse, and if no link was
+    measured.
     """
     link, made = job.builder.link, (job.switches[1:] or job.switches)[-_SWITCHES:]
     if link is None or not made:
@@ -77,18 +78,17 @@ def predicted_pause(job: Job, census: StateBytes, strategy: Strategy, flow: Resh
 
 
 def _flow(census: StateBytes, switched: Switched, world_size: int) -> ReshardTraffic | None:
-    """Return what a switch has moved; None where it was less than it would be now, before the optimizer's first
-    step."""
+    """Return what a switch has moved; None if it moved less than it would now, before the optimizer's first step."""
     old, new = (Strategy.parse(text, world_size) for text in (switched.old, switched.new))
     flows = (census.flow(*pair) for pair in product(orders(old), orders(new)))
     return next((flow for flow in flows if flow.total == switched.moved_bytes), None)
 
 
 def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: bool | None = None) -> float | None:
-    """Seconds of a step of a strategy that has not run; None where something that it takes is not known.
+    """Return the predicted seconds of a step of a strategy that has not run; None if something is unknown.
 
-    That is so on ranks whose cores are not theirs alone: there a rank's seconds depend on what others do meanwhile.
-    seen: of the job, with the rows of a forward as they would be. recompute: of blocks; None: as it is now.
+    It is unknown on ranks that share cores, because their seconds depend on what the others do. seen: the cost model of
+    the job, with the rows of a forward as they would be. recompute: of blocks; None: as it is now.
     """
     link, now, before = job.builder.link, job.strategy, job.builder.options.recompute
     again = before if recompute is None else recompute
@@ -111,7 +111,7 @@ def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: 
 
 
 def unpredicted(job: Job) -> str:
-    """Why no second of any strategy is predicted, whatever is measured; "" where that is not so."""
+    """Return why no step of any strategy is predicted, whatever is measured; "" if it is."""
     link = job.builder.link
     if job.config.compile:
         return "what a compiled model takes is known when it has run"
@@ -125,20 +125,20 @@ def unpredicted(job: Job) -> str:
 
 
 def unpredicted_pause(job: Job) -> str:
-    """Why `predicted_pause` is None, "" where it is not."""
+    """Return why `predicted_pause` is None; "" if it is not."""
     if job.builder.link is None:
         return "the links between the ranks were not measured"
     return "" if job.switches else "the first switch shows what later ones take"
 
 
 def _building(strategy: Strategy, made: Sequence[Switched]) -> float:
-    """Seconds before anything moves: as it was for this strategy, else for others."""
+    """Return the seconds before anything moves, as measured for this strategy, else for others."""
     same = [switched.prepare_s for switched in made if switched.new == str(strategy)]
     return statistics.median(same or [switched.prepare_s for switched in made])
 
 
 def _moving(job: Job, flow: ReshardTraffic) -> float:
-    """By the link alone. Who sends what is levelled, so that nobody sends much more than the mean."""
+    """Return the seconds that the link needs. Senders are balanced, so that no rank sends much more than the mean."""
     link = job.builder.link
     assert link is not None
     seconds: float = link.moving([flow.total // job.world_size], flow.received, flow.kept)
@@ -146,9 +146,10 @@ def _moving(job: Job, flow: ReshardTraffic) -> float:
 
 
 def _parts(job: Job) -> Mapping[str, float] | None:
-    """Median seconds of each part of rank 0's last steps under the strategy in force; None before there are any.
+    """Return the median seconds of each part of rank 0's last steps under the strategy in force.
 
-    {} where somebody else computes on this rank's cores: there no second is worth a second.
+    Return None before there are any. Return {} if other programs compute on this rank's cores: then seconds cannot be
+    compared.
     """
     text = str(job.strategy)
     records = [one for one in job.recorder.recent if one.parts and one.numbers.get("strategy") == text][1:]

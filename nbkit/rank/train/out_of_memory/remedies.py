@@ -1,10 +1,11 @@
-"""What a training that ran out of memory can do: other settings of the same global batch, and what each takes.
+"""Remedies for a training that ran out of memory: other settings of the same global batch, with their costs.
 
-Fewer rows in a forward pass, more forward passes; blocks computed again in the backward pass; gradients, then
-parameters too, sharded over the data axis; the optimizer's state in host memory; layers split over all ranks. A row
-that does not fit alone is shown with fewer rows in a forward pass where it fits so. Seconds of a step and bytes at the
-peak are the sums of the panel and of a plan; the shortest step comes first, and those whose seconds nothing can tell
-last, in the order above, which is from what is commonly cheap to what is dear.
+The remedies: fewer rows in a forward pass, and more passes; blocks computed again in the backward pass; gradients, then
+parameters too, sharded over the data axis; the optimizer's state in host memory; layers split over all ranks. A remedy
+that does not fit alone is combined with fewer rows in a forward pass, if it fits so.
+
+Seconds of a step and bytes at the peak are computed as in the panel and in a plan. The shortest step comes first.
+Remedies whose seconds are unknown come last, in the order above: commonly cheap ones before expensive ones.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from nbkit.schedules import type_of
 from nbkit.strategy import Strategy, divisors
 
 _LESS = 0.97
-"""Of what the setting in force is predicted to take, where that is less than there is: it did not fit all the same."""
+"""The room is at most this part of the predicted peak of the setting in force, since that setting did not fit."""
 
 _SMALL = 64 << 20
-"""Bytes of parameters."""
+"""Bytes of parameters up to which a model is run on real tensors."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """All that decides how much a step takes. microbatch_size: rows of a forward; under pp the strategy has it."""
+    """All settings that decide the memory of a step. microbatch_size: rows of a forward; under pp see the strategy."""
 
     strategy: Strategy
     microbatch_size: int
@@ -45,12 +46,12 @@ class Setting:
 
     @classmethod
     def of(cls, job: Job, batch: int) -> Setting:
-        """Return what is in force."""
+        """Return the setting in force."""
         micro = BatchSplit.of(batch, job.strategy, microbatch_size=job.config.microbatch_size).micro
         return cls(job.strategy, micro, job.builder.options.recompute, job.builder.offload)
 
     def changes(self, before: Setting) -> str:
-        """Return what it changes of `before`, as one writes it: "zero3, microbatch_size=4"."""
+        """Return the changes from `before` as a user writes them: "zero3, microbatch_size=4"."""
         words = []
         if self.strategy != before.strategy:
             words.append(str(self.strategy))
@@ -63,10 +64,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Remedy:
-    """changes: see Setting. peak: bytes of the fullest rank in a step, seconds: of a step, both predicted; None where
-    nothing can tell.
+    """A setting that takes less memory. changes: see Setting.
 
-    fits: whether that is less than there is; None where nothing can tell.
+    peak: predicted bytes of the fullest rank in a step. seconds: predicted time of a step. fits: the peak is at most
+    the room. Each of these is None if unknown.
     """
 
     setting: Setting
@@ -78,8 +79,10 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Remedies:
-    """room: bytes that the fullest rank can hold; peak, seconds: what the setting in force takes, predicted; None:
-    unknown. rows: the shortest step first."""
+    """All remedies that were found. rows: the shortest step first.
+
+    room: bytes that the fullest rank can hold. peak, seconds: predicted for the setting in force. None: unknown.
+    """
 
     room: int | None
     peak: int | None
@@ -88,20 +91,20 @@ class Remedies:
 
     @property
     def first(self) -> Remedy | None:
-        """The first that fits, else the first of which nothing can tell."""
+        """The first remedy that fits, else the first one for which that is unknown."""
         ranked = sorted(self.rows, key=lambda row: not row.fits)
         return next((row for row in ranked if row.fits is not False), None)
 
 
 def alternatives(job: Job) -> list[Strategy]:
-    """The strategies that may take less memory than the one in force."""
+    """Return the strategies that may take less memory than the one in force."""
     now, world = job.strategy, job.world_size
     found = [replace(now, zero=zero, shard=0) for zero in (2, 3) if now.dp > 1 and now.zero < zero]
     return [*found, Strategy(tp=world)] if world > 1 and now.tp < world else found
 
 
 def remedies(job: Job, batch: int, room: int | None, tried: Collection[Setting]) -> Remedies:
-    """Every setting that takes less than the one in force, but those that were tried. Sends nothing.
+    """Return every setting that takes less than the one in force, except those `tried`. Sends nothing.
 
     batch: rows of the global batch.
     """
@@ -111,7 +114,7 @@ def remedies(job: Job, batch: int, room: int | None, tried: Collection[Setting])
         row = search.row(wanted, tried)
         if row is not None and row.setting not in tried:
             found.setdefault(row.setting, row)
-    # Equal to two digits is equal: then what is commonly cheaper comes first.
+    # Seconds that are equal to two digits count as equal. Then the commonly cheaper remedy comes first.
     rows = sorted(found.values(), key=lambda row: inf if row.seconds is None else float(f"{row.seconds:.2g}"))
     return Remedies(room, search.now_peak, tuple(rows), search.seconds(search.now))
 
@@ -120,7 +123,7 @@ class _Search:
     def __init__(self, job: Job, batch: int, room: int | None) -> None:
         self.job, self.batch, self.now = job, batch, Setting.of(job, batch)
         builder = job.builder
-        # As the optimizer's first step will leave it, which may not have been made.
+        # The state as the optimizer's first step leaves it. That step may not have been made yet.
         self._kinds = builder.template.kinds(builder.skeleton)
         model = CostModel(builder, self._kinds, job.feed.fits)
         self._models: dict[int, CostModel] = {}
@@ -131,7 +134,7 @@ class _Search:
             again: PeakBytes(
                 builder,
                 model.census,
-                real=size <= _SMALL,  # running it takes less than running it on shapes
+                real=size <= _SMALL,  # a real run then takes less than a run on shapes
                 recompute=again,
                 before=before if again == now else None,
             )
@@ -143,7 +146,7 @@ class _Search:
             self._room = min(room, int(_LESS * self.now_peak))
 
     def peak(self, setting: Setting) -> int | None:
-        """Return bytes of the fullest rank at the peak of a step; None where nothing can tell. Raises StrategyError."""
+        """Return bytes of the fullest rank at the peak of a step, or None if unknown. Raises StrategyError."""
         peaks = self._peaks[setting.recompute]
         top: Peak | None = largest(peaks.of(setting.strategy, self.batch, microbatch_size=setting.microbatch_size))
         if top is None:
@@ -151,9 +154,9 @@ class _Search:
         return top.total - top.optimizer * setting.offload
 
     def seconds(self, setting: Setting) -> float | None:
-        """Of a step, by the sum that the panel has; None where something that it takes is not known."""
+        """Return the seconds of a step, computed as in the panel; None if an input of that is unknown."""
         if setting.offload:
-            return None  # how fast a device reaches the host's memory was not measured
+            return None  # the speed of transfers between device and host memory was not measured
         size = setting.microbatch_size
         if size not in self._models:
 
@@ -164,7 +167,7 @@ class _Search:
         return predicted_step(self.job, self._models[size], setting.strategy, recompute=setting.recompute)
 
     def wanted(self) -> Iterator[Setting]:
-        """Each kind of remedy by itself, with as many rows in a forward as now."""
+        """Yield each kind of remedy by itself, with as many rows in a forward pass as now."""
         now = self.now
         yield now
         again = self._can_recompute and not now.recompute
@@ -196,7 +199,7 @@ class _Search:
         return bool(chain.units if chain is not None else structural_blocks(self.job.builder.skeleton))
 
     def row(self, wanted: Setting, tried: Collection[Setting]) -> Remedy | None:
-        """`wanted`, with the most rows in a forward with which it fits; as it is where none does. None: refused."""
+        """Return `wanted` with the most rows in a forward pass that fit, or unchanged if none do. None: refused."""
         found: list[Remedy] = []
         for setting in self._sizes(wanted):
             if setting in tried or not self._allowed(setting):
@@ -214,7 +217,7 @@ class _Search:
         return found[0] if found else None
 
     def _sizes(self, wanted: Setting) -> Iterator[Setting]:
-        """`wanted` with fewer and fewer rows in a forward."""
+        """Yield `wanted` with fewer and fewer rows in a forward pass."""
         strategy, rows = wanted.strategy, self.batch // wanted.strategy.dp
         if self.batch % strategy.dp or strategy.speeds:
             return
@@ -226,7 +229,7 @@ class _Search:
                 yield replace(wanted, microbatch_size=size)
 
     def _allowed(self, setting: Setting) -> bool:
-        """Return True if it can train: by the rows that the model or its loss hold together, and as it can be split."""
+        """Return True if `setting` can train: the model splits so, and rows that belong together are not parted."""
         job, strategy = self.job, setting.strategy
         options = job.builder.options
         cut = options.cut or setting.microbatch_size < self.batch // strategy.dp
@@ -241,7 +244,7 @@ class _Search:
 
 
 def described(found: Remedies, command: Any) -> list[str]:
-    """Return the table of the remedies, a line for each. command: a remedy's number -> what to type for it."""
+    """Return the table of the remedies, a line for each. command: number of a remedy -> what to type for it."""
     rows = [("", "setting", "a step", "peak of a rank", "fits", "to type")]
     rows.append(("", "as it is", _ms(found.seconds), _mb(found.peak), "no", ""))
     for number, row in enumerate(found.rows, 1):

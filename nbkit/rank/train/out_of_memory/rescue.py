@@ -1,17 +1,17 @@
-"""A step of `fit` that runs out of memory on any rank: all ranks hear of it, take the step back, and go on otherwise.
+"""Takes back a step of `fit` that runs out of memory on any rank, and goes on with another setting.
 
-In the order of this file: an alarm is on while steps are made, which wakes the ranks that wait for one that failed; all
-groups are formed again; weights, optimizer, random state and position in the data are those of before the step; rank 0
-computes what would fit, and all ranks put the same setting in force. The global batch stays, and so does the curve.
+OomGuard: an alarm is on while steps are made, and wakes the ranks that wait for one that failed. All groups are formed
+again. Weights, optimizer, random state and position in the data go back to before the step. Rank 0 computes which
+settings would fit, and all ranks put the same one in force. The global batch stays the same, and so does the loss
+curve.
 
-Puts a setting in force between two steps: rows of a forward pass, recomputation, offload and strategy.
+`apply` puts a setting in force between two steps: rows of a forward pass, recomputation, offload and strategy.
 
-The question that a lack of memory puts to the user: which of the settings that fit to go on with.
+Question asks the user which of the settings that fit to use. It is open on all ranks alike, from the step that was
+taken back until one of its rows is chosen or a step is made. In a detached cell the training is held meanwhile.
+Elsewhere `fit` has ended with an error, and the next `fit` goes on.
 
-It is open on all ranks alike, from the step that was taken back until one of its rows is taken or a step is made. In a
-detached cell the training is held meanwhile; elsewhere `fit` has ended with an error, and the next one goes on.
-
-What else than the step itself took the memory, where the numbers tell: a leak, gaps, other processes.
+DeviceMemory finds out, if the numbers show it, what other than the step took the memory: a leak, gaps, other processes.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 
 
 def apply(job: Job, setting: Setting, batch: int) -> None:
-    """The next step is made with `setting`. Collective. batch: rows of the global batch.
+    """Put `setting` in force for the next step. Collective. batch: rows of the global batch.
 
-    Raises SwitchError where its strategy cannot be put in force: the old one is, with the rest of the setting.
+    Raises SwitchError if its strategy cannot be put in force. The old strategy then stays, with the rest of `setting`.
     """
     now = Setting.of(job, batch)
     if setting.recompute and not now.recompute:
@@ -101,7 +101,7 @@ COMMAND = "%train fit"
 
 @dataclass(frozen=True)
 class Question:
-    """Of a job whose global batch has `batch` rows."""
+    """The open question of a job: which of the settings `found` to use. batch: rows of the global batch."""
 
     job: weakref.ref[Job]
     batch: int
@@ -109,7 +109,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """The table, with what to type for each row."""
+        """The table of settings, with the command for each row."""
         return "\n".join(described(self.found, lambda number: f"{COMMAND} {number}"))
 
 
@@ -117,16 +117,16 @@ _open: Question | None = None
 
 
 def put(question: Question | None) -> None:
-    """`question` is open from now on; None: there is none any more."""
+    """Make `question` the open one; None: no question is open."""
     global _open
     _open = question
 
 
 def answer(job: Job | None, number: int = 0) -> dict[str, Any]:
-    """Put row `number` of the open question in force, 0: the first that fits; which it was. Collective, between two
-    steps.
+    """Put row `number` of the open question in force, and return that row. Collective, between two steps.
 
-    Raises UsageError where there is no such row or no question, and what applying it raises.
+    number: 0 takes the first row that fits. Raises UsageError if there is no such row or no open question, and whatever
+    `apply` raises.
     """
     question = _open
     if job is None or question is None or question.job() is not job:
@@ -145,18 +145,18 @@ def answer(job: Job | None, number: int = 0) -> dict[str, Any]:
 
 
 LEVELS = 6
-"""Steps in a row that begin with more than the one before, which show a leak."""
-_SHARE = 0.02  # of what is in use, by which it has to have grown
-_MUCH = 0.1  # of the device
-_OWN = 10**9  # bytes that CUDA, cuBLAS and NCCL take in this process itself, beside torch's allocator
+"""So many steps in a row, each of which begins with more bytes than the one before, show a leak."""
+_SHARE = 0.02  # least growth that shows a leak, as a part of the bytes in use
+_MUCH = 0.1  # part of the device's memory from which a finding is reported
+_OWN = 10**9  # bytes that CUDA, cuBLAS and NCCL take in this process, outside torch's allocator
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on a rank's device when an allocation failed; 0 where nothing says.
+    """Bytes on a rank's device when an allocation failed; 0 if unknown.
 
-    allocated: by tensors of this process. reserved: by torch's allocator, for them and for later ones. used: by all
-    processes. levels: allocated, at the beginning of each of the last steps.
+    allocated: by tensors of this process. reserved: by torch's allocator, for these and for later tensors. used: by all
+    processes. levels: the allocated bytes at the beginning of each of the last steps.
     """
 
     total: int = 0
@@ -166,7 +166,7 @@ class DeviceMemory:
     levels: Sequence[int] = ()
 
     def findings(self) -> list[str]:
-        """Sentences; none where it is the step that is too large."""
+        """Return findings as sentences; none if the step itself is too large."""
         found = []
         last = list(self.levels)[-LEVELS:]
         grown = last[-1] - last[0] if last else 0
@@ -187,7 +187,7 @@ class DeviceMemory:
 
 
 def level(device: torch.device) -> int:
-    """Bytes that tensors of this rank take now; 0 where nothing says."""
+    """Return the bytes that tensors of this rank take now; 0 if unknown."""
     if accelerator().holds(device):
         return accelerator().memory(device)[0]
     limit = tensor_limit.in_force()
@@ -195,7 +195,7 @@ def level(device: torch.device) -> int:
 
 
 def look(device: torch.device, levels: Sequence[int]) -> DeviceMemory:
-    """Now, while what the step has taken is still there. levels: see DeviceMemory."""
+    """Return the memory now. Call it while the tensors of the step are still there. levels: see DeviceMemory."""
     if not accelerator().holds(device):
         return DeviceMemory(levels=tuple(levels))
     total, used, reserved = accelerator().occupied(device)
@@ -210,7 +210,7 @@ POLICIES = ("ask", "fit", "raise")
 
 
 def check_on_oom(on_oom: str | None) -> None:
-    """Raise TrainingError where there is no such answer to a lack of memory."""
+    """Raise TrainingError if `on_oom` is not a known answer to a lack of memory."""
     if on_oom not in (None, *POLICIES):
         raise TrainingError(
             f"There is no on_oom {on_oom!r}.", numbers=", ".join(map(repr, POLICIES)), hint="on_oom='fit'"
@@ -219,8 +219,10 @@ def check_on_oom(on_oom: str | None) -> None:
 
 @dataclass(frozen=True)
 class _Before:
-    """What step number `step` + 1 changes beside weights, optimizer and position in the data. versions: of parameters
-    that an optimizer without state is to update."""
+    """The state before step number `step` + 1 that it changes, beside weights, optimizer and position in the data.
+
+    versions: of the parameters, if the optimizer has no state yet.
+    """
 
     step: int
     drawn: Drawn
@@ -230,7 +232,7 @@ class _Before:
 
 @dataclass(frozen=True)
 class _Lack:
-    """rank: that ran out; None: several. what: of what, and what else the numbers tell. since: when (time.time())."""
+    """A lack of memory. rank: that ran out; None: several. what: the errors and findings. since: its time.time()."""
 
     rank: int | None
     what: str
@@ -239,7 +241,7 @@ class _Lack:
 
 @contextmanager
 def rescue(trainer: Trainer, on_oom: str | None) -> Iterator[OomGuard]:
-    """`fit` makes its steps inside. on_oom: None: "ask" where a notebook can answer."""
+    """Yield the guard for the steps that `fit` makes inside. on_oom: None: "ask" if a notebook can answer."""
     rescuing = OomGuard(trainer, on_oom or ("ask" if "control" in step_boundary.handlers else "raise"))
     try:
         yield rescuing
@@ -248,10 +250,10 @@ def rescue(trainer: Trainer, on_oom: str | None) -> Iterator[OomGuard]:
 
 
 class OomGuard:
-    """Of one `fit`. tried: settings that did not fit."""
+    """Guards the steps of one `fit` against a lack of memory. It remembers the settings that did not fit."""
 
     def __init__(self, trainer: Trainer, on_oom: str) -> None:
-        # A step is read again, which not all data can be.
+        # A step that is taken back reads its batch again. Not all data can be read again.
         self._on = on_oom != "raise" and Alarm.possible() and trainer.job.feed.remakes
         self._trainer, self._policy = trainer, on_oom
         self._tried: set[Setting] = set()
@@ -261,14 +263,14 @@ class OomGuard:
         self._levels: deque[int] = deque(maxlen=LEVELS)
 
     def end(self) -> None:
-        """No step is guarded any more."""
+        """End the guard."""
         if self._guard is not None:
             self._guard.end()
             self._guard = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step and its boundary."""
+        """Guard a step and its boundary, made inside."""
         job = self._trainer.job
         if self._on:
             here = world.current()
@@ -291,10 +293,9 @@ class OomGuard:
         return tuple(p._version for group in groups for p in group["params"])
 
     def went_back(self, error: Exception) -> bool:
-        """Return True if `error` is a lack of memory on any rank, after which all ranks stand at a boundary and go on.
+        """Return True if `error` is a lack of memory on any rank. All ranks are then at a boundary, ready to go on.
 
-        Collective then. Raises TrainingError, on every rank, where nothing fits, or where the step cannot be taken
-        back.
+        Collective in that case. Raises TrainingError, on every rank, if nothing fits or the step cannot be taken back.
         """
         if not self._concerns(error):
             return False
@@ -319,17 +320,17 @@ class OomGuard:
             return True
         try:
             return waited(error) and guard.alarm.rung()
-        except Exception:  # the store is gone, and rank 0 with it: no lack of memory
+        except Exception:  # the store is gone, and rank 0 with it: this is no lack of memory
             return False
 
     def _take_back(self) -> None:
-        """All ranks stand at the boundary before the step, or behind it where others have made it. Collective."""
+        """Bring all ranks to the boundary before the step, or after it if some ranks have made it. Collective."""
         job, before, self._before = self._trainer.job, self._before, None
         assert before is not None
         job.break_off()
         job.backups.break_off()
         if job.integrity.half_way and before.versions is not None and before.versions == self._versions():
-            # The optimizer had made its state, and updated nothing.
+            # The optimizer had made its state but updated nothing.
             forget(job.optimizer.inner)
             job.integrity.half_way = False
         if not job.integrity.half_way and job.step == before.step:
@@ -339,7 +340,7 @@ class OomGuard:
         job.integrity.broken_off = True
         try:
             job.level_now()
-        except TrainingError:  # of all ranks alike: what one rank alone holds is torn
+        except TrainingError:  # on all ranks alike: state that only one rank holds is half-way
             if resume_fit.host is None or not job.backups.on:
                 raise
             resume_fit.host.recover(self._trainer, ())
@@ -373,12 +374,12 @@ class OomGuard:
             try:
                 apply(self._trainer.job, chosen.setting, batch)
                 return
-            except SwitchError:  # of all ranks alike: the next one
+            except SwitchError:  # on all ranks alike: try the next one
                 self._tried.add(chosen.setting)
                 found = self._found(batch)
 
     def _ask(self, error: Exception, lack: _Lack, found: Remedies, batch: int) -> None:
-        """Hold the training until somebody has answered, or end `fit` where nobody can while its cell runs."""
+        """Hold the training until the user has answered. If nobody can answer while the cell runs, end `fit`."""
         job = self._trainer.job
         asked = Question(weakref.ref(job), batch, found)
         put(asked)
@@ -401,7 +402,7 @@ class OomGuard:
             put(None)
 
     def _tell(self, lack: _Lack, found: Remedies, chosen: Remedy | None) -> None:
-        """An event: of what has happened, and of what was done about it."""
+        """Emit an event about the lack of memory and about the remedy that was chosen."""
         job = self._trainer.job
         event = OutOfMemory(
             job.step,
@@ -419,7 +420,7 @@ class OomGuard:
             print(f"\r{event.said}", flush=True)
 
     def _found(self, batch: int) -> Remedies:
-        """Return the same on every rank: rank 0 computes them, for the rank that has least. Collective."""
+        """Return the remedies, the same on every rank. Collective: rank 0 computes them for the least room of any."""
         job = self._trainer.job
         job.builder.learn(alternatives(job))
         rooms = all_gather_objects(_room(job), world_size=job.world_size, device=job.device)
@@ -446,8 +447,11 @@ class OomGuard:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Nothing that was computed before `error` is held by it. A cleared frame still has what its function closes over,
-    and torch's modules close over what they are called with."""
+    """Drop the frames that `error` holds, so that it keeps nothing alive that was computed before it.
+
+    Clearing the frames is not enough: a cleared frame keeps what its function closes over, and torch's modules close
+    over their arguments.
+    """
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None
@@ -456,7 +460,7 @@ def _forget_frames(error: BaseException) -> None:
 
 
 def _room(job: Any) -> int | None:
-    """Bytes that tensors of the training can take on this rank; None where nothing says."""
+    """Return the bytes that tensors of the training can take on this rank; None if unknown."""
     free_memory.trim(job.device)
     left = free_memory.left(job.device)
     if left is None:

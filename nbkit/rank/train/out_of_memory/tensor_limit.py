@@ -1,7 +1,7 @@
-"""A limit on the tensors of a training on CPU ranks, which raises as a device without room does.
+"""A limit on the tensors of a training on CPU ranks. It raises the error of a device that is out of memory.
 
-NBKIT_TENSOR_LIMIT=BYTES, of a rank: what a GPU of that size would hold of weights, gradients, optimizer state and
-activations. For tests and for trying out what happens there; it costs time at every operation.
+NBKIT_TENSOR_LIMIT=BYTES per rank imitates a GPU of that size, which holds weights, gradients, optimizer state and
+activations. It is for tests and experiments, and costs time at every operation.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ VARIABLE = "NBKIT_TENSOR_LIMIT"
 
 
 class TensorLimit(LiveBytes):
-    """Within it, an operation that leaves more than `num_bytes` alive raises torch.OutOfMemoryError, once: what cleans
-    up behind it allocates on a device's host.
+    """A mode in which an operation that leaves more than `num_bytes` alive raises torch.OutOfMemoryError, once.
+
+    It raises only once, so that the cleanup after the error can allocate.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -33,7 +34,7 @@ class TensorLimit(LiveBytes):
 
     @property
     def left(self) -> int:
-        """Bytes that tensors can still take."""
+        """The bytes that tensors can still take."""
         return max(self.num_bytes - self.now, 0)
 
     def __torch_dispatch__(
@@ -41,7 +42,7 @@ class TensorLimit(LiveBytes):
     ) -> Any:
         before = self.now
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.levels = [self.peak]  # a training has no end of operations
+        self.levels = [self.peak]  # keep one level only, since a training has any number of operations
         if self.now > max(self.num_bytes, before) and not self._raised:
             self._raised = True
             raise torch.OutOfMemoryError(
@@ -52,7 +53,7 @@ class TensorLimit(LiveBytes):
 
     @contextmanager
     def counting(self, held: Iterable[Tensor]) -> Iterator[None]:
-        """The limit holds inside. held: what there is already; what was counted before is counted once."""
+        """Apply the limit inside. held: tensors that exist already. A tensor that was counted before counts once."""
         for tensor in held:
             self._see(tensor, there=True)
         self._raised = False
@@ -64,9 +65,9 @@ _in_force: TensorLimit | None = None
 
 
 def in_force() -> TensorLimit | None:
-    """The limit of this rank, as the environment has it now; None without one.
+    """Return the limit of this rank, as the environment sets it now; None if it sets none.
 
-    Raises UsageError for what is no number of bytes.
+    Raises UsageError for a value that is not a number of bytes.
     """
     global _in_force
     text = os.environ.get(VARIABLE, "")
@@ -82,7 +83,7 @@ def in_force() -> TensorLimit | None:
 
 
 def held_by(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The tensors that a training holds between two steps, the buffers of its gradients too."""
+    """Yield the tensors that a training holds between two steps, gradient buffers included."""
     yield from sharded_model.module.parameters()
     yield from sharded_model.module.buffers()
     for values in list(optimizer.state.values()):

@@ -1,1 +1,1 @@
-"""A loop of the user's own over `job.batches`, in which a rank that dies is replaced."""
+"""A user's own loop over `job.batches`, in which a rank that dies is replaced."""

@@ -1,8 +1,8 @@
-"""Gradients that the user adds by a backward pass of his own: refused, whatever the strategy.
+"""Refuses gradients that the user adds by a backward pass of their own, under every strategy.
 
-`penalty(job.model).backward()` fills `.grad` of this rank's parameters. Before `job.backward` that would be summed over
-the ranks, and count once for each; after it, it would count on this rank alone, or for a part of each parameter, or not
-at all, since ZeRO updates other tensors. In the loss it counts once.
+`penalty(job.model).backward()` fills `.grad` of this rank's parameters. Before `job.backward` these gradients would be
+summed over the ranks, and count once for each rank. After it they would count on this rank alone, or for a part of each
+parameter, or not at all, since ZeRO updates other tensors. As part of the loss, a penalty counts once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HINT = "loss=lambda output, target: loss_fn(output, target) + penalty(model)   
 
 
 def watch(job: Job) -> None:
-    """From now on a backward pass that is none of `job`'s raises where it adds to gradients that wait for an update."""
+    """Refuse from now on a backward pass, other than that of `job`, that adds to gradients waiting for an update."""
     _jobs.add(job)
     function = torch.autograd.backward
     if hasattr(function, "checked_by_nbkit"):
@@ -60,7 +60,7 @@ def _refuse_added(job: Job, before: Standing) -> None:
 
 
 def refuse_before(job: Job) -> None:
-    """Raises TrainingError where a parameter has a gradient, other than zero, before the backward pass of a step."""
+    """Raise TrainingError if a parameter has a nonzero gradient before the backward pass of a step."""
     grads = [grad for p in job.sharded_model.data.leaves() if (grad := p.grad) is not None]
     if grads and any(bool(grad.any()) for grad in grads):
         job.optimizer.zero_grad()

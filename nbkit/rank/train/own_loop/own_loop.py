@@ -1,7 +1,7 @@
-"""A loop of the user's own over `job.batches`, in which a rank dies: the job is saved at a step boundary, and it ends.
+"""Saves the job at a step boundary and ends it, if a rank dies in a user's own loop over `job.batches`.
 
-A new process takes the place of the dead one only to save the job. It does not run the body of the loop: the names that
-the body uses could differ between ranks, and only the user knows which of them matter.
+A new process takes the place of the dead one only to save the job. It does not run the body of the loop: the variables
+that the body uses could differ between ranks, and only the user knows which of them matter.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ class OwnLoop:
 
     @classmethod
     def joining(cls, job: Job, loop: LoopSettings, *, run_dir: Path | None, saved: LastCheckpoint) -> OwnLoop:
-        """Return the loop of a process that joins a training under way. Collective: the others `reopen`."""
+        """Return the loop of a process that joins a running training. Collective: the others call `reopen`."""
         job.own_loop = loop
         job.record_on(run_dir)
         return cls(job, saved=saved)
 
     def reopen(self) -> None:
-        """Prepare to save beside ranks that join. Collective."""
+        """Prepare to save together with ranks that join. Collective."""
         self.saves.collect(wait=True)
         self.job.checkpoint_writer.form_again()
         if self.run_dir is not None and mode() != "off":
-            clock_offset()  # which ranks that join measure
+            clock_offset()  # collective: ranks that join measure it
 
     def load(self, path: str | Path) -> None:
-        """Bring the job back to a checkpoint. Collective."""
+        """Load a checkpoint into the job. Collective."""
         self.job.load(self.job.opened(path))
 
     @property
     def model(self) -> torch.nn.Module:
-        """Return what this rank holds."""
+        """The model, as this rank holds it."""
         model: torch.nn.Module = self.job.model
         return model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """As a stable handle."""
+        """The optimizer, as a stable handle."""
         optimizer: torch.optim.Optimizer = self.job.optimizer
         return optimizer
 
@@ -70,7 +70,7 @@ class OwnLoop:
 
     @property
     def run_dir(self) -> Path | None:
-        """Return where it is recorded."""
+        """The directory of the run's records."""
         found: Path | None = self.job.run_dir
         return found
 
@@ -92,8 +92,10 @@ class OwnLoop:
 
     @contextmanager
     def saved_if_a_rank_dies(self) -> Iterator[None]:
-        """Wait for other ranks inside. Where one has died, all meet at a step boundary and save; TrainingError says
-        where."""
+        """Wait for other ranks inside. If one has died, all meet at a step boundary and save the job.
+
+        Raises TrainingError in that case, which says where the job was saved.
+        """
         try:
             yield
         except Exception as error:

@@ -1,8 +1,8 @@
-"""torch's own clipping in a loop of the user's: refused where it would not do to the gradients of a job what it says.
+"""Refuses torch's own gradient clipping in a user's loop where it would clip wrongly.
 
-Where a rank holds a part of the gradients, `clip_grad_norm_` takes the norm of that part for the norm of all, and
-clips by another factor on each rank. Under ZeRO 1 and 2 the gradients are those of the optimizer's parameters, and the
-model's own have none: there it would clip nothing, and so would `clip_grad_value_`. Neither would say a word.
+If a rank holds only a part of the gradients, `clip_grad_norm_` takes the norm of that part for the norm of all, and
+clips by another factor on each rank. Under ZeRO 1 and 2 the optimizer's parameters have the gradients, and the model's
+own parameters have none. There `clip_grad_norm_` and `clip_grad_value_` would clip nothing. torch warns of neither.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _jobs: weakref.WeakSet[Job] = weakref.WeakSet()
 
 
 def watch(job: Job) -> None:
-    """From now on torch clips no gradients of `job` by what this rank alone has of them."""
+    """Refuse from now on that torch clips gradients of `job` by the part that this rank holds."""
     _jobs.add(job)
-    # What torch's functions call, since a program may have imported these before.
+    # Wrap what torch's functions call, since a program may have imported the functions themselves already.
     _check_before("_get_total_norm", lambda tensors: [tensors] if isinstance(tensors, Tensor) else list(tensors), _norm)
     _check_before("_group_tensors_by_device_and_dtype", lambda lists: lists[0], _none)
     if hasattr(clip_grad, "_get_total_norm"):
@@ -61,7 +61,7 @@ def _norm(gradients: Sequence[Tensor]) -> None:
 
 
 def _none(gradients: Sequence[Tensor]) -> None:
-    """Raises TrainingError where none are given while a job waits for its update, and holds them elsewhere."""
+    """Raise TrainingError if no gradients are given while a job waits for its update and holds them elsewhere."""
     for job in list(_jobs):
         if not gradients and job.training_step.reduced and job.strategy.zero in (1, 2):
             raise TrainingError(

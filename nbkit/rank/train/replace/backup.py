@@ -1,20 +1,18 @@
-"""What a death would take away, kept twice in host memory: by the rank itself and by its buddy.
+"""Keep what a death would take away twice in host memory: on the rank itself and on its buddy.
 
-After a step each rank copies its share beside the one before it, and sends it to its buddy, half the world away, which
-is mostly another host. The transfer goes beside the next step's forward and backward passes: a rank waits for it before
-it launches the reduction of that step's numbers, which then comes last. So whoever has the reduction's result knows
-that every rank holds the newest backup, and the one before it may be written over: no collective is added, and nobody
-asks. Two are held at any time, so that a rank that dies in a transfer takes back to a boundary that is whole
-everywhere. On the wire: the share, once, and about a hundred bytes.
+After a step each rank copies its share of the state to host memory, and sends it to its buddy. The buddy is half the
+world away, mostly on another host. The transfer runs beside the next step's forward and backward passes. A rank waits
+for it before it launches the reduction of that step's numbers, which then comes last. So a rank that has the result of
+the reduction knows that every rank holds the newest backup, and that the older one may be overwritten. No collective is
+added. Two backups are held at any time: if a rank dies during a transfer, the training goes back to a boundary that is
+complete everywhere. On the wire: the share, once, and about a hundred bytes.
 
-Which rank backs up which part of the state: every element once, by a rank that holds it.
+Every element is backed up once, by a rank that holds it. The layouts of a strategy say what the optimizer updates, and
+that is shared out; a weight goes together with all that the optimizer keeps of it. CPU ranks that all hold everything
+back up nothing, because each is a backup of all others. GPU ranks still do: when a rank dies, the hosts of the others
+have mostly enqueued the update behind the reduction, which is then broken off, and all weights are torn.
 
-What the optimizer updates is what is shared out, as the layouts of a strategy say; a weight and all that the optimizer
-keeps of it go together. On CPU ranks nothing where every rank holds everything: each is a backup of all others. On GPUs
-they are none: when a rank dies, the hosts of the others have mostly enqueued the update behind the reduction that is
-then broken off, and the weights of all of them are torn.
-
-A rank's share of the state at one step, in one flat piece of host memory, as it is kept and as it travels.
+A share at one step is one flat piece of host memory, both in a backup and on the wire.
 """
 
 from __future__ import annotations
@@ -50,10 +48,10 @@ Shares = Mapping[str, tuple[Box, ...]]
 
 
 def shares_of(rank_layouts: RankLayouts, rank: int, *, all_may_tear: bool = False) -> Shares | None:
-    """Return what `rank` backs up, by the same rule on every rank, without a message; None where no rank backs up
-    anything.
+    """Return what `rank` backs up; None if no rank backs up anything.
 
-    all_may_tear: one error may leave no rank with whole weights, as it may on GPUs.
+    Every rank applies the same rule, so no message is needed. all_may_tear: one error may leave no rank with whole
+    weights, as it may on GPUs.
     """
     spread = [
         {**of_params, **{f"buffer/{name}": layout for name, layout in of_buffers.items()}}
@@ -74,7 +72,7 @@ def shares_of(rank_layouts: RankLayouts, rank: int, *, all_may_tear: bool = Fals
 
 
 def _cells(spread: Sequence[Layout | None]) -> list[tuple[Box, list[int]]]:
-    """Boxes that do not overlap and cover all that is held: (box, ranks that hold it)."""
+    """Return boxes that do not overlap and that cover all that is held, as (box, ranks that hold it)."""
     holders: dict[Box, list[int]] = {}
     for rank, layout in enumerate(spread):
         for box in held(layout):
@@ -86,7 +84,7 @@ def _cells(spread: Sequence[Layout | None]) -> list[tuple[Box, list[int]]]:
 
 
 def beside(shape: tuple[int, ...], boxes: Sequence[Box]) -> Layout:
-    """A layout of one tensor that holds `boxes` of a global one of `shape`, one behind the other along dim 0."""
+    """Return a layout that holds `boxes` of a global tensor of `shape`, one behind the other along dim 0."""
     if not shape:
         return Layout.whole(())
     pieces, at = [], 0
@@ -101,20 +99,20 @@ _ALIGN = 16
 
 @dataclass(frozen=True)
 class Contents:
-    """What lies in a snapshot, in this order: key -> dtype and layout."""
+    """The contents of a snapshot, in this order: key -> dtype and layout."""
 
     kinds: Mapping[str, torch.dtype]
     layouts: Mapping[str, Layout]
 
     @classmethod
     def of(cls, state: JobState, shares: Shares) -> Contents:
-        """Return what `shares` name of `state`."""
+        """Return the contents for what `shares` name of `state`."""
         named = {key: key if key.startswith("buffer/") else key.partition("/")[2] for key in state}
         return cls.by_key(state, {key: shares[name] for key, name in named.items() if name in shares})
 
     @classmethod
     def by_key(cls, state: JobState, boxes: Mapping[str, Sequence[Box]]) -> Contents:
-        """These boxes of `state`."""
+        """Return the contents for these boxes of `state`."""
         kinds, layouts = dict[str, torch.dtype](), dict[str, Layout]()
         known: dict[Layout, Layout] = {}
         for key, (tensor, layout) in state.items():
@@ -125,11 +123,11 @@ class Contents:
 
     @property
     def num_bytes(self) -> int:
-        """Of the flat piece; it is never empty, since it is sent."""
+        """Return the bytes of the flat piece. It is never empty, because it is sent."""
         return _ALIGN + sum(_room(self.layouts[key], kind) for key, kind in self.kinds.items())
 
     def views(self, flat: Tensor) -> JobState:
-        """The tensors that lie in `flat`."""
+        """Return the tensors that lie in `flat`, as views."""
         found, at = {}, 0
         for key, kind in self.kinds.items():
             layout = self.layouts[key]
@@ -140,7 +138,7 @@ class Contents:
 
 
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Of the host, for what is copied out of `device`."""
+    """Return memory of the host for copies from `device`."""
     if accelerator().holds(device):
         return accelerator().pinned((num_bytes,), torch.uint8)
     return torch.empty(num_bytes, dtype=torch.uint8)
@@ -164,7 +162,7 @@ def copy_into(target: JobState, state: JobState) -> None:
     if on_host[0]:
         foreach_copy_(*on_host)
     if on_device[0]:
-        # As a foreach from a device to the host, each would be waited for.
+        # A foreach copy from a device to the host would wait for each tensor.
         accelerator().fetch_into(*on_device)
 
 
@@ -175,18 +173,18 @@ def _place(layout: Layout, box: Box) -> tuple[slice, ...]:
 
 _GENERATIONS = 2
 _FIRST, _MEASURED = 2, 3
-"""Backups that are passed over, and those by which it is known what one costs."""
+"""How many first backups are ignored, and how many of the next ones measure the cost."""
 _SHARE_OF_A_STEP = 0.05
-_SHARE_OF_FREE = 0.5  # of a host's memory, what backups may take where nobody has asked for them
+_SHARE_OF_FREE = 0.5  # share of a host's memory that backups may take if the user did not ask for them
 _HEAD, _ABOUT, _STATE = 1, 2, 3  # tags of the three messages
 
 
 @dataclass
 class BackupGeneration:
-    """A share as it was after `step` steps. about: what the optimizer remembers beside elements, pickled (see
-    OptimizerMemory).
+    """A share of the state after `step` steps.
 
-    point: where its own rank stood; None of another's.
+    about: what the optimizer remembers beside elements, pickled (see OptimizerMemory). point: where the training of its
+    own rank stood; None for another rank's.
     """
 
     step: int
@@ -196,19 +194,20 @@ class BackupGeneration:
     point: Any = None
 
     def state(self) -> JobState:
-        """Its tensors."""
+        """Return its tensors, as views."""
         return self.contents.views(self.flat)
 
 
 def buddy_of(rank: int, world_size: int) -> int:
-    """Return who keeps the backups of `rank`."""
+    """Return the rank that keeps the backups of `rank`."""
     return (rank + world_size // 2) % world_size
 
 
 class Backups:
-    """Of one job on this rank, and of the rank whose buddy it is. Off before `begin`.
+    """Backups of a job: of this rank, and of the rank whose buddy it is. Off before `begin`.
 
-    asked, every: steps from one backup to the next; None while it is not known what one costs under this strategy.
+    asked, every: steps from one backup to the next, as asked for and in force; None while the cost under this strategy
+    is not known.
     """
 
     def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
@@ -232,15 +231,15 @@ class Backups:
 
     @property
     def on(self) -> bool:
-        """Return True if there are backups now and then."""
+        """Return True if backups are made."""
         return self.every != 0 and self.world_size > 1
 
     def begin(self, every: int | None, say: Callable[[str], None] | None = None) -> None:
-        """Make backups from now on, every so many steps; 0: none; None: as many as cost below 5 % of a step.
+        """Make backups from now on, every `every` steps; 0: none; None: as many as cost below 5 % of a step.
 
-        Whatever was kept before is another training's. say: told what one costs, when that is known. Collective.
+        Collective. Backups of an earlier training are dropped. say: is told the cost of a backup, when it is known.
         """
-        # Where another `fit` has ended on some ranks by an error, what is under way on the others may stay so for ever.
+        # If another `fit` ended by an error on some ranks, transfers of the others may never complete.
         if (every != 0 or self.on) and largest([self._under_way is None], device=self.device)[0]:
             self.abandon()
         self._left_under_way = ()  # all ranks are here: nobody receives any more
@@ -252,16 +251,16 @@ class Backups:
         self._keep(-1)
 
     def form_again(self, asked: int | None, step: int) -> None:
-        """Go on after ranks were replaced: over another group, and the cost is measured anew.
+        """Go on after ranks were replaced, over another group. The cost is measured again.
 
-        step: all ranks are back at it, and what was kept of it and before it is of use.
+        step: all ranks are back at it. Backups of it and before it are kept.
         """
-        self.wait()  # for one of this boundary: what is let go of before it has gone, its buddy awaits for ever
+        self.wait()  # a buddy would wait for ever for a backup that is dropped before it was sent
         self._group, self._shares, self.asked, self.every = None, None, asked, asked
         self._keep(step)
 
     def back_to(self, step: int) -> None:
-        """The steps after `step` have not been made."""
+        """Drop the backups after `step`: those steps have not been made."""
         self.wait()
         self._keep(step)
 
@@ -272,20 +271,26 @@ class Backups:
 
     @property
     def under_way(self) -> bool:
-        """Return True if the newest backup travels, as far as this rank knows: the same on every rank of a training."""
+        """Return True if the newest backup is being sent, as far as this rank knows.
+
+        It is the same on every rank of a training.
+        """
         return self._under_way is not None
 
     def due(self, step: int) -> bool:
-        """Return True if there is one after `step` steps. The first is, and all until it is known what one costs."""
+        """Return True if a backup is due after `step` steps. The first is, and each until the cost of one is known."""
         return self.on and (not self.own or step % (self.every or 1) == 0)
 
     def spent(self) -> float:
-        """Return seconds that the newest backup took of this rank's step, once."""
+        """Return the seconds that the newest backup took of this rank's step. They are returned once."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def measured(self, backup_s: float, step_s: float) -> None:
-        """The slowest rank's seconds for a backup, and for the step that it was in: the same on every rank."""
+        """Take the slowest rank's seconds for a backup, and for the step that it was in.
+
+        They are the same on every rank.
+        """
         if self.every is not None or not backup_s or not self._shares or self._shares[1] is None:
             return
         self._costs.append(backup_s / max(step_s - backup_s, 1e-9))
@@ -311,7 +316,7 @@ class Backups:
         """Copy this rank's share, and begin to send it. Collective: all ranks stand at this step's boundary."""
         began, strategy = time.perf_counter(), sharded_model.strategy
         self.wait()
-        # Steps are made again after a load, and after a death.
+        # After a load or a death, steps are made again.
         self.own = [each for each in self.own if each.step < step]
         self.wards = [each for each in self.wards if each.step < step]
         if first := self._shares is None or self._shares[0] != strategy:
@@ -322,7 +327,7 @@ class Backups:
             self.own.clear()
             return
         if self._group is None:
-            # Of gloo, wherever the state is: it goes from host memory to host memory.
+            # Always gloo: the backup goes from host memory to host memory.
             self._group = dist.new_group(backend="gloo", group_desc="backup")
         state = job_state.state(sharded_model, optimizer)
         contents = self._contents(state, shares)
@@ -338,7 +343,7 @@ class Backups:
         self._seconds += time.perf_counter() - began
 
     def _crowded(self, num_bytes: int) -> bool:
-        """Return True if backups of `num_bytes` on each rank are too much for a host, which is said. Collective."""
+        """Return True, and say so, if backups of `num_bytes` on each rank are too much for a host. Collective."""
         free = left(torch.device("cpu"))
         lacks = free is not None and num_bytes > _SHARE_OF_FREE * free
         (most,) = largest([num_bytes if lacks else 0], device=self.device)
@@ -350,25 +355,25 @@ class Backups:
         return most > 0
 
     def wait(self) -> None:
-        """Until this rank's newest backup has arrived, and it has its ward's."""
+        """Wait until this rank's newest backup has arrived, and it has its ward's."""
         if self._under_way is None:
             return
         began = time.perf_counter()
         (works, generation), self._under_way = self._under_way, None
         for work in works:
-            if work is not None:  # of another group's rank, as torch has it
+            if work is not None:  # torch returns None for a rank outside the group
                 work.wait()
         self.wards.append(generation)
         self._seconds += time.perf_counter() - began
 
     def break_off(self) -> None:
-        """A rank has died: what has arrived counts, what has not is dropped."""
+        """Keep what has arrived and drop the rest, after a rank has died."""
         with suppress(Exception):
             self.wait()
 
     def abandon(self) -> None:
-        """The training has ended within a step: what is under way on some ranks may never be on others."""
-        # A buddy may just be receiving it: what is let go of before it has gone, it awaits for ever.
+        """Abandon transfers after the training has ended within a step: on some ranks they may never begin."""
+        # Keep the memory: a buddy that is receiving it would wait for ever.
         self._left_under_way = (*self._left_under_way, self._under_way, self._sending)
         self._under_way, self._group = None, None
 
@@ -379,14 +384,14 @@ class Backups:
         return self._seen[1]
 
     def _room(self, kept: list[BackupGeneration], num_bytes: int) -> Tensor:
-        """The memory of the oldest generation, which goes."""
+        """Return memory for a new generation: that of the oldest one, which goes, if it has the right size."""
         old = kept.pop(0).flat if len(kept) >= _GENERATIONS else None
         if old is not None and old.numel() == num_bytes:
             return old
         return host_memory(num_bytes, self.device)
 
     def _send(self, own: BackupGeneration) -> None:
-        """To the buddy, and from the ward. What is of unknown size goes first, and is waited for."""
+        """Send a backup to the buddy, and receive the ward's. Messages of unknown size go first, and are waited for."""
         group, contents = self._group, None if own.contents is self._told else own.contents
         packed = torch.frombuffer(bytearray(pickle.dumps((contents, own.about))), dtype=torch.uint8)
         self._told = own.contents
@@ -407,5 +412,5 @@ class Backups:
         flat = self._room(self.wards, num_bytes)
         works.append(dist.irecv(flat, self.ward, group=group, tag=_STATE))
         self._under_way = works, BackupGeneration(own.step, self._of_ward, numbers, flat)
-        self._sending = head, packed  # whose memory lives as long as the works do
+        self._sending = head, packed  # keep their memory as long as the works live
         self.sent_bytes = own.flat.numel()

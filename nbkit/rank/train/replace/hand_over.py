@@ -1,4 +1,4 @@
-"""What a process that joins a training gets of a rank that has been in it: all but weights and optimizer state."""
+"""Hand a training to a process that joins it. A rank that has been in it sends all but weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _HINT = "what a new process can import, or what a cell has defined; or on_failur
 
 @dataclass(frozen=True)
 class TrainingHandover:
-    """As the survivors have it; it is the same on all of them, but for what a forward sets in the parts that it runs.
+    """A training as the survivors have it.
 
-    attributes: of the model, that were set since its strategy began. schedules: that the user has registered.
+    It is the same on all of them, except for what a forward sets in the parts that it runs. attributes: of the model,
+    set since its strategy began. schedules: those that the user has registered.
     """
 
     blueprint: Blueprint
@@ -48,19 +49,21 @@ class TrainingHandover:
     schedules: Sequence[ScheduleType]
 
     def job(self, like: Job | None = None) -> Job:
-        """Return the new process' job, without a sharded model. like: one of this process, whose model its user
-        holds."""
+        """Return the job of the new process, without a sharded model.
+
+        like: a job of this process, whose model its user holds.
+        """
         for each in self.schedules:
             schedules.add(each)
         return Job.joining(self.blueprint, self.plan, seed=self.seed, switches=self.switches, like=like)
 
     def start(self, job: Job, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
-        """Have `job` compute with what was built for it, which the others have changed since."""
+        """Start `job` with what was built for it, after setting the attributes that the others have changed since."""
         put(self.attributes, sharded_model.module)
         job.start(sharded_model, inner)
 
     def trainer(self, job: Job) -> Trainer | OwnLoop:
-        """The new process' Trainer, once `job` has started. Collective: see Trainer.joining."""
+        """Return the Trainer of the new process, once `job` has started. Collective: see Trainer.joining."""
         kind = Trainer if self.loop.data is not None else OwnLoop
         return kind.joining(job, self.loop, run_dir=self.run_dir, saved=self.saved)
 
@@ -74,9 +77,9 @@ def hand_over(
     device: torch.device,
     strategy: Strategy | None = None,
 ) -> TrainingHandover | None:
-    """Return what rank `source` hands to the ranks `newcomers`; None on ranks that get nothing. Collective.
+    """Send the training from rank `source` to the ranks `newcomers`. Return it there, and None elsewhere. Collective.
 
-    strategy: under which all go on; default: the one in force.
+    strategy: the one under which all go on; default: the one in force.
 
     Raises TrainingError, on every rank, naming what cannot be pickled.
     """
@@ -106,7 +109,7 @@ def hand_over(
 
 
 def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> TrainingHandover:
-    """Return what a Trainer is made of that goes on from `trainer`, under `strategy`."""
+    """Return what makes a Trainer that goes on from `trainer` under `strategy`."""
     job, loop, saved = trainer.job, trainer.loop, trainer.saves.last
     switches, at = tuple(job.switches), trainer.run_dir
     attributes = set_since(job.sharded_model.module, job.sharded_model.built)
@@ -118,8 +121,11 @@ def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> TrainingHandove
 
 
 def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:
-    """Return what `hand_over` sends. Raises TrainingError for data that cannot begin again, and for what is not
-    picklable."""
+    """Return the bytes that `hand_over` sends.
+
+    Raises TrainingError for data that cannot begin again, for state of the model that cannot be given to a new process,
+    and for what cannot be pickled.
+    """
     job, loop = trainer.job, trainer.loop
     if loop.data is not None and not job.feed.remakes:
         raise TrainingError(

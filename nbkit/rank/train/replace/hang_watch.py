@@ -1,9 +1,9 @@
-"""`hang_timeout=`: a rank that all others wait for is ended, so that another process takes its place.
+"""`hang_timeout=`: end a rank that all others wait for, so that another process takes its place.
 
-Each rank watches itself from a thread, and says when it has waited for others for so long. A rank that hangs says
-nothing: it may be stopped by the system, or keep the interpreter to itself. Who has started the ranks hears which wait,
-and ends those that do not. Where all wait, the program is at fault, and nobody is ended: `%nbkit why` says who waits
-for what.
+Each rank watches itself from a thread, and reports when it has waited for others for that long. A rank that hangs
+reports nothing: the system may have stopped it, or it may block the interpreter. The process that has started the ranks
+hears which ranks wait, and ends those that do not. If all wait, the program is at fault and nobody is ended: `%nbkit
+why` says who waits for what.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.world.activity import activity
 
-_LOOKS = 10  # in the time after which a rank counts as one that waits
+_LOOKS = 10  # checks within the time after which a rank counts as waiting
 _LEAST_SECONDS = 0.05
 
 
 def check_hang_timeout(hang_timeout: float | None) -> None:
-    """Raise TrainingError for what is no number of seconds."""
+    """Raise TrainingError if `hang_timeout` is neither None nor a positive number of seconds."""
     if hang_timeout is None or (isinstance(hang_timeout, int | float) and hang_timeout > 0):
         return
     raise TrainingError(
@@ -36,7 +36,7 @@ def check_hang_timeout(hang_timeout: float | None) -> None:
 
 @contextmanager
 def hang_watch(seconds: float | None, rank: int) -> Iterator[None]:
-    """While steps are made inside, the host is told whether this rank waits. seconds: None where nobody asked."""
+    """Tell the host whether this rank waits, while steps are made inside. seconds: None if nobody asked for it."""
     if seconds is None or resume_fit.host is None:
         yield
         return
@@ -62,7 +62,8 @@ def _watch(seconds: float, rank: int, over: threading.Event) -> None:
                 host.waits(0.0)
             continue
         stood = time.monotonic() - since
-        # Where all wait for each other they say so one after the other: at half of the time, and acted on at the whole.
+        # If all wait for each other, they say so one after the other. So they report at half of the time, and the host
+        # acts at the whole time.
         due = seconds / 2 if not told else seconds
         if told < seconds and stood >= due and (told or host.asks() or activity(rank, {}).waits is not None):
             told = stood
@@ -72,5 +73,5 @@ def _watch(seconds: float, rank: int, over: threading.Event) -> None:
 
 
 def _moved() -> tuple[int, int]:
-    """Another value when this rank has issued an operation, or made a step."""
+    """Return a value that changes when this rank issues an operation or makes a step."""
     return delegating_group.num_issued(), step_boundary.progress().get("step", 0)

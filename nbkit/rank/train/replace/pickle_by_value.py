@@ -1,8 +1,8 @@
-"""Pickles for a process of the same program that was forked later: what a cell has defined goes by value.
+"""Pickle for a process of the same program that was forked later: what a cell has defined goes by value.
 
-What can be imported goes by its name, as pickle has it. A function of `__main__`, a lambda and what is defined within
-a function go as their code, defaults, closure and body; so do classes of `__main__`, unless the other process has them.
-The global names of a function are looked up in the module of the same name over there, so that it sees what later cells
+What can be imported goes by its name, as in pickle. A function of `__main__`, a lambda, and what is defined within a
+function go by value: code, defaults, closure and body. So do classes of `__main__`, unless the other process has them.
+A function finds its global names in the module of the same name in the other process, so that it sees what later cells
 assign. Equal definitions give equal pickles on all ranks, wherever their cells lie on disk.
 """
 
@@ -25,16 +25,16 @@ from typing import Any, cast
 
 import torch
 
-_MARSHAL = 2  # later versions write which objects are shared, and that differs between processes
+_MARSHAL = 2  # later versions write which objects are shared, which differs between processes
 _CACHED = type(functools.lru_cache(lambda: None))
-# Of these, Python 3.13 has the last two, whose order and presence vary between processes.
+# Python 3.13 has the last two. Their order and presence vary between processes.
 _OF_THE_CLASS_ITSELF = (
     "__dict__", "__weakref__", "_abc_impl", "__slotnames__", "__static_attributes__", "__firstlineno__",
 )  # fmt: skip
 
 
 class TooLarge(pickle.PicklingError):
-    """The value is larger than what was allowed."""
+    """The value is larger than the limit."""
 
 
 def dumps(
@@ -45,10 +45,11 @@ def dumps(
     parts: Mapping[int, str] = MappingProxyType({}),
     limit: int = sys.maxsize,
 ) -> bytes:
-    """Return the pickle of `value`. classes: those of `__main__` go by value too, because the other process does not
-    have them yet. foreign: ids of objects that may not be in it. parts: id of an object that the other process has one
-    like
-    -> the name by which `loads` is told of it.
+    """Return the pickle of `value`.
+
+    classes: pickle classes of `__main__` by value too, because the other process does not have them yet. foreign: ids
+    of objects that may not be in it. parts: id of an object of which the other process has its own -> the name by which
+    `loads` finds it.
 
     Raises TooLarge above `limit` bytes, and what pickling raises.
     """
@@ -58,7 +59,7 @@ def dumps(
 
 
 def loads(packed: bytes, parts: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """The counterpart of `dumps`, of bytes that a rank of the same world has made."""
+    """Return the value of `packed`, which `dumps` has made on a rank of the same world."""
     return _Unpickler(io.BytesIO(packed), parts).load()
 
 
@@ -83,13 +84,13 @@ class _Pickler(pickle.Pickler):
         self._storages: dict[int, torch.Tensor] = {}
 
     def persistent_id(self, value: Any) -> str | tuple[str, ...] | None:
-        if type(value) is str:  # one object for equal ones: which are the same one differs between processes
+        if type(value) is str:  # use one object for equal strings: which are identical differs between processes
             return self._texts.setdefault(value, value)
         if id(value) in self._parts:
             return "part", self._parts[id(value)]
         if id(value) in self._foreign:
             raise pickle.PicklingError("it holds what is not carried")
-        # The names of a module, which are a function's globals.
+        # A function's globals are the names of its module.
         name = value.get("__name__") if type(value) is dict else None
         return (name,) if isinstance(name, str) and value is getattr(sys.modules.get(name), "__dict__", 0) else None
 
@@ -113,7 +114,7 @@ class _Pickler(pickle.Pickler):
         if kind is types.MethodType and not _is_of_its_class(value):
             return _method, (value.__func__, value.__self__)
         if kind in (weakref.ReferenceType, weakref.WeakMethod):
-            # A set that nothing else holds is gone as soon as all is loaded, as what this one referred to is here.
+            # A dead reference becomes one to a set that nothing else holds, so that it is dead after loading.
             return (kind, (alive,)) if (alive := value()) is not None else (weakref.ref, (set(),))
         if kind is weakref.WeakSet:
             return kind, (list(value),)
@@ -127,14 +128,17 @@ class _Pickler(pickle.Pickler):
             return kind, (value.__func__,)
         if kind is types.MappingProxyType:
             return _read_only, (dict(value),)
-        if kind.__module__ == "dataclasses":  # its marks are known by identity
+        if kind.__module__ == "dataclasses":  # its markers are compared by identity
             for name, known in vars(dataclasses).items():
                 if known is value:
                     return name
         return NotImplemented
 
     def _reduced_tensor(self, tensor: torch.Tensor) -> Any:
-        """A view of a storage, which goes once. As torch pickles it, equal tensors of two processes differ."""
+        """Reduce a tensor to a view of its storage, which goes once.
+
+        As torch pickles them, equal tensors of two processes differ.
+        """
         storage = tensor.untyped_storage()
         whole = self._storages.setdefault(storage.data_ptr(), torch.empty(0, dtype=torch.uint8).set_(storage))
         if whole is tensor:
@@ -228,13 +232,13 @@ def _code(data: bytes) -> types.CodeType:
 
 
 def _anywhere(code: types.CodeType) -> types.CodeType:
-    """The same code without the file of its cell, whose name holds a process id."""
+    """Return the code without the file of its cell, whose name holds a process id."""
     inner = tuple(_anywhere(one) if isinstance(one, types.CodeType) else one for one in code.co_consts)
     return code.replace(co_filename="<cell>", co_consts=inner)
 
 
 def _is_of_its_class(method: types.MethodType) -> bool:
-    """Return whether the class of its object has the method by its name, which is then enough to find it."""
+    """Return True if the class of its object has the method by its name, which is then enough to find it."""
     owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
     found = getattr(owner, method.__name__, None)
     return found is method.__func__ or getattr(found, "__func__", None) is method.__func__

@@ -1,17 +1,14 @@
-"""Brings a training that lost ranks back to a step boundary, with new processes in their place.
+"""Bring a training that lost ranks back to a step boundary, with new processes in their place.
 
-In the order of this file: all ranks tell what they hold, and of which step; a survivor hands over what a Trainer is
-made of; all build the strategy in force anew, since a process that dies takes its groups with it; one exchange fills
-it, as in a switch, from what is held of the newest step that is whole; and all stand at that step.
+1. All ranks tell what they hold of the training's state, and of which step. The newest complete step is restored.
+2. A survivor hands over what a Trainer is made of.
+3. All ranks build the strategy in force again, because a process that dies takes its groups with it.
+4. An exchange fills it, as in a switch, and all ranks stand at that step.
 
-What ranks hold of a training's state, and of which step; and the newest step of which they hold everything.
-
-What a survivor holds already: its new sharded model takes that memory over, and nothing of it is copied.
-
-Where a rank was replaced most tensors of the others stay what they are: all under ddp, each rank's part of a layer
-under tp. A second sharded model beside the first would take its memory, and a copy of all of it. So it is built hollow
-(see redistribute.py), and its tensors are pointed at the old ones. A memory that several tensors share, such as
-the flat parts of zero 3, is filled by a copy.
+Most tensors of the survivors stay what they are: all of them under ddp, each rank's part of a layer under tp. A second
+sharded model beside the first would take its memory, and a copy of all of it. So the new one is built hollow (see
+redistribute.py), and its tensors are pointed at the old memory. Memory that several tensors share, such as the flat
+parts of zero 3, is filled by a copy.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ Numbers = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class HeldPart:
-    """Of the state at one step: key -> layout and dtype, and what the optimizer keeps once per parameter."""
+    """A part of the state at one step. layouts, kinds: by key. numbers: what the optimizer keeps once per parameter."""
 
     layouts: Mapping[str, Layout]
     kinds: Mapping[str, torch.dtype]
@@ -67,25 +64,27 @@ class HeldPart:
 
     @classmethod
     def of(cls, state: JobState, numbers: Numbers) -> HeldPart:
-        """Return what there is of `state`. Equal layouts become one object: pickled once, and told apart by
-        identity."""
+        """Return the part that is in `state`.
+
+        Equal layouts become one object: pickled once, and told apart by identity.
+        """
         known: dict[Layout, Layout] = {}
         layouts = {key: known.setdefault(layout, layout) for key, (_, layout) in state.items()}
         return cls(layouts, {key: tensor.dtype for key, (tensor, _) in state.items()}, numbers)
 
     @classmethod
     def kept(cls, generation: BackupGeneration, names: Sequence[str]) -> HeldPart:
-        """Return what there is of a backup. names: of the model's parameters."""
+        """Return the part that is in a backup. names: of the model's parameters."""
         contents, numbers = generation.contents, unpacked([pickle.loads(generation.about)], names).numbers
         return cls(contents.layouts, contents.kinds, numbers)
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank tells the others when ranks were lost; a new one has nothing to tell.
+    """The report of a rank to the others when ranks were lost. A new rank has nothing to report.
 
-    finished: steps. parts: by step, what it can give of the state then. wards: what it keeps of rank `ward`. asked:
-    see Backups. saved: the last checkpoint.
+    finished: steps. parts: by step, what it can give of the state then. wards: by step, what it keeps of rank `ward`.
+    asked: see Backups. saved: the last checkpoint.
     """
 
     strategy: Strategy | None = None
@@ -100,9 +99,9 @@ class Holding:
 
 @dataclass(frozen=True)
 class Restoration:
-    """The newest step that is whole, who gives of it, and the exchange that brings all ranks there.
+    """The newest step that is complete, who gives of it, and the exchange that brings all ranks there.
 
-    given: by rank, what it gives; None where that is nothing. kinds, numbers: of what the optimizer keeps, see
+    given: by rank, what it gives; None for nothing. kinds, numbers: of what the optimizer keeps, see
     job_state.allocate.
     """
 
@@ -114,16 +113,16 @@ class Restoration:
 
     @property
     def sources(self) -> list[int]:
-        """The ranks that give."""
+        """Return the ranks that give something."""
         return [rank for rank, part in enumerate(self.given) if part is not None]
 
 
 def newest(everyone: Sequence[Holding], strategy: Strategy, builder: Builder) -> Restoration:
-    """Return the newest step that is whole. The same on every rank, without a message.
+    """Return the newest step that is complete. It is the same on every rank, without a message.
 
-    Raises TrainingError where no step is whole, naming what is lost.
+    Raises TrainingError if no step is complete, naming what is lost.
     """
-    # What a buddy kept goes to the new rank itself, which then gives as it would have done.
+    # What a buddy kept goes to the new rank, which then gives it in place of the dead one.
     kept = {each.ward: each.wards for each in everyone if each.ward is not None}
     why = lacking = ""
     held = {step for each in everyone for step in each.parts}
@@ -154,7 +153,7 @@ def _restoration(step: int, parts: Sequence[HeldPart | None], strategy: Strategy
     given: set[str] = set()
     for part in parts:
         layouts = {} if part is None else part.layouts
-        # Buffers that a forward pass changed differ between ranks of the same step: the first rank's count.
+        # Buffers that a forward pass changed differ between ranks of the same step. The first rank's are used.
         buffers = {key for key in layouts if key.startswith("buffer/")}
         old.append({key: layout for key, layout in layouts.items() if key not in buffers & given})
         given |= buffers
@@ -166,11 +165,11 @@ def _restoration(step: int, parts: Sequence[HeldPart | None], strategy: Strategy
 
 
 def with_memory(hollow: JobState, tensors: Iterable[Tensor], spaces: Spaces, held: JobState) -> JobState:
-    """`hollow`, with memory: of `held` where both are the same part, else new and unfilled.
+    """Return `hollow` with memory: that of `held` if both are the same part, else new and unfilled memory.
 
-    tensors: every further tensor over the same memory. held: of this rank, of the step at which all go on; what is
-    taken over is in the result as the very tensors of `held`, which an exchange has nothing to copy to. Raises what
-    the allocator raises.
+    tensors: every further tensor over the same memory. held: of this rank, at the step at which all go on. Reused
+    tensors appear in the result as the very tensors of `held`, so that an exchange has nothing to copy to them. Raises
+    what the allocator raises.
     """
     tenants: dict[int, list[str]] = {}
     for key, (tensor, _) in hollow.items():
@@ -193,7 +192,7 @@ def with_memory(hollow: JobState, tensors: Iterable[Tensor], spaces: Spaces, hel
 
 
 def _is_same(hollow: JobState, held: JobState, key: str, num_bytes: int) -> bool:
-    """Return True if `held` has this tensor, laid out in memory of its own in the same way."""
+    """Return True if `held` has this tensor, laid out in the same way in memory of its own."""
     if key not in held:
         return False
     (new, layout), (old, known) = hollow[key], held[key]
@@ -213,12 +212,12 @@ Settings = list[dict[str, Any]]
 
 
 def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
-    """The training of the ranks that live, with the ranks `newcomers` in the place of those that died. Collective.
+    """Return the training of the surviving ranks, with the ranks `newcomers` in the place of the dead ones. Collective.
 
-    After the world was formed again: the default group works, every other one is broken. trainer: this rank's, broken
-    off anywhere in a step, which is mended in place and returned; None on a newcomer, where one is made. Afterwards
-    all ranks stand at the same step boundary, with equal history, position in the data and schedule, under the same
-    strategy. Raises TrainingError, on every rank, naming what is lost, or what cannot be handed to a new process.
+    Call it after the world was formed again: the default group works, every other one is broken. trainer: this rank's,
+    broken off anywhere in a step; it is mended in place and returned. On a newcomer it is None, and one is made.
+    Afterwards all ranks stand at the same step boundary under the same strategy, with equal history, data position and
+    schedule. Raises TrainingError, on every rank, naming what is lost, or what cannot be handed to a new process.
     """
     place = World.join_from_env().place
     rank, world_size, device = place.rank, place.world_size, accelerator().device(place.device)
@@ -229,7 +228,7 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
     stages.mark("told what is held")
     source = next(rank for rank in range(world_size) if rank not in newcomers)
     strategy = _common(everyone)
-    # Of the newest some may not have heard yet.
+    # Some ranks may not know of the newest checkpoint yet.
     saved = max((each.saved for each in everyone if each.saved is not None), key=lambda one: one.step)
     if trainer is not None:
         trainer.job.builder.follow([each.changes for each in everyone if each.changes is not None])
@@ -273,7 +272,7 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
         job.adopt(left[0].under(sharded_model, inner, job.builder.options))
         free(left)
     if told[0] is not None:
-        # Without a message since the last line: should another rank die now, this one stands at a boundary.
+        # No message since the last line: if another rank dies now, this one stands at a boundary.
         settings, progress = told[0]
         take_settings(inner, settings)
         job.go_on(progress)
@@ -286,21 +285,21 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
 
 
 def _load(trainer: Training, path: Path, step: int, lost: str) -> None:
-    """Nobody holds everything: back to the last checkpoint, of which every rank reads its part. Collective."""
+    """Go back to the last checkpoint, because some state is lost. Every rank reads its part. Collective."""
     job = trainer.job
     job.integrity.half_way = True  # what was built holds nothing yet
     if job.rank == 0:
         warnings.warn(f"{lost}: all go on from the checkpoint {str(path)!r} of step {step}", stacklevel=4)
-    # A run ends with the step that it would have ended with, however far back it goes.
+    # The run still ends with the same step, however far back it goes.
     job.ledger.replace(step, [])
     trainer.load(path)
 
 
 @dataclass(frozen=True)
 class _Held:
-    """What this rank holds. By step: tensors, and (settings of the optimizer, how far it was).
+    """The state that this rank holds. By step: tensors, and (settings of the optimizer, progress).
 
-    finished: the step of what it computed with; None where an update was broken off.
+    finished: the step of the state it computed with; None if an update was broken off.
     """
 
     told: Holding = field(default_factory=Holding)
@@ -311,12 +310,12 @@ class _Held:
 
     @property
     def live(self) -> JobState:
-        """Return what it computed with, where that is whole: memory that the training itself has, and no backup."""
+        """Return the state it computed with, if that is whole. It is the training's own memory, not a backup."""
         return {} if self.finished is None else self.states[self.finished]
 
     @classmethod
     def by(cls, trainer: Training) -> _Held:
-        """Return what a rank holds that was broken off anywhere."""
+        """Return what a rank holds whose training was broken off anywhere."""
         job = trainer.job
         job.break_off()
         inner, step = job.optimizer.inner, job.step
@@ -342,7 +341,7 @@ class _Held:
     def take_back(
         self, restoration: Restoration, newcomers: Collection[int], *, rank: int, device: torch.device
     ) -> None:
-        """New ranks get from their buddies what those kept of the step, where it is asked of them."""
+        """Send new ranks what their buddies kept of the step, if the restoration needs it."""
         step, world_size = restoration.step, len(restoration.plan.old)
         for newcomer in sorted(set(newcomers) & set(restoration.sources)):
             buddy = buddy_of(newcomer, world_size)
@@ -359,7 +358,10 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Built:
-    """target: all of its state, with memory; what was this rank's before is there, the rest is to be filled."""
+    """A new sharded model and its optimizer.
+
+    target: all of its state, with memory. What this rank had before is there, the rest is to be filled.
+    """
 
     sharded_model: ShardedModel
     inner: torch.optim.Optimizer
@@ -387,7 +389,7 @@ def _built(
     def build() -> None:
         with hollow() as spaces:
             sharded_model, inner = job.builder.build(strategy, connections, like=like)
-            sharded_model.data.let_go()  # of gradients, until all have met
+            sharded_model.data.let_go()  # gradients have no memory until all have met
             if restoration is not None:
                 job_state.allocate(sharded_model, inner, restoration.kinds, restoration.numbers)
         live = held.live if restoration is not None and restoration.step == held.finished else {}

@@ -1,12 +1,11 @@
-"""`fit` goes on where another rank has died and was replaced: what a survivor and a new rank do, in the same order.
+"""Go on with `fit` after another rank has died and was replaced. A survivor and a new rank act in the same order.
 
-Under torchrun nobody forks another rank: `host` is None, and an error ends the training as ever.
+Under torchrun nobody forks another rank: `host` is None, and an error ends the training as usual.
 
-Before a `fit`: what an error of the last one has torn is taken back from the backups, or it is said what to type.
-
-An error in the middle of an update leaves one rank with weights that are partly new, and others before the update or
-behind it. Where ranks hold the same (ddp, hsdp) those that are whole give to the others: see recovery.py. Where each
-holds its own part no rank can, and the newest backup of all ranks is where they go on.
+`mend` repairs, before a `fit`, what an error of the last one has torn. An error in the middle of an update leaves one
+rank with weights that are partly new, and others before or after the update. Where ranks hold the same (ddp, hsdp),
+those that are whole give to the others; see recovery.py. Where each holds its own part, all go on from the newest
+backup of all ranks. Without backups, the error says what to type.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ POLICIES = ("replace", "shrink", "stop")
 
 
 def check_policy(on_failure: str) -> None:
-    """Raise TrainingError where there is no such way to go on after a death."""
+    """Raise TrainingError if `on_failure` is not one of POLICIES."""
     if on_failure not in POLICIES:
         raise TrainingError(
             f"There is no on_failure {on_failure!r}.",
@@ -46,9 +45,9 @@ def check_policy(on_failure: str) -> None:
 
 @dataclass(frozen=True)
 class FitRange:
-    """The steps of one `fit`: those after `first` finished ones, up to `goal`.
+    """The steps of a `fit`: those after `first` finished ones, up to `goal`.
 
-    fewer: it goes on with so many ranks less than there are, which have died and were replaced until then.
+    fewer: how many ranks to go on without, because they have died and were replaced.
     """
 
     first: int
@@ -56,12 +55,15 @@ class FitRange:
     fewer: int = 0
 
     def without(self, trainer: Trainer, dead: int) -> FitRange:
-        """The span of a training in which `dead` ranks have died and were replaced."""
+        """Return the range after `dead` ranks have died and were replaced."""
         return replace(self, fewer=self.fewer + dead * (trainer.loop.on_failure == "shrink"))
 
 
 def span_of(trainer: Trainer, steps: int | None, until: int | None) -> FitRange:
-    """The steps that `fit(steps, until=until)` makes. Collective with `until`. Raises TrainingError for both."""
+    """Return the steps that `fit(steps, until=until)` makes. Collective with `until`.
+
+    Raises TrainingError unless exactly one of them is given.
+    """
     check_counts(steps=steps, until=until)
     if (steps is None) == (until is None):
         raise TrainingError(
@@ -75,7 +77,7 @@ def span_of(trainer: Trainer, steps: int | None, until: int | None) -> FitRange:
 
 
 def check_same_goal(goal: int, device: torch.device) -> None:
-    """Raise TrainingError, on every rank, where `fit` is to end after another step on some. Collective."""
+    """Raise TrainingError, on every rank, if `fit` is to end after another step on some ranks. Collective."""
     last, first = largest([goal, -goal], device=device)
     if last != -first:
         raise TrainingError(
@@ -87,8 +89,11 @@ def check_same_goal(goal: int, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class NewWorld:
-    """The world has been formed again. newcomers: its new ranks. how: who died, of what. since: when (time.time()).
-    devices: what is to be told of the devices that new ranks are on, or ""."""
+    """The world after it was formed again.
+
+    newcomers: its new ranks. how: who died, and of what. since: when (time.time()). devices: what to tell of the
+    devices that new ranks are on, or "".
+    """
 
     newcomers: tuple[int, ...]
     how: str
@@ -97,58 +102,66 @@ class NewWorld:
 
 
 class RankHost(Protocol):
-    """Who has started this rank, and can start another one. enterable: where `fit` was called a new rank can enter;
-    elsewhere one takes part until the training is saved, and ends."""
+    """The process that has started this rank, and can start another one.
+
+    enterable: a new rank can enter where `fit` was called. If not, it takes part until the training is saved, and ends.
+    """
 
     enterable: bool
 
     def enter(self, trainer: Any, caller: FrameType) -> bool:
-        """`caller` calls `fit`. Whether a rank that dies is replaced; where `fit` is, is known until `leave`."""
+        """Note that `caller` calls `fit`, until `leave`. Return True if a rank that dies is replaced."""
         ...
 
     def loop(self, job: Any) -> Any:
-        """Return the OwnLoop for a loop over `job.batches` that begins; None where the job is not saved when a rank
-        dies in it."""
+        """Return the OwnLoop for a loop over `job.batches` that begins.
+
+        Return None if the job does not survive a death in it.
+        """
         ...
 
     def leave(self, why: str = "") -> None:
-        """That `fit` is over. why: the error that has ended it."""
+        """Report that `fit` is over. why: the error that has ended it."""
         ...
 
     def kept(self, path: str, step: int) -> None:
-        """An error ends `fit`, entered or not; its newest checkpoint is this one."""
+        """Report the newest checkpoint, after an error has ended `fit`, entered or not."""
         ...
 
     def await_world(self, error: BaseException, trainer: Any, span: FitRange) -> NewWorld:
-        """`error` has broken off a step: wait for the world with new ranks, and hand them what they lack.
+        """Wait for the world with new ranks, after `error` has broken off a step, and hand them what they lack.
 
-        Raises `error` where no rank died, or none is replaced.
+        Raises `error` if no rank died, or none is replaced.
         """
         ...
 
     def recover(self, trainer: Any, newcomers: tuple[int, ...]) -> Any:
-        """See nbkit.rank.train.replace.recover, which makes Trainers, whose `fit` imports this file."""
+        """Call nbkit.rank.train.replace.recover, which makes Trainers, whose `fit` imports this file."""
         ...
 
     def resize(self, wanted: Any, trainer: Any, span: FitRange | None) -> tuple[int, ...]:
-        """Form the world of `wanted.ranks` ranks (see WantedWorld); its new ranks. Collective, on all ranks of the old
-        one.
+        """Form the world of `wanted.ranks` ranks (see WantedWorld). Return its new ranks. Collective in the old world.
 
-        Raises ClusterError where it cannot be formed, and Left on a rank that it does not have.
+        Raises ClusterError if it cannot be formed, and Left on a rank that it does not have.
         """
         ...
 
     def resized(self, trainer: Any, asked: Any, span: FitRange | None) -> None:
-        """See nbkit.rank.train.resize.resize, which makes Trainers, whose `fit` imports this file. asked: a
-        ResizeAtBoundary, which is told what came of it. Raises what leaves no training to go on with."""
+        """Call nbkit.rank.train.resize.resize, which makes Trainers, whose `fit` imports this file.
+
+        asked: a ResizeAtBoundary, which is told the result. Raises only what leaves no training to go on with.
+        """
         ...
 
     def waits(self, seconds: float, *, due: bool = False) -> None:
-        """This rank has waited for others for so long; 0: it goes on. due: whom it waits for is ended. Any thread."""
+        """Report that this rank has waited for others for so long; 0: it goes on. Any thread.
+
+        due: end the rank that it waits for.
+        """
         ...
 
     def leave_device(self, said: str) -> None:
-        """End this process: its device does not compute any more, which said so. Another process takes its place."""
+        """End this process, because its device has failed and said so. Another process takes its place."""
         ...
 
     def asks(self) -> bool:
@@ -156,11 +169,11 @@ class RankHost(Protocol):
         ...
 
     def is_broken(self, error: BaseException) -> bool:
-        """Return True if a rank has died since the world was formed, which `error` may come of."""
+        """Return True if a rank has died since the world was formed, which may be the cause of `error`."""
         ...
 
     def tell(self, said: str) -> None:
-        """The training goes on. said: what the user reads of it."""
+        """Tell the user that the training goes on, with the text `said`."""
         ...
 
 
@@ -169,7 +182,7 @@ host: RankHost | None = None  # set once, by the bridge
 
 @contextmanager
 def seat(trainer: Trainer, caller: FrameType, *, wanted: bool) -> Iterator[bool]:
-    """`fit` runs inside. Whether a rank that dies meanwhile can be replaced."""
+    """Run `fit` inside. Yield True if a rank that dies meanwhile can be replaced."""
     if host is None:
         yield False
         return
@@ -189,21 +202,21 @@ def seat(trainer: Trainer, caller: FrameType, *, wanted: bool) -> Iterator[bool]
 
 
 def leave_device(error: Exception) -> None:
-    """In a training in which dead ranks are replaced: let this one die where `error` says that its device has failed.
+    """End this process if `error` says that its device has failed, in a training in which dead ranks are replaced.
 
-    On a spare device, or in a new process on this one, its part is computed again.
+    Its part is computed again on a spare device, or in a new process on this one.
     """
     if host is not None and (said := accelerator().failed(error)):
         host.leave_device(said)
 
 
 def go_on(trainer: Trainer, span: FitRange, error: Exception) -> FitRange:
-    """A step was broken off by `error`. Return at a step boundary of all ranks, new ones in place of those that died.
+    """Go on after `error` has broken off a step. Return the range of steps that goes on.
 
-    What is returned is the span that goes on.
+    All ranks then stand at one step boundary, with new ranks in the place of dead ones.
 
-    Raises `error`, or what was raised on the way: no rank died, or it could not be replaced; and TrainingError, with
-    all ranks at one boundary and the training saved, where a new rank cannot enter the cell.
+    Raises `error`, or a later error, if no rank died or it could not be replaced. Raises TrainingError if a new rank
+    cannot enter the cell: then all ranks are at one boundary, and the training is saved.
     """
     assert host is not None
     world = meet_again(trainer, span, error)
@@ -213,9 +226,9 @@ def go_on(trainer: Trainer, span: FitRange, error: Exception) -> FitRange:
 
 
 def meet_again(trainer: Trainer, span: FitRange, error: Exception) -> NewWorld:
-    """`error` has broken off a step. Return at a step boundary of all ranks, in a world with new ones.
+    """Bring all ranks to one step boundary in a world with new ranks, after `error` has broken off a step.
 
-    Raises as `await_world` does, and what is raised on the way, where no further rank died meanwhile.
+    Raises as `await_world` does. Raises later errors too, unless a further rank has died meanwhile.
     """
     assert host is not None
     reached = trainer.step
@@ -225,7 +238,7 @@ def meet_again(trainer: Trainer, span: FitRange, error: Exception) -> NewWorld:
             together(trainer, world, reached)
             trainer.job.follow_plan()
             return world
-        except Exception as another:  # of a further rank that died meanwhile, or for good
+        except Exception as another:  # a further rank died meanwhile, or this error is final
             leave_device(another)
             if not host.is_broken(another):
                 raise
@@ -233,7 +246,7 @@ def meet_again(trainer: Trainer, span: FitRange, error: Exception) -> NewWorld:
 
 
 def _ended(trainer: Trainer, world: NewWorld, span: FitRange) -> TrainingError:
-    """The training is saved, and ends where it stands. Collective, with `save_and_leave` on a new rank."""
+    """Save the training, and return the error that ends it. Collective, with `save_and_leave` on a new rank."""
     saved = trainer.saves.save_at_end()
     return TrainingError(
         "A rank died in fit where a new one cannot go on with the cell: in a loop, a function, or beside another call.",
@@ -243,23 +256,27 @@ def _ended(trainer: Trainer, world: NewWorld, span: FitRange) -> TrainingError:
 
 
 def save_and_leave(trainer: Trainer) -> None:
-    """On a new rank, which cannot enter the cell: take part until the training is saved. Collective."""
+    """Take part until the training is saved, on a new rank that cannot enter the cell. Collective."""
     with suppress(Stopped), trainer.job.running(owner=trainer, joins=True):
         trainer.saves.save_at_end()
         raise Stopped("a new rank does not make steps where it cannot enter the cell")
 
 
 def resized(trainer: Trainer, asked: Any, span: FitRange) -> FitRange:
-    """A step boundary of `fit` has raised `asked`: go on with another number of ranks, or with the old one where that
-    could not be formed. Returns `span`. Raises Left on a rank that is not needed any more."""
+    """Go on with another number of ranks, after a step boundary of `fit` has raised `asked`. Return `span`.
+
+    If the new world could not be formed, go on with the old one. Raises Left on a rank that is not needed any more.
+    """
     assert host is not None
     host.resized(trainer, asked, span)
     return span
 
 
 def together(trainer: Trainer | None, world: NewWorld, reached: int = 0) -> Trainer:
-    """Return the training of all ranks, at one step boundary. Collective. trainer: None on a new rank. reached:
-    finished steps when it was broken off."""
+    """Return the training of all ranks, at one step boundary. Collective.
+
+    trainer: None on a new rank. reached: steps that were finished when it was broken off.
+    """
     assert host is not None
     trainer = host.recover(trainer, world.newcomers)
     job = trainer.job
@@ -277,9 +294,9 @@ def together(trainer: Trainer | None, world: NewWorld, reached: int = 0) -> Trai
 
 
 def mend(trainer: Trainer) -> None:
-    """All ranks stand at one step, with whole weights. Collective, before steps are made.
+    """Bring all ranks to one step with whole weights. Collective, before steps are made.
 
-    Raises TrainingError, on every rank, where no step is whole and nothing of it is kept.
+    Raises TrainingError, on every rank, if no step is whole and no backup is kept.
     """
     try:
         trainer.job.level()

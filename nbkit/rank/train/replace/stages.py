@@ -1,6 +1,6 @@
-"""When this rank came through the stages of the newest replacement, in wall and CPU-seconds: what is to be made faster.
+"""Note when this rank came through the stages of the newest replacement, in wall and CPU seconds, to find slow stages.
 
-A handful of numbers for each replacement. `make chaos C=kill` prints them; nothing else reads them.
+It is a handful of numbers for each replacement. `make chaos C=kill` prints them; nothing else reads them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StageMark:
-    """The stage ended at `wall` (time.time()), when this process had used `cpu` seconds of all its threads."""
+    """The end of a stage: at `wall` (time.time()), when all threads of this process had used `cpu` seconds."""
 
     stage: str
     wall: float
@@ -22,11 +22,11 @@ marks: list[StageMark] = []
 
 
 def begin(stage: str) -> None:
-    """The first stage of a replacement ends; those of an earlier one are forgotten."""
+    """Mark the end of the first stage of a replacement, and forget those of an earlier one."""
     marks.clear()
     mark(stage)
 
 
 def mark(stage: str) -> None:
-    """A stage ends."""
+    """Mark the end of a stage."""
     marks.append(StageMark(stage, time.time(), time.process_time()))

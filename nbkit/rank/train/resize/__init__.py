@@ -1,1 +1,1 @@
-"""The number of ranks of a training changes while it lives."""
+"""Change the number of ranks of a training while it lives."""

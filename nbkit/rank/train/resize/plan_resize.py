@@ -1,4 +1,4 @@
-"""What a training would be on another number of ranks, and why it cannot be: before anything is changed."""
+"""Find what a training would be on another number of ranks, or why it cannot be, before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from nbkit.strategy import Strategy
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
 
-_OFFERED = 4  # sizes that fit, beside the one that does not
+_OFFERED = 4  # how many sizes that fit an error offers
 
 
 @dataclass(frozen=True)
 class WantedWorld:
-    """ranks: of the world to come. strategy: under which the training goes on there; None where nothing trains.
+    """The world to form.
 
-    pins: of every rank, as the notebook has planned them (see nbkit.bridge.parent.spec.RankPin), with label and why; ()
-    where each rank keeps its own.
+    ranks: its number of ranks. strategy: the one under which the training goes on there; None if nothing trains. pins:
+    of every rank, as the notebook has planned them (see nbkit.bridge.parent.spec.RankPin), with label and why; () if
+    each rank keeps its own.
     """
 
     ranks: int
@@ -31,9 +32,9 @@ class WantedWorld:
 
 
 class ResizeAtBoundary(Stopped):
-    """Raised on all ranks at one step boundary: the training goes on with another number of ranks.
+    """Raised on all ranks at one step boundary, to go on with another number of ranks.
 
-    done: is told what came of it, (event as a dict, or None; error, or None).
+    done: is told the result (event as a dict, or None; error, or None).
     """
 
     def __init__(self, wanted: WantedWorld) -> None:
@@ -43,11 +44,10 @@ class ResizeAtBoundary(Stopped):
 
 
 def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any], ...]) -> WantedWorld:
-    """Return the strategy of `ranks` ranks: `text`, or the one in force with its degrees, of which dp takes what is
-    left.
+    """Return the world of `ranks` ranks, with strategy `text` or the one in force with another dp. Collective.
 
-    Collective. Raises StrategyError or TrainingError, on every rank alike, with what would fit: the degrees or the
-    global batch do not divide, a planned switch does not fit there, or a rank's memory does not hold its part.
+    Raises StrategyError or TrainingError, on every rank alike, with what would fit. Reasons: the degrees or the global
+    batch do not divide, a planned switch does not fit there, or a rank's memory does not hold its part.
     """
     job = trainer.job
     job.level()
@@ -70,12 +70,15 @@ def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any],
 
 
 def scaled(now: Strategy, ranks: int) -> Strategy:
-    """`now` on so many ranks: tp, pp and cp stay, dp takes the rest. Raises StrategyError where they do not divide."""
+    """Return `now` on `ranks` ranks: tp, pp and cp stay, dp takes the rest.
+
+    Raises StrategyError if they do not divide.
+    """
     rest, left_over = divmod(ranks, now.tp * now.pp * now.cp)
     if left_over or not rest:
         return Strategy.parse(f"tp={now.tp} pp={now.pp} cp={now.cp}", ranks)  # which says why
     shard = now.shard if now.shard < now.dp and rest % now.shard == 0 and now.shard < rest else 0
-    # What was measured of other ranks says nothing of these.
+    # What was measured on other ranks does not hold for these.
     return replace(now, dp=rest, shard=shard, speeds=(), places=())
 
 
@@ -84,7 +87,7 @@ def _strategy(now: Strategy, ranks: int, text: str) -> Strategy:
 
 
 def _offers(trainer: Trainer, ranks: int, text: str) -> str:
-    """The numbers of ranks near `ranks` that would do."""
+    """Return commands for the numbers of ranks near `ranks` that would fit."""
     job = trainer.job
 
     def fits(other: int) -> bool:
@@ -99,13 +102,16 @@ def _offers(trainer: Trainer, ranks: int, text: str) -> str:
 
 
 def _check_memory(trainer: Trainer, strategy: Strategy, ranks: int) -> None:
-    """Between the two worlds a rank holds its old part and its new one; of a smaller world the new one twice."""
+    """Raise TrainingError if the memory of a rank does not hold the training.
+
+    Between the two worlds a rank holds its old part and its new one. With fewer ranks it holds the new one twice.
+    """
     job, local = trainer.job, max(ranks, World.join_from_env().place.local_world_size)
     kinds = job.bytes_per_element()
     part = max(side_bytes(job.builder, kinds, strategy, rank) for rank in range(ranks))
     times = 2 if ranks < job.world_size else 1
     free = left(job.device, ranks=local)
-    # The one with the least room, as a negative number; -1 << 60 where nothing says.
+    # The least room of any rank. `largest` gets negative numbers; -(1 << 60) if unknown.
     least = -largest([-free if free is not None else -(1 << 60)], device=job.device)[0]
     if times * part > least:
         raise TrainingError(

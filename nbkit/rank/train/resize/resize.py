@@ -1,14 +1,11 @@
-"""A training goes on with another number of ranks: from the request to the first step, in the order of this file.
+"""Go on with a training on another number of ranks: from the request to the first step.
 
-1. `planned` (plan_resize.py) has said under which strategy, or why not: nothing has changed.
-2. Fewer ranks: one exchange in the world of all, after which those that go hold nothing that is needed.
-3. The host forms the next generation of the world: with new ranks, which hold nothing; without those that go, which
-   leave the training here.
-4. In the new world a Job is made on every rank, as on one that replaces another: whatever takes the number of ranks at
-   birth takes the new one. One exchange fills it; what moved in 2. is where it belongs, and is not sent again.
-5. The Trainer, the model and the optimizer that the user holds are the same objects, and show what is new.
-
-The state of a training on its way from one number of ranks to another: what is sent is what a rank lacks.
+1. `planned` (plan_resize.py) has chosen the strategy, or said why not. Nothing has changed yet.
+2. With fewer ranks: an exchange in the old world, after which the leaving ranks hold nothing that is needed.
+3. The host forms the next generation of the world. New ranks hold nothing. Leaving ranks leave the training here.
+4. In the new world every rank makes a Job, as a rank that replaces another does, so that everything that depends on the
+   number of ranks is new. An exchange sends each rank what it lacks. What moved in step 2 is not sent again.
+5. The Trainer, the model and the optimizer that the user holds stay the same objects, and show the new ones.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ from nbkit.tensor_layout import Layout
 
 @dataclass(frozen=True)
 class LocalShards:
-    """What this rank holds of the state, as whatever it is. numbers: see job_state.scalars. moved_bytes: so far."""
+    """The state that this rank holds, in any layout. numbers: see job_state.scalars. moved_bytes: so far."""
 
     state: JobState = field(default_factory=dict)
     numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -57,15 +54,18 @@ class LocalShards:
 
 
 def held_by(job: Job) -> LocalShards:
-    """Return what this rank computes with."""
+    """Return the state that this rank computes with."""
     inner = job.optimizer.inner
     return LocalShards(job_state.state(job.sharded_model, inner), job_state.scalars(job.sharded_model, inner))
 
 
 @torch.no_grad()
 def onto_first(job: Job, strategy: Strategy) -> LocalShards:
-    """Return what the first ranks are to hold under `strategy`, which is of fewer ranks than there are: afterwards
-    nobody needs the others. Collective, in the world of all; the training itself is left as it is."""
+    """Move the state onto the first ranks. Return what this rank holds then. Collective, in the old world.
+
+    strategy: of fewer ranks than there are. Afterwards the other ranks are not needed. The training itself is
+    unchanged.
+    """
     own = held_by(job)
     every = everyone(own.state, own.numbers, job.world_size, job.device)
     plan = plan_of(every, strategy, job.builder, ranks=job.world_size)
@@ -78,9 +78,10 @@ def onto_first(job: Job, strategy: Strategy) -> LocalShards:
 
 
 def plan_of(every: Everyone, strategy: Strategy, builder: Builder, *, ranks: int, once: bool = True) -> ExchangePlan:
-    """From what `ranks` ranks hold to what those of `strategy` have to; ranks beyond them hold nothing then.
+    """Return the exchange from what `ranks` ranks hold to what the ranks of `strategy` must hold.
 
-    once: buffers that a forward pass changed differ between ranks: the first rank's count, as where one is replaced.
+    Further ranks hold nothing then. once: buffers that a forward pass changed differ between ranks; use the first
+    rank's, as when a rank is replaced.
     """
     kinds = builder.plans.kinds(by_name(every.kinds))
     new: list[dict[str, Layout]] = builder.plans.layouts_by_rank(strategy, kinds)
@@ -90,7 +91,7 @@ def plan_of(every: Everyone, strategy: Strategy, builder: Builder, *, ranks: int
 
 
 def carry_out(plan: ExchangePlan, state: JobState, target: JobState, *, rank: int, device: torch.device) -> None:
-    """Fill `target`, and compare it with what there was. Collective. Raises TrainingError where it is not the same."""
+    """Fill `target` from `state`, and compare both. Collective. Raises TrainingError if they differ."""
     source = {key: state[key] for key in plan.old[rank]}
     Exchange(plan, rank).run(source, target, device=device)
     if digest(source, plan.old, rank=rank, device=device) != digest(target, plan.new, rank=rank, device=device):
@@ -116,7 +117,7 @@ def _where(state: JobState, key: str, job: Job) -> torch.device:
 
 
 def check_handed(trainer: Trainer, wanted: WantedWorld) -> None:
-    """Raises TrainingError, on every rank, where the training could not go on in another world. Collective."""
+    """Raise TrainingError, on every rank, if the training could not go on in another world. Collective."""
     job, strategy = trainer.job, wanted.strategy
 
     def pack() -> None:
@@ -127,10 +128,11 @@ def check_handed(trainer: Trainer, wanted: WantedWorld) -> None:
 
 
 def resize(trainer: Trainer, wanted: WantedWorld, span: FitRange | None) -> dict[str, Any]:
-    """Go on with `wanted.ranks` ranks: the fields of the event. Collective, between two steps; no `fit` is under way.
+    """Go on with `wanted.ranks` ranks. Return the fields of the event.
 
-    span: of the `fit` that goes on afterwards, which new ranks enter; None: none does. Raises what forming the world
-    raised: before that nothing has changed. On a rank that is not needed any more Left is raised.
+    Collective, between two steps, while no `fit` runs. span: of the `fit` that goes on afterwards, which new ranks
+    enter; None: there is none. Raises what forming the world raised: then nothing has changed. Raises Left on a rank
+    that is not needed any more.
     """
     assert resume_fit.host is not None and wanted.strategy is not None
     began, job = time.perf_counter(), trainer.job
@@ -164,7 +166,7 @@ def resize(trainer: Trainer, wanted: WantedWorld, span: FitRange | None) -> dict
 
 
 def joined(newcomers: Collection[int]) -> Trainer:
-    """Return what a new rank does meanwhile; its Trainer."""
+    """Join a training that is resized, on a new rank. Return its Trainer."""
     trainer, _ = rebuilt(None, LocalShards(), None, newcomers)
     step_boundary.meet(trainer.job.device)
     trainer.job.ledger.begin_again()
@@ -174,7 +176,7 @@ def joined(newcomers: Collection[int]) -> Trainer:
 def rebuilt(
     trainer: Trainer | None, held: LocalShards, strategy: Strategy | None, newcomers: Collection[int]
 ) -> tuple[Trainer, int]:
-    """Return the training of all ranks of a new world, at one step boundary; and the bytes that moved. Collective.
+    """Return the training of all ranks of a new world, at one step boundary, and the bytes that moved. Collective.
 
     trainer: this rank's, which is changed; None on a newcomer, as is strategy.
     """
@@ -212,12 +214,12 @@ def rebuilt(
 
 
 def _shown_by(trainer: Trainer, new: Trainer) -> Trainer:
-    """`trainer`, and the optimizer and model that its user holds, are what `new` is from now on."""
+    """Let `trainer`, and the optimizer and model that its user holds, show `new` from now on. Return `trainer`."""
     left, job = trainer.job, new.job
     left.training_step.release()
     states = [left.state]
     handle, made = left.optimizer, job.optimizer
-    # Both are one: what has been made with the new ones, such as bound methods, goes on to hold.
+    # Share one __dict__: what was made with the new one, such as bound methods, stays valid.
     handle.__dict__ = made.__dict__
     job.optimizer = handle
     trainer.__dict__ = new.__dict__

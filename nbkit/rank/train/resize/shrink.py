@@ -1,7 +1,7 @@
-"""`on_failure="shrink"`: a training goes on without the ranks that have died, where memory and mesh allow it.
+"""`on_failure="shrink"`: go on without the ranks that have died, if memory and mesh allow it.
 
-What a dead rank held has to be somewhere while it moves to the others: it was replaced first, and the number of ranks
-changes at the boundary where all have met. The ranks with the highest numbers leave.
+The state of a dead rank has to be somewhere while it moves to the others. So the rank is replaced first, and the number
+of ranks changes at the boundary where all have met. The ranks with the highest numbers leave.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
 
 
 def shrink(trainer: Trainer, span: FitRange, say: Callable[[str], None]) -> FitRange:
-    """Raise Resizing, to go on with `span.fewer` ranks less. Collective, at a step boundary.
+    """Raise ResizeAtBoundary, to go on with `span.fewer` ranks less. Collective, at a step boundary.
 
-    Where that cannot be, it is said why, and all ranks go on, those that were replaced too: what is returned is the
-    span for that.
+    If that is not possible, say why, and return the span with which all ranks go on, the replaced ones too.
     """
     now, place = trainer.job.world_size, World.join_from_env().place
     try:

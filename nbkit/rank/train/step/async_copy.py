@@ -1,4 +1,4 @@
-"""Numbers on their way from the device to the host. Reading one waits for its own copy, not for later device work."""
+"""Copy numbers from the device to the host. Reading one waits for its own copy, not for later device work."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class DeviceScalar:
 
 
 def to_host_async(number: float | Tensor) -> float | DeviceScalar:
-    """`number` as it is now, whatever is written over it later; one on a GPU is not waited for."""
+    """Return `number` as it is now, whatever is written over it later. One on a GPU is not waited for."""
     if isinstance(number, Tensor) and accelerator().holds(number):
         return DeviceScalar(number.detach())
     return float(number)
 
 
 def ready(number: float | DeviceScalar) -> float:
-    """The number that was sent."""
+    """Return the number; waits until it is there."""
     return float(number.read()) if isinstance(number, DeviceScalar) else number

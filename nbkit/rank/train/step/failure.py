@@ -1,4 +1,4 @@
-"""Finds the rank on which a run failed, as far as this one can know."""
+"""Find the rank on which a run failed, as far as this one can know."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nbkit.wire.text_encoding import encodable
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited", "was aborted")
 """How a peer's end shows in the error of a rank that waited for it. Such an error is never the root cause."""
 
-_NEWS_SECONDS = 0.3  # the peer's end may be felt a moment before it is told
+_NEWS_SECONDS = 0.3  # a rank may feel a peer's end a moment before it is told
 
 
 def failure_of(error: BaseException, *, step: int) -> Failed | None:
-    """Return what is told of the error that ended a run after `step` steps; None when the user has stopped it."""
+    """Return the event for the error that ended a run after `step` steps; None if the user has stopped it."""
     if isinstance(error, NotFinite):
         return Failed(step, rank=error.rank, error="NotFinite", what=error.what)
     here = world.current()

@@ -1,11 +1,7 @@
 """The record of a job: one dict per step, equal on all ranks, completed one step after the step was made.
 
-A long training keeps those of its newest steps, and of the steps before these every 2nd, 4th, ... so that memory and
-checkpoints stay as large as they are; the records on disk have every step.
-
-Measures how long steps take, on every rank.
-
-Finds the rank on which a run failed, as far as this one can know.
+A long training keeps the records of its newest steps, and of older steps every 2nd, 4th, ... So memory and checkpoints
+do not grow. The records on disk have every step. `Clock` measures how long steps take, on every rank.
 """
 
 from __future__ import annotations
@@ -39,18 +35,18 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """A run begins now."""
+        """Begin a run now."""
         self._mark = time.perf_counter()
 
     def lap(self) -> float:
-        """Return seconds since the last lap."""
+        """Return the seconds since the last lap."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         return seconds
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """What runs inside does not count, laps of its own and a clock that is stopped again included."""
+        """Stop the clock inside, even if there are laps inside. It may be nested."""
         so_far = time.perf_counter() - self._mark
         try:
             with phase(OUTSIDE):
@@ -59,7 +55,7 @@ class Clock:
             self._mark = time.perf_counter() - so_far
 
 
-KEPT = 10_000  # records of newest steps; and so many at most of the steps before
+KEPT = 10_000  # records of newest steps, and at most as many of the steps before
 _THINNED_EVERY = 1024  # steps
 _RECENT = 20  # steps under one strategy, whose median is the pace
 _LAST_STEPS = 5  # the longest of them tells how long a stop waits for a boundary
@@ -75,7 +71,7 @@ class Records(list[dict[str, Any]]):
         return f"<{len(self)} steps, {first['step']} to {last['step']}: loss {first['loss']:.4g} -> {last['loss']:.4g}>"
 
     def thin(self) -> None:
-        """Of the steps before the newest, keep every 2nd, 4th, ...: the number of the newest alone says which."""
+        """Keep every 2nd, 4th, ... of the steps before the newest. The number of the newest step alone says which."""
         before = self[-1]["step"] - KEPT
         every = 1 << max((before - 1) // KEPT, 0).bit_length()
         if every > 1:
@@ -83,36 +79,36 @@ class Records(list[dict[str, Any]]):
 
 
 class History:
-    """Finished records, the steps whose numbers are under way, and who is told of them."""
+    """Finished records, the steps whose numbers are not read yet, and the listeners."""
 
     def __init__(self, *, world_size: int, device: torch.device | str = "cpu") -> None:
         self.records = Records()
-        self.paces = Paces()  # of strategies whose records may be thinned out by now
+        self.paces = Paces()  # of strategies, whose records may be thinned out by now
         self.pending: deque[Pending] = deque()
         self.clock = Clock()
         self.listeners: list[Callable[[Event], None]] = []
         self.step = 0
-        self.at_once = False  # numbers are read at the boundary behind their step, which is waited for on a device
+        self.at_once = False  # read numbers at the boundary right after their step, waiting for a device
         self.agreed = 0  # the newest request that all ranks hold
         self.ends = False  # a rank was told that the training is to end
         self.data_ends = False  # a rank has seen shards of the data end: the next batch is read accordingly
         self.settled: Pending | None = None  # the step whose record is the last
         self.newest: StepNumbers | None = None  # of the step whose record is the last
         self.remarks: dict[str, str] = {}  # go into the record of the next step
-        self.begun = False  # the step after the finished ones
+        self.begun = False  # True if the step after the finished ones has begun
         self._torn = self._silent = False
         self._apart = 0.0  # seconds of steps in which some ranks held the next request, and others did not
         self._world_size, self._device = world_size, device
         self._first = self._total = 0
 
     def begin(self, total: int) -> None:
-        """A run of `total` steps (0: not known) begins now."""
+        """Begin a run of `total` steps (0: not known)."""
         self._first, self._total = self.step, total
         step_boundary.report(step=self.step, goal=self.goal, step_s=self._longest)
         self.clock.restart()
 
     def replace(self, step: int, records: Iterable[dict[str, Any]], *, loaded: bool = False) -> None:
-        """Stand at `step` with `records`. loaded: of a checkpoint; a run has as many steps left to make as it had."""
+        """Stand at `step` with `records`. loaded: from a checkpoint; a run still makes as many steps as it had left."""
         self._first += (step - self.step) * loaded
         self.step, self.records[:] = step, records
         self.paces = Paces(self.records)
@@ -125,22 +121,22 @@ class History:
 
     @property
     def making(self) -> int:
-        """The step that is made now, or was made last."""
+        """Return the step that is made now, or was made last."""
         return self.step + self.begun
 
     @property
     def goal(self) -> int:
-        """The step that a run ends with; 0: not known."""
+        """Return the step that a run ends with; 0: not known."""
         return self._first + self._total if self._total else 0
 
     @property
     def _longest(self) -> float:
-        """Seconds of the longest of the last steps."""
+        """Return the seconds of the longest of the last steps."""
         return max((record["seconds"] for record in self.records[-_LAST_STEPS:]), default=0.0)
 
     @property
     def made_last(self) -> Pending | None:
-        """The newest step that was made; None where none was since the history was replaced."""
+        """Return the newest step that was made; None if none was since the history was replaced."""
         return next((step for step in reversed(self.pending) if step.made), self.settled)
 
     def log(self, numbers: Mapping[str, float | Tensor]) -> None:
@@ -150,7 +146,7 @@ class History:
         self.pending[-1].add({name: number for name, number in numbers.items() if name != "loss"})
 
     def made(self) -> None:
-        """The optimizer has taken the newest step."""
+        """Note that the optimizer has taken the newest step."""
         self.begun = False
         if self.pending and not self.pending[-1].made:
             self.pending[-1].made = True
@@ -160,7 +156,7 @@ class History:
     def settle(self, *, keep: int = 0, act: bool = False) -> None:
         """Read the numbers of finished steps into the records, all but the newest `keep`.
 
-        act: this is a step boundary, where a request that all ranks hold is served. Raises NotFinite and Stopped.
+        act: this is a step boundary, so serve a request that all ranks hold. Raises NotFinite and Stopped.
         """
         while len(self.pending) > keep:
             pending = self.pending.popleft()
@@ -169,7 +165,7 @@ class History:
             numbers = self.newest = self.check(pending)
             self._apart = self._apart + max(numbers.seconds) if 0 < numbers.held < self._world_size else 0.0
             self.settled, record = pending, pending.record(numbers)
-            if "loss_scale" not in record:  # with one, such a step was skipped
+            if "loss_scale" not in record:  # with a loss scale, such a step was skipped
                 since = self.step - pending.step + 1
                 argument_checks.check_gradients(record.get("grad_norm", 0.0), step=pending.step, steps_since=since)
             self.add(record)
@@ -179,8 +175,8 @@ class History:
                 self._report(record)
             with self.clock.stopped():
                 self.emit(StepDone(record["step"], record=record))
-        # Whoever read the numbers (save() does, and at every step it may be the only one), a boundary serves. The next
-        # step's reduction may still ask about a request that was acted on after this one's.
+        # A boundary serves requests even if another caller, such as save(), has read the numbers. The next step's
+        # reduction may still ask about a request that was acted on after this one's.
         if act and self.agreed > step_boundary.inbox.acted:
             with self.clock.stopped():
                 step_boundary.act(self.agreed)
@@ -191,19 +187,19 @@ class History:
         if act and self.ends and not self._silent:
             try:
                 step_boundary.end()
-            finally:  # to save reads what another step said of the same end
+            finally:  # saving reads another step's numbers, which may tell of the same end
                 self.ends = False
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take the record of the step after the last one."""
+        """Add the record of the step after the last one."""
         self.records.append(record)
         if not self._silent:  # the steps of a trial are taken back
             self.paces.add(record)
 
     def check(self, pending: Pending) -> StepNumbers:
-        """Return the numbers of a step, and with them what the ranks agreed on: CPU ranks know before the step is over.
+        """Return the numbers of a step, and take over what the ranks agreed on with them.
 
-        Raises NotFinite, or TrainingError when the ranks saw different data.
+        CPU ranks call it before the step is over. Raises NotFinite, or TrainingError if the ranks saw different data.
         """
         numbers = pending.reduction.read()
         self.data_ends |= numbers.data_ends
@@ -217,17 +213,16 @@ class History:
         return numbers
 
     def _waits(self, numbers: StepNumbers, asked: int) -> bool:
-        """Return True if what all ranks make at once for the request `asked` is being made; they begin it here."""
+        """Return True if what all ranks make together for the request `asked` is being made. Begin it if necessary."""
         if numbers.ready == self._world_size:
             return False
-        # Where some ranks have it already, as an interrupt may leave them, it is made when the request is served.
+        # If only some ranks have it, as after an interrupt, it is made when the request is served.
         return step_boundary.inbox.prepare_collectively(asked, begin=numbers.ready == 0)
 
     def torn(self) -> bool:
-        """Return True if a step was made with gradients that the ranks had not summed; if so, what is pending is
-        dropped.
+        """Return True if a step was made with gradients that the ranks had not summed. Then drop the pending steps.
 
-        So it is when a GPU's reduction is aborted: the host had gone on and enqueued the optimizer's step behind it.
+        This happens when a GPU's reduction is aborted: the host had already enqueued the optimizer's step behind it.
         """
         torn = self._torn or any(step.made and not step.reduction.read().whole for step in self.pending)
         self._torn = False
@@ -236,23 +231,23 @@ class History:
         return torn
 
     def begin_again(self) -> None:
-        """The ranks stand at one boundary again: what they had agreed on before is asked anew."""
+        """Begin again at one boundary of all ranks. What they had agreed on before is asked again."""
         self.agreed, self.ends, self._apart, self.begun = step_boundary.inbox.acted, False, 0.0, False
         self.clock.restart()
 
     def forget(self, step: int) -> None:
-        """The steps after `step` have not been made."""
+        """Forget the steps after `step`: they have not been made."""
         while self.pending and self.pending[-1].step > step:
             self.pending.pop()
 
     def drop(self) -> None:
-        """Forget the steps whose numbers are under way, and whatever was wrong with them."""
+        """Forget the pending steps, and whatever was wrong with them."""
         self.pending.clear()
         self._torn = False
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Nobody is told of what happens inside."""
+        """Tell no listener of what happens inside."""
         outer, self._silent = self._silent, True
         try:
             yield
@@ -266,7 +261,7 @@ class History:
                 listener(event)
 
     def ended_by(self, error: BaseException) -> str:
-        """Why a run ends, in a word; of a failure everyone is told what it was."""
+        """Return why a run ends, in a word. A failure is told to the listeners too."""
         if isinstance(error, Stopped | GeneratorExit):
             return "stopped"
         if (failure := failure_of(error, step=self.step)) is not None:

@@ -1,4 +1,4 @@
-"""The learning rate: what the optimizer's groups began with, times a factor of the step, changed by hand at will."""
+"""The learning rate: what the optimizer's groups began with, times a factor of the step. It can be changed by hand."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from nbkit.errors import TrainingError
 
 
 class LrSchedule:
-    """lr of group g at the step after `step` finished ones: base[g] x schedule(step). Without schedule: as it stands.
+    """Sets the rate of group g, after `step` finished steps, to base[g] x schedule(step). Without schedule it stays.
 
-    A function of the step alone has no state, so resuming carries it for free.
+    A function of the step alone has no state, so nothing has to be resumed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Callable[[int], float] | None) -> None:
@@ -39,31 +39,32 @@ class LrSchedule:
         """Set the rate of the step that follows `step` finished ones."""
         if self.schedule is not None:
             self._factor = float(self.schedule(step))
-            # Groups that were added since begin with their own rate.
+            # Groups that were added later begin with their own rate.
             self.base += [float(group["lr"]) for group in self.optimizer.param_groups[len(self.base) :]]
             self._apply([base * self._factor for base in self.base])
 
     def restore(self, base: list[float], step: int) -> None:
-        """As it stood after `step` finished steps; the optimizer's own state is restored by itself."""
+        """Restore the schedule after `step` finished steps. The optimizer's own state is restored separately."""
         self.base = list(base)
         if self.schedule is not None:
             self._factor = float(self.schedule(max(step - 1, 0)))
 
     @property
     def value(self) -> float:
-        """The first group's rate."""
+        """Return the first group's rate."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def set(self, value: float) -> None:
-        """Set the first group's rate from now on; other groups keep their ratio to it, a schedule keeps its shape.
+        """Set the first group's rate from now on. Other groups keep their ratio to it, and a schedule keeps its shape.
 
-        Raises TrainingError for no rate, and where there is no ratio because the first group's rate is 0.
+        Raises TrainingError unless the rate is at least 0, and if the first group's rate is 0, because then there is no
+        ratio.
         """
         if not value >= 0:
             raise TrainingError("The learning rate is at least 0.", numbers=f"lr={value}", hint="trainer.lr = 1e-4")
         value = float(value)
         now = [float(group["lr"]) for group in self.optimizer.param_groups]
-        # A schedule may stand at 0, where the ratio shows in what it begins with alone.
+        # Where a schedule is at 0, only the base rates show the ratio.
         kept = now if now[0] else [*self.base, *now[len(self.base) :]]
         if not kept[0] and any(kept):
             raise TrainingError(

@@ -1,8 +1,8 @@
 """The model as its user holds it: stable objects for it and for each of its parts, whatever strategy is in force.
 
-A strategy computes with modules of its own. Each object that the user may hold (`model`, `head = model.head`) takes on
-the class and the attributes of the one at its place, and stands there itself. Parameters cannot do that: those of an
-earlier strategy raise when their values are used.
+A strategy computes with modules of its own. Each object that the user may hold (`model`, `head = model.head`) takes the
+class and the attributes of the module at its place, and replaces it there. Parameters cannot do that: those of an
+earlier strategy raise an error when their values are used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _handles: weakref.WeakSet[ModelHandle] = weakref.WeakSet()
 
 
 class ModelHandle:
-    """`model` and every module in it, and what they show. whole: the parameters are those that the user made."""
+    """Holds `model` and every module in it, and shows the ones in force.
+
+    whole: the parameters are those that the user made.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.whole = model, True
@@ -37,12 +40,12 @@ class ModelHandle:
         self._shows = vars(model)
 
     def check_alone(self, strategy: Strategy) -> None:
-        """Raises TrainingError where the model of another job has parameters of this one that would be two after this.
+        """Raise TrainingError if this model shares parameters with another job's and they would part under `strategy`.
 
         Under ddp both jobs train the same tensors; any other strategy gives a job tensors of its own.
         """
         if self._sharing(strategy) is not None:
-            gc.collect()  # a job that nobody holds any more
+            gc.collect()  # frees a job that nobody holds any more
         if (found := self._sharing(strategy)) is not None:
             name, other = found
             raise TrainingError(
@@ -62,7 +65,7 @@ class ModelHandle:
         return None
 
     def show(self, module: nn.Module, strategy: Strategy) -> None:
-        """From now on the model and its parts are those of `module`, under `strategy`."""
+        """Let the model and its parts show those of `module` from now on, under `strategy`."""
         self.whole = strategy.mesh.size == strategy.dp and not strategy.zero
         places = list(module.named_modules(remove_duplicate=False))
         stable: dict[int, nn.Module] = {}
@@ -73,11 +76,11 @@ class ModelHandle:
         for _, part in places:
             for name, child in part._modules.items():
                 if child is not None:
-                    # Siblings made by copy.copy share one `_modules`, whose handles are there by then.
+                    # Siblings made by copy.copy share one `_modules`, which may have the handles already.
                     part._modules[name] = stable.get(id(child), child)
         if moved := {id(part): stable[id(part)] for _, part in places if stable[id(part)] is not part}:
             rebind_handles(self.model, moved)
-        self._shown = places  # what else refers to them weakly
+        self._shown = places  # keep them alive: other objects refer to them weakly
         params = dict(module.named_parameters())
         new = set(map(id, params.values()))
         for param in params.values():
@@ -88,7 +91,7 @@ class ModelHandle:
         self._params, self._shows = params, vars(self.model)
 
     def check(self) -> None:
-        """Raises TrainingError where another job has taken the model over."""
+        """Raise TrainingError if another job has taken the model over."""
         if vars(self.model) is not self._shows:
             raise TrainingError(
                 "Another job has taken over the model of this one.",
@@ -98,12 +101,12 @@ class ModelHandle:
 
 
 def shown_by(module: nn.Module) -> Shown:
-    """Return what `show_again` brings back."""
+    """Return what `show_again` restores."""
     return [(part, type(part), vars(part)) for part in module.modules()]
 
 
 def show_again(shown: Shown) -> None:
-    """The modules are what they were, whatever they have shown since."""
+    """Restore the modules to what they were, whatever they have shown since."""
     for part, kind, attributes in shown:
         # nn.Module's own __setattr__ looks at the parameters, which may wait for a rank that has failed.
         object.__setattr__(part, "__class__", kind)
@@ -111,7 +114,7 @@ def show_again(shown: Shown) -> None:
 
 
 class Retired(nn.Parameter):
-    """A parameter that the model had under another strategy: it answers for its shape, and has no values to use."""
+    """A parameter that the model had under another strategy. It still has its shape, but no values to use."""
 
     retired: tuple[type[nn.Parameter], str, str]
 

@@ -1,14 +1,10 @@
-"""The user's optimizer, made once over the whole model; from it, one over what a rank holds.
+"""Make an optimizer over what a rank holds, from the user's optimizer over the whole model.
 
-Groups are those the user's own code formed, by original names and global shapes, whatever part of a parameter is here.
-An optimizer may hold more than groups: optimizers within it, lists of parameters, closures. They are copied too. What a
-copy cannot follow is found by running copies on small tensors: see optimizer_trial.py.
-
-Copies an object with everything that it refers to, and puts other objects in the place of some of it.
-
-An optimizer may hold parameters in more places than its groups: in optimizers of its own, lists, dicts, closures. A
-copy of it over other parameters has to find them all. `copy.deepcopy` does not: Optimizer drops attributes when it is
-copied, and functions are never copied.
+Groups are those that the user's own code formed, by original names and global shapes, whatever part of a parameter is
+here. An optimizer may hold parameters in more places than its groups: in optimizers within it, lists, dicts and
+closures. A copy over other parameters has to find them all. `copy.deepcopy` does not: Optimizer drops attributes when
+it is copied, and functions are never copied. `Rebinding` copies an object with everything that it refers to, and
+replaces some of it. What a copy cannot follow is found by running copies on small tensors; see optimizer_trial.py.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from nbkit.rank.train.step.optimizer_trial import OptimizerTrial
 from nbkit.strategy import Strategy
 
 ABSENT: Any = object()
-"""Takes the place of what the copy has to do without: containers leave it out, elsewhere it is None."""
+"""Replaces what the copy has to do without. Containers leave it out; elsewhere it becomes None."""
 
 _AS_THEY_ARE = (
     *(bool, int, float, complex, str, bytes, type, ModuleType, enum.Enum),
@@ -46,16 +42,16 @@ _AS_THEY_ARE = (
 class Rebinding:
     """Copies values that may refer to each other. Models are not copied.
 
-    memo: id of an object -> what takes its place; it grows by the copies. meet: asked about each object that is new;
-    what it returns takes the place of the object, unless it is None.
+    memo: id of an object -> its replacement; it grows by the copies. meet: called with each new object; if it returns
+    something else than None, that replaces the object.
     """
 
     def __init__(self, memo: dict[int, Any], meet: Callable[[Any], Any] | None = None) -> None:
         self._memo, self._meet = memo, meet
-        self._alive: list[Any] = []  # an id means something for as long as its object lives
+        self._alive: list[Any] = []  # an id is valid only as long as its object lives
 
     def copy(self, value: Any) -> Any:
-        """Return what takes the place of `value`: a copy, itself, or ABSENT."""
+        """Return the replacement of `value`: a copy, itself, or ABSENT."""
         if value is None or value is ABSENT or isinstance(value, _AS_THEY_ARE):
             return value
         if id(value) in self._memo:
@@ -67,7 +63,7 @@ class Rebinding:
         return self._memo.setdefault(id(value), found)
 
     def attribute(self, value: Any) -> Any:
-        """Return a copy, None for what is absent."""
+        """Return a copy of `value`; None if it is absent."""
         new = self.copy(value)
         return None if new is ABSENT else new
 
@@ -106,7 +102,7 @@ class Rebinding:
         return new
 
     def _function(self, value: FunctionType) -> FunctionType:
-        """Return a function with variables of its own outside of it, which may refer to itself."""
+        """Return a copy of a function with its own closure variables. It may refer to itself."""
         assert value.__closure__ is not None
         cells, to_fill = [], []
         for cell in value.__closure__:
@@ -149,14 +145,17 @@ _ON_CPU = {"capturable": False, "fused": None}
 
 @dataclass(frozen=True)
 class _Mark:
-    """Stands for an object in the parts of an optimizer: the parameter `of` this name, an optimizer's number."""
+    """Stands for an object in the parts of an optimizer. of: the name of a parameter, or the number of an optimizer."""
 
     kind: Literal["parameter", "optimizer", "state"]
     of: str | int
 
 
 class _Part(NamedTuple):
-    """The class of an optimizer, its attributes that refer to parameters, with marks in their place, and the others."""
+    """An optimizer in parts.
+
+    kind: its class. refer: its attributes that refer to parameters, with marks in their place. others: the other ones.
+    """
 
     kind: type
     refer: dict[str, Any]
@@ -164,7 +163,7 @@ class _Part(NamedTuple):
 
 
 class OptimizerSpec:
-    """Which parameter is in which group, by name, and everything else that the optimizer holds."""
+    """The names of the parameters in each group, and everything else that an optimizer holds."""
 
     def __init__(
         self,
@@ -174,7 +173,7 @@ class OptimizerSpec:
     ) -> None:
         """optimizer: a callable given `module`, or an optimizer of its parameters.
 
-        Raises TrainingError when it is no optimizer, holds other tensors than the model's, or cannot be copied.
+        Raises TrainingError if it is no optimizer, holds other tensors than the model's, or cannot be copied.
         """
         made = optimizer if isinstance(optimizer, Optimizer) else _made_by(optimizer, module)
         argument_checks.check_optimizer(made, module)
@@ -182,7 +181,7 @@ class OptimizerSpec:
         self.name = _named(made)
         self.groups = [tuple(names[id(p)] for p in group["params"]) for group in made.param_groups]
         self._parts, optimizers = _taken_apart(made, names)
-        # What an optimizer that trained before remembers, by parameter.
+        # The state of an optimizer that has trained before, by parameter.
         self.state: dict[str, dict[str, Any]] = {}
         for number, state in enumerate(states_of(made, optimizers)):
             for p, held in state.items():
@@ -198,7 +197,7 @@ class OptimizerSpec:
         self._tried = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that joins the training: the kind of optimizer and its settings, without parameters."""
+        """Return the kind of optimizer and its settings, without parameters, for a process that joins the training."""
         return {name: value for name, value in vars(self).items() if name not in ("_made", "_names", "_tried", "state")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -208,8 +207,11 @@ class OptimizerSpec:
         self._trial.build = self._small
 
     def build(self, held: Mapping[str, nn.Parameter], like: Optimizer | None = None) -> Any:
-        """Return an optimizer over `held`, without state. like: take settings and attributes from this one, not the
-        first."""
+        """Return an optimizer over `held`, without state.
+
+        like: take settings and attributes from this one, not from the first. Raises TrainingError if it has got more
+        groups.
+        """
         if like is not None and len(like.param_groups) != len(self.groups):
             raise TrainingError(
                 "The optimizer has got parameter groups since the job was built, which a switch cannot follow.",
@@ -221,7 +223,7 @@ class OptimizerSpec:
         return optimizer
 
     def _parts_like(self, like: Optimizer) -> list[_Part]:
-        """Return the parts, with settings and attributes of `like`; what refers to parameters is as it was made."""
+        """Return the parts, with settings and attributes of `like`. What refers to parameters stays as it was made."""
         now, _ = _taken_apart(like, self._names.get(like, {}))
         if [part.kind for part in now] != [part.kind for part in self._parts]:
             now = now[:1]  # it has got another optimizer within it since
@@ -237,17 +239,18 @@ class OptimizerSpec:
         return parts
 
     def groups_of(self, optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> list[list[str]]:
-        """Names of the parameters in each of the groups of `optimizer`, those added since included."""
+        """Return the names of the parameters in each group of `optimizer`, groups added later included."""
         names = {id(p): name for name, p in held.items()}
         added = optimizer.param_groups[len(self.groups) :]
         found = [[names[id(p)] for p in group["params"] if id(p) in names] for group in added]
         return [list(group) for group in self.groups] + found
 
     def follow(self, inner: Optimizer) -> None:
-        """Show `inner`, which is in force, as the optimizer that was given.
+        """Let the optimizer that was given show `inner`, which is in force.
 
-        It lives as long as its user holds it, and would keep the whole model, and two moments of it, in memory. An LR
-        scheduler that its user puts on it, now or before, changes the groups in force, and sees the steps.
+        It lives as long as its user holds it, and would otherwise keep the whole model, and two moments of it, in
+        memory. An LR scheduler that its user puts on it, now or before, changes the groups in force, and sees the
+        steps.
         """
         self.state.clear()
         if (made := self._made) is not None:
@@ -257,9 +260,9 @@ class OptimizerSpec:
                 made.__dict__.setdefault("step", scheduled)
 
     def check(self, strategy: Strategy) -> None:
-        """Raises TrainingError when ranks of `strategy` would not update what they hold as one process does.
+        """Raise TrainingError if ranks of `strategy` would not update what they hold as one process does.
 
-        Tried on small tensors: parts of them are updated beside the whole.
+        This is tried on small tensors: parts of them are updated beside the whole.
         """
         cut = [("rows", strategy.zero > 0), ("columns", strategy.tp > 1), ("tensors", strategy.pp > 1)]
         for kind in (kind for kind, needed in cut if needed):
@@ -267,7 +270,7 @@ class OptimizerSpec:
                 self._trial.check_parts(kind, str(strategy))
 
     def check_moves(self, old: Strategy, new: Strategy) -> None:
-        """Raises SwitchError when what the optimizer remembers under `old` cannot all be taken along to `new`.
+        """Raise SwitchError if what the optimizer remembers under `old` cannot all be taken along to `new`.
 
         Raises TrainingError as `check` does.
         """
@@ -282,7 +285,7 @@ class OptimizerSpec:
             )
 
     def check_saves(self, strategy: Strategy) -> None:
-        """Raises TrainingError when a checkpoint would lack something of what the optimizer remembers."""
+        """Raise TrainingError if a checkpoint would lack something that the optimizer remembers."""
         if lost := self.lost(strategy):
             raise TrainingError(
                 f"A checkpoint would not hold all that {self.name} remembers, and what goes on from it would train "
@@ -293,13 +296,15 @@ class OptimizerSpec:
             )
 
     def lost(self, strategy: Strategy) -> str:
-        """Return what shows that a checkpoint under `strategy`, or a process that takes the place of another, would
-        lack something of what it remembers; "" where nothing does."""
+        """Return evidence that a checkpoint under `strategy` would lack something that it remembers; "" if not.
+
+        The same holds for a process that takes the place of another.
+        """
         with self._tried:
             return self._trial.lost_in_a_checkpoint(_cuts(strategy))
 
     def check_rate(self) -> None:
-        """Raises TrainingError when the learning rate of its groups is without effect."""
+        """Raise TrainingError if the learning rate of its groups has no effect."""
         with self._tried:
             taken = self._trial.takes_rate()
         if not taken:
@@ -311,12 +316,11 @@ class OptimizerSpec:
 
     @property
     def draws(self) -> bool:
-        """Return whether its steps draw random numbers."""
+        """Return True if its steps draw random numbers."""
         return self._trial.draws
 
     def is_adaptive(self) -> bool:
-        """Return True if steps by gradients ten times as large are hardly larger, as Adam's are: tried on a small
-        matrix."""
+        """Return True if gradients ten times as large hardly make larger steps, as in Adam. Tried on a small matrix."""
         torch_state = torch.get_rng_state()
         grad = torch.linspace(1.0, 2.0, 24).reshape(4, 6)
         try:
@@ -328,7 +332,7 @@ class OptimizerSpec:
         return bool(0 < small and large < 2 * small)
 
     def _one_step(self, grad: torch.Tensor) -> float:
-        """Return how far one step of the first group's settings goes from zero."""
+        """Return how far one step goes from zero, with the first group's settings."""
         weight = nn.Parameter(torch.zeros_like(grad))
         settings = {"weight_decay": 0.0}
         optimizer = self._small({self._first: weight}, lambda group: {**settings, "lr": group.get("lr") or 0.1})
@@ -341,7 +345,10 @@ class OptimizerSpec:
         return next(name for names in self.groups for name in names)
 
     def kinds(self, model: nn.Module) -> dict[str, dict[str, int]]:
-        """As job_state.bytes_per_element, before the first step: found by one of a small optimizer of this kind."""
+        """Return what job_state.bytes_per_element does, before the first step.
+
+        It is found by a step of a small optimizer.
+        """
         keys = self._bytes_per_element()
         return {
             name: {"weight": p.element_size()} | (keys if p.requires_grad else {})
@@ -350,7 +357,7 @@ class OptimizerSpec:
 
     @property
     def keys_per_element(self) -> set[str]:
-        """Of what it remembers of each element; none where that cannot be tried."""
+        """Return the keys of what it remembers of each element; none if that cannot be tried."""
         try:
             return set(self._bytes_per_element())
         except Exception:  # whatever it wants of real parameters
@@ -364,16 +371,17 @@ class OptimizerSpec:
         return {key: value.element_size() for key, value in per_element(small, weight).items()}
 
     def over(self, params: list[nn.Parameter]) -> Any:
-        """An optimizer of this kind and its first group's settings over other parameters, which are on the CPU."""
+        """Return an optimizer of this kind, with its first group's settings, over other parameters on the CPU."""
         optimizer = self._small({self._first: params[0]}, lambda group: {})
         for groups in _group_lists(optimizer):
             groups[:] = [{**group, "params": list(params)} for group in groups if group["params"]]
         return optimizer
 
     def on_cpu(self, held: Mapping[str, nn.Parameter], plainly: bool) -> Any:
-        """As `build`, over tensors on the CPU, for a step of a proof. plainly: updates them one after the other.
+        """Return an optimizer as `build` does, over tensors on the CPU, for a step of a proof.
 
-        The largest learning rate becomes 0.1: an update is not to be lost where weights are rounded.
+        plainly: update tensors one after the other. The largest learning rate becomes 0.1, so that no update is lost
+        where weights are rounded.
         """
         largest = max(float(group.get("lr") or 0) for group in _group_settings(self._parts))
 
@@ -394,10 +402,10 @@ class OptimizerSpec:
         whole: bool = False,
         hooks: bool = False,
     ) -> Any:
-        """As `build`, for steps that are none of the training: what it counts is its own.
+        """Return an optimizer as `build` does, for steps outside of the training. It has its own counters.
 
-        settings: what a group has in another way. whole: keep groups of which `held` has nothing. hooks: call those
-        that its user has put on it.
+        settings: what to change in a group. whole: keep groups of which `held` has nothing. hooks: call those that its
+        user has put on it.
         """
         optimizer = _assembled(self._parts if like is None else self._parts_like(like), held, shares=False)
         for each in [] if hooks else [optimizer, *vars(optimizer).get("_within", ())]:
@@ -429,7 +437,7 @@ def _made_by(factory: Callable[[nn.Module], Optimizer], model: nn.Module) -> Opt
 
 
 def _cuts(*strategies: Strategy) -> list[str]:
-    """Return how one of them cuts tensors, see OptimizerTrial.lost_in_a_switch."""
+    """Return how the strategies cut tensors; see OptimizerTrial.lost_in_a_switch."""
     columns = any(strategy.tp > 1 for strategy in strategies)
     rows = not columns and any(strategy.zero for strategy in strategies)
     stages = any(strategy.pp > 1 for strategy in strategies)
@@ -437,7 +445,7 @@ def _cuts(*strategies: Strategy) -> list[str]:
 
 
 def _named(made: Optimizer) -> str:
-    """The name of its class, and what was put on it that is no part of the class."""
+    """Return the name of its class, and what was put on it that is no part of the class."""
     name, held = type(made).__name__, vars(made)
     if "step" in held and not _is_ours("step", held["step"]):
         name += " with another step"
@@ -468,7 +476,7 @@ def _taken_apart(made: Optimizer, names: Mapping[int, str]) -> tuple[list[_Part]
         for name, value in vars(one).items():
             if not _is_ours(name, value):
                 own = copies.attribute(value)
-                # What refers to no parameter is no copy: its user may hold it too, such as a list that grows.
+                # What refers to no parameter is not copied: its user may hold it too, such as a list that grows.
                 refers = name == "param_groups" or _refers(own)
                 (part.refer if refers else part.others)[name] = own if refers else value
         parts.append(part)
@@ -476,16 +484,16 @@ def _taken_apart(made: Optimizer, names: Mapping[int, str]) -> tuple[list[_Part]
 
 
 def _is_ours(name: str, value: Any) -> bool:
-    """Return whether an attribute is what this library, or an LR scheduler, put on that very optimizer."""
+    """Return True if this library, or an LR scheduler, put an attribute on that very optimizer."""
     if name != "step":
         return name in ("_within", "state_device")
     return hasattr(value, "_wrapped_by_lr_sched") or str(getattr(value, "__module__", "")).startswith("nbkit.")
 
 
 def _assembled(parts: Sequence[_Part], held: Mapping[str, nn.Parameter], *, shares: bool = True) -> Any:
-    """Return an optimizer made of `parts` over `held`; what they have of other parameters is left out.
+    """Return an optimizer made of `parts` over `held`. Other parameters in the parts are left out.
 
-    shares: what refers to no parameter is that of the parts.
+    shares: share what refers to no parameter with the parts.
     """
     optimizers: list[Any] = [object.__new__(part.kind) for part in parts]
     states: list[Any] = [defaultdict(dict) for _ in parts]
@@ -499,7 +507,7 @@ def _assembled(parts: Sequence[_Part], held: Mapping[str, nn.Parameter], *, shar
     for optimizer, part in zip(optimizers, parts, strict=True):
         optimizer.__dict__.update({name: copies.attribute(value) for name, value in part.refer.items()})
         for name, value in part.others.items():
-            # The hooks that users put on it are its own from then on, and what it counts in place.
+            # It has its own hooks, and its own counters that change in place.
             copied = not shares or isinstance(value, OrderedDict | torch.Tensor)
             optimizer.__dict__[name] = copies.attribute(value) if copied else value
     if len(optimizers) > 1:
@@ -512,7 +520,7 @@ def _with_marks(found: Callable[[_Mark], Any]) -> Rebinding:
 
 
 def _refers(value: Any) -> bool:
-    """Return whether there is a mark in an attribute of a part."""
+    """Return True if there is a mark in an attribute of a part."""
     seen: list[_Mark] = []
 
     def see(mark: _Mark) -> _Mark:
@@ -524,7 +532,7 @@ def _refers(value: Any) -> bool:
 
 
 def _group_lists(optimizer: Any) -> Iterator[list[dict[str, Any]]]:
-    """The groups of an optimizer and of those within it, each list once."""
+    """Yield the groups of an optimizer and of those within it, each list once."""
     every = [optimizer, *vars(optimizer).get("_within", ())]
     yield from {id(each.param_groups): each.param_groups for each in every}.values()
 

@@ -1,13 +1,12 @@
-"""What an optimizer remembers: of each parameter, in its groups and in attributes; with the optimizers within it.
+"""The state of an optimizer: of each parameter, in its groups and in attributes, with the optimizers within it.
 
-The optimizer as its user holds it: a stable handle, so that what is behind it can be replaced.
+`OptimizerHandle` is the optimizer as its user holds it: stable, so that what is behind it can be replaced.
 
-Optimizer state that rests in host memory: `offload="cpu"`, for a GPU that has no room for it.
-
-A step takes the parameters some at a time: their state goes to the device, the optimizer updates them there, and the
-state goes back. So a GPU holds the state of one part, and weights and gradients as ever. Each step moves the bytes of
-the state twice over PCIe (for Adam in float32, 8 + 8 bytes per parameter that this rank updates) and waits for them.
-The numbers are those of the same optimizer without it. On CPU ranks there is nowhere to go, and nothing moves.
+`offload` keeps optimizer state in host memory (`offload="cpu"`), for a GPU that has no room for it. A step takes some
+parameters at a time: their state goes to the device, the optimizer updates them there, and the state goes back. So a
+GPU holds the state of one part, and all weights and gradients. Each step moves the bytes of the state twice over PCIe
+(for Adam in float32, 8 + 8 bytes per parameter that this rank updates) and waits for them. The numbers are those of the
+same optimizer without it. On CPU ranks nothing moves.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from nbkit.rank.telemetry.phases import phase
 
 State = MutableMapping[Any, dict[str, Any]]
 
-# How an optimizer computes is this run's business; what it computes is the checkpoint's.
+# These settings belong to the run, not to a checkpoint: they say how an optimizer computes, not what.
 OWN_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
 _BESIDE = "beside the groups"  # a key of the first group's settings
 _OF_TORCH = ("_step_count",)  # of an LR scheduler
@@ -35,20 +34,20 @@ _OF_TORCH = ("_step_count",)  # of an LR scheduler
 def states_of(optimizer: Optimizer, optimizers: Iterable[Optimizer] = ()) -> list[State]:
     """Return the state of `optimizer` and those of the optimizers within it, each once.
 
-    optimizers: within it; those that the OptimizerSpec noted are known.
+    optimizers: those within it; default: those that the OptimizerSpec noted.
     """
     every = [optimizer, *(optimizers or vars(optimizer).get("_within", ()))]
     return list({id(each.state): each.state for each in every}.values())
 
 
 def numbered(number: int, key: str) -> str:
-    """Return the name of what state `number` holds as `key`: of the first state, the key itself."""
+    """Return the name of `key` in state `number`. In the first state it is the key itself."""
     return f"{number}.{key}" if number else key
 
 
 def remembered(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
     """Return all that is remembered of `param`, by numbered key."""
-    # Without asking the defaultdict, which would make an entry, and the optimizer takes that for its own.
+    # Do not index the defaultdict: it would make an entry, which the optimizer takes for its own.
     return {
         numbered(number, key): value
         for number, state in enumerate(states_of(optimizer))
@@ -63,7 +62,7 @@ def per_element(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Tensor]:
 
 
 def per_parameter(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
-    """Return what is remembered once of `param`: copies, tensors on the CPU."""
+    """Return what is remembered once of `param`, as copies. Tensors are on the CPU."""
     return {
         key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
         for key, value in remembered(optimizer, param).items()
@@ -76,7 +75,7 @@ def _follows(value: Any, param: nn.Parameter) -> bool:
 
 
 def remember(optimizer: Optimizer, param: nn.Parameter, key: str, value: Any) -> None:
-    """Put `value` where `remembered` finds it as `key`."""
+    """Store `value` where `remembered` finds it as `key`."""
     first, _, rest = key.partition(".")
     number, own = (int(first), rest) if first.isdigit() and rest else (0, key)
     states_of(optimizer)[number].setdefault(param, {})[own] = value
@@ -91,8 +90,8 @@ def forget(optimizer: Optimizer) -> None:
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the settings of each group (learning rate, betas, ...) as plain numbers.
 
-    With those of the first group go the numbers that the optimizer keeps in attributes, and all this of the optimizers
-    within it, where there are any.
+    The first group's settings also hold the numbers that the optimizer keeps in attributes, and all this of the
+    optimizers within it, if there are any.
     """
     settings = _settings(optimizer)
     beside: list[dict[str, Any]] = [{"attributes": _attributes(optimizer)}]
@@ -104,7 +103,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def take_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Set what `settings_of` gave."""
+    """Set what `settings_of` returned."""
     beside = settings[0].get(_BESIDE, ()) if settings else ()
     for each, own in zip([optimizer, *vars(optimizer).get("_within", ())], beside, strict=False):
         _set(each, own.get("groups", ()))
@@ -130,7 +129,10 @@ def _set(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the numbers that its class keeps in attributes; what torch notes in some is true or false of this run."""
+    """Return the numbers that its class keeps in attributes.
+
+    Private booleans are left out: torch notes in them what is true of this run only.
+    """
     return {
         name: _plain(value)
         for name, value in vars(optimizer).items()
@@ -140,7 +142,10 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers of numpy and tensors with one element as Python's: a checkpoint is read without their code."""
+    """Return numbers of numpy and tensors with one element as Python's.
+
+    So a checkpoint is read without their code.
+    """
     if type(value) in (tuple, list):
         return type(value)(map(_plain, value))
     if isinstance(value, Tensor):
@@ -149,10 +154,10 @@ def _plain(value: Any) -> Any:
 
 
 class OptimizerHandle(torch.optim.Optimizer):
-    """Delegates to the optimizer behind it. An Optimizer by type, so that torch's LR schedulers take it.
+    """Delegates to the optimizer behind it. It is an Optimizer by type, so that torch's LR schedulers take it.
 
-    update: makes the step. forgotten: hears that the gradients are gone, and whether they are None. fits: whether a
-    tensor of this shape can be what the optimizer remembers, by this key, of a parameter.
+    update: makes the step. forgotten: is told that the gradients are gone, and whether they are None. fits: returns
+    True if a tensor of this shape can be the optimizer's state of a parameter by this key.
     """
 
     inner: torch.optim.Optimizer
@@ -169,7 +174,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         self.__dict__.update(inner=inner, _update=update, _forgotten=forgotten, _fits=fits)
 
     def step(self, closure: Any = None) -> Any:
-        """Return one update of the parameters. A closure is not supported: `job.backward` makes the gradients."""
+        """Update the parameters once. A closure is not supported: `job.backward` makes the gradients."""
         if closure is not None:
             raise TypeError("job.optimizer.step takes no closure: job.backward(batch) makes the gradients")
         with phase("optimizer"):
@@ -186,10 +191,10 @@ class OptimizerHandle(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this rank gave, under a strategy that holds the same parts.
+        """Load what `state_dict` of this rank returned, under a strategy that holds the same parts.
 
-        Raises TrainingError, before anything is changed, for a state of other tensors: of whole parameters, where this
-        rank holds parts of them.
+        Raises TrainingError, before anything is changed, for a state of other tensors, such as whole parameters where
+        this rank holds parts of them.
         """
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         held = [p for group in self.inner.param_groups for p in group["params"]]
@@ -220,11 +225,11 @@ def _misfit(numbers: str) -> TrainingError:
 
 
 PART_BYTES = 64 << 20
-"""Parameters that are updated at once."""
+"""Limit of the parameters that are updated at once."""
 
 
 def offload(optimizer: torch.optim.Optimizer) -> None:
-    """From now on `optimizer` keeps what it remembers of each element in host memory. In place.
+    """Keep in host memory, from now on, what `optimizer` remembers of each element. In place.
 
     Raises TrainingError for an optimizer whose update of some parameters may depend on the others.
     """
@@ -245,7 +250,7 @@ def offload(optimizer: torch.optim.Optimizer) -> None:
 
 
 def to_host(optimizer: torch.optim.Optimizer) -> None:
-    """Move there what `optimizer` keeps on a device already."""
+    """Move to the host what `optimizer` keeps on a device."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             _put_back(optimizer, p, {})
@@ -269,7 +274,7 @@ def _in_parts(optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> No
 
 
 def _parts(whole: Sequence[list[nn.Parameter]]) -> Iterator[list[list[nn.Parameter]]]:
-    """The parameters of all groups, cut into parts of at most PART_BYTES, or one parameter, each by its group."""
+    """Yield the parameters of all groups in parts of at most PART_BYTES, or of one parameter, each by its group."""
     part: list[list[nn.Parameter]] = [[] for _ in whole]
     size = 0
     for group, params in enumerate(whole):
@@ -285,8 +290,11 @@ def _parts(whole: Sequence[list[nn.Parameter]]) -> Iterator[list[list[nn.Paramet
 
 
 def _fetch(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> list[tuple[str, Tensor]]:
-    """Put the state of `p` beside it; (key, where it rests) of what is kept per element, as a fused step is not."""
-    # Without asking the defaultdict, which would make an entry, and the optimizer takes that for its own.
+    """Move the state of `p` to its device.
+
+    Return (key, where it rests) of what is kept per element, unlike a fused step.
+    """
+    # Do not index the defaultdict: it would make an entry, which the optimizer takes for its own.
     state = optimizer.state[p] if p in optimizer.state else {}
     resting = [(key, value) for key, value in state.items() if isinstance(value, Tensor) and value.ndim]
     for key, value in resting:
@@ -302,6 +310,6 @@ def _put_back(optimizer: torch.optim.Optimizer, p: nn.Parameter, hosts: dict[tup
         host = hosts.get((id(p), key))
         if host is None or accelerator().holds(host) or host.shape != value.shape or host.dtype != value.dtype:
             host = accelerator().pinned(value.shape, value.dtype)
-        # Waited for: what reads the state next, a checkpoint or a switch, may do so on the host.
+        # Wait for it: a checkpoint or a switch may read the state on the host next.
         host.copy_(value)
         state[key] = host

@@ -1,16 +1,16 @@
-"""Tries an optimizer on small tensors: what it does with parts of parameters is compared with what it does with all.
+"""Try an optimizer on small tensors: what it does with parts of parameters is compared with what it does with all.
 
-Nobody's name is asked. Several copies make the same steps side by side: one over whole tensors, the others over the
-parts that ranks of a strategy hold, or with a state that was carried over in between, as a switch does. Where their
-weights differ, the strategy (or the switch) would train another model.
+The name of an optimizer decides nothing. Several copies make the same steps side by side: one over whole tensors, the
+others over the parts that ranks of a strategy hold, or with a state that was carried over in between, as a switch does.
+If their weights differ, the strategy (or the switch) would train another model.
 
-How many steps: a number over all parameters counts from the second step on in Prodigy and D-Adaptation, slow weights
-are taken every 5 or 6, preconditioners are made every 10, or from step 25 on. 31 is beyond these and is no multiple of
-what code counts by. Whole numbers among the settings, which often are such steps, make it more.
+Number of steps: in Prodigy and D-Adaptation a number over all parameters counts from the second step on. Slow weights
+are taken every 5 or 6 steps. Preconditioners are made every 10 steps, or from step 25 on. 31 is beyond these, and is no
+multiple of common periods. Whole numbers among the settings are often such periods, so they make it more.
 
-How large: an optimizer may treat small tensors, vectors or matrices in a way of their own. So the tensors have the
-dims of the model's parameters, up to a size beyond which optimizers that are known make no difference any more: 8-bit
-states begin at 4,096 elements, factored ones at 128 rows and columns.
+Size of tensors: an optimizer may treat small tensors, vectors or matrices in a special way. So the tensors have the
+dims of the model's parameters, up to a size beyond which known optimizers make no difference: 8-bit states begin at
+4,096 elements, factored ones at 128 rows and columns.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _LARGEST = ((), (5120,), (136, 128), (64, 40, 2), (64, 40, 2, 2))
 """Dims of the tensors, by number of dims. 136 x 128 are whole blocks of 256; the parts are not."""
 _SAME_KIND = 2  # tensors of each group that have the same number of dims; one of them is large
 _TOLERANCE = {torch.float64: (1e-6, 1e-13), torch.float32: (1e-3, 1e-6)}
-"""Of what the weights have moved, and of the weights: differences below are roundings."""
+"""(share of the weights' movement, share of the weights): smaller differences are rounding."""
 
 Part = tuple[slice, ...]
 Copy = tuple[Any, list[tuple[str, nn.Parameter, Part]]]
-"""An optimizer, and what it updates: of which tensor, the parameter, and which part of the tensor it is."""
+"""An optimizer, and what it updates: (name of a tensor, parameter, part of the tensor)."""
 _SCALES = {_CARRIED_AT + 2: 1e-3, _CARRIED_AT + 6: 1e3}
-"""Of the gradients, by step: limits on a norm are to be passed and not to be reached."""
+"""Factors of the gradients, by step: so that limits on a norm are sometimes passed and sometimes not reached."""
 _FAILED = "failed: "
 _PLAIN = "strategy='ddp', or an optimizer such as AdamW or SGD"
 _REACHABLE = "hold them in attributes of the optimizer, or take an optimizer such as AdamW or SGD"
@@ -55,7 +55,7 @@ class OptimizerSends(Exception):
 
 
 class _Reads(TorchFunctionMode):
-    """Notes whether torch is given one of some tensors, or the gradient of one is read."""
+    """Notes if torch is given one of some tensors, or if the gradient of one is read."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
@@ -70,7 +70,10 @@ class _Reads(TorchFunctionMode):
 
 
 class OptimizerTrial:
-    """Of one optimizer. build: (held, settings, like=...) -> a copy of it over `held`, see OptimizerSpec._small."""
+    """Tries an optimizer on small tensors.
+
+    build: (held, settings, like=...) -> a copy of it over `held`, see OptimizerSpec._small.
+    """
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class OptimizerTrial:
         return {**vars(self), "build": None}
 
     def check(self, made: Any, real: Iterable[nn.Parameter]) -> None:
-        """Raises TrainingError for what no strategy trains as one process does.
+        """Raise TrainingError if no strategy trains with it as one process does.
 
         made: the optimizer itself. real: the parameters of the model.
         """
@@ -104,7 +107,7 @@ class OptimizerTrial:
             differs = self._again(device)
         self._reads, self._keyed = reads.found, _keyed(made, {id(p) for p in real})
         if self._failed:
-            return  # maybe small tensors are what it cannot take: without parts it trains as it does in plain torch
+            return  # it may refuse only small tensors: without parts it trains as it does in plain torch
         if self._still:
             raise TrainingError(
                 f"{self.name} does not update all parameters of its groups, once it is copied: the optimizers or "
@@ -128,7 +131,10 @@ class OptimizerTrial:
             )
 
     def _again(self, device: torch.device) -> str:
-        """Return what two whole copies show, in float64 or else in float32, on the CPU or else on `device`."""
+        """Return how two whole copies differ, "" if they do not.
+
+        In float64 or else float32, on the CPU or else on `device`.
+        """
         if not self._tried("saved"):
             return ""
         kinds = [(torch.device("cpu"), torch.float64), (torch.device("cpu"), torch.float32), (device, torch.float32)]
@@ -148,9 +154,9 @@ class OptimizerTrial:
         return ""
 
     def check_parts(self, kind: str, strategy: str) -> None:
-        """Raises TrainingError where ranks that hold parts would make other updates.
+        """Raise TrainingError if ranks that hold parts would make other updates.
 
-        kind: "rows" or "columns", which are parts of tensors, or "tensors", some of them on each rank.
+        kind: "rows" or "columns" for parts of tensors, "tensors" for some of the tensors on each rank.
         """
         splits = "gives each rank some of the parameters" if kind == "tensors" else "splits parameters over ranks"
         alone = " does not update each element by itself, and "
@@ -180,14 +186,14 @@ class OptimizerTrial:
             )
 
     def lost_in_a_checkpoint(self, cuts: Sequence[str]) -> str:
-        """As `lost_in_a_switch`, of copies that know only what a checkpoint holds."""
+        """Return what `lost_in_a_switch` does, for copies that know only what a checkpoint holds."""
         return self._failed or self._tried("saved") or self._lost_in(cuts)
 
     def lost_in_a_switch(self, cuts: Sequence[str]) -> str:
-        """Return what shows that copies that take the state over do not go on as the optimizer does; "" if they do.
+        """Return evidence that copies that take the state over do not go on as the optimizer does; "" if they do.
 
-        cuts: "rows" or "columns", where ranks have parts of tensors before or afterwards; "tensors", where they have
-        some of them.
+        cuts: "rows" or "columns", if ranks have parts of tensors before or afterwards; "tensors", if they have some of
+        them.
         """
         known = self._keyed or self._failed
         if known or (self._tried("saved") and self._tried("carried")):
@@ -204,14 +210,14 @@ class OptimizerTrial:
         return self._found[kind]
 
     def _compared(self, kind: str) -> str:
-        """Return where and how far copies come apart, "" if they do not."""
+        """Return where and how far copies come apart; "" if they do not."""
         draw = torch.Generator().manual_seed(0)
         start = {name: self._drawn(shape, draw) * 0.5 for name, shape in self._shapes.items()}
         pushes = [self._drawn(shape, draw) * 2.0 ** (n % 4) for n, shape in enumerate(self._shapes.values())]
         noise = self._drawn((max(map(prod, self._shapes.values()), default=0) + 7 * _MOST_STEPS,), draw)
         kept = ExitStack()
         try:
-            hooks = kind != "again"  # one may clip or remember; many log, where they are not needed
+            hooks = kind != "again"  # a hook may clip or remember; many log, so skip them where they are not needed
             whole = self._over(start, {name: () for name in start}, hooks=hooks)
             kept.enter_context(outside_kept(nn.Module(), *_hooks_of(whole[0])))
             arranged, moves = self._arranged(kind), kind == "saved" or kind.startswith("carried")
@@ -230,7 +236,7 @@ class OptimizerTrial:
                     _make_step(other, grads, step)
                 self.draws |= drawn
                 if not all(bool(p.isfinite().all()) for _, p, _ in whole[1]):
-                    break  # from here on it shows nothing
+                    break  # further steps show nothing
                 if found := _apart(whole, others, start):
                     return f"{found} after {step + 1} of {steps} steps"
             if kind in ("saved", "again"):
@@ -260,7 +266,7 @@ class OptimizerTrial:
         return self.build(held, _rate, hooks=hooks), [(name, p, parts[name]) for name, p in held.items()]
 
     def _carried(self, whole: Copy, parts: Mapping[str, Part], *, saved: bool) -> Copy:
-        """A copy over `parts` that takes over what the optimizer remembers, as a switch moves it, or a checkpoint."""
+        """Return a copy over `parts` with the optimizer's state, as a switch moves it, or a checkpoint."""
         optimizer, updated = whole
         updated = [each for each in updated if each[0] in parts]
         held = {name: nn.Parameter(p.detach()[parts[name]].clone()) for name, p, _ in updated}
@@ -276,7 +282,7 @@ class OptimizerTrial:
         return copy, [(name, p, parts[name]) for name, p in held.items()]
 
     def _arranged(self, kind: str) -> list[dict[str, Part]]:
-        """By rank, which part of which tensor it has."""
+        """Return, by rank, which part of which tensor it has."""
         names = list(self._shapes)
         if kind in ("again", "saved", "carried"):
             return [dict.fromkeys(names, ())]
@@ -287,7 +293,7 @@ class OptimizerTrial:
         second: dict[str, Part] = {}
         for n, (name, shape) in enumerate(self._shapes.items()):
             first[name] = second[name] = ()
-            # Of columns every other tensor: tensor parallelism splits by rows and by columns.
+            # Split every other tensor by columns: tensor parallelism splits by rows and by columns.
             dim = 1 if kind.endswith("columns") and len(shape) > 1 and n % 2 == 0 else 0
             if shape and (kind.endswith("rows") or (shape[dim] > 1 and (len(shape) > 1 or n % 2))):
                 at = shape[dim] // 2 + 1 if shape[dim] > 2 else 1
@@ -296,7 +302,7 @@ class OptimizerTrial:
         return [first, second]
 
     def takes_rate(self) -> bool:
-        """Return whether steps follow the learning rate of the groups that it shows."""
+        """Return True if steps follow the learning rate of its groups."""
         draw = torch.Generator().manual_seed(0)
         start = {name: self._drawn(shape, draw) for name, shape in self._shapes.items()}
         try:
@@ -312,7 +318,7 @@ class OptimizerTrial:
         return any(not torch.equal(p, q) for (_, p, _), (_, q, _) in zip(one[1], other[1], strict=True))
 
     def _takes_closure(self) -> bool:
-        """Return whether a step can be made with a closure."""
+        """Return True if a step can be made with a closure."""
         self._on, self._dtype = torch.device("cpu"), torch.float64
         draw = torch.Generator().manual_seed(0)
         start = {name: self._drawn(shape, draw) for name, shape in self._shapes.items()}
@@ -335,9 +341,9 @@ class OptimizerTrial:
 
 
 def _chosen(groups: Sequence[Sequence[str]], params: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
-    """name -> shape of what is tried: of each group the first ones of each number of dims; the largest is among them.
+    """Return name -> shape of the tensors to try: the first ones of each group by number of dims.
 
-    At least two, where there are so many: one number over all of them is to be seen.
+    The largest is among them. There are at least two, if there are so many, so that one number over all of them shows.
     """
     chosen: dict[str, tuple[int, ...]] = {}
     for names in groups:
@@ -356,13 +362,13 @@ def _capped(shape: tuple[int, ...], large: bool) -> tuple[int, ...]:
 
 
 def _hooks_of(optimizer: Any) -> list[Any]:
-    """The functions that its user has put around its steps."""
+    """Return the functions that its user has put around its steps."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return [hook for name in names for hook in vars(optimizer).get(name, {}).values()]
 
 
 def _keyed(made: Any, real: Collection[int]) -> str:
-    """Return what a step may look up by a parameter, or by its address, so that it finds nothing of a copy; "" if none.
+    """Return where a step looks something up by a parameter or its address, which fails in a copy; "" if nowhere.
 
     real: the addresses of the model's parameters.
     """
@@ -384,7 +390,7 @@ def _keyed(made: Any, real: Collection[int]) -> str:
 
 
 def _rate(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group that waits for its learning rate gets one."""
+    """Return a learning rate for a group that waits for one."""
     return {"lr": 0.1} if "lr" in group and not group["lr"] else {}
 
 
@@ -395,7 +401,7 @@ def _steps_for(optimizer: Any) -> int:
 
 
 def _make_step(copy: Copy, grads: Mapping[str, Tensor], step: int) -> bool:
-    """Return whether it drew random numbers. Those that copies draw in one step are the same."""
+    """Make a step. Return True if it drew random numbers. All copies draw the same ones in a step."""
     optimizer, updated = copy
     for name, p, part in updated:
         p.grad = grads[name][part].clone()
@@ -420,7 +426,7 @@ def _apart(whole: Copy, others: Sequence[Copy], start: Mapping[str, Tensor]) -> 
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    """Nothing but copies is changed inside: random numbers are drawn again, and a message raises Sends."""
+    """Change nothing but copies inside: the random state is restored, and a message raises OptimizerSends."""
     state, own, threads = torch.get_rng_state(), get_ident(), torch.get_num_threads()
 
     def refuse(operation: str, group: str, _: int) -> None:
@@ -428,7 +434,7 @@ def _aside() -> Iterator[None]:
             raise OptimizerSends(f"{operation} in {group}")
 
     delegating_group.listeners.append(refuse)
-    torch.set_num_threads(1)  # to wake the others takes longer than they work, and on a busy machine a hundred times
+    torch.set_num_threads(1)  # waking the others takes longer than their work, a hundred times on a busy machine
     try:
         yield
     finally:

@@ -21,9 +21,8 @@ _OWN = ("step", "lr", "strategy", "seconds", "samples", "tokens")
 class Pending:
     """A step whose numbers are under way.
 
-    mesh, strategy, parts: those the step was made under; parts: see Shard.
-    asked: the number of the request its reduction asked about.
-    made: the optimizer took the step. remarks: what words there are to the record.
+    mesh, strategy, parts: those the step was made under; parts: see Shard. asked: the number of the request its
+    reduction asked about. made: the optimizer took the step. remarks: words to add to the record.
     """
 
     step: int
@@ -40,7 +39,10 @@ class Pending:
     made: bool = False
 
     def add(self, numbers: Mapping[str, float | Tensor]) -> None:
-        """More numbers for the record. Raises TrainingError for names that the record has already."""
+        """Add numbers to the record.
+
+        Raises TrainingError for names that the record has already, and unless they are numbers.
+        """
         if taken := [name for name in _OWN if name in numbers]:
             raise TrainingError(
                 "A name in log() is one of the record's own.",

@@ -1,10 +1,10 @@
-"""Computes in the precision of a job: float32 weights, under autocast if asked; float16 with a scale on the loss.
+"""Compute in the precision of a job: float32 weights, under autocast if asked; float16 with a scale on the loss.
 
-float16 loses gradients below 6e-8. So the loss is multiplied before backward and the gradients are divided after it,
-once they are sums over the ranks (Micikevicius et al. 2018). The scale is found as torch's GradScaler finds it: halved
-when a gradient is not finite, and then no rank updates anything; doubled after many steps without. On the wire: one
-all-reduce of 4 bytes a step over the world, as every rank holds other gradients. Its answer is waited for before the
-optimizer's step, as GradScaler does: no other precision waits.
+float16 loses gradients below 6e-8. So the loss is multiplied before backward, and the gradients are divided after they
+were summed over the ranks (Micikevicius et al. 2018). The scale changes as in torch's GradScaler. When a gradient is
+not finite, it is halved, and no rank updates anything. After many finite steps it is doubled. On the wire: one
+all-reduce of 4 bytes a step over the world, because every rank holds other gradients. The optimizer's step waits for
+its answer, as in GradScaler. No other precision waits.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _FIRST_SCALE, _LEAST_SCALE = 2.0**16, 2.0**-20
 
 
 class Precision:
-    """name: None, or one of PRECISIONS. Lives as long as the job: a switch changes nothing here.
+    """The precision of a job. It lives as long as the job: a switch changes nothing here.
 
-    scale: of the loss; None where none is needed. finite: steps since it was changed; after `growth_interval` it grows.
+    name: None, or one of PRECISIONS. scale: of the loss; None if none is needed. finite: steps since it was changed;
+    after `growth_interval` it grows.
     """
 
     def __init__(self, name: str | None, *, device: torch.device, world_size: int) -> None:
@@ -43,7 +44,7 @@ class Precision:
         self._found: Tensor | None = None
 
     def check(self, model: nn.Module) -> None:
-        """Warns of bf16 on a GPU without it. Raises TrainingError for trained float16 weights, which no scale saves."""
+        """Warn of bf16 on a GPU without it. Raise TrainingError for trained float16 weights, which no scale saves."""
         self._warn_of_emulation()
         halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
         if self.scale is not None and halves:
@@ -65,12 +66,12 @@ class Precision:
             )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Around forward and loss."""
+        """Return the context for forward and loss."""
         # enabled=False would switch off an autocast of the caller's own.
         return nullcontext() if self.dtype is None else torch.autocast(self.device.type, dtype=self.dtype)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return what backward begins with."""
+        """Return the scaled loss, with which backward begins."""
         return loss if self.scale is None else loss * self.scale
 
     @torch.no_grad()
@@ -91,14 +92,13 @@ class Precision:
 
     @property
     def pending(self) -> bool:
-        """Return True if there are gradients of which nobody has asked `may_step`."""
+        """Return True if there are gradients for which `may_step` was not called yet."""
         return self._found is not None
 
     def may_step(self) -> bool:
-        """Return True if the gradients of all ranks are finite, the same on each; waits for the device. Adapts the
-        scale.
+        """Return True if the gradients of all ranks are finite, the same on each. Waits for the device.
 
-        Raises TrainingError when gradients are not finite whatever the scale.
+        Adapts the scale. Raises TrainingError if gradients are not finite whatever the scale.
         """
         if self.scale is None or self._found is None:
             return True
@@ -121,7 +121,7 @@ class Precision:
         return finite
 
     def level(self) -> None:
-        """The same scale on every rank, after a step that was broken off. Collective."""
+        """Set the same scale on every rank, after a step that was broken off. Collective."""
         if self.scale is None:
             return
         self._found = self._work = None
@@ -135,6 +135,6 @@ class Precision:
         return {"scale": self.scale, "finite": self.finite}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as `state` says; one of another precision says nothing."""
+        """Take the scale from `state`, unless that is of another precision."""
         if self.scale is not None and state.get("scale") is not None:
             self.scale, self.finite = float(state["scale"]), int(state["finite"])

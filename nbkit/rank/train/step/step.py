@@ -2,15 +2,15 @@
 
 1. `rows`: this rank's part of the global batch;
 2. `backward`: forward and backward passes in the order of the strategy's schedule (ShardedModel.backward), the
-   reduction of gradients (the data axis, behind it) and of the step's numbers, and on CPU ranks their check;
+   reduction of gradients (the data axis, after it) and of the step's numbers, and on CPU ranks their check;
 3. `grad_norm` and `clip`: over all ranks;
 4. `update`: the optimizer's step, unless a scaled gradient is not finite on any rank;
-5. `boundary`: the numbers of the step before are read, and a request that all ranks hold is served.
+5. `boundary`: read the numbers of the step before, and serve a request that all ranks hold.
 
 The gradients are those of one process over the whole global batch. A mean loss over equal batches would be a mean of
-means; here every row weighs the same wherever it lies. The divisor of a mean is known beforehand, so its share is in
-the loss that is backpropagated. The divisor of (sum, weight) is known when the last rank has done its last forward
-pass; it travels beside the backward pass. So does that of a mean over the targets that count (loss/counted_targets.py).
+means; here every row weighs the same wherever it lies. The divisor of a mean is known beforehand, so the loss that is
+backpropagated contains it. The divisor of (sum, weight) is known only after the last rank's last forward pass, so it
+travels beside the backward pass. So does that of a mean over the targets that count (loss/counted_targets.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from nbkit.rank.train.step.step_stats import StepReduction, StepResult
 
 @dataclass
 class _Sums:
-    """What a step's forwards add up to on this rank."""
+    """Sums over the forward passes of a step on this rank."""
 
     loss: Tensor
     weight: Tensor | float = 0.0
@@ -94,13 +94,13 @@ class TrainingStep:
         self._dropout = KeyedDropout(sharded_model.module, seed, builder.options.draws, fused=fused)
         self._watched, self._drift_unknown = watched(sharded_model.module), True
         self._coupled = any(takes_all_ranks(module) for module in sharded_model.module.modules())
-        # Parameters of which a rank has a part, and how often they had been changed when the last step was made.
+        # Parameters of which a rank has a part, and their versions when the last step was made.
         self._parts, self._changes = sharded_model.data.parts(), list[int]()
-        # Whether the loss function gives (sum, weight): only who calls it knows, until the first step is read.
+        # True if the loss function gives (sum, weight). Until the first step is read, only ranks that call it know.
         self._summed: bool | None = None
 
     def reseed(self, seed: int) -> None:
-        """Draw by `seed` from now on."""
+        """Draw random numbers by `seed` from now on."""
         self.seed = self._dropout.seed = seed
 
     def compare_buffers(self) -> None:
@@ -108,7 +108,7 @@ class TrainingStep:
         self._drift_unknown = True
 
     def release(self) -> None:
-        """Take the hooks off the modules: another sharded model is in force."""
+        """Take the hooks off the modules, because another sharded model is in force."""
         self._dropout.release()
 
     def begin_again(self) -> None:
@@ -118,7 +118,7 @@ class TrainingStep:
         self._drift_unknown, self._changes = True, []
 
     def rows(self, batch: Any) -> Shard:
-        """This rank's rows of a global batch. Ranks that work on the same rows draw the same."""
+        """Return this rank's rows of a global batch. Ranks that work on the same rows draw the same random numbers."""
         axes = self.sharded_model.axes
         ranks, rank = axes.size("dp"), axes.index("dp")
         seed_step(self.seed, self.ledger.step, rank)
@@ -126,7 +126,7 @@ class TrainingStep:
         return batch if isinstance(batch, Shard) else shard_of(batch, ranks=ranks, rank=rank, speeds=speeds)
 
     def backward(self, shard: Shard) -> StepResult:
-        """Fill every parameter's gradient; the step's numbers are under way in what is returned.
+        """Fill every parameter's gradient. Return the step's numbers, which are still under way.
 
         Raises NotFinite on CPU ranks, before the weights are touched; on GPUs `boundary` does, one step later.
         """
@@ -135,12 +135,12 @@ class TrainingStep:
         self.builder.look_at_first(sharded_model, shard, step)
         options = self.builder.options
         self._dropout.plan = options.draws
-        # Around the forward pass of a micro-batch; called with the numbers of its rows.
+        # The context of a micro-batch's forward pass; called with the numbers of its rows.
         drawing: Callable[[Sequence[int]], AbstractContextManager[None]]
         drawing = _undrawn if self._dropout.idle() else partial(self._dropout.step, step)
         counted = options.counted if parts_rows(options, sharded_model.strategy) else None
         whole = whole_of(shard, counted, sharded_model, self.device)
-        # What a mean is divided by as far as that is known now: for rows, all there is.
+        # The divisor of a mean, as far as it is known now. For rows it is complete.
         expected = shard.total * (counted.per_row if counted is not None else 1)
         reduction = StepReduction(rank=self.rank, world_size=self.world_size, device=self.device)
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.device))
@@ -152,7 +152,7 @@ class TrainingStep:
             dp, parts = sharded_model.axes.size("dp"), shard.parts
             check_level(shard.total, ranks=dp, microbatch_size=self.microbatch_size, parts=parts)
 
-        # The result says that all backups have arrived: while one travels, it is asked for behind the backward pass.
+        # The reduction's result says that all backups have arrived. While one travels, launch after the backward pass.
         late, laps = self.backups.under_way, list[float]()
         carried = reduction.carried() if micros and sharded_model.sums_numbers and not late else None
 
@@ -163,7 +163,7 @@ class TrainingStep:
 
         def launch() -> None:
             counts = sharded_model.counts
-            self.backups.wait()  # who has the reduction's result knows that all ranks have their backups
+            self.backups.wait()  # a rank with the reduction's result knows that all ranks have their backups
             reduction.launch(
                 sums.loss if counts else torch.zeros_like(sums.loss),
                 sums.weight if counts else 0.0,
@@ -217,7 +217,7 @@ class TrainingStep:
         if micros and sharded_model.gives_output:
             self._summed = sums.summed
         elif self._summed is None and counted is None:
-            # Waited for once: a loss function keeps to one form.
+            # Wait only once: a loss function keeps to one form.
             self._summed = reduction.read().weighted
         if self._summed or counted is not None:
             grads = [p.grad for p in sharded_model.held.values() if p.grad is not None]
@@ -238,9 +238,9 @@ class TrainingStep:
         return StepResult(reduction)
 
     def grad_norm(self) -> Tensor:
-        """Return the 2-norm of all gradients, on the device; recorded in this step's history.
+        """Return the 2-norm of all gradients, on the device. It is recorded in this step's history.
 
-        Raises NotFinite on CPU ranks, before the weights are touched; on GPUs it is said when the record is read.
+        Raises NotFinite on CPU ranks, before the weights are touched; on GPUs that happens when the record is read.
         """
         with phase("optimizer"):
             norm = self.sharded_model.grad_norm(self.device)
@@ -250,18 +250,21 @@ class TrainingStep:
         return norm
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their total norm is at most `max_norm`; the norm before, not waited for."""
+        """Scale the gradients so that their total norm is at most `max_norm`.
+
+        Return the norm before, without waiting for it.
+        """
         norm = self.grad_norm()
         with phase("optimizer"):
             clip(self.sharded_model.held, max_norm, norm)
         return norm
 
     def update(self, *, late: bool = False) -> None:
-        """The optimizer's step. With a scaled loss it is skipped where a gradient is not finite on any rank.
+        """Make the optimizer's step. With a scaled loss, skip it if a gradient is not finite on any rank.
 
-        Then the step is made: into its record go loss_scale, that of this step, and skipped, 1 where nothing changed.
-        late: what other ranks updated is waited for when it is read, at the latest in the next step: only for who holds
-        no weight himself.
+        A skipped step counts as made. With a scaled loss the record gets loss_scale, that of this step, and skipped, 1
+        if nothing changed. late: wait for what other ranks updated only when it is read, at the latest in the next
+        step. This is only for callers that hold no weight themselves.
         """
         made = True
         if self.precision.pending:
@@ -280,7 +283,7 @@ class TrainingStep:
         self.ledger.made()
 
     def _warn_of_changes(self) -> None:
-        """Once: somebody has changed weights between two steps, of which no rank sees the whole."""
+        """Warn, once, that weights were changed between two steps while no rank has the whole of them."""
         self._parts, self._changes = [], []
         if self.rank == 0:
             strategy = self.sharded_model.strategy
@@ -292,9 +295,10 @@ class TrainingStep:
             )
 
     def boundary(self) -> None:
-        """Between two steps: read the numbers of the step before last, and serve what all ranks agreed on.
+        """Read the numbers of the step before last, and serve what all ranks agreed on. Call it between two steps.
 
-        Those of the last step where somebody is told of them: who looks at the model then sees that of this step.
+        If somebody is told of them, read those of the last step: who looks at the model then sees the model of that
+        step.
         """
         keep = 0 if self.ledger.at_once else 1
         self.ledger.settle(keep=keep)
@@ -304,7 +308,10 @@ class TrainingStep:
 
     @torch.no_grad()
     def evaluate(self, shard: Shard) -> Tensor:
-        """(summed loss, weight) of this rank's rows, zeros where another rank's count. The module is in eval mode."""
+        """Return (summed loss, weight) of this rank's rows; zeros if another rank counts them.
+
+        The module is in eval mode.
+        """
         micros, counted = self._cut(shard), self.builder.options.counted
         whole = whole_of(shard, counted, self.sharded_model, self.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)

@@ -1,11 +1,11 @@
 """The small reduction that every step makes: loss, weight, requests, who was not finite, how long it took.
 
-One all-reduce of a few float64, launched before the backward pass of the last micro-batch, so that it hides behind it;
-in a pipeline on CPU ranks, as soon as no other rank waits for this one; in one on GPUs, and while a backup of the step
-before is under way (see replace/backup.py), after the last operation. Where all ranks are in one pipeline, the messages
-by which its stages meet at the end of a step carry the numbers. From GPUs it is read one step later, so that no host
-waits for its device. CPU ranks wait for it before their update: that it is launched early is why it mostly is there by
-then.
+It is one all-reduce of a few float64. It is launched before the backward pass of the last micro-batch, to hide behind
+it. In a pipeline on CPU ranks it is launched as soon as no other rank waits for this one. In a pipeline on GPUs, and
+while a backup of the step before is under way (see replace/backup.py), it is launched after the last operation. If all
+ranks are in one pipeline, the messages by which its stages meet at the end of a step carry the numbers. From GPUs it is
+read one step later, so that no host waits for its device. CPU ranks wait for it before their update; it is launched
+early, so mostly it has arrived by then.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ _NOT_FINITE, _ENDS, _DATA_ENDS = 1, 2, 4  # flags of a rank
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What all ranks know about a step.
+    """Numbers of a step that all ranks know.
 
     loss: of the whole global batch. weighted: the loss function gave (sum, weight). held: how many ranks hold the
     request asked about, and have made for it what each makes by itself; ready: how many of them lack nothing.
     not_finite: ranks whose own loss or weight was NaN or infinite. ends: a rank was told that the training is to end.
-    seconds, fingerprints: one per rank. whole: the
-    gradients are sums over all ranks; a reduction that was broken off leaves them as they were. backup: seconds of it
-    on the slowest rank. data_ends: see Shard.ends, of any rank.
+    seconds, fingerprints: one per rank. whole: the gradients are sums over all ranks; False if the reduction was broken
+    off. backup: seconds of it on the slowest rank. data_ends: see Shard.ends, of any rank.
     """
 
     loss: float
@@ -57,11 +56,11 @@ class StepNumbers:
 
 
 _on_devices: deque[weakref.ref[StepReduction]] = deque(maxlen=4)
-"""The newest that were launched where the host does not wait for them: more are never under way."""
+"""The newest reductions that the host does not wait for. More are never under way."""
 
 
 class StepReduction:
-    """Sums one step's numbers over the ranks, without waiting for them until `read`."""
+    """Sums one step's numbers over the ranks. Only `read` waits for them."""
 
     def __init__(self, *, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
@@ -72,7 +71,7 @@ class StepReduction:
         self._numbers: StepNumbers | None = None
 
     def carried(self) -> Tensor:
-        """Memory for the numbers: who asks for it sums them over the ranks, between `launch` and `finish`."""
+        """Return memory for the numbers. The caller sums them over the ranks, between `launch` and `finish`."""
         self._carried = torch.zeros(_SHARED + 4 * self.world_size, dtype=torch.float64)
         return self._carried
 
@@ -90,9 +89,11 @@ class StepReduction:
         ends: bool = False,
         data_ends: bool = False,
     ) -> None:
-        """Start the all-reduce. loss_sum: this rank's summed loss on the device; weight: what it is divided by.
-        stage: of the request asked about (see boundary.Inbox). backup: seconds of the last one (see Backups). ends:
-        this rank was told that the training is to end. data_ends: see Shard.ends.
+        """Start the all-reduce.
+
+        loss_sum: this rank's summed loss on the device; weight: what it is divided by. stage: of the request asked
+        about (see step_boundary.Inbox). backup: seconds of the last one (see Backups). ends: this rank was told that
+        the training is to end. data_ends: see Shard.ends.
 
         Ranks that work on the same rows (tensor or pipeline parallel) count once: all but one of them give zeros.
         """
@@ -112,7 +113,7 @@ class StepReduction:
             vector[at + 1] = _NOT_FINITE * ~torch.isfinite(vector[_LOSS] + vector[_WEIGHT]) + told
             _on_devices.append(weakref.ref(self))
         else:
-            # Where the host has the numbers, a dozen operations on tensors are none.
+            # The host has the numbers: compute with them instead of a dozen operations on tensors.
             slots[_LOSS], slots[_WEIGHT] = loss, weight = float(loss_sum), float(weight)
             slots[at + 1] = _NOT_FINITE * (not math.isfinite(loss + weight)) + told
             vector = torch.tensor(slots, dtype=torch.float64)
@@ -123,34 +124,38 @@ class StepReduction:
     def finish(self, canary: Tensor | None) -> None:
         """Order what follows on the device behind the reduction, and start the copy to the host.
 
-        canary: of the gradients' reduction (see Replicas.finish), None when nothing was reduced.
+        canary: of the gradients' reduction (see Replicas.finish); None if nothing was reduced.
         """
         if self._work is not None:
             self._work.wait()
             self._work = None
         if canary is None:
-            # A number that is assigned to an element travels from the host, which waits for it.
+            # An assignment would send the number from the host, and wait for it.
             self._vector[_CANARY].fill_(ALIVE)
         else:
             self._vector[_CANARY] = canary
         self._underway = DeviceScalar(self._vector)
 
     def break_off(self) -> None:
-        """What is under way is broken off now: gradients whose sum the host does not know of are whole on no rank.
+        """Note that the reduction is broken off, unless its result has arrived.
 
-        The canary alone does not tell: it is one element, and others may have come through another channel.
+        Then the gradients are whole on no rank. The canary alone does not tell: it is one element, and others may have
+        come through another channel.
         """
         if self._numbers is None and (self._underway is None or not self._underway.arrived()):
             self._broken_off = True
 
     def per_weight(self, divided_by: float = 1.0) -> Tensor:
-        """`divided_by` / the weight of all ranks, on the device; 0 when nothing has weight. After `finish`."""
+        """Return `divided_by` / the weight of all ranks, on the device; 0 if nothing has weight.
+
+        Call it after `finish`.
+        """
         weight = self._vector[_WEIGHT]
         return torch.where(weight > 0, divided_by / weight, 0.0)
 
     @property
     def loss(self) -> Tensor:
-        """The loss of all ranks, on the device, 0-dimensional. After `finish`."""
+        """Return the loss of all ranks, on the device, 0-dimensional. Call it after `finish`."""
         return self._vector[_LOSS] * self.per_weight()
 
     def read(self) -> StepNumbers:
@@ -164,7 +169,7 @@ class StepReduction:
         assert self._underway is not None
         values = self._underway.read().tolist()
         if self._broken_off or values[_CANARY] != ALIVE or not all(map(math.isfinite, values[_WEIGHTED:])):
-            # Broken off on a device, where no call raises: what is there was never a sum, and may be anything.
+            # Broken off on a device, where no call raises: the values were never summed, and may be anything.
             none = [0] * self.world_size
             return StepNumbers(math.nan, 0.0, False, 0, 0, 0, [0.0 for _ in none], [], none, whole=False)
         ranks = values[_SHARED:]
@@ -187,14 +192,14 @@ class StepReduction:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What `job.backward` gives."""
+    """The result of `job.backward`."""
 
     _reduction: StepReduction
 
     @property
     def loss(self) -> Tensor:
-        """Of the whole global batch, on the device, 0-dimensional, not waited for."""
-        return self._reduction.loss  # worked out for who asks: four operations, of which a Trainer needs none
+        """Return the loss of the whole global batch, on the device, 0-dimensional, without waiting for it."""
+        return self._reduction.loss  # computed on request: four operations that a Trainer does not need
 
 
 def _break_off() -> None:

@@ -1,1 +1,1 @@
-"""Changing the strategy of a live training, from the request to the proof that no bit has changed."""
+"""Change the strategy of a live training, from the request to the proof that no bit has changed."""

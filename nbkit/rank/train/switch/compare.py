@@ -1,6 +1,6 @@
-"""Strategies measured beside each other on the live job: from one state, on the same batches, in turns.
+"""Measure strategies on the live job: one of them (`try_out`), or several in turns (`compare`).
 
-A strategy measured on the live job: some steps under it, of which nothing stays but how long they took.
+Each makes some steps from the same state on the same batches. Nothing stays of them but how long they took.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from nbkit.strategy import Strategy
 def try_out(job: Switchable, text: str, steps: int, make_step: Callable[[], None], *, again: bool) -> dict[str, Any]:
     """Measure a strategy on the live job for some steps, then go back to where it was, weights and all. Collective.
 
-    make_step: makes one step of the training, and nothing beside it; no listener hears of it. again: whether the data
-    can be read again. Takes the memory of both states, and raises SwitchError where there is none. Returns strategy,
-    steps, and the median seconds of a step there (the first left out, which makes what later ones reuse) and here
-    before. Raises TrainingError for data that cannot be read again, and SwitchError, on every rank alike, when the
-    first step fails on any.
+    make_step: makes one step of the training and nothing else; no listener hears of it. again: the data can be read
+    again. Return strategy, steps, and the median seconds of a step there (without the first, which makes what later
+    ones reuse) and here before. Memory must hold both states, else SwitchError is raised. Raises TrainingError for data
+    that cannot be read again, and SwitchError, on every rank alike, if the first step fails on any.
     """
     check_counts(steps=steps)
     check_again(again)
@@ -53,7 +52,7 @@ def try_out(job: Switchable, text: str, steps: int, make_step: Callable[[], None
 
 
 def check_again(again: bool) -> None:
-    """Raises TrainingError for data that cannot be read again."""
+    """Raise TrainingError for data that cannot be read again."""
     if not again:
         raise TrainingError(
             "A trial's samples are read again after it, and this data is an iterator, which reads each once.",
@@ -69,9 +68,9 @@ def measure(
     *,
     later: AbstractContextManager[None] | None = None,
 ) -> tuple[Switched, list[float]]:
-    """Return the switch to `new`, and the seconds of `steps` steps under it; then all is as before. Collective.
+    """Return the switch to `new`, and the seconds of `steps` steps under it. Then all is as before. Collective.
 
-    later: entered around all but the first of them, which makes what later ones reuse.
+    later: entered around all steps but the first, which makes what later ones reuse.
     """
     with own_draws(), job.on_trial(new) as (state, event):
         records = job.ledger.records
@@ -86,7 +85,7 @@ def measure(
 
 
 def _first(job: Switchable, left: TrainingState, make_step: Callable[[], None]) -> None:
-    """The step that may well fail: then it does so on all ranks."""
+    """Make the first step, which may well fail. Then it fails on all ranks."""
     guard = Guard(f"{job.step} trial {job.strategy}", world_size=job.world_size, device=job.device)
     try:
         make_step()
@@ -95,7 +94,7 @@ def _first(job: Switchable, left: TrainingState, make_step: Callable[[], None]) 
         if not guard.concerns(error):
             raise
         failures = guard.failures(error)
-        job.integrity.restored(ranks_agree=True)  # what there was before is whole, and is taken up again
+        job.integrity.restored(ranks_agree=True)  # the state before is whole, and is restored
         meet(left.sharded_model.connections.edges, job.device)
         old = left.sharded_model.strategy
         raise SwitchError(
@@ -113,10 +112,10 @@ _MOST_TURNS = 4
 def compare(
     job: Switchable, strategies: Sequence[str], steps: int, make_step: Callable[[], None], *, again: bool
 ) -> dict[str, Any]:
-    """Measure each for so many steps, and the one in force with them, then go on as if nothing had been. Collective.
+    """Measure each strategy and the one in force for `steps` steps, then go on as if nothing had been. Collective.
 
-    Each takes its turn several times, from the same state on the same batches, so that a machine that gets slower does
-    so for all; a first step of each turn is not counted. See try_out for make_step and again. Returns steps and, for
+    Each takes its turn several times, from the same state on the same batches, so that a machine that gets slower slows
+    all of them. The first step of each turn is not counted. See try_out for make_step and again. Return steps and, for
     each strategy: step_s, the median, between low_s and high_s with 95 %; memory_bytes, of the fullest rank at its
     peak, beyond what it held before; sent_bytes of a step, of the busiest rank; or the error that refused it.
     """
@@ -136,7 +135,7 @@ def compare(
 
 
 class _Measured:
-    """Of one strategy on this rank; seconds are the same on all."""
+    """Measurements of a strategy on this rank. The seconds are the same on all ranks."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -168,7 +167,7 @@ class _Measured:
             delegating_group.listeners.remove(listen)
 
     def row(self, job: Switchable) -> dict[str, Any]:
-        """Return what is told of it. Collective."""
+        """Return the strategy's row of the result. Collective."""
         if self.error:
             return {"error": self.error}
         own = self._peak, self._sent // self._counted

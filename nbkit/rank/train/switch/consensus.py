@@ -1,10 +1,8 @@
-"""Brings ranks to agree around a switch: they fail alike, and they carry out the same exchange.
+"""Bring ranks to agree around a switch: they fail alike, and they carry out the same exchange.
 
-Reports of what each rank's optimizer keeps of each parameter, in few bytes, gathered by all ranks before a switch.
-
-Who holds which part follows from the strategies (see ShardLayouts), so that is not gathered. What an optimizer keeps
-of a parameter, only the rank that holds it knows. Most of it is alike for all parameters: it is sent once for each run
-of them.
+Before a switch all ranks gather what each rank's optimizer keeps of each parameter, in few bytes. Who holds which part
+follows from the strategies (see ShardLayouts), so that is not gathered. Only the rank that holds a parameter knows what
+its optimizer keeps of it. Most of it is alike for all parameters, so it is sent once for each run of them.
 """
 
 from __future__ import annotations
@@ -34,9 +32,10 @@ from nbkit.tensor_layout import Layout
 
 @dataclass
 class RankVote:
-    """What a rank says when something was done. doing: what it is doing, for the error. numbers: compared by all.
+    """The report of a rank on something that was done.
 
-    largest: of each of the numbers over all ranks, known afterwards.
+    doing: what it is doing, for the error. numbers: compared by all. largest: of each of the numbers, the largest over
+    all ranks, known afterwards.
     """
 
     doing: str
@@ -46,24 +45,24 @@ class RankVote:
 
 @dataclass(frozen=True)
 class Ballot:
-    """Of all ranks about a switch. goes_on: the strategy that stays in force when the switch fails."""
+    """The agreement of all ranks about a switch. goes_on: the strategy that stays in force when the switch fails."""
 
     goes_on: Strategy
     world_size: int
     device: torch.device
 
     def gather(self, own: Any, doing: str, failure: Exception | None = None) -> list[Any]:
-        """Return what every rank has, by rank. Collective. Raises SwitchError, on every rank, when one had a
-        failure."""
+        """Return what every rank has, by rank. Collective. Raises SwitchError, on every rank, if one had a failure."""
         everyone = all_gather_objects((_spoken(failure), own), world_size=self.world_size, device=self.device)
         self._check(doing, [spoken for spoken, _ in everyone], failure)
         return [each for _, each in everyone]
 
     @contextmanager
     def all_or_none(self, doing: str, *, numbers: int = 0) -> Iterator[RankVote]:
-        """What is done inside has worked on every rank, or SwitchError is raised on every rank.
+        """Run the body on every rank. If it fails on any rank, raise SwitchError on every rank.
 
-        numbers: so many are compared, zeros if nothing else. Collective: one small all-reduce; waits for the device.
+        numbers: how many are compared; they are zeros unless set. Collective: one small all-reduce; waits for the
+        device.
         """
         said, failure = RankVote(doing, [0] * numbers), None
         try:
@@ -89,7 +88,7 @@ class Ballot:
 def planned(
     plans: PlanCache, kinds: Kinds, old: Strategy, new: Strategy, before: JobState, target: JobState
 ) -> tuple[Exchange, list[int]]:
-    """The exchange from `before` to `target` as this rank sees it, and what the ranks compare: see `agreed`."""
+    """Return the exchange from `before` to `target` as this rank sees it, and what the ranks compare: see `agreed`."""
     exchange = plans.exchange(old, new, kinds)
     plan, rank = exchange.plan, plans.rank
     fits = _fits(before, plan.old[rank], kinds) and _fits(target, plan.new[rank], kinds)
@@ -97,9 +96,9 @@ def planned(
 
 
 def agreed(exchange: Exchange, compared: Sequence[int], before: JobState, target: JobState, *, rank: int) -> Exchange:
-    """Return the exchange, the same on every rank. compared: of what `planned` gave the largest over all ranks.
+    """Return the exchange, the same on every rank. compared: the largest, over all ranks, of the numbers of `planned`.
 
-    Collective where a rank holds something else than its strategy says: then all layouts are gathered.
+    Collective if a rank holds something else than its strategy says: then all layouts are gathered.
     """
     different, most, least = compared
     if not different and most == -least:
@@ -133,7 +132,10 @@ class ParameterRun(NamedTuple):
 
 
 class OptimizerMemory(NamedTuple):
-    """What an optimizer remembers beside the elements. kinds: name -> {key: dtype}; numbers: see job_state.scalars."""
+    """A description of what an optimizer remembers, without the elements.
+
+    kinds: name -> {key: dtype}; numbers: see job_state.scalars.
+    """
 
     kinds: dict[str, dict[str, torch.dtype]]
     numbers: dict[str, dict[str, Any]]
@@ -141,7 +143,7 @@ class OptimizerMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class RankKnowledge:
-    """What ranks know of each other before a switch.
+    """Facts that ranks learn of each other before a switch.
 
     strategy: the one to go to, its ranks in an order that suits all. memory: what their optimizers keep. crowded: a
     rank lacks room for the new sharded model beside the old one. alike: all have made the same groups so far.
@@ -161,9 +163,9 @@ def gather(
     new: Strategy,
     ranks: Ballot,
 ) -> RankKnowledge:
-    """Return what ranks know of each other; what users changed on the model counts from now on. One all-gather.
+    """Return what ranks know of each other. What users changed on the model counts from now on. One all-gather.
 
-    Raises StrategyError, on every rank, for what cannot be split, and SwitchError when a rank failed to look.
+    Raises StrategyError, on every rank, for what cannot be split, and SwitchError if a rank failed to look.
     """
     own: tuple[Any, ...] = ()
     asked = new
@@ -184,7 +186,7 @@ def gather(
     everyone = ranks.gather(own, "looking at what there is", failure)
     changes, runs, lacking, groups = zip(*everyone, strict=True)
     builder.follow(changes)
-    if len({order for order, _ in groups}) > 1:  # of what its optimizer keeps a rank may know more than another
+    if len({order for order, _ in groups}) > 1:  # a rank may know more of its optimizer than another
         new = replace(asked, slowest="")
     return RankKnowledge(new, unpacked(runs, builder.names), any(lacking), len(set(groups)) == 1)
 
@@ -225,7 +227,7 @@ def unpacked(everyone: Sequence[Sequence[ParameterRun]], names: Sequence[str]) -
 
 
 def _packed(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """With tensors of no dim as plain values: a pickled one is half a kilobyte."""
+    """Return `numbers` with tensors of no dim as plain values: a pickled tensor takes half a kilobyte."""
     return {
         key: _Scalar(value.item(), value.dtype) if isinstance(value, Tensor) and value.ndim == 0 else value
         for key, value in numbers.items()
@@ -235,5 +237,5 @@ def _packed(numbers: Mapping[str, Any]) -> dict[str, Any]:
 def _alike(one: ParameterRun, other: ParameterRun) -> bool:
     if one.kinds != other.kinds or one.numbers.keys() != other.numbers.keys():
         return False
-    # Plain ones alone: whatever else there is belongs to one parameter.
+    # Compare plain numbers only: anything else belongs to one parameter.
     return all(isinstance(a, int | float | _Scalar) and a == other.numbers[key] for key, a in one.numbers.items())

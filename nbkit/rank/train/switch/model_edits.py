@@ -1,4 +1,4 @@
-"""Takes a user's changes of the model along to the next sharded model: frozen or not, its mode, its dropout."""
+"""Take a user's changes of the model along to the next sharded model: frozen or not, its mode, its dropout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from nbkit.rank.torch_private import DropoutNd
 
 
 class Changes(NamedTuple):
-    """name of a parameter -> whether it trains; path of a module -> its mode, and its dropout."""
+    """Changes by the user.
+
+    trained: name of a parameter -> True if it trains. modes, drops: path of a module -> its mode, its dropout.
+    """
 
     trained: dict[str, bool]
     modes: dict[str, bool]
@@ -20,7 +23,7 @@ class Changes(NamedTuple):
 
 
 def changes_of(sharded_model: ShardedModel, skeleton: nn.Module) -> Changes:
-    """Return how its module differs from `skeleton` by now. A pipeline stage knows of its own blocks."""
+    """Return how its module differs from `skeleton` by now. A pipeline stage knows only its own blocks."""
     params, parts = dict(skeleton.named_parameters()), dict(skeleton.named_modules())
     modes: dict[str, bool] = {}
     drops: dict[str, float] = {}
@@ -38,7 +41,7 @@ def changes_of(sharded_model: ShardedModel, skeleton: nn.Module) -> Changes:
 
 
 def follow(everyone: Sequence[Changes], skeleton: nn.Module) -> bool:
-    """Give `skeleton` the changes of all ranks; whether there are any."""
+    """Apply the changes of all ranks to `skeleton`. Return True if there are any."""
     params, parts = dict(skeleton.named_parameters()), dict(skeleton.named_modules())
     for changes in everyone:
         for name, trained in changes.trained.items():

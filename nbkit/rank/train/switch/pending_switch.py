@@ -1,10 +1,9 @@
-"""A switch under which no step has been made yet: the one value that says what came of it.
+"""A switch under which no step has been made yet, and the proof that it has kept the state.
 
-Verifies beside the first step under the new strategy that a switch has kept the state: nobody waits for it.
-
-A thread of each rank hashes what the old sharded model and the new one hold, while the new one does its first forward
-and backward passes, which change no weight; before the optimizer changes any, one all-reduce adds the sums up. On a GPU
-the thread computes on a stream of its own.
+`Comparison` makes the proof beside the first step under the new strategy: nobody waits for it. A thread of each rank
+hashes what the old sharded model and the new one hold, while the new one does its first forward and backward passes,
+which change no weight. Before the optimizer changes any, one all-reduce adds the sums up. On a GPU the thread computes
+on a stream of its own. `PendingSwitch` says what came of the switch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from nbkit.strategy import Strategy
 
 
 class Comparison:
-    """Of two states, begun in a thread. The numbers of `new` that a forward pass changes are copied first."""
+    """A comparison of two states, made in a thread. Numbers of `new` that a forward pass changes are copied first."""
 
     def __init__(self, old: JobState, new: JobState, plan: ExchangePlan, *, rank: int, device: torch.device) -> None:
         self._device, self._failed = device, False
@@ -64,7 +63,7 @@ class Comparison:
         return not failed and found[:half] == found[half:]
 
     def drop(self) -> None:
-        """Nobody wants to know any more."""
+        """Wait for the thread. Its result is not needed any more."""
         self._thread.join()
 
 
@@ -73,12 +72,12 @@ def _changes(key: str) -> bool:
 
 
 class PendingSwitch(Future[Switched]):
-    """`result()` is the event once the first step under the new strategy has been made; it raises what took it back.
+    """A future: `result()` is the event once the first step under the new strategy was made.
 
-    old: the strategy of the last step, which is gone back to. switches: how many were made before it. event: the
-    switch; with what the comparison found, when it has. previous: the state under `old`, where memory keeps it until
-    the first step has been made. comparison: of the two, until it has been found that they are the same. guard: of the
-    first step, while it is being made.
+    It raises what took it back. old: the strategy of the last step, to which a failure goes back. switches: how many
+    were made before it. event: the switch, with what the comparison found, if known. previous: the state under `old`,
+    if memory keeps it until the first step has been made. comparison: of the two states, until they were found to be
+    the same. guard: of the first step, while it is being made.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class PendingSwitch(Future[Switched]):
         self.guard: Guard | None = None
 
     def resolve(self, error: BaseException | None = None) -> None:
-        """The switch stays, or the ranks have raised `error`. What is known already stays known."""
+        """Set the result: the switch stays, or the ranks have raised `error`. A result that is set is not changed."""
         if self.done():
             return
         if error is None:
@@ -105,7 +104,7 @@ class PendingSwitch(Future[Switched]):
             self.set_exception(error)
 
     def refusal(self, step: int, why: str) -> SwitchError:
-        """Return what it is resolved with when the first step, after `step` finished ones, has failed."""
+        """Return the error for a first step, after `step` finished ones, that has failed."""
         return SwitchError(
             f"{self.old} → {self.event.new} was taken back after step {step}: the first step under it failed, "
             f"and training goes on under {self.old}.",
@@ -114,23 +113,23 @@ class PendingSwitch(Future[Switched]):
         )
 
     def follow(self, other: Future[Switched]) -> None:
-        """What came of `other`, which was made in its place, came of this one."""
+        """Take over the result of `other`, which was made in its place."""
         if (error := other.exception()) is None:
             self.event = other.result()
         self.resolve(error)
 
 
 def free(states: list[TrainingState]) -> None:
-    """Close what computed under the only one of `states`, and take it out: its memory is free.
+    """Close what computed under the only one of `states`, take it out, and free its memory.
 
-    On a GPU it goes back to the device: NCCL takes the memory of a communicator from there, and cannot have what
-    torch's allocator keeps in reserve.
+    On a GPU the memory goes back to the device: NCCL takes the memory of a communicator from there, and cannot have
+    what torch's allocator keeps in reserve.
     """
     device = next((tensor.device for tensor in states[0].sharded_model.data.tensors()), torch.device("cpu"))
     held = [weakref.ref(tensor) for tensor in states[0].sharded_model.data.tensors()]
     states[0].sharded_model.close()
     states.clear()
-    # The next steps want its memory, and a collection stops them for longer than all the rest of a switch.
+    # The next steps need its memory. Collect only if necessary: a collection takes longer than the rest of a switch.
     if any(tensor() is not None for tensor in held):
         gc.collect()
     if accelerator().holds(device):

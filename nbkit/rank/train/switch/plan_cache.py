@@ -1,4 +1,7 @@
-"""The exchange between two strategies, from what they have every rank hold: no rank asks another. The last are kept."""
+"""Plan the exchange between two strategies, from what they have every rank hold. The last plans are kept.
+
+No rank asks another.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ KEPT = 8
 
 
 class PlanCache:
-    """Of one job, as `rank` carries them out. From any thread. node_of: of each rank, its node; () for one."""
+    """The plans of a job, as `rank` carries them out. From any thread. node_of: of each rank, its node; () for one."""
 
     def __init__(self, shard_layouts: ShardLayouts, rank: int, node_of: Sequence[int] = ()) -> None:
         self.shard_layouts, self.rank, self.node_of = shard_layouts, rank, node_of
@@ -31,11 +34,17 @@ class PlanCache:
         self._kept: OrderedDict[tuple[Strategy, Strategy], tuple[Kinds, Exchange]] = OrderedDict()
 
     def kinds(self, memory: Mapping[str, Mapping[str, torch.dtype]]) -> Kinds:
-        """Of every tensor of the job. memory: name of a parameter -> {key: dtype} of what the optimizer keeps of it."""
+        """Return the dtype of every tensor of the job.
+
+        memory: name of a parameter -> {key: dtype} of what the optimizer keeps of it.
+        """
         return self._kinds | {f"{key}/{name}": dtype for name, kinds in memory.items() for key, dtype in kinds.items()}
 
     def exchange(self, old: Strategy, new: Strategy, kinds: Kinds) -> Exchange:
-        """From `old` to `new`. Raises StrategyError for what cannot be split, TrainingError as `Plan.of` does."""
+        """Return the exchange from `old` to `new`.
+
+        Raises StrategyError for what cannot be split, TrainingError as `ExchangePlan.of` does.
+        """
         known, exchange = self._kept.get((old, new), (None, None))
         if exchange is None or known != kinds:
             plan = ExchangePlan.of(
@@ -51,7 +60,7 @@ class PlanCache:
         return exchange
 
     def layouts_by_rank(self, strategy: Strategy, kinds: Kinds) -> list[dict[str, Layout]]:
-        """By rank: key -> layout."""
+        """Return, by rank, key -> layout."""
         states = [(key, kind, name) for key in kinds for kind, _, name in [key.partition("/")]]
         states = [each for each in states if each[1] not in ("weight", "buffer")]
         rank_layouts = self.shard_layouts.of(strategy)

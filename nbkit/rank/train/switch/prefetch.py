@@ -1,11 +1,14 @@
-"""Prepares a switch beside the training, from the moment it is asked for until all ranks have what it needs.
+"""Prepare a switch beside the training, from the moment it is asked for until all ranks have what it needs.
 
-In a thread of this rank: who holds what under the new strategy, the plan of the exchange, the module cut. It sends
-nothing, takes no memory for weights and draws no random numbers. Where groups are missing, all ranks then make them in
-a thread, begun after the same step; with NCCL the switch does, for there a group costs nothing until it is used.
-For a strategy that the model was not looked at for, rank 0 does so first, in its thread. After a step all are told what
+A thread of this rank finds who holds what under the new strategy, plans the exchange and cuts the module. It sends
+nothing, takes no memory for weights and draws no random numbers. If groups are missing, all ranks then make them in a
+second thread, begun after the same step. With NCCL the switch makes them, because there a group costs nothing until it
+is used.
+
+If the model was not examined for the strategy, rank 0 does that first, in its thread. After a step all are told what
 was found, and the rest is made in the second thread.
-Nothing hangs on it: a switch makes what it does not find, and finds only what is still true.
+
+This is only a cache. A switch makes whatever is missing, and uses only what is still true.
 """
 
 from __future__ import annotations
@@ -26,26 +29,26 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.training import Training
 from nbkit.strategy import Strategy
 
-GROUPS_SECONDS = 30.0  # a rank may have gone its own way: then the switch finds out, and makes them again
+GROUPS_SECONDS = 30.0  # a rank may not take part: then the switch finds out, and makes them again
 
 
 class SwitchPreparation(step_boundary.Preparation):
-    """For a switch of `job` to `text`."""
+    """The preparation of a switch of `job` to `text`."""
 
     def __init__(self, job: Training, text: str) -> None:
         self._job, self._text = job, text
-        self._new: Strategy | None = None  # not before it is known, and that it fits
-        self._unknown: Strategy | None = None  # not looked at by all ranks, when this began
+        self._new: Strategy | None = None  # set when it is known to fit
+        self._unknown: Strategy | None = None  # set if the model was not examined for it on all ranks
         self._made = threading.Thread(target=self._run, args=(self._alone,), name="nbkit-ahead", daemon=True)
         self._groups: threading.Thread | None = None
         self._made.start()
 
     def alone(self) -> bool:
-        """Plan and module; or, where the model was not looked at for this strategy, that look of rank 0."""
+        """Return True if this rank's own part is over: plan and module, or rank 0's examination of the model."""
         return not self._made.is_alive()
 
     def lacks(self) -> bool:
-        """Groups."""
+        """Return True if groups are missing."""
         if self._groups is not None:
             return self._groups.is_alive()
         if self._unknown is not None:
@@ -55,7 +58,10 @@ class SwitchPreparation(step_boundary.Preparation):
         return not self._job.builder.connected(self._new)
 
     def create_groups(self) -> None:
-        """The groups, and the module cut with them; before that, what rank 0 has found is told to all."""
+        """Make the groups, and the module cut with them, in a thread.
+
+        Before that, tell all ranks what rank 0 has found.
+        """
         if self._unknown is not None:
             self._job.builder.learn([self._unknown])
         self._groups = forming.beside(lambda: self._run(self._create_groups), seconds=GROUPS_SECONDS)
@@ -83,20 +89,22 @@ class SwitchPreparation(step_boundary.Preparation):
             with giving_way():
                 make()
         except NbkitError:
-            pass  # the switch will say so, to whom it concerns
+            pass  # the switch will say so
         except Exception as error:
-            # The training may have changed what was looked at; whatever it was, the switch does it again.
+            # The training may have changed what was examined. The switch does it again in any case.
             print(f"nothing made ready for {self._text}: {type(error).__name__}: {error}", file=sys.__stderr__)
 
 
 def begin(job: Training | None, text: str | None) -> step_boundary.Preparation:
-    """Make ready for a switch of `job` to `text`, in a thread."""
+    """Begin to prepare a switch of `job` to `text`, in a thread."""
     return step_boundary.Preparation() if job is None or text is None else SwitchPreparation(job, text)
 
 
 def make_ready(job: Training, text: str) -> Strategy:
-    """Return what a rank makes alone, and for what. Raises StrategyError for a strategy that does not fit. Not
-    collective."""
+    """Make what a rank makes alone for a switch. Return the strategy it is for. Not collective.
+
+    Raises StrategyError for a strategy that does not fit.
+    """
     _choose_device(job)
     builder = job.builder
     new = job.cost_model().placed(job.parsed(text), now=job.strategy)
@@ -106,14 +114,14 @@ def make_ready(job: Training, text: str) -> Strategy:
 
 def _choose_device(job: Training) -> None:
     if accelerator().holds(job.device):
-        accelerator().choose(job.device.index or 0)  # a thread begins with the first one
+        accelerator().choose(job.device.index or 0)  # a new thread begins with the first device
 
 
 def _expected(job: Training) -> dict[str, dict[str, torch.dtype]]:
-    """name -> {key: dtype} of what the optimizers of all ranks keep, as far as this rank can tell."""
+    """Return name -> {key: dtype} of what the optimizers of all ranks keep, as far as this rank can tell."""
     kept = job_state.per_element(job.sharded_model, job.optimizer.inner)
     own = by_name({key: tensor.dtype for key, (tensor, _) in kept.items()})
-    # Of the parameters that others hold, what is kept of those here.
+    # Assume that others keep of their parameters what this rank keeps of its own.
     usual = next(iter(own.values()), {})
     trained = [name for name, p in job.builder.skeleton.named_parameters() if p.requires_grad]
     return {name: usual for name in trained if name not in job.sharded_model.held} | own

@@ -1,30 +1,28 @@
-"""The switch: another strategy for a live training, from the request to the proof, in the order of this file.
+"""Switch a live training to another strategy, from the request to the proof.
 
-1. Request: `switch`, between two steps (`_between_steps`). What needs no message is made beside the training by then,
-   where there is one: see prefetch.py.
-2. Gathered: the little that ranks cannot know of each other from the strategies (`gather`, in consensus.py).
-3. Prepared: groups, module, memory and the exchange that fills it (`prepare`), a value.
-4. Exchanged: exactly the boxes that are missing, and every one is checked to be filled. Where memory does not hold both
-   sharded models, tensor by tensor: `_switch_in_place`.
-5. Adopted: the training computes with the new one, and a `PendingSwitch` says what comes of it. An error on any rank
-   before that lets go of the new one on all of them, and the old strategy trains on.
-6. Proven or taken back: in the first step under the new strategy (`first_step`). Beside its forward and backward
-   passes threads compare the two states (see pending_switch.py); where they differ the old one, which was kept, is in
-   force again, and the switch is made once more, compared at once: a model that changes its weights in its forward
-   passes looks like a mistake here. Where the step fails on any rank, all go back to the old strategy: to the old
-   state, which is kept until the step has been made where memory holds both; or, while the optimizer has not begun, by
-   another switch. The step is made again from the same batch and random numbers: the losses are those of a run never
-   switched.
+1. Request: `switch`, between two steps (`_between_steps`). What needs no message was made beside the training by then,
+   if there is one; see prefetch.py.
+2. Gather: the little that ranks cannot know of each other from the strategies (`gather`, in consensus.py).
+3. Prepare: groups, module, memory and the exchange that fills it (`prepare`), a value.
+4. Exchange: exactly the boxes that are missing; every one is checked to be filled. If memory does not hold both sharded
+   models, tensor by tensor: `_switch_in_place`.
+5. Adopt: the training computes with the new one, and a `PendingSwitch` says what comes of it. An error on any rank
+   before that drops the new one on all of them, and the old strategy trains on.
+6. Prove or take back, in the first step under the new strategy (`first_step`). Beside its forward and backward passes
+   threads compare the two states (see pending_switch.py). If they differ, the old one, which was kept, is in force
+   again, and the switch is made once more and compared at once: a model that changes its weights in its forward passes
+   looks like a mistake here. If the step fails on any rank, all go back to the old strategy. If memory holds both, they
+   go back to the old state, which is kept until the step has been made. If not, they go back by another switch, while
+   the optimizer has not begun. The step is made again from the same batch and random numbers: the losses are those of a
+   run never switched.
 
-The exchange where memory does not hold both sharded models: tensor by tensor, and it can be led back.
+If memory holds both sharded models, the new one is built and filled beside the old one (`prepare`).
 
-The new sharded model is built hollow, gradients are let go, and then every tensor gets memory only when it is its turn,
-and gives its old one back. An error on any rank, at any stage, leads all ranks back: the old strategy trains on. Slower
-than a switch with both, and with no way out between its first and its last round: an interrupt waits; where a rank is
-lost in between, the state is in pieces, and the job says so. In the order of `switch.py`: `without_gradients`,
-`prepare_in_place`, `in_pieces`, `exchange_in_place`.
-
-The exchange where memory holds both sharded models: the new one is built and filled beside the old one.
+If not, the exchange goes tensor by tensor: `without_gradients`, `prepare_in_place`, `in_pieces`, `exchange_in_place`.
+The new sharded model is built hollow, and gradients are let go. Then every tensor gets memory only when it is its turn,
+and gives its old one back. An error on any rank, at any stage, leads all ranks back: the old strategy trains on. This
+is slower, and there is no way out between the first and the last round. An interrupt waits. If a rank is lost in
+between, the state is in pieces, and the job says so.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ from nbkit.strategy import Strategy
 
 @dataclass
 class SwitchMove:
-    """From the state in force to another one. taken: whether the training computes with the other one already."""
+    """A move from the state in force to another one. taken: the training computes with the other one already."""
 
     left: TrainingState
     state: TrainingState
@@ -81,7 +79,7 @@ class SwitchMove:
     taken: bool = False
 
     def digest(self, sharded_model: SourceStorage | TargetStorage) -> str:
-        """Of the old state or the new one, over all ranks. Collective."""
+        """Return the digest of the old state or the new one, over all ranks. Collective."""
         plan = self.exchange.plan
         return digest(
             sharded_model.state, plan.old if sharded_model is self.old else plan.new, rank=self.rank, device=self.device
@@ -90,9 +88,9 @@ class SwitchMove:
 
 @contextmanager
 def without_gradients(sharded_model: ShardedModel, ranks: Ballot) -> Iterator[None]:
-    """The gradients of `sharded_model` have no memory inside. After a SwitchError they have it again.
+    """Take away the memory of `sharded_model`'s gradients inside. After a SwitchError they have it again.
 
-    Raises MemoryError, on every rank, when one of them does not get it.
+    Raises MemoryError, on every rank, if one of them does not get it.
     """
     sharded_model.data.let_go()
     trim(ranks.device)
@@ -103,7 +101,7 @@ def without_gradients(sharded_model: ShardedModel, ranks: Ballot) -> Iterator[No
             with ranks.all_or_none("taking memory for gradients again"):
                 sharded_model.data.begin_again()
         except SwitchError as failed:
-            # Some ranks can make a step and some cannot: no refusal, after which all would go on.
+            # Some ranks can make a step and some cannot. After a SwitchError all would go on, so raise another error.
             raise MemoryError(f"{error.what} {failed.what} {failed.numbers}") from failed
         raise
 
@@ -144,7 +142,7 @@ def prepare_in_place(
 
 
 def exchange_in_place(move: SwitchMove, before: str, ranks: Ballot, adopt: Callable[[TrainingState], None]) -> float:
-    """Move everything and adopt it; all back when that fails on any rank. Returns the seconds of the proof.
+    """Move everything and adopt it. If that fails on any rank, move all back. Return the seconds of the proof.
 
     before: the digest of the old state.
     """
@@ -173,7 +171,7 @@ def exchange_in_place(move: SwitchMove, before: str, ranks: Ballot, adopt: Calla
 
 
 def _go_back(move: SwitchMove, error: SwitchError, before: str, adopt: Callable[[TrainingState], None]) -> None:
-    """Everything has been moved, and cannot stay: the old state is in force again, filled as it was. Collective."""
+    """Bring the old state back in force, filled as it was, after everything was moved and cannot stay. Collective."""
     if move.taken:
         move.taken = False
         adopt(move.left)
@@ -191,7 +189,7 @@ def _go_back(move: SwitchMove, error: SwitchError, before: str, adopt: Callable[
 
 @contextmanager
 def in_pieces(move: SwitchMove, integrity: Integrity) -> Iterator[None]:
-    """No rank has whole weights until this is left, or led back: whatever comes next must know."""
+    """Note that no rank has whole weights inside. They are whole when this is left, or when all was led back."""
     try:
         with integrity.changing():
             yield
@@ -199,7 +197,7 @@ def in_pieces(move: SwitchMove, integrity: Integrity) -> Iterator[None]:
         integrity.restored(ranks_agree=False)
         raise
     except BaseException:
-        # Nothing brings it back, but what shows the weights must be there to be loaded into.
+        # Nothing brings the state back. But what shows the weights needs memory, so that a checkpoint can be loaded.
         gone, shown = (move.old, move.new) if move.taken else (move.new, move.old)
         with suppress(Exception):
             for key in gone.state:
@@ -249,14 +247,14 @@ def prepare(
                 _make_room(exchange, before, target, ranks.device)
     except BaseException:
         if exchange is not None:
-            exchange.give_back()  # plans are kept, and with them what they hold
+            exchange.give_back()  # plans are kept, with the memory that they hold
         raise
     there = left.under(sharded_model, inner, builder.options)
     return Prepared(there, before, target, exchange)
 
 
 def _make_room(exchange: Exchange, before: JobState, target: JobState, device: torch.device) -> None:
-    # The digests', which the exchange's buffers may lie in: both are got again from what was reserved here.
+    # Room for the digests, which the exchange's buffers may share: later both get what is reserved here.
     torch.empty(scratch_bytes(before, target), dtype=torch.uint8, device=device)
     exchange.make_room(before, target, device=device)
 
@@ -267,11 +265,12 @@ class Switchable(Training):
     def switch(self, strategy: str, *, beside: bool = False) -> Switched:
         """Train on under another strategy; the global batch stays what it is. Collective, between two steps.
 
-        Where the first step under it fails, the old one is in force again. beside: compare the states beside the next
-        step, where a Trainer makes it and memory holds both: what is returned is not proven then. Only for who touches
-        no weight before that step. A switch that waits for its proof is proven first.
-        Raises StrategyError for a strategy that does not fit, and SwitchError when the change failed on any rank:
-        either way the old strategy is in force, and nothing has changed.
+        If the first step under it fails, the old one is in force again. beside: compare the states beside the next
+        step, if a Trainer makes it and memory holds both. Then the returned event is not proven yet. Use it only if no
+        weight is touched before that step. A switch that waits for its proof is proven first.
+
+        Raises StrategyError for a strategy that does not fit, and SwitchError if the change failed on any rank. Either
+        way the old strategy is in force, and nothing has changed.
         """
         with self.ledger.clock.stopped():
             meeting.meet("switch")
@@ -284,7 +283,7 @@ class Switchable(Training):
             return self._switch(new, beside=beside and own_steps)
 
     def undo(self, *, beside: bool = False) -> Switched:
-        """Back to the strategy before the last switch; the weights stay as they are now. Collective."""
+        """Switch back to the strategy before the last switch. The weights stay as they are now. Collective."""
         if self.previous is None:
             raise SwitchError(
                 "There is no switch to undo.",
@@ -294,9 +293,9 @@ class Switchable(Training):
         return self.switch(self.previous, beside=beside)
 
     def _between_steps(self) -> None:
-        """The ranks stand between the same two steps, under a strategy that is proven. Collective.
+        """Bring the ranks between the same two steps, under a strategy that is proven. Collective.
 
-        Raises TrainingError where gradients wait for the optimizer: another sharded model would not have them.
+        Raises TrainingError if gradients wait for the optimizer: another sharded model would not have them.
         """
         self.level()
         self.compare_ranks()
@@ -311,7 +310,10 @@ class Switchable(Training):
         self.unite()
 
     def _switch(self, new: Strategy, *, keep: bool = False, beside: bool = False) -> Switched:
-        """keep: somebody keeps the old state, to restore it. The time of the comparison is no part of the pause."""
+        """Switch to `new`. The time of the comparison is no part of the pause.
+
+        keep: the caller keeps the old state, to restore it.
+        """
         old = self.strategy
         self.feed.fits(new)
         if str(new) == str(old) and not keep:
@@ -344,20 +346,20 @@ class Switchable(Training):
     def _switch_beside(
         self, gathered: RankKnowledge, ranks: Ballot, began: float, *, keep: bool, beside: bool
     ) -> Switched:
-        """With the new sharded model beside the old one."""
+        """Switch with the new sharded model beside the old one."""
         old, new, beside_s = self.strategy, gathered.strategy, self.builder.beside(gathered.strategy)
         left = self.state
         connections = self.builder.connect(new, alike=gathered.alike)
         prepared = prepare(left, new, connections, gathered.memory, self.builder, ranks)
         ready = time.perf_counter()
-        # Not guarded: who raises between two messages would wait for ranks that wait for its messages.
+        # Not guarded: a rank that raises between two messages would wait for ranks that wait for its messages.
         prepared.exchange.run(prepared.before, prepared.target, device=self.device)
         with ranks.all_or_none("moving the state", numbers=1) as said:
             prepared.state.sharded_model.data.refresh()
             said.numbers = [int(not roomy(self.device, self.recorder.peak_bytes))]
         moved = time.perf_counter()
         plan, before, target = prepared.exchange.plan, prepared.before, prepared.target
-        # Who goes back to the strategy of the last step has no first step that could prove it.
+        # A switch back to the strategy of the last step has no first step that could prove it.
         first = self.pending.old if self.pending is not None else None
         beside = beside and not keep and Alarm.possible() and not said.largest[0] and str(first) != str(new)
         here: Any = {"rank": self.rank, "device": self.device}
@@ -399,10 +401,10 @@ class Switchable(Training):
         return event
 
     def _switch_in_place(self, gathered: RankKnowledge, ranks: Ballot, began: float) -> Switched:
-        """Within the memory of the larger sharded model. Where it fails, gradients are gone too: no step needs them.
+        """Switch within the memory of the larger sharded model.
 
-        Raises TrainingError when the way back failed, and MemoryError, on every rank too, when the old strategy has no
-        memory for gradients any more.
+        If it fails, gradients are gone too: no step needs them. Raises TrainingError if the way back failed, and
+        MemoryError, on every rank too, if the old strategy has no memory for gradients any more.
         """
         old, new, beside_s = self.strategy, gathered.strategy, self.builder.beside(gathered.strategy)
         connections, left = self.builder.connect(new, alike=gathered.alike), self.state
@@ -428,11 +430,11 @@ class Switchable(Training):
                         identical=True,
                         in_place=True,
                     )
-                    # With the state, or an undo leads ranks to different strategies.
+                    # Adopted together with the state. Else an undo would lead ranks to different strategies.
                     self._adopted(event, old)
                     self.switches.append(event)
         except BaseException as error:
-            # An interrupt finds one rank without memory for gradients, and another not: both are levelled.
+            # An interrupt may leave only some ranks without memory for gradients. All are levelled later.
             self.integrity.broken_off |= not isinstance(error, SwitchError)
             raise
         del move, left
@@ -447,30 +449,32 @@ class Switchable(Training):
         previous: TrainingState | None = None,
         comparison: Comparison | None = None,
     ) -> None:
-        """Until a step is made under the strategy in force now, there is a way back."""
+        """Keep a way back until a step is made under the strategy in force now."""
         before, self.pending = self.pending, None
         first, switches = (before.old, before.switches) if before is not None else (old, len(self.switches))
         if str(first) != str(self.strategy):
             self.pending = PendingSwitch(event, first, switches, previous=previous, comparison=comparison)
 
     def first_step(self) -> FirstStep:
-        """Around everything that makes one step; does something in the first one under a strategy."""
+        """Return the context around everything that makes a step. It acts in the first one under a strategy."""
         pending = self.pending if Alarm.possible() else None
         return FirstStep(self, pending if pending is None or pending.guard is None else None)
 
     def _prove(self) -> None:
-        """Between two steps: nothing waits for a comparison any more, and the switch stays. Collective."""
+        """Finish a comparison that is under way: the switch stays if it holds. Collective, between two steps."""
         if self.pending is not None and self._compare():
             self._stays()
 
     def _compare(self) -> bool:
-        """Return True if the step that was begun goes on; else it begins again. Collective, before the optimizer
-        steps."""
+        """Return True if the step that was begun goes on, False if it begins again.
+
+        Collective, before the optimizer steps.
+        """
         pending = self.pending
         if pending is None or pending.comparison is None:
             return True
         if accelerator().holds(self.device):
-            # The host is ahead of it: what is left of the step would count as time of the proof, and not of the step.
+            # The host is ahead of it. Without a wait, the rest of the step would count as time of the proof.
             accelerator().wait_for_stream(self.device)
         began = time.perf_counter()
         with self.ledger.clock.stopped():
@@ -497,7 +501,7 @@ class Switchable(Training):
         return False
 
     def _take_up_previous(self) -> None:
-        """The state that was kept is in force again."""
+        """Bring the state that was kept back in force."""
         pending, self.pending = self.pending, None
         assert pending is not None and pending.previous is not None
         if pending.comparison is not None:
@@ -506,9 +510,9 @@ class Switchable(Training):
         self.restore(previous)
 
     def go_back(self, pending: PendingSwitch, buffers: Mapping[str, Tensor], position: Any) -> None:
-        """The old strategy is in force again, with the weights, steps and gradients of before the step. Collective.
+        """Bring the old strategy back in force, with the weights, steps and gradients of before the step. Collective.
 
-        buffers, position: in the data; those of before the step, for where the old state was not kept.
+        buffers, position (in the data): those of before the step, used if the old state was not kept.
         """
         if pending.previous is not None:
             tensors = [weakref.ref(tensor) for tensor in self.sharded_model.data.tensors()]
@@ -534,7 +538,7 @@ class Switchable(Training):
         del self.switches[pending.switches :]
 
     def _stays(self, *, step_made: bool = False) -> None:
-        """What is not compared will not be: the last switch stays, and who asked for it knows. Not collective."""
+        """Let the last switch stay without a further comparison, and tell whoever asked for it. Not collective."""
         pending = self.pending
         if pending is None:
             return
@@ -551,11 +555,11 @@ class Switchable(Training):
 
     @contextmanager
     def on_trial(self, new: Strategy) -> Iterator[tuple[TrainingState, Switched]]:
-        """Under `new` inside; afterwards state, records and switches are those of before. Gives (that state, event)."""
+        """Run the body under `new`, then restore state, records and switches. Yield (the state before, event)."""
         self._between_steps()
         self.ledger.settle()
         state, records, switches, drawn = self.state, len(self.ledger.records), len(self.switches), Drawn.so_far()
-        pending, self.pending = self.pending, None  # of an earlier switch: these steps are none of its
+        pending, self.pending = self.pending, None  # of an earlier switch, for which these steps do not count
         with self.ledger.silent():
             try:
                 yield state, self._switch(new, keep=True)
@@ -570,9 +574,10 @@ class Switchable(Training):
 
 
 class FirstStep:
-    """taken_back: it failed, and is to be begun again, under the old strategy.
+    """The context of a step. If it is the first one after a switch and fails, it takes the switch back.
 
-    pending: the switch whose first step this is; without one it does nothing.
+    taken_back: it failed, and must begin again under the old strategy. pending: the switch whose first step this is;
+    without one it does nothing.
     """
 
     taken_back = False
@@ -593,12 +598,15 @@ class FirstStep:
         return self
 
     def prove(self) -> None:
-        """Before the optimizer steps: all ranks have come so far, and the switch has kept the state. Collective."""
+        """Prove the switch before the optimizer steps. Collective.
+
+        All ranks have come so far, and the switch has kept the state.
+        """
         pending = self._pending
         if self._proven or pending is None or pending.guard is None:
             return
         if pending.previous is None:
-            # The optimizer changes the only weights that there are.
+            # No other weights are kept: once the optimizer changes these, there is no way back.
             pending.guard.agree()
             pending.guard.end()
         elif not self._job._compare():
@@ -628,7 +636,7 @@ class FirstStep:
         return self.taken_back
 
     def _end(self, pending: PendingSwitch, guard: Guard) -> BaseException | None:
-        """Return what fails when all ranks are to agree that they have made the step."""
+        """Return the error that comes up when all ranks agree that they have made the step; None if there is none."""
         try:
             self.prove()
             if pending.previous is not None:
@@ -638,7 +646,10 @@ class FirstStep:
         return None
 
     def _go_back(self, error: Exception, pending: PendingSwitch, guard: Guard) -> None:
-        """All ranks, to the old strategy; where that fails, `error` is raised, because of what failed then."""
+        """Bring all ranks back to the old strategy.
+
+        If that fails, `error` is raised, with that failure as its cause.
+        """
         job = self._job
         try:
             why = guard.failures(error)
@@ -659,4 +670,4 @@ class FirstStep:
 
 
 class _Differs(Exception):
-    """The old state, or the one of a switch that was made again, is in force, and the step begins again."""
+    """The states differ. The old one, or that of a repeated switch, is in force, and the step begins again."""

@@ -1,1 +1,1 @@
-"""What brings agents up on other hosts: Slurm, SSH, mpirun, or a step of the job that the notebook runs in."""
+"""Launchers that start agents on other hosts: Slurm, SSH, mpirun, or a step of the job that the notebook runs in."""

@@ -1,4 +1,4 @@
-"""One command on the notebook's host that starts the agents of all hosts, and stays as long as they do."""
+"""A command on the notebook's host that starts the agents of all hosts, and runs as long as they do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from nbkit.notebook.cluster.hosts.start_request import last_lines
 
 
 class AgentsCommand:
-    """folder: of the cluster. log: the name of the file that gets what the command prints."""
+    """A command that starts all agents.
+
+    folder: the cluster's folder. log: the name of the file for the command's output.
+    """
 
     spare_hosts = 0  # where one host is gone, such a command ends what it has started on all
 
@@ -21,7 +24,7 @@ class AgentsCommand:
         self._command: subprocess.Popen[bytes] | None = None
 
     def run(self, words: Sequence[str], payload: str) -> None:
-        """Start it. payload: for the agents, in the environment, which only the user can read."""
+        """Start it. payload: passed to the agents in the environment, which only the user can read."""
         with open(self._path, "ab") as log:
             self._command = subprocess.Popen(
                 words,
@@ -40,7 +43,7 @@ class AgentsCommand:
         return last_lines(self._path)
 
     def end(self) -> None:
-        """End it, and with it the agents that have not joined."""
+        """End it, together with the agents that have not joined."""
         if self._command is not None:
             self._command.terminate()
             try:

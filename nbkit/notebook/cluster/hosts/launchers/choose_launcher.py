@@ -1,4 +1,4 @@
-"""Which launcher brings up what was asked for."""
+"""Choose the launcher for a request."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ _STARTERS: dict[type, Callable[[Any, Path], Starter]] = {
 
 
 def starter_of(request: Request, folder: Path) -> Starter:
-    """Return the launcher for `request`. folder: of the cluster. Raises UsageError for what can never fit."""
+    """Return the launcher for `request`. folder: the cluster's folder. Raises UsageError for what can never fit."""
     return _STARTERS[type(request)](request, folder)

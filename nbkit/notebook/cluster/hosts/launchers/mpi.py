@@ -1,7 +1,7 @@
-"""Ranks on hosts where `mpirun` starts the agents: those of --hosts, those of a batch system's job, or this machine.
+"""Ranks on hosts where `mpirun` starts the agents: the hosts of --hosts, of a batch system's job, or this machine.
 
-mpirun only starts processes here. Agents and ranks never call MPI_Init, so that the end of one is the end of that one
-alone; the shell around each agent reports success, or mpirun would end them all.
+mpirun only starts processes here. Agents and ranks never call MPI_Init, so the end of one does not end the others. The
+shell around each agent reports success; otherwise mpirun would end them all.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from nbkit.quoting import shell_words
 
 # Files of PBS and LSF: the host of each slot, a line each.
 _NODE_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
-# How Open MPI's calls itself: 4 under another name than mpirun (Debian's mpirun.openmpi), 5.
+# Open MPI's own name: version 4 (also if called otherwise, Debian's mpirun.openmpi), and version 5.
 _NAMES_OF_OPEN_MPI = ("Open MPI", "OpenRTE", "PRRTE")
 
 
 def _open_mpi(names: Sequence[str], agent: Sequence[str]) -> list[str]:
-    """Return the arguments of Open MPI's mpirun: a part for each host, so that the agent of number i is on host i.
+    """Return the arguments of Open MPI's mpirun. Each host has its own part, so that agent number i is on host i.
 
-    names: of the hosts, none for this machine. Each part names the variables that it hands on.
+    names: the names of the hosts, empty for this machine. Each part names the variables that it passes on.
     """
     words = ["--bind-to", "none"]
     for index, on in enumerate([("-host", name) for name in names] or [()]):
@@ -39,16 +39,18 @@ def _open_mpi(names: Sequence[str], agent: Sequence[str]) -> list[str]:
 
 
 def _hydra(names: Sequence[str], address: str, agent: Sequence[str]) -> list[str]:
-    """As of `_open_mpi`, for MPICH's mpirun and Intel's, which number one agent on each host in their order.
+    """Return the command's options, like `_open_mpi`, for MPICH's and Intel's mpirun.
 
-    address: of this machine, as the hosts reach it; mpirun itself would tell them its name.
+    They number one agent on each host, in the order of the hosts.
+
+    address: the address of this machine as the hosts reach it. Without it, mpirun would tell them the machine's name.
     """
     on = ("-localhost", address, "-hosts", ",".join(names), "-ppn", "1") if names else ()
     return ["-bind-to", "none", "-genvall", *on, "-wdir", "/", "-n", str(len(names) or 1), *agent]
 
 
 def nodes_of_job(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, int], ...]:
-    """The hosts of the batch job that this process runs in, with their slots; () outside of one."""
+    """Return the hosts of the batch job that this process runs in, with their slots; () outside of a job."""
     for variable in _NODE_FILES:
         path = Path(environment.get(variable, ""))
         if path.is_file():
@@ -57,7 +59,7 @@ def nodes_of_job(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str
 
 
 class MpiHosts(AgentsCommand):
-    """The agents of one cluster. A starter, see `request.Starter`."""
+    """The agents of one cluster, started by mpirun. A starter, see `start_request.Starter`."""
 
     def __init__(self, request: MpiRequest, folder: Path) -> None:
         program = shutil.which("mpirun") or shutil.which("mpiexec")
@@ -84,7 +86,7 @@ class MpiHosts(AgentsCommand):
         self.run(words, payload)
 
     def look(self) -> LauncherView:
-        """Whether mpirun runs; with what it has said when it ended at once."""
+        """Return the state of mpirun. If it ended too early, the error contains its last lines."""
         if not self.has_ended():
             return LauncherView(
                 "running", f"mpirun starts agents on {len(self.counts)} host{'s' * (len(self.counts) > 1)}"

@@ -3,8 +3,8 @@
     [project.entry-points."nbkit.launchers"]
     mine = "my_package.launcher:MyLauncher"
 
-Then `%cluster start --launcher mine -n 8 --nodes 2 -- WORDS` starts the ranks with it. `Launcher` says what the class
-has. nbkit's own launchers, for Slurm, SSH and MPI, have options and errors of their own beside this.
+`%cluster start --launcher mine -n 8 --nodes 2 -- WORDS` then starts the ranks with it. `Launcher` describes the methods
+of the class. nbkit's own launchers, for Slurm, SSH and MPI, have their own options and errors in addition.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ GROUP = "nbkit.launchers"
 class Launcher:
     """Starts one command, the agent, on each host of a cluster. The agent then starts the ranks of its host.
 
-    A class of your own has `start`, `poll` and `stop`; the rest has defaults. All of them are called in one process,
-    from one thread, and return soon.
+    A launcher class must have `start`, `poll` and `stop`; the rest has defaults. All methods are called in one process,
+    from one thread, and must return soon.
 
-    n: ranks. nodes: hosts, None if the user did not say. options: the words behind `--`. folder: of the cluster, for
-    scripts and logs; only its user can read it.
+    n: ranks. nodes: hosts, None if the user did not say. options: the words behind `--`. folder: the cluster's folder,
+    for scripts and logs; only its user can read it.
     """
 
     def __init__(self, n: int, *, nodes: int | None, options: Sequence[str], folder: Path) -> None:
@@ -37,18 +37,24 @@ class Launcher:
 
     @property
     def ranks_of_hosts(self) -> tuple[int, ...]:
-        """The ranks of each host, in the order of hosts; default: divided evenly, the first hosts have one more."""
+        """Return the number of ranks on each host, in order.
+
+        By default they are divided evenly; the first hosts have one more.
+        """
         each, more = divmod(self.n, self.nodes)
         return tuple(each + (host < more) for host in range(self.nodes))
 
     def address(self) -> str:
-        """Return the address of this machine that the hosts can connect to; default: this machine alone."""
+        """Return the address of this machine that the hosts can connect to.
+
+        The default reaches only this machine itself.
+        """
         return address_towards(["localhost"])
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start `command` once on each host, with `environment` in addition to the host's own.
 
-        On host number i (from 0) the variable NBKIT_HOST_INDEX has to be i, where there are several. The environment
+        If there are several hosts, the variable NBKIT_HOST_INDEX must be i on host number i (from 0). The environment
         holds a secret: it must not be on a command line, where other users see it. Raises ClusterError.
         """
         raise NotImplementedError
@@ -58,7 +64,7 @@ class Launcher:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End what was started. Harmless if it has ended, or was never started."""
+        """End what was started. Does nothing if it has ended or was never started."""
         raise NotImplementedError
 
     def log(self) -> str:
@@ -98,7 +104,7 @@ class PluginHosts:
         self.address = str(self._call(self._launcher.address))
 
     def start(self, payload: str) -> None:
-        """Have the agents started."""
+        """Let the launcher start the agents."""
         environment = {"NBKIT_AGENT": payload}
         self._call(lambda: self._launcher.start(agent_command(self.request), environment))
 
@@ -124,7 +130,7 @@ class PluginHosts:
         self._call(self._launcher.stop)
 
     def _call(self, call: Any) -> Any:
-        """Call the launcher. Raises ClusterError for what is wrong in it, with the place."""
+        """Call the launcher. Raises ClusterError for an error in its code, with the place."""
         try:
             return call()
         except NbkitError:

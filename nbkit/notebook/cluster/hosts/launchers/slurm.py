@@ -1,12 +1,11 @@
-"""Ranks in a job of Slurm's: how many nodes they take, the job's script, where the job stands.
+"""Ranks in a Slurm job: how many nodes they take, the job's script, and the state of the job.
 
-One task runs on each node, the agent; srun starts it. A rank or an agent that ends does not end the job.
+One task, the agent, runs on each node; srun starts it. A rank or an agent that ends does not end the job.
 
-Where a job of Slurm's stands, and when and why it will end: as `scontrol show job` says it at this moment.
+The state of a job, and when and why it will end, come from `scontrol show job` at that moment. The environment of the
+job is not used: it holds the end time from the job's start, but a limit can be changed and a job preempted.
 
-Not in the environment of the job, whose end time is that of its start: a limit can be changed, and a job preempted.
-
-Ranks on the nodes of the Slurm allocation that the notebook itself runs in: agents are a step of that job.
+`AllocatedNodes` runs ranks in the Slurm allocation of the notebook itself: the agents are a step of that job.
 """
 
 from __future__ import annotations
@@ -50,9 +49,10 @@ _ABSENT = ("", "None", "N/A", "Unknown", "(null)")
 
 @dataclass(frozen=True)
 class JobState:
-    """state: Slurm's word. begins, ends, preempted_at: as time.time() says it, None where Slurm says nothing.
+    """State of a Slurm job.
 
-    restarts: how often it was put back in the queue. nodes: it runs on, as Slurm writes them.
+    state: Slurm's word. begins, ends, preempted_at: as time.time() gives it, None if Slurm says nothing. restarts: how
+    often it was put back in the queue. nodes: the nodes it runs on, as Slurm writes them.
     """
 
     job: str
@@ -66,21 +66,24 @@ class JobState:
 
     @property
     def seconds(self) -> float:
-        """From its start to its end; inf where it has no end."""
+        """Return the time from its start to its end; inf if it has no end."""
         if self.begins is None or self.ends is None:
             return float("inf")
         return self.ends - self.begins
 
     def seen(self, save_before: float) -> LauncherView:
-        """As a launcher reports it. save_before: seconds from when a training is to be saved to the job's end; of a
-        short job no more than a quarter."""
+        """Return the job's state as a launcher reports it.
+
+        save_before: how many seconds before the job's end a training is saved. For a short job it is at most a quarter
+        of the job's time.
+        """
         name = f"job {self.job}"
         if self.state == "PENDING":
             expected = f", expected to start {moment(self.begins)}" if self.begins is not None else ""
             return LauncherView("pending", f"{name} is pending ({self.reason}){expected}")
-        if self.state == "COMPLETING":  # how it will be called is not said before it is over
+        if self.state == "COMPLETING":  # its final state is known only when it is over
             return self._ended("ending", self._how_it_ends())
-        if self.state not in _ENDS:  # RUNNING, or what it does meanwhile: CONFIGURING, SIGNALING, SUSPENDED
+        if self.state not in _ENDS:  # RUNNING, or a temporary state: CONFIGURING, SIGNALING, SUSPENDED
             words = f"{name} runs on {self.nodes}"
             if self.ends is None:
                 return LauncherView("running", words)
@@ -91,7 +94,7 @@ class JobState:
             return LauncherView(
                 "running", words, save_at, f"{name} reaches its time limit {moment(self.ends)}", again=True
             )
-        if self.preempted_at and self.state == "COMPLETED":  # it has made way before it was ended
+        if self.preempted_at and self.state == "COMPLETED":  # it gave way before it was ended
             return self._ended("over", "PREEMPTED")
         return self._ended("over", self.state)
 
@@ -105,8 +108,10 @@ class JobState:
 
 
 def read_job(job: str) -> JobState:
-    """Return where `job` stands; one that Slurm has forgotten has ended. Raises ClusterError when Slurm does not
-    answer."""
+    """Return where `job` stands. A job that Slurm has forgotten has ended.
+
+    Raises ClusterError if Slurm does not answer.
+    """
     try:
         text = answer("scontrol", "--oneliner", "show", "job", job)
     except ClusterError as error:
@@ -117,7 +122,7 @@ def read_job(job: str) -> JobState:
 
 
 def parsed(job: str, text: str) -> JobState:
-    """Return what one line of `scontrol --oneliner show job` says."""
+    """Return the state in one line of `scontrol --oneliner show job`."""
     fields: dict[str, str] = {}
     for name, value in re.findall(r"(\w+)=(\S*)", text):
         fields.setdefault(name, value)  # a comment, which comes late, may hold anything
@@ -138,7 +143,7 @@ def _seconds(text: str) -> float | None:
 
 
 def moment(seconds: float) -> str:
-    """A time as people say it: the day only where it is another one. seconds: as time.time() says it."""
+    """Return a time as people say it, with the day only if it is not today. seconds: as time.time() gives it."""
     when = time.localtime(seconds)
     clock = time.strftime("%H:%M:%S", when)
     today = when[:3] == time.localtime()[:3]
@@ -146,7 +151,7 @@ def moment(seconds: float) -> str:
 
 
 def answer(*words: str) -> str:
-    """Return what a command of Slurm's prints. Raises ClusterError when it fails."""
+    """Return the output of a Slurm command. Raises ClusterError if it fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -160,7 +165,7 @@ def answer(*words: str) -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a partition. address: as Slurm's own daemons reach it."""
+    """A node of a partition. address: the address that Slurm's own daemons use."""
 
     name: str
     partition: str
@@ -172,7 +177,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Size:
-    """nodes, with so many ranks on each, or in reserve for them. cpus, gpus: of each node, for ranks and spares."""
+    """Size of a job: `nodes`, each with the same number of ranks, used or in reserve.
+
+    cpus, gpus: of each node, for ranks and spares.
+    """
 
     nodes: int
     ranks: int
@@ -181,7 +189,7 @@ class Size:
 
 
 def read_nodes() -> list[Node]:
-    """Return what `sinfo` says. Raises UsageError without Slurm, ClusterError when it does not answer."""
+    """Return the nodes that `sinfo` lists. Raises UsageError without Slurm, ClusterError if it does not answer."""
     if not shutil.which("sbatch"):
         raise UsageError(
             "There is no sbatch on this machine.",
@@ -208,7 +216,7 @@ def _gpus(gres: str) -> int:
 
 
 def size_of(request: SlurmRequest, nodes: Sequence[Node]) -> tuple[Size, list[Node]]:
-    """Return how many nodes of which size the request takes, and the nodes that there are.
+    """Return how many nodes of which size the request takes, and the nodes that exist.
 
     Raises UsageError, with what would fit, for a partition that does not exist and for more than it has.
     """
@@ -256,12 +264,12 @@ def _room(node: Node, unit: str) -> int:
 
 
 def _fewest(n: int, sizes: Sequence[int]) -> int | None:
-    """The smallest number of nodes that hold `n` ranks, the same on each."""
+    """Return the smallest number of nodes that hold `n` ranks, the same number on each."""
     return next((k for k in range(1, len(sizes) + 1) if n % k == 0 and n // k <= sizes[k - 1]), None)
 
 
 def _too_large(request: SlurmRequest, named: str, unit: str, sizes: Sequence[int], count: int | None) -> UsageError:
-    """sizes: of the nodes, less the spares."""
+    """Return the error for a request that does not fit. sizes: of the nodes, without the spares."""
     spares = request.spares
     if sizes[0] < 1:
         return UsageError(
@@ -294,7 +302,7 @@ def _too_large(request: SlurmRequest, named: str, unit: str, sizes: Sequence[int
 
 
 class SlurmJob:
-    """The job of one cluster. A starter, see `request.Starter`."""
+    """The Slurm job of one cluster. A starter, see `start_request.Starter`."""
 
     def __init__(self, request: SlurmRequest, folder: Path) -> None:
         self.request, self.folder, self.cpu, self.job = request, folder, request.cpu, ""
@@ -306,11 +314,11 @@ class SlurmJob:
         self._restarts: int | None = None  # of the job as it ran first
 
     def start(self, payload: str) -> None:
-        """Submit the job. Raises ClusterError with sbatch's own words when it refuses."""
+        """Submit the job. If it is refused, raises ClusterError with sbatch's own words."""
         done = subprocess.run(
             ["sbatch", "--parsable", *self._words(), *self.request.options],
             input=self._script(),
-            env={**without_mpi(os.environ), "NBKIT_AGENT": payload},  # arguments would be there for everybody to read
+            env={**without_mpi(os.environ), "NBKIT_AGENT": payload},  # arguments would be readable by everybody
             capture_output=True,
             text=True,
             check=False,
@@ -353,13 +361,16 @@ class SlurmJob:
             if self._restarts is None and self._last.state == "running":
                 self._restarts = state.restarts
             elif self._restarts is not None and state.restarts > self._restarts:
-                # What would run again are ranks without the cells that this cluster has run.
+                # A requeued job would have ranks without the cells that this cluster has run.
                 self.end()
                 self._last = LauncherView("over", f"job {self.job} was put back in the queue", again=True)
         return self._last
 
     def _read(self) -> JobState | None:
-        """None while Slurm itself is away; the coordinator's log has what it says then."""
+        """Return the job's state, or None while Slurm itself does not answer.
+
+        The coordinator's log then has its message.
+        """
         for pause in (0.2, 0.0):  # busy for a moment, it refuses a connection at once
             try:
                 return read_job(self.job)
@@ -369,7 +380,7 @@ class SlurmJob:
         return None
 
     def log(self) -> str:
-        """The last lines of the job's output, where the nodes' file system is this one."""
+        """Return the last lines of the job's output, if the nodes share this file system."""
         path = self.folder / "logs" / "job.log"
         return last_lines(path)
 
@@ -381,10 +392,10 @@ class SlurmJob:
 
 
 def allocation_here(environment: Mapping[str, str] = os.environ, spares: int = 0) -> AllocationRequest | None:
-    """The allocation of several nodes that this process runs in: as many ranks on each as it has tasks there, or GPUs.
+    """Return the allocation of several nodes that this process runs in, or None.
 
-    spares: GPUs of each node that are left to no rank. None outside of one: on one node a notebook needs no launcher.
-    Raises UsageError where spares leave no GPU.
+    Each node has as many ranks as the allocation has tasks there, or GPUs. spares: GPUs of each node that get no rank.
+    On a single node the result is None: a notebook there needs no launcher. Raises UsageError if spares leave no GPU.
     """
     job, tasks = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_TASKS_PER_NODE", "")
     counts = counts_of(tasks)
@@ -416,7 +427,7 @@ def counts_of(tasks: str) -> tuple[int, ...]:
 
 
 class AllocatedNodes(AgentsCommand):
-    """The step of one cluster. A starter, see `request.Starter`."""
+    """The job step of one cluster. A starter, see `start_request.Starter`."""
 
     def __init__(self, request: AllocationRequest, folder: Path) -> None:
         super().__init__(folder, "step.log")
@@ -424,14 +435,14 @@ class AllocatedNodes(AgentsCommand):
         self.address = address_towards(_node_addresses(request.job))
 
     def start(self, payload: str) -> None:
-        """Start the step: it shares the nodes with whatever else of the job runs there. To end it leaves the job."""
+        """Start the step. It shares the nodes with the rest of the job, and leaves ending the job to the job."""
         nodes = len(self.counts)
         asked = (f"--jobid={self.request.job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
         kept = ("--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL")
         self.run(["srun", *asked, *kept, *agent_command(self.request)], payload)
 
     def look(self) -> LauncherView:
-        """Whether the step runs."""
+        """Return the state of the step."""
         if self.has_ended():
             return LauncherView("over", f"the step in job {self.request.job} has ended")
         running = LauncherView("running", f"in job {self.request.job}, which this notebook runs in")

@@ -1,7 +1,7 @@
-"""Ranks on hosts that are reached over SSH: which hosts, how their agents are started, and what went wrong with one.
+"""Ranks on hosts reached over SSH: which hosts, how their agents are started, and what went wrong with one.
 
-All hosts are started at the same time. ~/.ssh/config holds, since it is ssh itself that connects. What an agent has to
-know goes over its standard input; ssh stays, and brings back what the agent prints.
+All hosts are started at the same time. ssh itself connects, so ~/.ssh/config applies. The agent's input goes over its
+standard input. ssh keeps running and brings back what the agent prints.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from nbkit.notebook.cluster.hosts.progress import LauncherView
 from nbkit.notebook.cluster.hosts.start_request import SshRequest, agent_command, last_lines
 from nbkit.quoting import check_host, shell_words, ssh_command, user_path
 
-# A host that answers nothing for 15 s has died: while it starts nobody else would notice.
+# A host silent for 15 s has died. During the start nothing else would notice.
 _ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 _OWN_ERROR = 255  # the exit code of ssh itself
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", *_ALIVE)
 
 
 def read_hosts(text: str) -> tuple[tuple[str, int], ...]:
-    """Hosts and their ranks: "node1:4,node2:4", or the path of a file with one such line for each host.
+    """Return hosts and their ranks from "node1:4,node2:4", or from a file with one such line for each host.
 
-    A host without a number has one rank. Raises UsageError for what is neither.
+    A host without a number has one rank. Raises UsageError if it is neither.
     """
     path = user_path(text)
     parts = text.split(",")
@@ -54,7 +54,7 @@ def read_hosts(text: str) -> tuple[tuple[str, int], ...]:
 
 
 class SshHosts:
-    """The agents of one cluster. A starter, see `request.Starter`."""
+    """The agents of one cluster, started over ssh. A starter, see `start_request.Starter`."""
 
     def __init__(self, request: SshRequest, folder: Path) -> None:
         if not shutil.which("ssh"):
@@ -86,7 +86,7 @@ class SshHosts:
                 continue  # it has ended, and `look` says why
 
     def look(self) -> LauncherView:
-        """Whether the agents run; with the error of the first that has ended."""
+        """Return the state of the agents, with the error of the first one that has ended."""
         ended = [index for index, started in enumerate(self._started) if started.poll() is not None]
         error = self._error(ended[0]) if ended else None
         if self._started and len(ended) == len(self._started):
@@ -121,7 +121,7 @@ class SshHosts:
         return self.folder / "logs" / f"host{index}.log"
 
     def end(self) -> None:
-        """End the connections; agents that have joined have ended already, others find nobody to join."""
+        """End the connections. Agents that have joined have already ended; others find nobody to join."""
         for started in self._started:
             started.terminate()
         for started in self._started:
@@ -132,7 +132,7 @@ class SshHosts:
 
 
 def hostname_of(name: str) -> str:
-    """The host's name or address as ssh's own configuration has it."""
+    """Return the host's name or address according to ssh's own configuration."""
     if not shutil.which("ssh"):
         return name.rpartition("@")[2]
     try:

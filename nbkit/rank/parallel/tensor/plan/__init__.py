@@ -1,1 +1,1 @@
-"""Tensor plans: the modules that are split over the tensor axis, and how; given, or found in the module tree."""
+"""Tensor plans: which modules are split over the tensor axis, and how. They are given, or found in the module tree."""

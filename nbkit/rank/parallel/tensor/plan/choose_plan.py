@@ -1,15 +1,13 @@
-"""From the sources of a plan to the plan: who decides, what goes with what, and whether the numbers divide.
+"""Make a tensor plan from its sources: decide between them, group maps into pairs, and check that the numbers divide.
 
-Finds a tensor plan in the module tree: attentions, pairs of an MLP, embedding and head of the vocabulary.
+The parts of a plan are attentions, MLP pairs, the embedding, and the head of the vocabulary. If a run of the model
+showed the data flow between maps (flow_plan.py), they follow from that. Otherwise they are found by common names and by
+fitting shapes. If names leave a doubt that would raise no error later (a packed matrix with unknown packing), the plan
+gathers, which is always correct, and gives the reason.
 
-By names that people use and by shapes that fit, where no run of the model says what goes into what (flow_plan.py).
-Where they leave a doubt that no error would settle later (a packed matrix of which nobody says how it is packed), it
-takes the way that is always right and says so.
-
-Classes whose source is known to split as the names of their parts say: what is split without a run to prove it.
-
-Exact classes; a subclass may do anything. Those of transformers are named by their files, each of which was run in
-parts beside the whole (proof/).
+Without a run that proves a split, only known classes are split: those whose source is known to do what the names of
+their parts say. Only the exact classes count, since a subclass may do anything. Classes of transformers are listed by
+file. Each of these files was run in parts and compared with the whole (proof/).
 """
 
 from __future__ import annotations
@@ -58,11 +56,11 @@ _DOWN |= {"linear_out", "w_out", "w_down", "ff2", "dense2"}
 _HEAD = {"lm_head", "head", "output", "unembed", "to_logits", "decoder", "embed_out", "out", "logits", "lm", "proj"}
 
 POINTWISE = (nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish)
-"""Modules that treat every element by itself."""
+"""Classes of elementwise modules."""
 
 
 def infer_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str], dict[str, str]]:
-    """(pairs, single module -> role, module -> why it stays whole)."""
+    """Return (pairs, single module -> role, module -> why it stays whole), found by names."""
     pairs, reasons = packed_attentions(model)
     singles: dict[str, str] = {}
     for path, part in model.named_modules():
@@ -79,7 +77,7 @@ def infer_pairs(model: nn.Module) -> tuple[list[Pair], dict[str, str], dict[str,
 
 
 def packed_attentions(model: nn.Module) -> tuple[list[Pair], dict[str, str]]:
-    """Of torch's own MultiheadAttentions: pairs, and why others stay whole."""
+    """Return the pairs of torch's own MultiheadAttentions, and path -> why others of them stay whole."""
     pairs: list[Pair] = []
     reasons: dict[str, str] = {}
     for path, part in model.named_modules():
@@ -101,7 +99,7 @@ def _attention(
     singles: dict[str, str],
     reasons: dict[str, str],
 ) -> set[str]:
-    """Adds what it finds; returns the names of the children that belong to it."""
+    """Add the attention of `part`, if it is one, to the results. Return the names of the children that belong to it."""
     named = {name.lower(): name for name in linears}
     out_name, out = _output(part, linears)
     if out is None:
@@ -124,7 +122,7 @@ def _attention(
         used = {packed, out_name.split(".")[0]}
         rest = sizes(linears[packed])[1] - width
         heads = heads_of(part, q=width, k=rest // 2) if rest > 0 and rest % 2 == 0 else None
-        # GPT-2 says how it cuts the matrix; elsewhere query, key and value may lie head by head.
+        # GPT-2 has an attribute that says how it cuts the matrix; others may store query, key and value per head.
         says = getattr(part, "split_size", None) == width == rest // 2
         why = (
             "" if says and heads else "nothing says how query, key and value are packed (tp_plan: 'packed', 'colwise')"
@@ -156,7 +154,7 @@ def _output(part: nn.Module, linears: Mapping[str, nn.Module]) -> tuple[str, nn.
 
 
 def _why_not(part: nn.Module, used: set[str], heads: Heads | None) -> str:
-    """Parameters of an attention beside its projections must be the same for every head."""
+    """Return why an attention cannot be split: a parameter besides its projections that may differ between heads."""
     for name, param in part.named_parameters():
         if name.split(".")[0] not in used and (heads is None or param.numel() != heads.dim):
             return f"it has a parameter {name} {tuple(param.shape)}, perhaps one value for each head"
@@ -169,7 +167,7 @@ def _mlp(dot: str, part: nn.Module, linears: Mapping[str, nn.Module], pairs: lis
             continue
         inner, width = sizes(down)
         ups = [n for n, up in linears.items() if n.lower() in _UP and n != name and sizes(up) == (width, inner)]
-        # Narrower in the middle than at the ends is no MLP of a transformer: its middle may be somebody's output.
+        # A transformer's MLP is not narrower in the middle than at its ends; such a middle may be an output.
         if ups and inner >= width:
             columns = tuple(dot + n for n in ups)
             pairs.append(Pair(dot[:-1], "mlp", columns, (dot + name,), dict.fromkeys(columns, (inner,)), inner))
@@ -177,7 +175,7 @@ def _mlp(dot: str, part: nn.Module, linears: Mapping[str, nn.Module], pairs: lis
 
 
 def _in_a_row(dot: str, part: nn.Module) -> list[Pair]:
-    """Pairs of linear maps in a Sequential with nothing but elementwise modules between."""
+    """Return the pairs of linear maps in a Sequential that have only elementwise modules between them."""
     pairs: list[Pair] = []
     waiting: tuple[str, nn.Module] | None = None
     for name, child in part.named_children():
@@ -194,17 +192,17 @@ def _in_a_row(dot: str, part: nn.Module) -> list[Pair]:
 
 
 def named_heads(model: nn.Module) -> set[str]:
-    """Linear maps that are called as a map to logits is."""
+    """Return the linear maps whose names are common for a map to logits."""
     return {path for path, part in model.named_modules() if is_linear(part) and path.split(".")[-1].lower() in _HEAD}
 
 
 def infer_vocabulary(
     model: nn.Module, taken: Collection[str], likely: Collection[str], read: Collection[str] | None = None
 ) -> dict[str, str]:
-    """path -> "vocab" or "head": an embedding of tokens, and the map to their logits.
+    """Return path -> "vocab" or "head" for the embedding of tokens and the map to their logits.
 
-    taken: paths with other roles. likely: maps that may be the head; others are when they are tied to an embedding.
-    read: embeddings that read tokens, where that is known.
+    taken: paths with other roles. likely: maps that may be the head; other maps may be only if tied to an embedding.
+    read: embeddings that read tokens, or None if that is not known.
     """
     paths = {id(part): path for path, part in model.named_modules()}
     tables = {
@@ -233,7 +231,7 @@ def infer_vocabulary(
     named = _asked(model, "get_input_embeddings") if hasattr(model, "config") else None
     table = tied or paths.get(id(named))
     if table is None:
-        # Without a head, a table may be the head as well: some models multiply by its weight themselves.
+        # Without a head, the table may also be the head: some models multiply by its weight themselves.
         rows = sizes(heads[head])[1] if head is not None else None
         table = next((path for path, part in usable.items() if part.num_embeddings == rows), None)
     found = {} if head is None or (tied is not None and tied not in usable) else {head: "head"}
@@ -243,7 +241,7 @@ def infer_vocabulary(
 
 
 def _asked(model: Any, getter: str) -> Any:
-    """Return what a HF model calls its embedding or its head; None when it has no answer (models of two parts)."""
+    """Return the embedding or the head that a HF model names; None if it names none (models of two parts)."""
     try:
         return getattr(model, getter, lambda: None)()
     except (NotImplementedError, AttributeError):
@@ -269,14 +267,14 @@ _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.TransformerEncoder, 
 
 
 def known_pair(model: nn.Module, pair: Pair) -> bool:
-    """Return True if the module that holds `pair` is of a class that is known."""
+    """Return True if the module that holds `pair` is of a known class."""
     owner = model.get_submodule(pair.owner)
     if pair.kind == "module":
         return True
     if type(owner) is nn.Sequential:
         return all(is_linear(child) or type(child) in POINTWISE for child in owner.children())
     if pair.kind == "mlp" and type(owner).__module__ != _OURS and type(owner) not in _LAYERS:
-        # The activation, which a config names, may have parameters.
+        # The activation is chosen by a config, and may have parameters.
         maps = tuple(f"{path}." for path in (*pair.columns, *pair.rows))
         if any(not name.startswith(maps) for name, _ in owner.named_parameters(prefix=pair.owner)):
             return False
@@ -284,15 +282,14 @@ def known_pair(model: nn.Module, pair: Pair) -> bool:
 
 
 def known_block(block: nn.Module) -> bool:
-    """Return True if all that `block` computes is known."""
+    """Return True if everything that `block` computes is known."""
     if type(block) in _LAYERS:
         return block.activation in (F.relu, F.gelu) or type(block.activation) in POINTWISE  # type: ignore[union-attr]
     return _is_known(type(block))
 
 
 def known_path(model: nn.Module, path: str) -> bool:
-    """Return True if all modules around the one at `path` are known, so that none of them reads its weight by
-    itself."""
+    """Return True if all modules around the one at `path` are known, so that none reads its weight directly."""
     names = path.split(".")
     above = [model.get_submodule(".".join(names[:i])) for i in range(len(names))]
     return all(type(part) in _HOLDERS or _is_known(type(part)) for part in above)
@@ -315,11 +312,12 @@ _GATHERED = ("colwise_gather", "rowwise_split")
 def plan_of(
     model: nn.Module, size: int, user: Mapping[str, str] | None = None, proof: Proof | None = None
 ) -> TensorPlan:
-    """Return how `model` (the whole of it; placeholders will do) is split over `size` ranks: what is known to be right.
+    """Return the plan to split `model` over `size` ranks, restricted to splits that are known to be right.
 
-    user: pattern of module paths -> role (`ROLES`), above all that is found. proof: what runs have shown (prove.py).
-    Raises StrategyError when a role is unknown, fits no module, or does not divide, and when what the user said is not
-    right.
+    model: the whole model; placeholders are enough. user: pattern of module paths -> role (`ROLES`), which overrides
+    the other sources. proof: the results of runs (prove.py).
+    Raises StrategyError if a role is unknown, fits no module, or does not divide, and if a split that the user asked
+    for is not known to be right.
     """
     proof = proof or Proof()
     right = proof.of(size) or SplitVerdict()
@@ -375,7 +373,7 @@ def _members(pair: Pair) -> tuple[str, ...]:
 
 
 def _alike(model: nn.Module, pair: Pair) -> Iterator[str]:
-    """Parameters of an attention of a known class that are the same for every head."""
+    """Yield the parameters of an attention of a known class that are the same for every head."""
     if pair.kind != "attention" or pair.heads is None:
         return
     maps = tuple(f"{path}." for path in (*pair.columns, *pair.rows))
@@ -395,10 +393,10 @@ def _refused(paths: Sequence[str], why: str) -> StrategyError:
 def candidates(
     model: nn.Module, size: int, user: Mapping[str, str] | None = None, flow: MapFlow | None = None
 ) -> TensorPlan:
-    """Where `model` may be split, and how; none of it is proven. What goes into what says it, or without a run names;
-    so do a HF model's own plan, and the user.
+    """Return a plan of where `model` may be split, and how, without proof.
 
-    Arguments and errors: see `plan_of`.
+    Sources are the data flow or, without a run, the names; then the HF model's own plan; then the user. See `plan_of`
+    for arguments and errors.
     """
     said = _said_by_user(model, user or {})
     hf = {path: role for path, role in roles_of_hf(model).items() if _carries(model, path, role)}
@@ -412,7 +410,7 @@ def candidates(
         ways = {each[0].rows[0]: each for each in flow_pairs(model, flow, heads)}
         inferred += [each[0] for each in ways.values()]
     if experts := mixtures(model):
-        # Whether an expert is called hangs on the tokens: maps in it would wait for ranks that do not call theirs.
+        # The tokens decide which experts are called: split maps would wait for ranks that do not call the same expert.
         ways = {row: each for row, each in ways.items() if not within(row, experts)}
         inferred = [pair for pair in inferred if not within(pair.rows[0], experts)]
         gathers = {path: role for path, role in gathers.items() if not within(path, experts)}
@@ -423,7 +421,7 @@ def candidates(
         members = {pair.owner: "pair"} if pair.kind == "module" else members
         packed = {path for path in pair.columns if len(pair.widths[path]) > 1}
         expected = {path: "packed" if path in packed else role for path, role in members.items()}
-        # What goes into what shows more than a plan that gathers: a pair is run before it counts.
+        # The data flow may show a pair where HF's plan gathers. That is safe, since the pair is run before it is used.
         open_to = () if flow is None else _GATHERED
         if all(said.get(path, role) == role for path, role in expected.items()) and all(
             hf.get(path, role) in (role, *open_to) or path in said for path, role in expected.items()
@@ -444,7 +442,7 @@ def candidates(
     singles |= {path: role for path, role in extra.items() if role not in (*_IN_PAIRS, "replicate")}
     singles |= vocabulary
     reasons |= {path: "tp_plan says so" for path, role in said.items() if role == "replicate"}
-    # One key and value head goes to no two ranks: such an attention stays whole, and what is around it may be split.
+    # A single key-value head cannot be split: such an attention stays whole, and the rest may be split.
     for pair in [pair for pair in pairs if _shares_one_head(pair) and not said.keys() & {*_members(pair)}]:
         pairs.remove(pair)
         ways.pop(pair.rows[0], None)
@@ -488,14 +486,14 @@ def _carries(model: nn.Module, path: str, role: str) -> bool:
 
 
 def _of_hf(pair: Pair) -> Pair:
-    """HF's attentions ask a config for what is the same on every rank."""
+    """Return `pair` without counts in configs, which HF's attentions read for values that are equal on every rank."""
     return replace(pair, counts=tuple(count for count in pair.counts if count not in of_configs(pair.counts)))
 
 
 def _grouped(
     model: nn.Module, roles: Mapping[str, str], of_hf: Iterable[str], known: Mapping[str, Heads]
 ) -> list[Pair]:
-    """Pairs of the maps that somebody gave roles, by the module they are children of. known: row map -> heads."""
+    """Return the pairs of the maps with given roles, grouped by parent module. known: row map -> heads."""
     of_hf = set(of_hf)
     by_owner: dict[str, list[str]] = {}
     for path in roles:

@@ -1,8 +1,8 @@
-"""From what goes into what (proof/capture.py) to the ways in which the maps of a model may be split.
+"""From the data flow between maps (proof/capture.py) to the ways in which the maps of a model may be split.
 
-Maps whose outputs go into one other map, and nowhere else, are split by columns, and that one by rows: up and down,
-query, key, value and output. Several ways may fit (how a packed matrix lies, which attributes count heads); the proof
-runs them one after the other.
+If the outputs of some maps go into one other map and nowhere else, they are split by columns, and that one by rows:
+up and down, or query, key, value and output. Several ways may fit (the layout of a packed matrix, the attributes that
+count heads). The proof runs them one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _MOST_COUNTS, _MOST_WAYS = 3, 32
 
 @dataclass(frozen=True)
 class Product:
-    """Two things that were multiplied for each row: maps that each comes from; dims, the features of a head first."""
+    """A product of two tensors for each row.
+
+    first, second: maps that each tensor comes from. dims: sizes that may be the features of a head, likeliest first.
+    """
 
     first: frozenset[str]
     second: frozenset[str]
@@ -30,10 +33,11 @@ class Product:
 
 @dataclass(frozen=True)
 class MapFlow:
-    """sources: linear map -> maps whose outputs go into it through no other map, in the order of the first calls.
+    """Data flow between the maps of a model.
 
-    readers: map -> maps that its output goes into so, "" for the output of the model. products: of two things that
-    come from maps. tables: embeddings that read numbers of the batch. called: modules that were called.
+    sources: linear map -> maps whose outputs reach it through no other map, in the order of the first calls. readers:
+    map -> maps that its output reaches through no other map, "" for the output of the model. products: products of two
+    tensors that come from maps. tables: embeddings that read integers of the batch. called: modules that were called.
     """
 
     sources: Mapping[str, frozenset[str]]
@@ -44,14 +48,14 @@ class MapFlow:
 
 
 def flow_heads(model: nn.Module, flow: MapFlow) -> set[str]:
-    """Linear maps from what the embeddings of tokens give to as many logits, which are the output of the model."""
+    """Return the linear maps into the model's output only, with as many outputs as a token embedding has rows."""
     rows = {model.get_submodule(path).num_embeddings for path in flow.tables}
     shown = (path for path in flow.sources if flow.readers.get(path) == frozenset(("",)))
     return {path for path in shown if sizes(model.get_submodule(path))[1] in rows}
 
 
 def flow_pairs(model: nn.Module, flow: MapFlow, taken: Collection[str]) -> list[tuple[Pair, ...]]:
-    """Of each pair the ways in which it may be packed. taken: maps that are split otherwise, or not at all."""
+    """Return for each pair the ways in which it may be packed. taken: maps that are split otherwise or stay whole."""
     used, found = set(taken), list[tuple[Pair, ...]]()
     for row, sources in flow.sources.items():
         only = frozenset((row,))
@@ -72,7 +76,7 @@ def _ways(model: nn.Module, flow: MapFlow, columns: Sequence[str], row: str) -> 
     if product is not None:
         return tuple(_attention(model.get_submodule(owner), owner, outs, row, inner, product))
     outs = {path: out for path, out in outs.items() if out % inner == 0}
-    # Much narrower in the middle than at the ends is an adapter: it would send more than it saves.
+    # Maps that are much narrower in the middle are an adapter: splitting it would send more than it saves.
     ends = [width, *(sizes(model.get_submodule(path))[0] for path in outs)]
     if not outs or 2 * inner < min(ends):
         return ()
@@ -94,7 +98,7 @@ def _attention(
         if not keys:
             continue
         kv, packed = min(outs[path] for path in keys), dict(one)
-        if keys[0] in product.first:  # queries, keys and values behind one another in one matrix
+        if keys[0] in product.first:  # queries, keys and values are concatenated in one matrix
             kv = (kv - inner) // 2 if kv > inner else kv
             packed[keys[0]] = (inner, kv, kv) if outs[keys[0]] == inner + 2 * kv else one[keys[0]]
         elif one.keys() == product.first | product.second and kv % (2 * dim) == 0:  # keys and values
@@ -109,7 +113,7 @@ def _attention(
 
 
 def _counted(model: nn.Module, pair: Pair, size: int, reads: Mapping[str, Collection[str]]) -> Iterator[Pair]:
-    """`pair` with one and another choice of attributes that a rank divides: those that names say come first."""
+    """Yield `pair` with different choices of the attributes that a rank divides. Those found by name come first."""
     inside = f"{pair.owner}." if pair.owner else ""
     read = {path[len(inside) :] if path != pair.owner else "": names for path, names in reads.items()
             if path == pair.owner or path.startswith(inside)}  # fmt: skip
@@ -127,7 +131,7 @@ def _counted(model: nn.Module, pair: Pair, size: int, reads: Mapping[str, Collec
 
 
 def ways_of(model: nn.Module, packed: Sequence[Pair], size: int, reads: Mapping[str, Collection[str]]) -> list[Pair]:
-    """The ways to split a pair into `size` parts that are to be tried, one after the other.
+    """Return the ways to try, in order, to split a pair into `size` parts.
 
     packed: how its matrices may be packed. reads: path of a module -> own attributes that are read while it runs.
     """
@@ -137,7 +141,7 @@ def ways_of(model: nn.Module, packed: Sequence[Pair], size: int, reads: Mapping[
 
 
 def _owner(flow: MapFlow, paths: Sequence[str]) -> str:
-    """The innermost module that was called and is around all of `paths`."""
+    """Return the innermost module that was called and contains all of `paths`."""
     names = [path.split(".")[:-1] for path in paths]
     shared = 0
     while all(len(each) > shared and each[shared] == names[0][shared] for each in names):

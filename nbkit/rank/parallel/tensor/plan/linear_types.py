@@ -1,9 +1,9 @@
-"""Linear maps, whichever class they are of: torch's Linear, HF's Conv1D, and either of them under LoRA.
+"""Linear maps of any class: torch's Linear, HF's Conv1D, and either of them under LoRA.
 
-Whether a subclass of nn.Linear with a forward of its own computes what nn.Linear does: found by running it.
-
-A small copy, with drawn weights, gives what `F.linear` gives, and the same gradients, in training and in evaluation. So
-`x @ weight.T + bias` is a linear map, and what scales or normalizes its weight, or drops some of its input, is none.
+A subclass of nn.Linear with its own forward counts as a linear map if it computes the same as nn.Linear. This is tested
+on a small copy with random weights: it must give the output and the gradients of `F.linear`, in training and in
+evaluation. So `x @ weight.T + bias` is a linear map. A forward that scales or normalizes its weight, or drops some of
+its input, is not.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ _known: dict[Hashable, bool] = {}
 
 
 def computes_linear(module: nn.Linear) -> bool:
-    """Of one that nbkit has put nothing around. Sends nothing, draws nothing, in any thread."""
+    """Return True if the forward of `module` computes nn.Linear and nbkit has not wrapped it.
+
+    Sends nothing and draws no random numbers. May run in any thread.
+    """
     forward: Any = type(module).forward
     if isinstance(vars(module).get("forward"), Wrapper):
-        return False  # a part of a map that is split already: its forward communicates
+        return False  # it is split already, and its forward communicates
     if forward is nn.Linear.forward:
         return True
     if module._modules or module._buffers:
@@ -67,7 +70,7 @@ def _tried(module: nn.Linear) -> bool:
         try:
             with torch.enable_grad(), _DrawingNothing():
                 found = _with_gradients(type(module).forward(small, x), wanted)
-        except Exception:  # it asks for more than an input, or for other sizes
+        except Exception:  # it needs more than one input, or other sizes
             return False
         if not all(a.shape == b.shape and torch.allclose(a, b, 0, 1e-12) for a, b in zip(expected, found, strict=True)):
             return False
@@ -80,7 +83,7 @@ def _with_gradients(output: Tensor, wanted: list[Tensor]) -> list[Tensor]:
 
 
 class _DrawingNothing(TorchFunctionMode):
-    """Raises for what draws random numbers, which somebody else may need: no linear map does."""
+    """Mode that raises for functions that draw random numbers. No linear map does, and others may need the numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in DRAWS or func in RANDOM:
@@ -89,7 +92,7 @@ class _DrawingNothing(TorchFunctionMode):
 
 
 def _is_plain(module: Any) -> bool:
-    # By what they compute: a subclass that computes something else is no linear map.
+    # A subclass that computes something else is not a linear map.
     if isinstance(module, nn.Linear):
         linear = computes_linear(module)
     else:
@@ -99,29 +102,29 @@ def _is_plain(module: Any) -> bool:
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Return True if it is peft's wrapper of a linear map."""
+    """Return True if the module is peft's wrapper of a linear map."""
     base = module._modules.get("base_layer")
     return base is not None and _is_plain(base) and isinstance(module._modules.get("lora_A"), nn.ModuleDict)
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """Return True if its last dim is mapped by one matrix that is here (a pipeline stage may have dropped it)."""
+    """Return True if the module maps the last dim by one matrix, and has it (a pipeline stage may have dropped it)."""
     return module is not None and (_is_plain(module) or is_lora(module))
 
 
 def is_packed_attention(module: nn.Module) -> bool:
-    """Return True if it computes what torch's own MultiheadAttention does."""
+    """Return True if the module has the forward of torch's own MultiheadAttention."""
     return type(module).forward is nn.MultiheadAttention.forward and not wrapped_by(module, Wrapper)
 
 
 def core(module: nn.Module) -> Any:
-    """The module that holds `weight` and perhaps `bias`."""
+    """Return the module that holds `weight` and perhaps `bias`."""
     base = module._modules.get("base_layer")
     return module if base is None else base
 
 
 def adapters(module: nn.Module) -> list[tuple[str, Any, Any]]:
-    """(name, A, B) of every LoRA adapter on it."""
+    """Return (name, A, B) of every LoRA adapter on the module."""
     wrapper: Any = module
     if "base_layer" not in module._modules:
         return []
@@ -129,19 +132,19 @@ def adapters(module: nn.Module) -> list[tuple[str, Any, Any]]:
 
 
 def feature_dims(module: nn.Module) -> tuple[int, int]:
-    """(dim of the weight along the input features, along the output features)."""
+    """Return (dim of the weight for the input features, dim for the output features)."""
     return (1, 0) if isinstance(core(module), nn.Linear) else (0, 1)
 
 
 def sizes(module: nn.Module) -> tuple[int, int]:
-    """(input features, output features)."""
+    """Return (input features, output features)."""
     shape = core(module).weight.shape
     inward, outward = feature_dims(module)
     return int(shape[inward]), int(shape[outward])
 
 
 def ranges_of(widths: Iterable[int], size: int, index: int) -> list[tuple[int, int]]:
-    """Return what part `index` of `size` holds of each of the matrices of `widths`, which lie behind one another."""
+    """Return the ranges that part `index` of `size` holds in each of the concatenated matrices of `widths`."""
     found, at = [], 0
     for width in widths:
         start, stop = bounds(width, size, index)

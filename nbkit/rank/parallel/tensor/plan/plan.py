@@ -1,11 +1,10 @@
-"""The plan of a tensor axis: the modules that are split, and how, found in the module tree or said by somebody.
+"""The plan of a tensor axis: which modules are split, and how.
 
-Sources, the later one deciding: what the tree shows (choose_plan.py), a HF model's own plan, the user's `tp_plan`. A
-plan is made of the whole model, before a pipeline drops parts of it, so that all stages agree.
+A plan has three sources; the later ones override: the module tree (choose_plan.py), a HF model's own plan, and the
+user's `tp_plan`. It is made from the whole model, before a pipeline drops parts of it, so that all stages agree.
 
-The number of heads of an attention, the attributes that say it, and their values for a part of the heads.
-
-Which parameters a role cuts, along which dim: the one list by which they are cut, and by which ties are compared.
+This module also finds the number of heads of an attention and the attributes that count them, and lists which
+parameters each role cuts along which dim. The same list is used to cut parameters and to compare ties.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _WIDTHS |= {"width", "embedding_dim", "inner_size", "q_size", "kv_size", "q_dim"
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, key-value heads, features of one head."""
+    """Numbers of query heads, key-value heads, and features of one head."""
 
     heads: int
     kv_heads: int
@@ -50,7 +49,7 @@ class Heads:
 
 
 def heads_of(owner: nn.Module, *, q: int, k: int) -> Heads | None:
-    """From the attention's own attributes or its config; None when nothing says.
+    """Return the heads of an attention from its own attributes or its config; None if neither has them.
 
     q, k: output features of its query and key projections.
     """
@@ -61,12 +60,12 @@ def heads_of(owner: nn.Module, *, q: int, k: int) -> Heads | None:
 
 
 def counts_heads(owner: nn.Module) -> bool:
-    """Return True if an attribute of its own says how many heads it has."""
+    """Return True if an attribute of the module itself gives its number of heads."""
     return any(not home and name in _HEADS for home, name, _ in _numbers(owner))
 
 
 def named_counts(owner: nn.Module, heads: Heads) -> tuple[str, ...]:
-    """Attributes of `owner`, and of its configs, whose names say that they count heads, or features of all heads."""
+    """Return the attributes of `owner` and its configs that by name count heads, or the features of all heads."""
     parts = {**dict.fromkeys(_HEADS, heads.heads), **dict.fromkeys(_KV_HEADS, heads.kv_heads)}
     widths = {heads.heads * heads.dim, heads.kv_heads * heads.dim}
     return tuple(
@@ -78,9 +77,9 @@ def named_counts(owner: nn.Module, heads: Heads) -> tuple[str, ...]:
 
 
 def numbers_in(owner: nn.Module, values: Collection[int], reads: Mapping[str, Collection[str]]) -> tuple[str, ...]:
-    """Attributes that are one of `values`, of the modules of `owner`, of those in `reads`, and of their configs.
+    """Return the attributes of the modules in `owner`, and of their configs, that equal one of `values` and are read.
 
-    reads: path of a module within -> its own attributes that are read while it runs.
+    reads: path of a module in `owner` -> its own attributes that are read while it runs.
     """
     return tuple(
         (f"{path}:" if path else "") + (f"{home}.{name}" if home else name)
@@ -91,12 +90,12 @@ def numbers_in(owner: nn.Module, values: Collection[int], reads: Mapping[str, Co
 
 
 def of_configs(counts: Iterable[str]) -> set[str]:
-    """Those of `counts` that stand in a config."""
+    """Return those of `counts` that are attributes of a config."""
     return {count for count in counts if "." in count.rpartition(":")[2]}
 
 
 def divide(owner: nn.Module, counts: Iterable[str], size: int) -> None:
-    """Let the attributes `counts` of `owner`, and of modules in it, be those of a part; of a config, it gets a copy."""
+    """Divide the attributes `counts` of `owner` and of modules in it by `size`. A config is copied first."""
     copied: dict[tuple[str, str], Any] = {}
     for count in counts:
         path, _, attribute = count.rpartition(":")
@@ -110,12 +109,12 @@ def divide(owner: nn.Module, counts: Iterable[str], size: int) -> None:
                     if value is shared:
                         vars(target)[key] = copied[path, holder]
             target = copied[path, holder]
-        # Frozen dataclasses too: the copy is ours.
+        # This also changes frozen dataclasses, which is safe because the copy is ours.
         object.__setattr__(target, name, getattr(target, name) // size)
 
 
 def _numbers(owner: nn.Module) -> Iterator[tuple[str, str, int]]:
-    """(attribute that holds the config, "" for its own; name; value): whole numbers, its own first."""
+    """Yield (attribute that holds the config, or "" for the module's own; name; value) of each int, own ones first."""
     configs: list[tuple[str, Any]] = []
     for name, value in list(vars(owner).items()):
         if type(value) is int:
@@ -138,7 +137,7 @@ ROLES = {
     "head": "the map to the vocabulary, whose loss is computed in parts",
     "replicate": "left as it is",
 }
-"""What `tp_plan={'blocks.*.mlp.up': 'colwise'}` may say of a module; * stands for one or several characters."""
+"""Roles that `tp_plan={'blocks.*.mlp.up': 'colwise'}` may give to a module. * stands for any characters."""
 
 _HF = {
     "colwise": "colwise",
@@ -159,11 +158,11 @@ _HF = {
 class Pair:
     """Maps that split features and one that joins them, within the module `owner`.
 
-    kind: "attention" (heads), "mlp" (features), or "module" (an nn.MultiheadAttention, whose maps are its own).
-    widths: column map -> features of each matrix that is packed in it. inner: features between the maps. counts:
-    attributes of the owner, and of what is in it, that a rank divides. views: of an attention, whose code
-    asks for sizes of all heads, and has to get those of a part. taken: of an attention, whose arguments beside the
-    hidden states get gradients from between its maps.
+    kind: "attention" (split by heads), "mlp" (by features), or "module" (an nn.MultiheadAttention with its own maps).
+    widths: column map -> features of each matrix packed in it. inner: features between the maps. counts: attributes of
+    the owner, and of modules in it, that a rank divides. views: the code of the attention asks for the sizes of all
+    heads, and must get those of a part. taken: arguments of the attention other than the hidden states get gradients
+    from between its maps.
     """
 
     owner: str
@@ -179,19 +178,19 @@ class Pair:
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Features of all heads, in the matrices that are packed, and in those that they are packed in."""
+        """Return the numbers of features of all heads, in each packed matrix and in each matrix that packs them."""
         widths = [n for each in self.widths.values() for n in (*each, sum(each))]
         return tuple(dict.fromkeys([self.inner, *widths]))
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Pairs; roles of single modules (path -> role); why others stay whole (path -> reason); shown by `describe`.
+    """Plan of a tensor axis, printed by `describe`.
 
-    partial: parameters that are used between the maps of a pair. positions: blocks -> why their positions stay whole.
-    unproven: modules that look as if they could be split -> why that is not known to be right. ways: row map -> other
-    ways to split its pair, of which a run may choose one. instead: maps in pairs -> their roles where the pair is not
-    right.
+    pairs: the pairs to split. singles: path of a single module -> its role. reasons: path of a module -> why it stays
+    whole. partial: parameters used between the maps of a pair. positions: block -> why its positions stay whole.
+    unproven: module that looks splittable -> why that is not known to be right. ways: row map -> ways to split its
+    pair, of which a run may choose one. instead: map in a pair -> its role if the pair is not right.
     """
 
     size: int
@@ -205,7 +204,7 @@ class TensorPlan:
     instead: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self, module: nn.Module) -> list[tuple[str, str, str]]:
-        """Rows (module, how it is split, why not) for modules with parameters; numbers in paths folded into *."""
+        """Return (module, how it is split, why it is not) for modules with parameters, with * for numbers in paths."""
         how: dict[str, str] = dict(self.singles)
         for pair in self.pairs:
             what = f"{pair.heads.heads} heads over {self.size}" if pair.heads else f"{pair.inner} over {self.size}"
@@ -223,24 +222,24 @@ class TensorPlan:
 
 
 def by_itself(path: str) -> str:
-    """The key of a map outside of its pair, which goes by the path of its row map."""
+    """Return the key of a map outside of its pair. The pair itself has the path of its row map as key."""
     return f"{path} by itself"
 
 
 def folded(path: str) -> str:
-    """`path` with * for the numbers in it, alike for the modules of a list."""
+    """Return `path` with * for the numbers in it, so that the modules of a list are alike."""
     return ".".join("*" if name.isdigit() else name for name in path.split("."))
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Return True if `pattern` means the module at `path`."""
+    """Return True if `pattern` matches the module at `path`."""
     return path == pattern or fnmatchcase(path, pattern)
 
 
 def roles_of_hf(model: nn.Module) -> dict[str, str]:
-    """path -> role from the plan that a HF model carries (`_tp_plan`), in our words.
+    """Return path -> role from the plan of a HF model (`_tp_plan`), with our names of roles.
 
-    Mixtures of experts are left out: they stay whole. Raises StrategyError for other roles that we do not have.
+    Mixtures of experts are left out, because they stay whole. Raises StrategyError for an unknown role.
     """
     found: dict[str, str] = {}
     for top, part in model.named_modules():
@@ -265,11 +264,11 @@ def roles_of_hf(model: nn.Module) -> dict[str, str]:
 
 
 Cut = tuple[nn.Module, str, int, tuple[int, ...]]
-"""Module, its parameter, the dim that is cut, and the lengths of the matrices behind one another along it."""
+"""Module, name of its parameter, dim that is cut, and lengths of the concatenated matrices along that dim."""
 
 
 def cuts_of_pair(model: nn.Module, pair: Pair) -> Iterator[Cut]:
-    """Of all maps of `pair`; also of parameters that are None."""
+    """Yield the cuts of all maps of `pair`, also for parameters that are None."""
     if pair.kind == "module":
         yield from cuts_of_packed(model.get_submodule(pair.owner), pair.inner)
         return
@@ -280,7 +279,7 @@ def cuts_of_pair(model: nn.Module, pair: Pair) -> Iterator[Cut]:
 
 
 def cuts_of_single(part: nn.Module, role: str) -> Iterator[Cut]:
-    """Of a module that is split by itself."""
+    """Yield the cuts of a module that is split by itself."""
     if isinstance(part, nn.Embedding) and role == "vocab":
         yield part, "weight", 0, (part.num_embeddings,)
     elif is_linear(part) and role == "rowwise_split":
@@ -290,14 +289,14 @@ def cuts_of_single(part: nn.Module, role: str) -> Iterator[Cut]:
 
 
 def cuts_of_packed(part: nn.Module, inner: int) -> Iterator[Cut]:
-    """Of an nn.MultiheadAttention."""
+    """Yield the cuts of an nn.MultiheadAttention."""
     yield part, "in_proj_weight", 0, (inner,) * 3
     yield part, "in_proj_bias", 0, (inner,) * 3
     yield part.get_submodule("out_proj"), "weight", 1, (inner,)
 
 
 def cuts_of_columns(part: nn.Module, widths: Sequence[int]) -> Iterator[Cut]:
-    """Of a linear map whose output features are split, and of LoRA's on it."""
+    """Yield the cuts of a linear map whose output features are split, and of the LoRA adapters on it."""
     yield core(part), "weight", feature_dims(part)[1], tuple(widths)
     yield core(part), "bias", 0, tuple(widths)
     for _, _, up in adapters(part):
@@ -306,7 +305,7 @@ def cuts_of_columns(part: nn.Module, widths: Sequence[int]) -> Iterator[Cut]:
 
 
 def cuts_of_rows(part: nn.Module) -> Iterator[Cut]:
-    """Of a linear map whose input features are split, and of LoRA's on it."""
+    """Yield the cuts of a linear map whose input features are split, and of the LoRA adapters on it."""
     dim = feature_dims(part)[0]
     inner = (int(core(part).weight.shape[dim]),)
     yield core(part), "weight", dim, inner

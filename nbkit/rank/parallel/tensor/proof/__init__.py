@@ -1,1 +1,1 @@
-"""Proof by running that a split is right: the model once, watched; then its modules in parts beside the whole."""
+"""Proof that a split is right: run the model once and watch it, then run its modules in parts and compare."""

@@ -1,16 +1,17 @@
-"""One run of the whole model, watched: what its modules are called with, and what goes past the maps to be split.
+"""Watch one run of the whole model: the arguments of its modules, and uses of tensors that rule out a split.
 
-Every operation is seen (TorchDispatchMode), and memory is followed instead of Python objects. Two things rule out a
-split, wherever they happen: an operation on a weight outside of the call of its map, since a rank holds a part of it;
-and an operation outside of the module that holds a pair on what was computed between the maps, since a rank computes a
-part of that. An attribute that a split changes (a number of heads) must not be read from outside either.
+Every operation is seen (TorchDispatchMode). Tensors are tracked by memory, not by Python object.
 
-Paths of modules, and of pairs, as seen from a module above them.
+`CapturedCalls` records the arguments of calls, and finds the splits that are ruled out. An operation on a weight
+outside of the call of its map rules out a split, since a rank holds only a part of the weight. So does an operation
+outside of the module that holds a pair on tensors computed between its maps, since a rank computes only a part of
+them. An attribute that a split changes (a number of heads) must not be read from outside of that module either.
 
-Which map's output goes into which other map, in one run of the whole model: what a plan is made of (flow_plan.py).
+`data_flow` finds which map's output goes into which other map; plans are made from this (flow_plan.py). Memory is
+followed, operation by operation, from the output of a linear map to the maps that read it. The output of a map is
+counted as coming from that map alone. Whether a split is right is left to the proof.
 
-Memory is followed, operation by operation, from the output of a linear map to the maps that read it; what a map gives
-comes from that map alone. What happens on the way is not judged: that is the proof's.
+`under`, `relative_path` and `relative` convert paths of modules and pairs to and from a module above them.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ from nbkit.rank.watching_mode import WatchingMode
 
 
 def inside(path: str, above: str) -> bool:
-    """Return True if `path` is the module at `above`, or within it."""
+    """Return True if `path` is the module at `above`, or inside it."""
     return not above or f"{path}.".startswith(f"{above}.")
 
 
 def under(above: str, path: str) -> str:
-    """`path`, relative to `above`, as a path from the top."""
+    """Return `path`, which is relative to `above`, as a path from the top."""
     return f"{above}.{path}" if above and path else above or path
 
 
 def relative_path(path: str, above: str) -> str:
-    """`path`, from the top, as a path from `above`."""
+    """Return `path`, which is from the top, as a path relative to `above`."""
     return path[len(above) + 1 :] if above else path
 
 
 def relative(pair: Pair, above: str) -> Pair:
-    """`pair` by paths from `above`."""
+    """Return `pair` with paths relative to `above`."""
 
     def short(path: str) -> str:
         return relative_path(path, above)
@@ -65,7 +66,10 @@ def relative(pair: Pair, above: str) -> Pair:
 
 @dataclass(frozen=True)
 class BlockInput:
-    """A tensor among the arguments of a call. hangs: it was computed from parameters; large ones are known by shape."""
+    """A tensor among the arguments of a call.
+
+    hangs: it was computed from parameters. Of large ones only the shape is kept, and `value` is zeros.
+    """
 
     value: Tensor
     hangs: bool
@@ -73,7 +77,7 @@ class BlockInput:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """Arguments of one call, tensors in them as `BlockInput`; training: mode of the module that was called."""
+    """Arguments of one call, with tensors as `BlockInput`. training: mode of the module that was called."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -82,12 +86,13 @@ class CallArguments:
 
 @dataclass
 class CapturedCalls:
-    """What was seen of `model` under the candidates of `plan`.
+    """Record of watched runs of `model`, for the candidates of `plan`.
 
-    calls: module -> its calls; only of those asked for. reads: module -> names of its own attributes that its forward
-    reads. refused: row map of a pair, or single module -> why it cannot be split. hidden: module -> numbers of the
-    leaves of its output that come from between the maps of a pair. loose: parameters that are used while no module
-    that holds a pair around them runs.
+    calls: module -> its calls, for the requested modules. reads: module -> names of its own attributes that are read
+    while it runs. refused: row map of a pair, or single module -> why it cannot be split. outside: row map of a pair ->
+    {(module, attribute) read from outside of the pair's module: the reader}. hidden: module -> numbers of the leaves of
+    its output that come from between the maps of a pair. loose: parameters of modules with pairs that are used while no
+    such module around them runs.
     """
 
     model: nn.Module
@@ -102,7 +107,7 @@ class CapturedCalls:
     def run(self, call: Callable[[], Any], paths: Collection[str]) -> None:
         """Watch `call`, which runs the model once, with gradients. paths: modules whose calls are kept.
 
-        Every parameter is to be trained meanwhile (`thaw`): what hangs on parameters is told by its gradient.
+        Every parameter must require gradients (`thaw`): this shows which tensors are computed from parameters.
         """
         watch = _Watch(self, paths)
         with _reading(self.model, watch.read), watched(self.model, watch.enter, watch.leave), torch.enable_grad():
@@ -208,7 +213,7 @@ class _Watch(WatchingMode):
                 self.seen.loose.add(name)
 
     def read(self, path: str, name: str) -> None:
-        """An attribute of its own is asked of a module, by anybody."""
+        """Note that the module at `path` is asked for its own attribute `name`."""
         if path in self.active:
             self.seen.reads.setdefault(path, set()).add(name)
         elif self.active:
@@ -217,7 +222,7 @@ class _Watch(WatchingMode):
                     self.seen.outside.setdefault(key, {}).setdefault((path, name), self._user())
 
     def end(self, output: Any) -> None:
-        """What lies between maps must not outlive the run, as the output or as an attribute of a module."""
+        """Refuse pairs whose inner tensors outlive the run, in the output or in an attribute of a module."""
         places = [("the output of the model", output)]
         places += [(f"{path or 'the model'}.{name}", value) for path, part in self.seen.model.named_modules()
                    for name, value in vars(part).items() if name not in _OF_MODULES]  # fmt: skip
@@ -241,7 +246,7 @@ class _Watch(WatchingMode):
 def _given(tensor: Tensor, memo: dict[int, BlockInput]) -> BlockInput:
     value = tensor.detach()
     if tensor.requires_grad and tensor.numel() > _LARGE:
-        value = value.new_zeros(()).expand(tensor.shape)  # of all layers together they would not fit
+        value = value.new_zeros(()).expand(tensor.shape)  # the values of all layers would not fit in memory
     return memo.setdefault(id(tensor), BlockInput(value, tensor.requires_grad))
 
 
@@ -257,7 +262,7 @@ _noting = threading.Lock()
 
 
 def _note(self: nn.Module, name: str) -> Any:
-    """Stand for `nn.Module.__getattribute__`, which is object's."""
+    """Replace `nn.Module.__getattribute__`, which is normally that of object."""
     if name not in _OF_MODULES and (note := _noted.get(id(self))) is not None:
         if name in super(nn.Module, self).__getattribute__("__dict__"):
             note(name)
@@ -266,9 +271,9 @@ def _note(self: nn.Module, name: str) -> Any:
 
 @contextmanager
 def _reading(model: nn.Module, note: Callable[[str, str], None]) -> Iterator[None]:
-    """Inside, `note(path, attribute)` is called for every own attribute that is asked of a module.
+    """Call `note(path, attribute)` for every own attribute that a module is asked for, inside this context.
 
-    The classes of the user's modules stay as they are: what a forward does may depend on them.
+    The classes of the user's modules are not changed, since a forward may depend on them.
     """
     told = {id(part): partial(note, path) for path, part in model.named_modules()}
     with _noting:
@@ -285,11 +290,11 @@ def _reading(model: nn.Module, note: Callable[[str, str], None]) -> Iterator[Non
 
 
 _PRODUCTS = {torch.ops.aten.bmm.default: 0, torch.ops.aten.baddbmm.default: 1}
-"""Operation -> where its first factor stands among its arguments."""
+"""Operation -> index of its first factor among its arguments."""
 
 
 def data_flow(model: nn.Module, call: Callable[[], Any]) -> MapFlow:
-    """Return what was seen while `call` ran the model once."""
+    """Return the data flow that is seen while `call` runs the model once."""
     watch = _FlowWatch(model)
     with watched(model, watch.enter, watch.leave), torch.enable_grad(), watch, _Attends(watch):
         output = call()
@@ -317,7 +322,7 @@ class _FlowWatch(WatchingMode):
         self.attends = False
 
     def flow(self) -> MapFlow:
-        """Return what was seen."""
+        """Return the data flow seen so far."""
         sources, readers = ({path: frozenset(others) for path, others in found.items()}
                             for found in (self.sources, self.readers))  # fmt: skip
         return MapFlow(sources, readers, tuple(self.products), frozenset(self.tables), frozenset(self.called))
@@ -345,14 +350,14 @@ class _FlowWatch(WatchingMode):
                 self.come_from[memory_of(tensor)] = frozenset((path,))
 
     def arrived(self, tensor: Tensor, path: str) -> None:
-        """`tensor` is what the map at `path` is given, or a part of the output of the model."""
+        """Note that `tensor` is given to the map at `path`, or for "" is part of the output of the model."""
         for source in self.come_from.get(memory_of(tensor), ()):
             self.readers.setdefault(source, set()).add(path)
             if path:
                 self.sources.setdefault(path, set()).add(source)
 
     def multiplied(self, first: Tensor, second: Tensor) -> None:
-        """Along the last dim of `first`, for each row and head."""
+        """Note a product along the last dim of `first`, for each row and head."""
         from_first, from_second = (self.come_from.get(memory_of(x), frozenset()) for x in (first, second))
         if from_first and from_second and not self.within:
             dims = tuple(dict.fromkeys((first.shape[-1], first.shape[-2], second.shape[-1])))
@@ -376,7 +381,7 @@ class _FlowWatch(WatchingMode):
 
 
 class _Attends(TorchFunctionMode):
-    """Sees torch's attention as it is called: kernels are given other shapes."""
+    """Mode that sees calls of torch's attention before kernels get the tensors in other shapes."""
 
     def __init__(self, watch: _FlowWatch) -> None:
         super().__init__()

@@ -1,20 +1,18 @@
-"""The candidates of a plan, each run in parts beside the whole, in one process; what does not fit stays whole.
+"""Prove candidates of a plan: run each in parts, in one process, and compare it with the whole.
 
-The model runs once in each mode while `CapturedCalls` watches. Then every module that holds a pair is run by itself,
-whole and in parts, on the arguments that it was called with: one of each kind. Blocks whose positions
-may be split are run once more that way.
+The model runs once in each mode while `CapturedCalls` watches. Then every module that holds a pair runs by itself,
+whole and in parts, on the arguments that it was called with. Calls of the same kind (`kind_of`: classes, attributes
+that are read, shapes) are run once. Blocks whose positions may be split run once more with split positions. A candidate
+that does not fit stays whole.
 
-Backward of a split, beside that of the whole: which gradients are slices, which are sums over the ranks.
+The backward pass is compared too. Each run is cut into pieces at the maps (shard_run.py), and each piece is
+differentiated alone, with one set of random cotangents. The gradients of a piece must be as follows, or the split is
+refused.
 
-Each run is cut into pieces at the maps (shard_run.py), and each piece is differentiated alone, with one set of drawn
-cotangents. A split takes the gradients of a piece for the following; anything else is refused.
-
-piece                       of what comes from a column map   of an attention's arguments   of parameters   of the rest
-up to a row map (region)    slices                            sums                          sums            none
-all else, positions whole   none                              the same on every rank        the same        the same
-all else, positions split   none                              sums                          sums            slices
-
-The kind of a call of a module, of which one is run: classes, attributes that are read, shapes.
+piece                        column map outputs   attention arguments   parameters   the rest
+up to a row map (region)     slices               sums                  sums         none
+the rest, positions whole    none                 equal on all ranks    equal        equal
+the rest, positions split    none                 sums                  sums         slices
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ from nbkit.rank.parallel.tensor.sequence_parallel import chains
 from nbkit.rank.torch_private import pytree
 
 Leaf = tuple[str, int | str, int]
-"""(what, number of the point or of the input or name of the parameter, number among its leaves)."""
+"""(what; number of the point or input, or name of the parameter; number among its leaves)."""
 
 Exit = tuple[Tensor, Tensor]
 """A tensor that leaves a piece, and its cotangent."""
@@ -58,8 +56,11 @@ Exit = tuple[Tensor, Tensor]
 
 @dataclass
 class Gradients:
-    """partial: parameters whose gradients are sums over the ranks while positions are whole -> row maps of the pairs
-    that use them. taken: attentions whose arguments get sums of gradients from between their maps."""
+    """Gradients of the whole run, to compare those of the parts with.
+
+    partial: parameter whose gradient is a sum over the ranks while positions are whole -> row maps of the pairs that
+    use it. taken: attentions whose arguments get gradients from between their maps, which are sums.
+    """
 
     whole: UnitRun
     partial: dict[str, set[str]] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class Gradients:
             self._check_features()
 
     def add(self, part: UnitRun) -> None:
-        """The gradients of one part, compared where they are slices, and summed where they are sums."""
+        """Add one part: compare its gradients that are slices, and sum those that are sums."""
         leaves = _leaves(part)
         for number, expected in self.regions.items():
             point, pair = part.points[number], part.points[number].pair
@@ -99,7 +100,7 @@ class Gradients:
             self._compare(part, -1, found, self.rest, part.unit.keys)
 
     def finish(self) -> None:
-        """All parts are there: their sums must be what the whole has."""
+        """Compare the sums over all parts with the gradients of the whole. Raises Differs."""
         for (number, leaf), total in self.sums.items():
             expected = (self.rest if number < 0 else self.regions[number])[leaf]
             assert expected is not None
@@ -130,7 +131,7 @@ class Gradients:
                 raise Differs(keys, f"the gradient of {self._named(leaf)} differs in a part: {why}")
 
     def _check_features(self) -> None:
-        """Positions whole: what a region takes beside its column maps."""
+        """Check, with whole positions, what a region uses besides the outputs of its column maps."""
         run = self.whole
         dependent = _gradients(self._exits(run), self.leaves)
         for number, found in self.regions.items():
@@ -153,7 +154,7 @@ class Gradients:
                 raise Differs(pair.rows, "what is computed between its maps does not go through the last one alone")
 
     def _check_positions(self) -> None:
-        """Positions split: what must not be used at all, or in parts only."""
+        """Check, with split positions, that nothing is used past the maps."""
         run, keys = self.whole, self.whole.unit.keys
         for found in (*self.regions.values(), self.rest):
             for leaf, gradient in found.items():
@@ -166,18 +167,18 @@ class Gradients:
                 raise Differs(keys, f"{self._named(leaf)} goes into an attention beside its hidden states")
 
     def _exits(self, run: UnitRun) -> list[Exit]:
-        """Of everything but the regions, as far as it does not go straight into a column map."""
+        """Return the exits outside of the regions, without those that go straight into a column map."""
         found = [(x, c) for p in run.points if p.what != "row" and not p.direct
                  for x, c in zip(p.given, p.cotangents, strict=True)]  # fmt: skip
         shown = [x for i, x in enumerate(run.outputs) if isinstance(x, Tensor) and i not in run.unit.hidden]
         return found + [(x, torch.ones_like(x)) for x in shown]
 
     def _rest(self, run: UnitRun) -> list[Exit]:
-        """Positions split: what leaves in parts, of the positions or of a sum."""
+        """Return, with split positions, the exits that are slices of the positions or terms of a sum."""
         found: list[Exit] = []
         for point, whole in zip(run.points, self.whole.points, strict=True):
             if point.what == "column" and point.pair.kind == "attention":
-                # Every rank has it whole, and a part of its gradient.
+                # Every rank has it whole, with a part of its gradient.
                 share = 1 if run.index is None else run.unit.size
                 found.append((point.given[0], whole.cotangents[0] / share))
             elif point.what != "row":
@@ -190,7 +191,7 @@ class Gradients:
         return found
 
     def _shared(self, run: UnitRun) -> list[Exit]:
-        """Positions split: what every rank gives whole."""
+        """Return, with split positions, the exits that are whole on every rank."""
         found: list[Exit] = []
         for point in run.points:
             if point.what in ("attention", "module"):
@@ -211,7 +212,7 @@ class Gradients:
         return "its input" if what == "input" else f"what goes through {self.whole.points[int(where)].path or 'it'}"
 
     def _known(self, run: UnitRun) -> None:
-        """Whatever is learned and goes into a region must be a parameter of the unit."""
+        """Raise Differs if a region uses a trained tensor that is not a parameter of the unit."""
         ours = {id(leaf) for leaf in self.leaves.values()}
         for point in run.points:
             exits = point.given if point.what == "row" or run.unit.sequence else ()
@@ -229,20 +230,23 @@ def _leaves(run: UnitRun) -> dict[Leaf, Tensor]:
 
 
 def _gradients(exits: Sequence[Exit], leaves: dict[Leaf, Tensor]) -> dict[Leaf, Tensor | None]:
-    """Of the sum of all exits times their cotangents; None for what is not used."""
+    """Return the gradients of the sum of all exits times their cotangents; None for leaves that are not used."""
     found = gradients([x for x, _ in exits], list(leaves.values()), [cotangent for _, cotangent in exits])
     return dict(zip(leaves, found, strict=True))
 
 
 def _learned(exits: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves of the graphs behind `exits`."""
+    """Return the leaves of the graphs behind `exits`."""
     exits = list(exits)
     behind = (getattr(node, "variable", None) for node in nodes_behind(exits))
     return [x for x in exits if x.requires_grad and x.grad_fn is None] + [x for x in behind if x is not None]
 
 
 def kind_of(module: nn.Module, reads: Mapping[str, Collection[str]], call: CallArguments) -> Hashable:
-    """Equal for two calls of which one tells all about the other. reads: path within -> attributes that are read."""
+    """Return a key that is equal for two calls if running one of them is enough.
+
+    reads: path of a module inside -> its attributes that are read.
+    """
     parts = []
     for path, part in module.named_modules():
         own = tuple((name, key_of(vars(part).get(name))) for name in sorted(reads.get(path, ())))
@@ -263,8 +267,10 @@ def kind_of(module: nn.Module, reads: Mapping[str, Collection[str]], call: CallA
 
 
 _LARGE = 1 << 26
-"""A module with more parameters than this beside its maps is run with those of the model, in their own dtype; one that
-is given a quarter as many numbers in float32."""
+"""A module with more parameters than this besides its maps is run with those of the model, in their own dtype.
+
+A module whose inputs have more than a quarter as many numbers is run in float32.
+"""
 
 
 def prove(
@@ -277,8 +283,8 @@ def prove(
 ) -> Proof:
     """Return which splits of `model` into `sizes` parts are right. call: runs the whole model once, on real rows.
 
-    brief: does the same operations on a few positions of them; if all that is tried fits there, that is the proof.
-    Parameters, buffers, modes and random generators are afterwards as before. Whatever goes wrong is in the answer.
+    brief: does the same operations on a few positions of these rows. If all candidates fit there, `call` is not run.
+    Parameters, buffers, modes and random generators are restored. Errors are reported in the result.
     """
     found = Proof() if brief is None else _proof(model, brief, sizes, tp_plan)
     if found.why or any(each.wrong or any(each.positions.values()) for each in found.verdicts.values()):
@@ -293,7 +299,7 @@ def _proof(model: nn.Module, call: Callable[[], Any], sizes: Iterable[int], tp_p
             flow = data_flow(model, call)
             prover = _Prover(model, call, candidates(model, 1, tp_plan, flow))
             return Proof({size: prover.verdict(size) for size in sizes}, "", flow)
-    except StrategyError as error:  # the plan itself, which is refused where it is made
+    except StrategyError as error:  # an error in the plan itself, which is raised when the plan is made
         return Proof(why=str(error))
     except Exception as error:
         return Proof(why=f"the model does not run on the example: {type(error).__name__}: {str(error)[:200]}")
@@ -301,7 +307,7 @@ def _proof(model: nn.Module, call: Callable[[], Any], sizes: Iterable[int], tp_p
 
 @dataclass(frozen=True)
 class _Found:
-    """Of one kind of unit, by paths from it. partial: parameter -> row maps of the pairs that use it."""
+    """Results for one kind of unit, with paths relative to it. Fields: as in SplitVerdict and Gradients."""
 
     wrong: dict[str, str] = field(default_factory=dict)
     partial: dict[str, set[str]] = field(default_factory=dict)
@@ -325,13 +331,13 @@ class _Prover:
         self._known: dict[Hashable, _Found] = {}
 
     def verdict(self, size: int) -> SplitVerdict:
-        """For `size` parts."""
+        """Return the verdict on splits into `size` parts."""
         wrong, taken, right = dict(self.seen.refused), set[str](), dict[str, Pair]()
         partial: dict[str, set[str]] = {}
         ways: dict[str, list[Pair]] = {}
         for pair in self.plan.pairs:
             key = pair.rows[0]
-            # What does not divide is refused where the plan is made, with the numbers.
+            # A pair that does not divide is refused when the plan is made, with the numbers.
             if key not in wrong and not _divides(pair, size):
                 right[key] = pair
             elif key not in wrong and (found := self._ways(pair, size)):
@@ -351,7 +357,7 @@ class _Prover:
         return SplitVerdict(right, wrong, kept, frozenset(taken), self._positions([*fit, *packed], size))
 
     def _ways(self, pair: Pair, size: int) -> list[Pair]:
-        """To split `pair`, without those that change what somebody else reads."""
+        """Return the ways to split `pair` that change no attribute that is read from outside."""
         if pair.kind == "module":
             return [pair]
         packed = [pair, *self.plan.ways.get(pair.rows[0], ())[1:]]
@@ -362,7 +368,10 @@ class _Prover:
         self, unit: str, ways: Mapping[str, Sequence[Pair]], size: int, wrong: dict[str, str],
         partial: dict[str, set[str]], taken: set[str],
     ) -> dict[str, Pair]:  # fmt: skip
-        """Of each pair in `unit` the first way that fits, in all calls; notes why there is none, and what they use."""
+        """Return for each pair in `unit` the first way that fits in all calls.
+
+        Adds to `wrong` why no way fits, and to `partial` and `taken` what the chosen ways use.
+        """
         inner = {key: each for key, each in ways.items() if inside(each[0].owner, unit)}
         packed = {key: each[0] for key, each in inner.items() if each[0].kind == "module"}
         tried = dict.fromkeys((key for key, each in inner.items() if each[0].kind != "module"), 0)
@@ -379,7 +388,7 @@ class _Prover:
             blamed = {under(unit, key): reason for key, reason in found[-1].wrong.items()}
             for key, reason in blamed.items():
                 why.setdefault(key, reason)
-            # Where several are blamed for one, who has been split in the most ways is it, more likely than not.
+            # If several pairs are blamed, the one with the most ways is the likely cause.
             most = max(len(inner[key]) for key in blamed)
             more = [key for key in blamed if tried.get(key, 0) + 1 < len(inner[key])]
             for key in more or [key for key in blamed if len(inner[key]) == most]:
@@ -400,7 +409,7 @@ class _Prover:
             for block, _ in chain.blocks:
                 here = [pair for pair in pairs if inside(pair.owner, block)]
                 if all(pair.kind == "mlp" for pair in here):
-                    continue  # its attention is not split, which is said already
+                    continue  # its attention is not split, which is reported already
                 found[block] = "" if block in self.seen.calls else "the example does not reach it"
                 for call in self.seen.calls.get(block, ()):
                     if wrong := self._of(block, here, call, size, sequence=True).wrong:
@@ -408,7 +417,7 @@ class _Prover:
         return found
 
     def _owned_alone(self, partial: Mapping[str, set[str]], wrong: dict[str, str]) -> None:
-        """A gradient that is a sum over the ranks must be so wherever the parameter is used."""
+        """Refuse pairs that use a parameter between their maps if it is also used elsewhere, or is cut."""
         names: dict[int, list[str]] = {}
         for path, part in self.model.named_modules():
             for attribute, param in part._parameters.items():
@@ -422,7 +431,7 @@ class _Prover:
                     wrong.setdefault(key, f"parameter {claimed[0]} is used between its maps, and elsewhere")
 
     def _of(self, path: str, pairs: Sequence[Pair], call: CallArguments, size: int, *, sequence: bool) -> _Found:
-        """Return what a run in parts shows of `pairs`, all within the module at `path`."""
+        """Return what a run in parts shows about `pairs`, which are all inside the module at `path`."""
         module = self.model.get_submodule(path)
         own = tuple(relative(pair, path) for pair in pairs)
         reads = {relative_path(p, path): names for p, names in self.seen.reads.items() if inside(p, path)}
@@ -453,7 +462,7 @@ class _Prover:
 
 
 def _changed(pair: Pair) -> set[tuple[str, str]]:
-    """(module, attribute) that a split changes."""
+    """Return each (module, attribute) that a split changes."""
     counts = [count.rpartition(":") for count in pair.counts if count not in of_configs(pair.counts)]
     changed = {(under(pair.owner, path), name) for path, _, name in counts}
     changed |= {(path, name) for path in pair.columns for name in ("out_features", "nf")}
@@ -461,7 +470,7 @@ def _changed(pair: Pair) -> set[tuple[str, str]]:
 
 
 def _rehearsed(unit: PairUnit) -> Gradients | None:
-    """The runs of a unit; None in evaluation, which has no backward. Raises Differs where a part does not fit."""
+    """Run a unit whole and in parts. Return its gradients, or None in evaluation. Raises Differs if a part differs."""
     device = next((p.device for p in unit.module.parameters()), torch.device("cpu"))
     error: Exception | None = None
     for dtype in _dtypes(unit):
@@ -471,14 +480,14 @@ def _rehearsed(unit: PairUnit) -> Gradients | None:
             whole = _whole(given, draw, dtype)
         except Differs:
             raise
-        except Exception as failed:  # kernels that know no float64
+        except Exception as failed:  # for example kernels without float64
             error = failed
             continue
         try:
             return _compared(given, whole, draw, dtype)
         except Differs:
             raise
-        except Exception as failed:  # a part that is computed again in the backward pass, past what is put around it
+        except Exception as failed:  # for example a part that is recomputed in backward, without our wrappers
             why = f"a part of it fails in the backward pass: {type(failed).__name__}: {str(failed).strip()[:150]}"
             raise Differs(unit.keys, why) from failed
     keys, text = unit.keys, str(error).strip()[:150]
@@ -487,7 +496,7 @@ def _rehearsed(unit: PairUnit) -> Gradients | None:
 
 @cache
 def _numbers() -> Tensor:
-    """As many as a prime, so that neither features nor heads nor positions get the same ones."""
+    """Return random numbers. Their count is a prime, so that they do not repeat along features, heads or positions."""
     return torch.randn(65521, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -522,7 +531,7 @@ def _compared(unit: PairUnit, whole: UnitRun, draw: Tensor, dtype: torch.dtype) 
     gradients.finish()
     if not unit.sequence:
         with torch.no_grad():
-            # Thresholds that numbers of one size do not reach.
+            # Numbers of one magnitude do not reach all thresholds.
             other = _whole(unit, draw, dtype, uneven=True)
             for index in range(unit.size):
                 UnitRun(unit, draw, index=index, truth=other, dtype=dtype, uneven=True)
@@ -530,7 +539,7 @@ def _compared(unit: PairUnit, whole: UnitRun, draw: Tensor, dtype: torch.dtype) 
 
 
 def _values(unit: PairUnit, draw: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Of the parameters beside the maps: around those of the model, none of them zero or alike."""
+    """Return values for the parameters besides the maps: those of the model plus noise, so none are zero or equal."""
     beside, found, number = _beside(unit), {}, 0
     if sum(p.numel() for p in beside.values()) > _LARGE:
         return beside
@@ -550,7 +559,7 @@ def _beside(unit: PairUnit) -> dict[str, Tensor]:
 
 
 def _dtypes(unit: PairUnit) -> list[torch.dtype]:
-    """To be tried one after the other: kernels may know some of them only."""
+    """Return the dtypes to try in order, since kernels may support only some of them."""
     own = next((p.dtype for p in unit.module.parameters() if p.is_floating_point()), torch.float32)
     if sum(p.numel() for p in _beside(unit).values()) > _LARGE:
         return [own]

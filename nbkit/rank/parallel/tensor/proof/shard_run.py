@@ -1,13 +1,13 @@
-"""A module with pairs of maps, run once whole and once for each part of a split, in one process: the parts must fit.
+"""Run a module with pairs of maps whole and once for each part of a split, in one process, and compare the runs.
 
-The maps themselves are not computed. What comes out of a column map is drawn, and a part gets its slice of that; what
-arrives at a row map of a part must be the slice of what arrives there in the whole. So the module's own code is run,
-with the sizes and the numbers of heads that it will have, and needs neither weights nor communication.
+The maps themselves are not computed. The output of a column map is random, and a part gets its slice of it. The input
+of a row map in a part must be the slice of its input in the whole. So the module's own code runs with the sizes and
+numbers of heads that it will have, and needs neither the weights of maps nor communication.
 
-With `sequence`, positions are split around the maps: a part gets its slice of the positions too, and at the maps, and
-at an attention, those of all parts. What the backward must be: prove.py.
+With `sequence`, positions are split around the maps. A part then also gets its slice of the positions. At the maps, and
+in an attention, it gets the positions of all parts. See prove.py for the backward pass.
 
-A copy of a module in which the maps of its pairs are not computed: a run says what comes out of them.
+The runs use a copy of the module (`twin_of`), whose maps ask the run for their outputs.
 """
 
 from __future__ import annotations
@@ -35,16 +35,20 @@ from nbkit.rank.torch_private import DropoutNd, pytree
 from nbkit.tensor_layout import bounds
 
 Answers = Mapping[str, Callable[..., Any]]
-"""Who answers for the maps of a twin, given the path from the twin and then what the map is called with: "column" and
-"row" give its output, "packed" that of an nn.MultiheadAttention, "attention" the (args, kwargs) to go on with."""
+"""Functions that replace the maps of a twin. They take the path of the map in the twin, then the map's arguments.
+
+"column" and "row" return the output of the map, "packed" that of an nn.MultiheadAttention, and "attention" the
+(args, kwargs) to call the attention with.
+"""
 
 
 @dataclass(frozen=True)
 class PairUnit:
-    """module: that holds the pairs, as it is in the model; pairs: by paths from it; call: of it, as it was seen.
+    """A module to run whole and in `size` parts.
 
-    values: of its parameters but those of the maps, by name. placeholders: by ids, of all parameters of the model.
-    hidden: leaves of its output that come from between the maps, and that nobody uses.
+    module: the module of the model that holds the pairs. pairs: with paths relative to it. call: one recorded call of
+    it. values: name -> value of its parameters, except those of the maps. placeholders: id of each parameter of the
+    model -> placeholder. hidden: numbers of the leaves of its output that come from between the maps and are not used.
     """
 
     module: nn.Module
@@ -58,14 +62,14 @@ class PairUnit:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Row maps of all pairs."""
+        """Return the row maps of all pairs."""
         return tuple(pair.rows[0] for pair in self.pairs)
 
 
 def twin_of(unit: PairUnit, answers: Answers, index: int | None, dtype: torch.dtype) -> nn.Module:
-    """A copy of the module of `unit` whose maps ask `answers`: with the sizes of part `index`, or of the whole.
+    """Return a copy of the module of `unit` whose maps call `answers`, with the sizes of part `index` or of the whole.
 
-    Its parameters beside the maps are those of `unit.values`; it drops nothing.
+    Its parameters besides the maps are those of `unit.values`. Its dropout is off.
     """
     memo: dict[int, Any] = dict(unit.placeholders)
     for name, p in unit.module.named_parameters():
@@ -123,7 +127,7 @@ def _parameter(value: Tensor, dtype: torch.dtype) -> nn.Parameter:
 
 
 class _Answered(Around):
-    """A map whose output is given."""
+    """A map whose output is given by `_answer`."""
 
     _answer: Callable[..., Any]
 
@@ -132,7 +136,7 @@ class _Answered(Around):
 
 
 class _Attention(Around):
-    """An attention whose arguments are given."""
+    """An attention whose arguments are replaced by `_answer`."""
 
     _answer: Callable[..., Any]
     _sizes: Callable[[], AbstractContextManager[Any]]
@@ -144,7 +148,7 @@ class _Attention(Around):
 
 
 class Differs(Exception):
-    """A part does not fit the whole. keys: row maps of the pairs that are to blame."""
+    """A part does not fit the whole. keys: row maps of the pairs that cause it."""
 
     def __init__(self, keys: Sequence[str], why: str) -> None:
         super().__init__(why)
@@ -153,10 +157,10 @@ class Differs(Exception):
 
 @dataclass
 class Point:
-    """Where the graph is cut: given goes in, leaves come out. what: "column", "row", "attention", "module".
+    """A cut in the graph: the tensors `given` go in, and the tensors `leaves` come out.
 
-    first: number of the hidden states among `given` of an attention. direct: what is given is an argument of the
-    attention itself. cotangents: of `given`, drawn once.
+    what: "column", "row", "attention" or "module". first: number of the hidden states among `given` of an attention.
+    direct: `given` is an argument of the attention itself. cotangents: random, one for each of `given`.
     """
 
     what: str
@@ -170,11 +174,11 @@ class Point:
 
 
 class UnitRun:
-    """One forward of a unit: of the whole, or (index, truth: the run of the whole) of one part.
+    """A forward pass of a unit, whole or of one part.
 
-    draw: numbers drawn, as many as a prime. uneven: what is drawn is of another magnitude at each position, and
-    of another mean for each part. noise: what hangs on parameters is not quite what it was. Raises Differs, and what
-    the module raises.
+    index: number of the part, None for the whole. truth: the run of the whole, if this is a part. draw: random numbers,
+    whose count is a prime. uneven: use another magnitude at each position, and another mean for each part. noise: add
+    noise to inputs that were computed from parameters. Raises Differs, and what the module raises.
     """
 
     def __init__(
@@ -191,7 +195,7 @@ class UnitRun:
         self.twin = twin_of(unit, answers, index, dtype)
         self.params = {name: p for name, p in self.twin.named_parameters() if name in unit.values}
         args, kwargs = self._arguments()
-        set_seed(0)  # what the module draws by itself, it draws again
+        set_seed(0)  # so that each run draws the same random numbers
         with DroppingNothing():
             output = self._call(args, kwargs)
         self.outputs = pytree.tree_leaves(output)
@@ -213,7 +217,7 @@ class UnitRun:
             raise Differs(keys, f"a part of it fails: {type(error).__name__}: {str(error).strip()[:150]}") from error
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Of the call; what hangs on parameters is drawn around what it was."""
+        """Return the call's arguments. Those computed from parameters get noise, or the values of the whole run."""
         call, memo = self.unit.call, dict[int, Tensor]()
         shown = pytree.tree_map_only(BlockInput, lambda given: given.value, (call.args, call.kwargs))
         first = first_tensor(*shown)
@@ -259,7 +263,7 @@ class UnitRun:
         return made.to(like.device, like.dtype if like.is_floating_point() else self.dtype)
 
     def _apart(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """`x` moved up for one part and down for the next, so that no part has the mean or the size of the whole."""
+        """Return `x` shifted up or down in alternate parts, so that none has the mean or magnitude of the whole."""
         signs = []
         for width in widths:
             for index in range(self.unit.size):
@@ -268,7 +272,7 @@ class UnitRun:
         return x + 2 * torch.cat(signs) * x.abs().mean(-1, keepdim=True)
 
     def of_features(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """The part of `x` along its last dim, where matrices of `widths` lie behind one another."""
+        """Return the part of `x` along its last dim, which holds concatenated matrices of `widths`."""
         assert self.index is not None
         ranges = ranges_of(widths, self.unit.size, self.index)
         return torch.cat([x[..., start:stop] for start, stop in ranges], -1)
@@ -280,7 +284,7 @@ class UnitRun:
         return x[:, start:stop]
 
     def column(self, path: str, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return what comes out of a column map that is given `x`."""
+        """Return the output of a column map for the input `x`."""
         pair = self.pair_of[path]
         widths = pair.widths[path]
         direct = any(x is passed for passed in self._passed)
@@ -298,7 +302,7 @@ class UnitRun:
         return self._go_on("column", path, pair, (x,), (self.of_features(whole.leaves[0], widths),), direct=direct)
 
     def row(self, path: str, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return what comes out of a row map that is given `x`."""
+        """Return the output of a row map for the input `x`."""
         pair = self.pair_of[path]
         if self.truth is None:
             self._fits(path, x, pair.inner, pair)
@@ -312,7 +316,7 @@ class UnitRun:
         return self._go_on("row", path, pair, (x,), (leaf,))
 
     def attention(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Arguments of an attention as it gets them from the maps around it."""
+        """Return the arguments of an attention as its wrapper would pass them: a part gets those of the whole."""
         pair, first = self.pair_of[path], first_tensor(args, kwargs)
         whole = None if self.truth is None else self._whole("attention", path, pair)
         given: list[Tensor] = []
@@ -345,7 +349,7 @@ class UnitRun:
         self, path: str, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
         need_weights: bool = True, attn_mask: Tensor | None = None, **_: Any,
     ) -> Any:  # fmt: skip
-        """The output of an nn.MultiheadAttention, which is split by itself, whatever it is given."""
+        """Return the output of an nn.MultiheadAttention, which can be split whatever its inputs are."""
         pair = self.pair_of[path]
         given = [query, *(x for x in (key, value) if x is not query)]
         given += [x for x in (attn_mask, key_padding_mask) if x is not None and x.is_floating_point()]
@@ -366,7 +370,7 @@ class UnitRun:
     ) -> Tensor:
         (leaf,) = (leaf.detach().clone().requires_grad_() for leaf in leaves)
         self.points.append(Point(what, path, pair, given, (leaf,), **more))
-        return leaf.clone()  # which may be changed in place
+        return leaf.clone()  # a clone, because it may be changed in place
 
     def _whole(self, what: str, path: str, pair: Pair) -> Point:
         assert self.truth is not None

@@ -1,1 +1,1 @@
-"""Checkpoints that other programs wrote with torch.distributed.checkpoint, and ours in their layouts."""
+"""Converts checkpoints of nbkit to the torch.distributed.checkpoint layouts of other programs."""

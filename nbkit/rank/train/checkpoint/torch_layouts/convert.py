@@ -1,4 +1,4 @@
-"""A checkpoint of ours in the layout of another program, for torch.distributed.checkpoint. Needs no process group.
+"""Converts a checkpoint of nbkit to another program's torch.distributed.checkpoint layout. Needs no process group.
 
 python -m nbkit.rank.train.checkpoint.torch_layouts.convert DIR TARGET LAYOUT
 """
@@ -22,11 +22,11 @@ LAYOUTS = ("fsdp2", "torchtitan")
 
 
 def convert(folder: str | Path, target: str | Path, layout: str) -> tuple[int, int]:
-    """Write the checkpoint in `folder` to the new directory `target`; returns (tensors, step).
+    """Write the checkpoint in `folder` to the new directory `target`. Return (number of tensors, step).
 
     layout: "fsdp2", {"model": ..., "optim": ...} as `get_state_dict` gives them; or "torchtitan", the weights under
-    their own names, a flattened optimizer and train_state.step. What is in the checkpoint is in memory once. Raises
-    TrainingError when `folder` is no checkpoint or is damaged, or `target` is there already or cannot be written.
+    their own names, a flattened optimizer and train_state.step. Memory holds the contents of the checkpoint once.
+    Raises TrainingError if `folder` is no checkpoint or is damaged, or if `target` exists or cannot be written.
     """
     try:
         if layout not in LAYOUTS:
@@ -36,7 +36,7 @@ def convert(folder: str | Path, target: str | Path, layout: str) -> tuple[int, i
         reader = DcpReader(Path(folder))
         state = (_plain if layout == "fsdp2" else _torchtitan)(reader)
         save(state, checkpoint_id=target, no_dist=True)
-    except Exception as error:  # whatever somebody wrote into that directory
+    except Exception as error:  # the directory may contain anything
         raise TrainingError(
             f"The checkpoint {str(folder)!r} could not be converted to {str(target)!r}.",
             numbers=f"{type(error).__name__}: {error}",
@@ -67,7 +67,7 @@ def _model(reader: DcpReader) -> dict[str, Tensor]:
 
 
 def _optimizer(reader: DcpReader) -> dict[str, dict[str, Any]]:
-    """Name of a parameter -> what the optimizer keeps of it."""
+    """Return the optimizer state of each parameter, by name."""
     found: dict[str, dict[str, Any]] = {name: dict(numbers) for name, numbers in reader.about["numbers"].items()}
     for name, kinds in by_name(reader.kinds).items():
         for kind in kinds:
@@ -77,7 +77,7 @@ def _optimizer(reader: DcpReader) -> dict[str, dict[str, Any]]:
 
 
 def _tensor(reader: DcpReader, key: str, shape: tuple[int, ...]) -> Tensor:
-    tensor = torch.zeros(shape, dtype=reader.kinds.get(key, torch.float32))  # what has no element is kept nowhere
+    tensor = torch.zeros(shape, dtype=reader.kinds.get(key, torch.float32))  # a tensor without elements is not saved
     fill(reader, {key: (tensor, Layout.whole(shape))})
     return tensor
 
