@@ -30,7 +30,7 @@ _HOME = {
     "TextDataset": "nbkit.rank.models.text",
 }
 
-__all__ = [*sorted(_HOME), "load_ipython_extension"]
+__all__ = [*sorted(_HOME), "load_ipython_extension", "schedules"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,7 @@ import pytest
 
 import nbkit
 from magics.arguments import EXAMPLES, PARSERS, HelpShown, MagicParser, parse
+from nbkit import schedules
 from nbkit.commands import prepare_parser, subcommands
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cells.handle import CellHandle
@@ -34,8 +35,9 @@ from nbkit.strategy import _KEYS
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "nbkit").rglob("*.py"), *(ROOT / "magics").rglob("*.py")])
 OBJECTS = {"trainer": Trainer, "job": Job, "handle": CellHandle, "cluster": Cluster, "world": World}
-CALLED = [getattr(nbkit, name) for name in nbkit.__all__]
+CALLED = [getattr(nbkit, name) for name in nbkit.__all__ if name != "schedules"]
 CALLED += [
+    schedules.register,
     Cluster.start,
     Cluster.run,
     Trainer.fit,
@@ -53,6 +55,9 @@ OF_OTHERS = {
 """Arguments and attributes of torch, transformers and peft."""
 
 
+_followed: list[str] = []
+
+
 def strings(node: ast.expr, module: ast.Module) -> list[str]:
     """What a hint may come to."""
     match node:
@@ -66,8 +71,12 @@ def strings(node: ast.expr, module: ast.Module) -> list[str]:
             return [text for value in values for text in strings(value, module)]
         case ast.BinOp(first, ast.Add(), second):
             return [a + b for a, b in product(strings(first, module) or ["…"], strings(second, module) or ["…"])]
-        case ast.Name(name) | ast.Attribute(attr=name):
-            return [text for value in _assigned(name, module) for text in strings(value, module)]
+        case ast.Name(name) | ast.Attribute(attr=name) if name not in _followed:
+            _followed.append(name)  # a name that is made of itself comes to nothing more
+            try:
+                return [text for value in _assigned(name, module) for text in strings(value, module)]
+            finally:
+                _followed.pop()
         case ast.Call(ast.Name(name)):
             found = (each for each in ast.walk(module) if isinstance(each, ast.FunctionDef) and each.name == name)
             returns = (each for one in found for each in ast.walk(one) if isinstance(each, ast.Return) and each.value)
@@ -78,7 +87,9 @@ def strings(node: ast.expr, module: ast.Module) -> list[str]:
 def _assigned(name: str, module: ast.Module) -> Iterator[ast.expr]:
     for each in ast.walk(module):
         targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets) and getattr(each, "value", None):
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets) and getattr(
+            each, "value", None
+        ):
             yield each.value
 
 

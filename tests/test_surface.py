@@ -38,7 +38,8 @@ def surface() -> Iterator[str]:
     yield from _section("Commands", (line for name, parser in commands for line in _typed(f"nbkit {name}", parser)))
     spelled = [f"presets: {' '.join(strategy.PRESETS)}", f"keys: {' '.join(f'{key}=' for key in strategy._KEYS)}"]
     yield from _section("Strategies", [*spelled, f"schedules: {' '.join(schedules.BUILT_IN)}"])
-    public = [(name, getattr(nbkit, name)) for name in nbkit.__all__]
+    public = [(name, getattr(nbkit, name)) for name in nbkit.__all__ if name != "schedules"]
+    public.append(("schedules.register", schedules.register))
     yield from _section("Python: nbkit", (line for name, offered in public for line in _called(name, offered)))
     yield from _section("job = nbkit.prepare(...)", (line for line in _members(Job) if line.split("(")[0] in OF_A_JOB))
     yield from _section("handle, of a detached cell", _members(CellHandle))

@@ -108,8 +108,8 @@ def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
     controls: TrainingRequestHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, timed, made = SimpleNamespace(step=300, strategy="tp=2"), [], []
-    monkeypatch.setattr("nbkit.bridge.requests.newest", lambda: owner)
-    monkeypatch.setattr("nbkit.bridge.requests.measured_pace", lambda job, strategy: next(iter(timed), None))
+    monkeypatch.setattr("nbkit.bridge.training_requests.newest", lambda: owner)
+    monkeypatch.setattr("nbkit.bridge.training_requests.measured_pace", lambda job, strategy: next(iter(timed), None))
     monkeypatch.setattr(
         "nbkit.rank.train.estimate.strategy_table.table",
         lambda job: made.append(job.step) or {"strategy": "tp=2", "step": job.step},
@@ -153,8 +153,8 @@ def test_while_the_model_is_looked_at_the_table_follows_each_switch_and_each_fin
         made.append(job.strategy)
         return {"strategy": job.strategy, "step": job.step}
 
-    monkeypatch.setattr("nbkit.bridge.requests.newest", lambda: owner)
-    monkeypatch.setattr("nbkit.bridge.requests.measured_pace", lambda job, strategy: StepPace(0.1, None, None, 1))
+    monkeypatch.setattr("nbkit.bridge.training_requests.newest", lambda: owner)
+    monkeypatch.setattr("nbkit.bridge.training_requests.measured_pace", lambda job, strategy: StepPace(0.1, None, None, 1))
     monkeypatch.setattr("nbkit.rank.train.estimate.strategy_table.table", table)
     monkeypatch.setattr("nbkit.rank.train.estimate.strategy_table.findings", findings)
     controls._rest = float("inf")

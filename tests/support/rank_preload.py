@@ -33,6 +33,7 @@ for _name in (
     "pytest",
     "ipyparallel.controller.app",
     "nbkit.bridge.requests",
+    "nbkit.bridge.training_requests",
     "nbkit.rank.models.pretrained",
     "nbkit.rank.parallel.check_model",
     "nbkit.rank.train.trainer",

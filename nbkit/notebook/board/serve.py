@@ -51,10 +51,6 @@ def _end_with(parent: int) -> None:
     os._exit(0)
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
-
-
 _SCRIPT = b'<script type="module" src="data/plugin/communication/static/live.js"></script>'
 _PAGES = ("", "/", "/index.html")
 
@@ -86,3 +82,7 @@ def following(app: App) -> App:
         return [page]
 
     return answer
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -335,7 +335,7 @@ class TrainingClient:
         connection, id = self._connection, _new_id()
         connection.check_idle("control")
         words = " ".join([do, *(str(value) for value in args.values() if value != "")])
-        call = f"__import__('nbkit.bridge.requests', fromlist=['now']).now({id!r}, {do!r}, {args!r})"
+        call = f"__import__('nbkit.bridge.training_requests', fromlist=['now']).now({id!r}, {do!r}, {args!r})"
         request = request_for(connection, f"# {words}\n{call}")
         note = connection.ensure_world()
         wait_here(connection, connection.send(request, NoScreen(), note))

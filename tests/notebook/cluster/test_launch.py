@@ -97,7 +97,7 @@ def test_a_rank_that_cannot_start_is_an_error_with_its_last_lines(
     # A sitecustomize that breaks a module which only ranks import.
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['nbkit.rank.world.failure_alarm'] = None\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ClusterError, match=r"nbkit\.rank\.world\.watchdog"):
+    with pytest.raises(ClusterError, match=r"nbkit\.rank\.world\.failure_alarm"):
         Cluster.start(2, cpu=True, name="broken")
     assert processes_of(nbkit_home) == []
     assert registry.find("broken") is None

@@ -60,6 +60,7 @@ def apart(world: Any, folder: Path) -> list[Any]:
             saves()
         except TrainingError as error:
             told.append((error.what, error.numbers, error.hint))
+    torch.distributed.barrier()  # each rank removes what it has written
     left = [str(path.relative_to(folder)) for path in folder.rglob("*")]
     trainer.save(folder / "whole")
     trainer.save("../whole")  # another way to the same folder

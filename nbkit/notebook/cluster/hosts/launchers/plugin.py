@@ -88,7 +88,7 @@ class PluginHosts:
             raise UsageError(
                 f"There is no launcher {request.name!r}.",
                 numbers=f"installed: {', '.join(launcher_names()) or 'none'}",
-                hint="pip install PACKAGE   (one with an entry point in the group nbkit.launchers)",
+                hint="pip install PACKAGE   (the one that brings it)",
             )
         self.request, self.cpu = request, request.cpu
         self._launcher: Launcher = self._call(
@@ -117,7 +117,7 @@ class PluginHosts:
         error = ClusterError(
             f"The launcher {self.request.name!r} has ended before the cluster was ready.",
             numbers=f"{how}\n    {self.log().replace(chr(10), chr(10) + '    ')}".rstrip(),
-            hint="%nbkit doctor",
+            hint="nbkit doctor   (in a terminal)",
         )
         return LauncherView("over", f"{self.request.name}: {how}", error=error)
 
