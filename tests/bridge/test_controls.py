@@ -154,7 +154,9 @@ def test_while_the_model_is_looked_at_the_table_follows_each_switch_and_each_fin
         return {"strategy": job.strategy, "step": job.step}
 
     monkeypatch.setattr("nbkit.bridge.training_requests.newest", lambda: owner)
-    monkeypatch.setattr("nbkit.bridge.training_requests.measured_pace", lambda job, strategy: StepPace(0.1, None, None, 1))
+    monkeypatch.setattr(
+        "nbkit.bridge.training_requests.measured_pace", lambda job, strategy: StepPace(0.1, None, None, 1)
+    )
     monkeypatch.setattr("nbkit.rank.train.estimate.strategy_table.table", table)
     monkeypatch.setattr("nbkit.rank.train.estimate.strategy_table.findings", findings)
     controls._rest = float("inf")
