@@ -27,11 +27,11 @@ from ipykernel.zmqshell import ZMQExitAutocall
 MAGICS = (("line", "run"), ("cell", "capture"))  # magics that run code and show its error
 
 FRAMES_SHOWN = (20, 40)
-"""How many outermost and innermost frames of an error are shown. IPython searches all imported modules for each frame,
-and with torch there are thousands: the thousand frames of a recursion took half a minute of a core."""
+"""The number of outermost and innermost frames of an error that are shown. IPython searches all imported modules for
+each frame, and with torch there are thousands: the thousand frames of a recursion took half a minute of a core."""
 
 CAUSES_SHOWN = (3, 3)
-"""How many errors of a chain of causes are shown: the newest ones, and those at its beginning."""
+"""The number of errors of a chain of causes that are shown: the newest ones, and those at its beginning."""
 
 _MACHINERY = (str(Path(IPython.__file__).parent), __file__, "<frozen runpy>")
 

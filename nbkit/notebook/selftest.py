@@ -38,7 +38,8 @@ SETUP = "from nbkit.rank.selftest import small_job, speed"
 STEPS = 4
 CELL_SECONDS = 300.0
 LOSSES, WEIGHTS = {"cpu": 1e-10, "gpu": 1e-4}, {"cpu": 1e-9, "gpu": 2e-4}
-"""How far from one process in float64 and in float32: LOSSES relative, WEIGHTS of which a step moves each by 1e-3."""
+"""The allowed distance from one process in float64 and in float32: LOSSES relative, WEIGHTS of which a step moves each
+by 1e-3."""
 BYTES = 0.05  # rows of the small model are padded
 _APART = "small_job.apart(trainer)"
 _TOGETHER = "total = torch.ones(1, device=device); dist.all_reduce(total); int(total)"

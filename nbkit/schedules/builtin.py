@@ -19,6 +19,7 @@ from functools import lru_cache
 from itertools import chain, product
 
 from nbkit.errors import StrategyError
+from nbkit.schedules import schedule
 from nbkit.schedules.schedule import Kind, Op, names, rank_of, register
 
 
@@ -226,4 +227,4 @@ register("interleaved", interleaved, stages_per_rank=2, check=False)
 register("zb", zb, stages_per_rank=2, check=False)
 register("zbv", zbv, stages_per_rank=2, v_shaped=True, check=False)
 register("dualpipev", dualpipev, stages_per_rank=2, v_shaped=True, microbatches_per_rank=2, check=False)
-BUILT_IN = names()
+BUILT_IN = schedule.built_in = names()

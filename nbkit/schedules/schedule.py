@@ -59,7 +59,7 @@ class ScheduleType:
     @property
     def is_built_in(self) -> bool:
         """Return True if this is one of nbkit's own schedules."""
-        return self.build.__module__ == "nbkit.schedules.builtin"
+        return self.name in built_in
 
     @property
     def takes_stages(self) -> bool:
@@ -83,6 +83,8 @@ class ScheduleType:
 
 
 _types: dict[str, ScheduleType] = {}
+built_in: tuple[str, ...] = ()
+"""The names of nbkit's own schedules, which cannot be replaced; builtin.py sets it."""
 _CHECKED = [(ranks, microbatches) for ranks in (2, 3, 4) for microbatches in (1, 2, 3, ranks, 2 * ranks + 1)]
 
 
@@ -116,7 +118,7 @@ def register(
             numbers="lower-case letters, digits and _",
             hint="nbkit.schedules.register('mine', build)",
         )
-    if check and name in _types and _types[name].is_built_in:
+    if name in built_in:
         raise StrategyError(
             f"The schedule {name!r} is one of nbkit's own.",
             numbers=f"schedules: {' '.join(_types)}",

@@ -15,8 +15,8 @@ COMM_TYPES = frozenset({"comm_open", "comm_msg", "comm_close"})
 """Messages between a widget and the pages that show it."""
 
 SIGNATURES_KEPT = 1000
-"""How many message signatures each process remembers, to refuse a message that comes twice. Connections are encrypted,
-so nobody else can repeat a message. Jupyter keeps 65,536, which take 8 MB in each process."""
+"""The number of message signatures that each process remembers, to refuse a message that comes twice. Connections are
+encrypted, so nobody else can repeat a message. Jupyter keeps 65,536, which take 8 MB in each process."""
 
 ENGINE_OPTIONS = (
     "--IPEngine.enable_nanny=False",  # the parent that forked the ranks is their nanny

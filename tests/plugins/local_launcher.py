@@ -11,11 +11,12 @@ import nbkit
 
 
 class LocalLauncher(nbkit.Launcher):
-    """`-- fail` makes its command fail at once, `-- raise` the class itself."""
+    """`-- fail` makes its command fail at once, `-- raise` the class itself, and `-- flaky` what is called later."""
 
     def __init__(self, n: int, **more: Any) -> None:
         super().__init__(n, **more)
         self.started: list[subprocess.Popen[bytes]] = []
+        self.polls = 0
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         if "raise" in self.options:
@@ -28,6 +29,9 @@ class LocalLauncher(nbkit.Launcher):
                 self.started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log))
 
     def poll(self) -> str | None:
+        self.polls += 1
+        if "flaky" in self.options and self.polls > 1:
+            raise TimeoutError("the batch system is away")
         codes = [process.poll() for process in self.started]
         return f"it exited with code {codes[0]}" if codes and None not in codes else None
 
@@ -36,3 +40,5 @@ class LocalLauncher(nbkit.Launcher):
             process.terminate()
         for process in self.started:
             process.wait(10)
+        if "flaky" in self.options:
+            raise TimeoutError("the batch system is away")

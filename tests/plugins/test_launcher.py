@@ -44,8 +44,10 @@ def asked(words: str) -> PluginRequest:
     return found
 
 
-def test_it_starts_ranks_that_form_a_world_and_ends_them(installed: None, nbkit_home: Path) -> None:
-    cluster = Cluster.start(name="plugged", on=asked("start --launcher local -n 2 --cpu"), ttl=60)
+@pytest.mark.parametrize("words", ["", " -- flaky"])
+def test_it_starts_ranks_that_form_a_world_and_ends_them(installed: None, nbkit_home: Path, words: str) -> None:
+    """An error of its `poll` or `stop` neither ends the cluster nor leaves a part of it."""
+    cluster = Cluster.start(name="plugged", on=asked(f"start --launcher local -n 2 --cpu{words}"), ttl=60)
     try:
         assert cluster.run("seen = torch.ones(1); dist.all_reduce(seen)\nseen.item()").values == {0: 2.0, 1: 2.0}
     finally:

@@ -79,8 +79,9 @@ def test_one_that_cannot_run_is_refused_and_not_registered(build: Any, more: dic
 
 @pytest.mark.parametrize(("name", "said"), [("1f1b", "one of nbkit's own"), ("my own", "cannot be the name")])
 def test_names_that_are_taken_or_cannot_be_typed_are_refused(name: str, said: str) -> None:
-    with pytest.raises(StrategyError, match=said):
-        schedules.register(name, forgets)
+    for check in (True, False):
+        with pytest.raises(StrategyError, match=said):
+            schedules.register(name, forgets, check=check)
 
 
 def test_a_name_that_nobody_registered_is_refused_with_those_that_are() -> None:

@@ -1,4 +1,4 @@
-"""How the parent of the ranks asks the system about its child processes, ends them, and writes its log."""
+"""Asks the system about the child processes of the parent of the ranks, ends them, and writes the parent's log."""
 
 from __future__ import annotations
 

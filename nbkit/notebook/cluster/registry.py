@@ -43,7 +43,7 @@ DETACHED = "detached"  # among the options of one whose notebook has not waited 
 SPREAD_PATIENCE = 20.0  # seconds; a launcher has to be asked
 _ELSEWHERE = "%env NBKIT_HOME=/tmp/nbkit   or another folder of yours"
 FORMAT = 1
-"""Of cluster.json. A release that writes fields which an older one must know counts it up."""
+"""The format of cluster.json. It grows by one when a release writes fields that older ones must know."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def _end(text: str, node: ast.expr | ast.keyword) -> int:
 
 MARK = '"""Exported by nbkit from '
 READY = ("rank", "world_size", "local_rank", "device", "torch", "dist", "nbkit")
-"""What a rank of a cluster has without an import."""
+"""The names that a rank of a cluster has without an import."""
 _MOST_LEFT_OUT = 40
 _LONGEST_LINE = 100
 

@@ -1,4 +1,4 @@
-"""One step of a run as the page draws it: only numbers, each measured unless its name says modelled or formula.
+"""A step of a run as the page draws it: only numbers, each measured unless its name says modelled or formula.
 
 It also has the inside of one step (the pipeline as planned and measured, or what each rank did over time), and the last
 known state of ranks and hosts: clocks, temperature, power, CPU, with slowed GPUs first.

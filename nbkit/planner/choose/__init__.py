@@ -1,1 +1,1 @@
-"""Which strategy to choose: hardware in a line, seconds and memory of each strategy, a table with its reasons."""
+"""Chooses a strategy: hardware in a line, seconds and memory of each strategy, a table with its reasons."""

@@ -25,8 +25,8 @@ from nbkit.wire.processes import node_name
 _SMALL, _LARGE, _LARGE_ON_DEVICES = 4 << 10, 2 << 20, 32 << 20
 """Bytes that a rank passes to an operation, the parts for all other ranks together."""
 _TIMES, _TIMES_SMALL, _UNDER_WAY = 3, 9, 4
-"""How often operations are timed. Steps often send many small messages and wait for each. If ranks share cores, the
-median of three was up to twice the usual latency, and a step predicted with it was a third too long."""
+"""The number of times that operations are timed. Steps often send many small messages and wait for each. If ranks share
+cores, the median of three was up to twice the usual latency, and a step predicted with it was a third too long."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -26,7 +26,7 @@ GroupKey = tuple[str, tuple[int, ...], int]
 
 _made: dict[GroupKey, dist.ProcessGroup] = {}
 _forgotten = 0
-"""How often groups have been forgotten; see `forget`."""
+"""The number of times that groups were forgotten; see `forget`."""
 
 
 def key_of(axis: str, ranks: tuple[int, ...]) -> GroupKey:

@@ -1,4 +1,4 @@
-"""One strategy at work on this rank: its module, its share of the parameters, and how a step makes gradients.
+"""A strategy at work on this rank: its module, its share of the parameters, and how a step makes gradients.
 
 A switch builds a second sharded model beside the first, fills it, and then releases the first one.
 """

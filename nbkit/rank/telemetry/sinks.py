@@ -28,7 +28,7 @@ from nbkit.rank.telemetry.record_writer import Background
 from nbkit.records.events import Event, RunStopped, StepDone
 
 _LAST_SECONDS = 10.0
-"""How long the end of a run, and that of the process, wait for a sink."""
+"""The end of a run, and the end of the process, wait so long for a sink."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""One training job on this rank: forward, backward and the work of a step boundary. The Trainer is built on it.
+"""A training job on this rank: forward, backward and the work of a step boundary. The Trainer is built on it.
 
 A user's own loop looks like this:
 

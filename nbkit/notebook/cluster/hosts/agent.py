@@ -88,7 +88,7 @@ _PARTS = {"Python": 2, "torch": 9, "nbkit": 9, "ipyparallel": 2}  # how many num
 _OF_NOTEBOOK = ("Python", "nbkit", "ipyparallel")  # cells, results and engines come from or go to its process
 
 CLOCK_SECONDS = 0.5
-"""What clocks may differ: a message of a busy host takes some tenths of a second."""
+"""The allowed difference between clocks: a message of a busy host takes some tenths of a second."""
 
 
 def versions_here() -> dict[str, str]:

@@ -57,7 +57,8 @@ _WORDS = {
     "save": "asked to save; takes effect at a step boundary …",
     "stop": "asked to stop; takes effect at a step boundary …",
 }
-"""What is shown until a control has ended. Ranks agree on the boundary, and steps that are under way come before it."""
+"""The text shown until a control has ended. Ranks agree on the boundary, and steps that are under way come before
+it."""
 _controllers: weakref.WeakKeyDictionary[Cluster, PanelController] = weakref.WeakKeyDictionary()
 
 

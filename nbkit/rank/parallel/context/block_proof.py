@@ -141,7 +141,8 @@ _NUDGE, _NOISE = 1e-11, 30
 """A difference below `_ROUNDED` may be rounding, if it is at most `_NOISE` times the effect of nudging the input."""
 
 _MODULES, _LEAST = 5, 1 / 3
-"""How often one more module is tried on all positions; the least share of matrix elements left to run on parts."""
+"""The number of times that one more module is tried on all positions; the least share of matrix elements left to run on
+parts."""
 
 Rules = tuple[int | None, ...]
 """Dim of positions of each tensor that a block returns; None if every part returns it whole."""

@@ -204,7 +204,7 @@ def waiting(module: nn.Module, numbers: Mapping[int, int]) -> tuple[dict[int, li
 
 
 _ANSWER_S = 3.0
-"""How long a rank that was broken off in a step waits for the other ranks' updates of the step before."""
+"""A rank that was broken off in a step waits so long for the other ranks' updates of the step before."""
 
 
 class _Bucket(Bucket):

@@ -1,4 +1,4 @@
-"""What stands in a stage of a pipeline for a parameter that other stages hold.
+"""The stand-in, in a stage of a pipeline, for a parameter that other stages hold.
 
 It has a shape, a dtype and a device, because models ask any weight for these (`x.to(self.embed.weight.dtype)`). Before
 the first block that runs here, the model's forward may also compute with it. It is then zeros, and the results are not

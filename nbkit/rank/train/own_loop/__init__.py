@@ -1,1 +1,1 @@
-"""A user's own loop over `job.batches`, in which a rank that dies is replaced."""
+"""A user's own loop over `job.batches`, which is saved and ends when a rank dies."""

@@ -173,7 +173,7 @@ def _place(layout: Layout, box: Box) -> tuple[slice, ...]:
 
 _GENERATIONS = 2
 _FIRST, _MEASURED = 2, 3
-"""How many first backups are ignored, and how many of the next ones measure the cost."""
+"""The number of first backups that are ignored, and of the next ones that measure the cost."""
 _SHARE_OF_A_STEP = 0.05
 _SHARE_OF_FREE = 0.5  # share of a host's memory that backups may take if the user did not ask for them
 _HEAD, _ABOUT, _STATE = 1, 2, 3  # tags of the three messages

@@ -206,7 +206,7 @@ def _address(tensor: Tensor) -> int:
 
 
 Training: TypeAlias = Trainer | OwnLoop
-"""What makes the steps: a `fit`, or a loop of the user's own."""
+"""The object that makes the steps: a Trainer in `fit`, or a loop of the user's own."""
 Settings = list[dict[str, Any]]
 """See settings_of."""
 

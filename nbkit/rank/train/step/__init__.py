@@ -1,1 +1,1 @@
-"""One step of a training: gradients, clipping, the optimizer's update, and the record of it."""
+"""A step of a training: gradients, clipping, the optimizer's update, and the record of it."""

@@ -11,7 +11,7 @@ from nbkit.records.events import Failed
 from nbkit.wire.text_encoding import encodable
 
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", "remote process exited", "was aborted")
-"""How a peer's end shows in the error of a rank that waited for it. Such an error is never the root cause."""
+"""Parts of the error that a rank gets if a peer ends while it waits. Such an error is never the root cause."""
 
 _NEWS_SECONDS = 0.3  # a rank may feel a peer's end a moment before it is told
 

@@ -24,7 +24,7 @@ from nbkit.rank.torch_private import unscale_
 from nbkit.rank.train.step.async_copy import DeviceScalar
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What may be asked for, beside None."""
+"""The values that `precision=` may have, beside None."""
 
 _FIRST_SCALE, _LEAST_SCALE = 2.0**16, 2.0**-20
 

@@ -90,7 +90,7 @@ class PluginHosts:
                 numbers=f"installed: {', '.join(launcher_names()) or 'none'}",
                 hint="pip install PACKAGE   (the one that brings it)",
             )
-        self.request, self.cpu = request, request.cpu
+        self.request, self.cpu, self._has_answered = request, request.cpu, False
         self._launcher: Launcher = self._call(
             lambda: found[0].load()(request.n, nodes=request.nodes, options=request.options, folder=folder)
         )
@@ -109,8 +109,17 @@ class PluginHosts:
         self._call(lambda: self._launcher.start(agent_command(self.request), environment))
 
     def look(self) -> LauncherView:
-        """Ask the launcher whether it runs."""
-        how = self._call(self._launcher.poll)
+        """Ask the launcher whether it runs.
+
+        Once it has answered, an error of `poll` does not end the cluster: a batch system may be away for a moment.
+        """
+        try:
+            how = self._call(self._launcher.poll)
+        except ClusterError as problem:
+            if not self._has_answered:
+                raise
+            return LauncherView("running", f"{self.request.name} does not answer: {problem.numbers}")
+        self._has_answered = True
         if how is None:
             hosts = len(self.counts)
             return LauncherView("running", f"{self.request.name} starts agents on {hosts} host{'s' * (hosts > 1)}")
@@ -126,8 +135,11 @@ class PluginHosts:
         return str(self._call(self._launcher.log))
 
     def end(self) -> None:
-        """End what was started."""
-        self._call(self._launcher.stop)
+        """End what was started. An error of the launcher goes to the log: the rest of the cluster has to end too."""
+        try:
+            self._call(self._launcher.stop)
+        except ClusterError as error:
+            print(f"{error.what} {error.numbers}", flush=True)
 
     def _call(self, call: Any) -> Any:
         """Call the launcher. Raises ClusterError for an error in its code, with the place."""
