@@ -28,7 +28,7 @@ from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.comm.agree import any_rank
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.active_job import newest
+from nbkit.rank.train.control.step_boundary import newest
 from nbkit.rank.world import failure_alarm, world
 from nbkit.rank.world.activity import activity
 from nbkit.records.record_file import old_part, overview_of, rank_files

@@ -38,8 +38,8 @@ from nbkit.bridge.shell import Shell, end_words, ends_well
 from nbkit.errors import Stopped
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.device import accelerator
-from nbkit.rank.train.control import active_job
-from nbkit.rank.train.control.active_job import DETACHED
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.control.step_boundary import DETACHED
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import meeting, world
 from nbkit.wire import interrupts
@@ -496,7 +496,7 @@ class Runner:
 
 def _newest_checkpoint() -> tuple[str, int]:
     """Return path and step of the newest checkpoint of this process's training, or ("", 0)."""
-    last = getattr(getattr(active_job.newest(), "saves", None), "last", None)
+    last = getattr(getattr(step_boundary.newest(), "saves", None), "last", None)
     return ("", 0) if last is None or last.path is None else (str(last.path), last.step)
 
 

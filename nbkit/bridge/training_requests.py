@@ -21,7 +21,7 @@ from nbkit.errors import NbkitError, NotFinite, TrainingError, UsageError
 from nbkit.quoting import user_path
 from nbkit.rank.background_threads import giving_way
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.active_job import newest
+from nbkit.rank.train.control.step_boundary import newest
 from nbkit.rank.train.estimate import strategy_table
 from nbkit.rank.train.estimate.time_model import measured_pace
 from nbkit.rank.train.out_of_memory import rescue
@@ -97,9 +97,10 @@ class TrainingRequestHandler:
                 raise
             return
         goes_on = step_boundary.training() is not None and not step_boundary.is_held()
-        if control.do in ("switch", "undo") and goes_on and job.pending is not None and not job.pending.done():
+        switch = job.switcher.pending
+        if control.do in ("switch", "undo") and goes_on and switch is not None and not switch.done():
             # The first step under the new strategy gives the result. Nothing else is done before that.
-            job.pending.add_done_callback(lambda pending: self._ended(control, owner, pending, predicted))
+            switch.add_done_callback(lambda pending: self._ended(control, owner, pending, predicted))
             return
         if control.do == "save" and (saving := owner.saves.pending) is not None:
             saving.add_done_callback(lambda pending: self._ended(control, owner, pending))

@@ -13,9 +13,9 @@ import pytest
 
 from nbkit.bridge.training_requests import RESULTS_KEPT, Control, TrainingRequestHandler
 from nbkit.errors import NotFinite, StrategyError, TrainingError
-from nbkit.rank.train.control import active_job, step_boundary
-from nbkit.rank.train.control.active_job import Integrity
-from nbkit.rank.train.step.pace import StepPace
+from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.control.recovery import Integrity
+from nbkit.rank.train.step.history import StepPace
 
 
 class Refusing:
@@ -33,7 +33,7 @@ class Refusing:
 
 @pytest.fixture
 def controls(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainingRequestHandler]:
-    monkeypatch.setattr(active_job, "_newest", None)
+    monkeypatch.setattr(step_boundary, "_newest", None)
     estimates = "nbkit.rank.train.estimate.strategy_table"
     monkeypatch.setattr(f"{estimates}.predicted_switch", lambda job, text: {})  # no model
     monkeypatch.setattr(f"{estimates}.findings", lambda job: iter(()))
@@ -42,7 +42,7 @@ def controls(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainingRequestHandler
 
 
 def served(controls: TrainingRequestHandler, owner: Any, do: str = "switch", **args: Any) -> dict[str, Any]:
-    active_job.note(owner)
+    step_boundary.note(owner)
     controls.serve(Control("a", do, args))
     return dict(controls.result("a")["result"])
 

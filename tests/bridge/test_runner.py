@@ -229,7 +229,7 @@ def test_the_replay_log_is_cut_before_a_cell_and_never_loses_the_last_one(two: C
 
 
 def test_a_rank_knows_whether_its_cell_is_detached(two: Cluster) -> None:
-    ask = "from nbkit.rank.train.control.active_job import DETACHED\n"
+    ask = "from nbkit.rank.train.control.step_boundary import DETACHED\n"
     awaits = "import asyncio; await asyncio.sleep(0); "
     told = [two.run(ask + start + "DETACHED.get()", detach=True).wait().values for start in ("", awaits)]
     assert told == [dict.fromkeys((0, 1), True)] * 2

@@ -14,8 +14,7 @@ from torch import nn
 from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.data.batch import numbers_of, steps_of_epoch
 from nbkit.rank.data.stream import is_map_style
-from nbkit.rank.train.step.pending_step import Pending
-from nbkit.rank.train.step.step_stats import StepNumbers
+from nbkit.rank.train.step.step_stats import Pending, StepNumbers
 from nbkit.unfit_calls import says_what_it_takes
 
 _OPTIMIZER = "optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)"

@@ -31,7 +31,7 @@ from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.model_facts import ModelRuns
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.checkpoint.retention import Asked
-from nbkit.rank.train.control.active_job import DETACHED
+from nbkit.rank.train.control.step_boundary import DETACHED
 from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy
 

@@ -24,15 +24,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from nbkit.errors import NotFinite, Stopped, StrategyError, SwitchError, TrainingError
+from nbkit.planner.link_speed import WorldLinks, ranks_of_node
 from nbkit.quoting import user_path
 from nbkit.rank.comm.agree import any_rank
+from nbkit.rank.comm.link_probe import link_of
 from nbkit.rank.data import data_rng
 from nbkit.rank.data.batch import Shard
 from nbkit.rank.data.data_rng import alike, content
+from nbkit.rank.data.data_state import DataHooks
 from nbkit.rank.data.open_stream import shards
 from nbkit.rank.data.stream import fetched, is_map_style
 from nbkit.rank.device import accelerator
@@ -43,18 +46,34 @@ from nbkit.rank.telemetry.phases import phase
 from nbkit.rank.telemetry.sinks import Sink, SinkListener, check_sinks
 from nbkit.rank.train import argument_checks, runs_dir
 from nbkit.rank.train.builder import Blueprint, Builder, Model, Optimizer
+from nbkit.rank.train.checkpoint import job_checkpoint
+from nbkit.rank.train.checkpoint.checkpoint import Saved
+from nbkit.rank.train.checkpoint.job_state import bytes_per_element
+from nbkit.rank.train.checkpoint.writer import CheckpointWriter
 from nbkit.rank.train.config import OWN_LOOP, TrainConfig
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.rank_agreement import EVERY, compare_ranks
+from nbkit.rank.train.control.recovery import Integrity, RankSync, TrainingProgress
+from nbkit.rank.train.control.step_boundary import note
 from nbkit.rank.train.control.switch_plan import SwitchPlan, SwitchSchedule
-from nbkit.rank.train.own_loop import own_gradients, torch_clip
+from nbkit.rank.train.estimate.cost_model import CostModel
+from nbkit.rank.train.estimate.recommend import AUTO, ordered, recommend
+from nbkit.rank.train.own_loop import user_gradients
 from nbkit.rank.train.replace import resume_fit
-from nbkit.rank.train.run_recorder import record_into, record_run
+from nbkit.rank.train.replace.backup import Backups
+from nbkit.rank.train.run_recorder import Recorder, record_into, record_run
+from nbkit.rank.train.step.history import History
+from nbkit.rank.train.step.model_handle import ModelHandle, show_again, shown_by
+from nbkit.rank.train.step.optimizer_state import OptimizerHandle, settings_of
+from nbkit.rank.train.step.precision import Precision
+from nbkit.rank.train.step.step import TrainingStep
 from nbkit.rank.train.step.step_stats import StepResult
-from nbkit.rank.train.switch.switch import Switchable
+from nbkit.rank.train.switch.switch import Switcher
+from nbkit.rank.train.transaction import TrainingState
 from nbkit.rank.world import meeting, world
+from nbkit.rank.world.world import World
 from nbkit.records.events import RunStarted, RunStopped, Switched
+from nbkit.strategy import Strategy
 
 
 def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any]) -> float:
@@ -134,18 +153,39 @@ def prepare(
     return job
 
 
-class Job(Switchable):
+class Job:
     """A training driven by a loop, the user's own or the Trainer's. See nbkit.rank.train.step.step for the step.
 
-    own_loop: the settings of a loop over `batches`.
+    `model` and `optimizer` stay the same objects throughout. own_loop: the settings of a loop over `batches`.
     """
 
     def __init__(
         self, model: Model, optimizer: Optimizer, config: TrainConfig, *, strategy: str, switches: SwitchSchedule = None
     ) -> None:
         self.plan = SwitchPlan(switches)
-        first = self.plan.first(strategy)
-        super().__init__(model, optimizer, config, strategy=first, later=self.plan.ahead)
+        strategy = self.plan.first(strategy)
+        here = self._take_place()
+        meeting.meet("Trainer() or prepare()")
+        # Refuse a wrong strategy before a model is built.
+        if strategy != AUTO:
+            Strategy.parse(strategy, self.world_size)
+        link = link_of(self.device)
+        chosen = None if strategy == AUTO else _parsed(strategy, self.world_size, link)
+        asked = Strategy.every(self.world_size, schedules=("1f1b",)) if chosen is None else [chosen]
+        for text in self.plan.ahead:
+            with suppress(StrategyError):  # the plan is checked later, when the batch is known too
+                asked = [*asked, _parsed(text, self.world_size, link)]
+        builder = Builder(model, optimizer, config, asked=asked, **here)
+        self._begin(builder)
+        self.precision.check(builder.skeleton)
+        if chosen is None:
+            recommended = recommend(builder)
+            chosen = recommended.strategy
+            if self.rank == 0:
+                print(recommended)
+        chosen = ordered(builder, chosen)
+        self.model_handle.check_alone(chosen)
+        self.start(*builder.first(chosen))
 
     @classmethod
     def joining(
@@ -166,19 +206,166 @@ class Job(Switchable):
         self._begin(Builder.joining(blueprint, module=None if like is None else like.model, **here))
         if like is not None:
             self.recorder.base_bytes = like.recorder.base_bytes
-        self.plan, self.seed, self.switches = plan, seed, list(switches)
+        self.plan, self.seed = plan, seed
+        self.switches[:] = switches
         return self
 
+    def _take_place(self) -> dict[str, Any]:
+        place = World.join_from_env().place
+        self.rank, self.world_size = place.rank, place.world_size
+        self.device = accelerator().device(place.device)
+        self.recorder = Recorder(self.device)  # before the model exists: memory is counted from here
+        return {"rank": self.rank, "world_size": self.world_size, "device": self.device}
+
+    def _begin(self, builder: Builder) -> None:
+        self.builder, self.config, self.seed = builder, builder.config, builder.config.seed
+        self.precision = Precision(self.config.precision, device=self.device, world_size=self.world_size)
+        self.model, self.model_handle = builder.module, ModelHandle(builder.module)
+        self.ledger = History(world_size=self.world_size, device=self.device)
+        self.integrity, self.feed = Integrity(), DataHooks()
+        self.backups = Backups(rank=self.rank, world_size=self.world_size, device=self.device)
+        self.checkpoint_writer = CheckpointWriter(rank=self.rank, world_size=self.world_size, device=self.device)
+        self.sync, self.switcher = RankSync(self), Switcher(self)
+        self.run_dir: Path | None = None
+        self.is_running = self._late = False
+        self._cost_model: CostModel | None = None
+
     def start(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
-        """See Training.start."""
-        super().start(sharded_model, inner)
+        """Compute with `sharded_model`, the first of this process, and update with `inner`."""
+        self.optimizer = OptimizerHandle(inner, update=self._update, forgotten=self._forgotten, fits=self._fits)
+        self._take(sharded_model, inner)
         # Weak, so that a `break` ends the loop. After an error the traceback keeps it alive: `_leave_loop` ends it.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
         self.own_loop = OWN_LOOP
         self._own: Any = None  # the OwnLoop that read batches last, if ranks are replaced in it
         note(self)
-        torch_clip.watch(self)
-        own_gradients.watch(self)
+        user_gradients.watch_clipping(self)
+        user_gradients.watch_backward(self)
+
+    def _take(self, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
+        self.sharded_model = sharded_model
+        self.optimizer.inner = inner
+        # The user's model object now shows what this rank holds. What it showed before is freed.
+        self.model_handle.show(sharded_model.module, sharded_model.strategy)
+        self._known = {id(p) for p in self.model.parameters()}
+        self.builder.computing = weakref.ref(sharded_model)
+        self.builder.took(inner)
+        self.training_step = TrainingStep(
+            sharded_model,
+            inner,
+            self.builder,
+            precision=self.precision,
+            ledger=self.ledger,
+            integrity=self.integrity,
+            backups=self.backups,
+            seed=self.seed,
+        )
+
+    def parsed(self, text: str) -> Strategy:
+        """Return the strategy that `text` means on these ranks, which may be on several nodes. Raises StrategyError."""
+        return _parsed(text, self.world_size, self.builder.link)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in force."""
+        return self.sharded_model.strategy
+
+    @property
+    def previous(self) -> str | None:
+        """The strategy before the last switch, proven or not. From any thread."""
+        return self.switcher.previous
+
+    @property
+    def switches(self) -> list[Switched]:
+        """The switches that were made, and not taken back."""
+        return self.switcher.made
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return self.ledger.step
+
+    @property
+    def state(self) -> TrainingState:
+        """Return what is in force now, between two steps."""
+        sharded_model, inner = self.sharded_model, self.optimizer.inner
+        position, precision = self.feed.position(), self.precision.state_dict()
+        return TrainingState(sharded_model, inner, shown_by(sharded_model.module), self.step, position, precision)
+
+    def adopt(self, state: TrainingState) -> None:
+        """Compute with the sharded model of `state` and update with its optimizer from now on."""
+        self.training_step.release()
+        show_again(state.shown)
+        self._take(state.sharded_model, state.optimizer)
+        self.feed.recut()
+
+    def restore(self, state: TrainingState) -> None:
+        """Go back to `state`, as if later steps had not been made. Closes the later sharded model. Not collective."""
+        self.optimizer.zero_grad()
+        if (other := self.sharded_model) is not state.sharded_model:
+            self.adopt(state)
+            other.close()
+        # If anything was broken off, it was in the other sharded model. The weights of `state` are whole.
+        self.integrity.restored(ranks_agree=False)
+        self.ledger.step = state.step
+        self.precision.load_state_dict(state.precision)
+        self.feed.go_to(state.position)
+
+    @property
+    def progress(self) -> TrainingProgress:
+        """Return the state of this rank between two steps, without weights and optimizer."""
+        precision, position = self.precision.state_dict(), self.feed.position()
+        return TrainingProgress(precision, self.step, list(self.ledger.records), position)
+
+    def stand_at(self, progress: TrainingProgress) -> None:
+        """Have made the steps of `progress`, with the weights that are here. Not collective."""
+        self.ledger.replace(progress.step, progress.records)
+        self.precision.load_state_dict(progress.precision)
+        self.feed.go_to(progress.position)
+
+    def go_on(self, progress: TrainingProgress) -> None:
+        """Continue from `progress`, whose weights are in place already. Not collective; `sync.sync_step` follows."""
+        self.stand_at(progress)
+        self.integrity.restored(ranks_agree=False)
+
+    def rewind(self, progress: TrainingProgress) -> None:
+        """Go back to the earlier step of `progress`, whose weights are in place already. Collective."""
+        self.backups.back_to(progress.step)
+        self.ledger.replace(progress.step, progress.records, loaded=True)
+        self.precision.load_state_dict(progress.precision)
+        self.feed.go_to(progress.position)
+        self.sync.restored()
+
+    def read_from(self, feed: DataHooks) -> None:
+        """Take the position in the data, and set it, by these hooks from now on."""
+        self.feed = feed
+
+    def reseed(self, seed: int) -> None:
+        """Draw random numbers by `seed` from the next step on."""
+        self.seed = seed
+        self.training_step.reseed(seed)
+
+    def configure(self, **changed: Any) -> None:
+        """Train with other settings from the next step on. changed: fields of TrainConfig."""
+        self.config = self.builder.config = replace(self.builder.config, **changed)
+        self.training_step.microbatch_size = self.config.microbatch_size
+
+    @property
+    def waits_for_update(self) -> bool:
+        """Return True if gradients are summed over the ranks and the optimizer has not stepped with them yet."""
+        pending = self.ledger.pending
+        return self.training_step.reduced and bool(pending) and not pending[-1].made
+
+    def check_model(self) -> None:
+        """Take over tensors or memory that the user has put in the place of the model's parameters.
+
+        Raises TrainingError if that is impossible, or if the model is another job's.
+        """
+        self.model_handle.check()
+        self.sharded_model.data.follow()
+        argument_checks.check_parameters(
+            self.optimizer, self.model, known=self._known, held=self.sharded_model.held.values()
+        )
 
     def record(self, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> None:
         """Record everything from now on in a new directory under `log_dir`; None: nothing. See record_run."""
@@ -224,7 +411,7 @@ class Job(Switchable):
     @property
     def history(self) -> list[dict[str, Any]]:
         """Return one dict per finished step, the same on every rank. Within a run it is one step behind."""
-        if not self._running:
+        if not self.is_running:
             self.ledger.settle()
         return self.ledger.records
 
@@ -261,10 +448,6 @@ class Job(Switchable):
                 with self._in_order():
                     self.at_boundary()
 
-    def _update(self) -> None:
-        with self._in_order():
-            super()._update()
-
     def _in_order(self) -> AbstractContextManager[None]:
         """Return a context for waiting on other ranks. In a loop of the user's own it saves the job if one dies."""
         return nullcontext() if self._own is None else self._own.saved_if_a_rank_dies()
@@ -289,23 +472,23 @@ class Job(Switchable):
                 numbers=f"step {self.step + 1}",
                 hint="job.optimizer.step(); job.optimizer.zero_grad()   (to accumulate: microbatch_size=)",
             )
-        if not self._running:
+        if not self.is_running:
             self.ledger.settle(keep=1)
-        self._handle.check()
+        self.model_handle.check()
         if not self.integrity.broken_off:
-            own_gradients.refuse_before(self)
+            user_gradients.refuse_before(self)
         new, place = str(self.strategy), self._place()
         self.ledger.begun = True
         while True:
             try:
                 # This covers taking the rows, seeding, and the check that the loss is finite too.
-                with self._in_order(), self.first_step() as first, phase("backward"):
+                with self._in_order(), self.switcher.first_step() as first, phase("backward"):
                     result = self.training_step.backward(self.training_step.rows(batch))
             except BaseException as error:
                 self.ledger.begun = False
                 self.integrity.broken_off = not isinstance(error, NotFinite)
                 self.optimizer.zero_grad()
-                if isinstance(error, NotFinite) and not error.spoiled and (names := self.not_finite()):
+                if isinstance(error, NotFinite) and not error.spoiled and (names := job_checkpoint.not_finite(self)):
                     argument_checks.blame_weights(error, names, self.ledger.made_last)
                 self._leave_loop(error)  # its generator does not know that the body of the loop was left
                 if isinstance(error, Exception) and (parted := meeting.parted()) is not None:
@@ -356,8 +539,53 @@ class Job(Switchable):
         """
         with self.ledger.clock.stopped():
             meeting.meet("evaluate")
-            self.level()
+            self.sync.resync()
             return evaluate(self, data, batch_size=batch_size, collate=collate)
+
+    def switch(self, strategy: str, *, beside: bool = False) -> Switched:
+        """Train on under another strategy; the global batch stays what it is. Collective, between two steps.
+
+        If the first step under it fails, the old one is in force again. beside: compare the states beside the next
+        step, if a Trainer makes it and memory holds both. Then the returned event is not proven yet. Use it only if no
+        weight is touched before that step. A switch that waits for its proof is proven first.
+
+        Raises StrategyError for a strategy that does not fit, and SwitchError if the change failed on any rank. Either
+        way the old strategy is in force, and nothing has changed.
+        """
+        return self.switcher.switch(strategy, beside=beside)
+
+    def undo(self, *, beside: bool = False) -> Switched:
+        """Switch back to the strategy before the last switch. The weights stay as they are now. Collective."""
+        return self.switcher.undo(beside=beside)
+
+    def save(self, path: str | Path, *, beside: bool = False, then: Callable[[], None] | None = None) -> None:
+        """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
+
+        Raises TrainingError on every rank if one could not write, the ranks do not share `path`, weights are not
+        finite, or max_disk is reached. What was at `path` then stays intact.
+        beside: a thread writes it after a copy to host memory: see checkpoint/writer.py. then: called on rank 0 when it
+        is whole.
+        """
+        job_checkpoint.save(self, path, beside=beside, then=then)
+
+    def opened(self, path: str | Path) -> Saved:
+        """Open the checkpoint at `path`, if it fits. Changes nothing. Collective. Raises as checkpoint.opened does."""
+        return job_checkpoint.opened(self, path)
+
+    def load(self, saved: Saved) -> None:
+        """Load weights, optimizer, step, seed and history; not the position in the data. Collective.
+
+        It loads in place, without a second copy. If a rank cannot read its part, no rank has whole weights, and the
+        error says so.
+        """
+        job_checkpoint.load(self, saved)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model on the CPU, on every rank. Collective.
+
+        Every parameter and buffer has its own name.
+        """
+        return job_checkpoint.full_state_dict(self)
 
     def log(self, **numbers: float | Tensor) -> None:
         """Add numbers to the record of the step just made. 0-dimensional tensors are not waited for.
@@ -385,8 +613,8 @@ class Job(Switchable):
         if not joins:
             if owner is None:
                 meeting.meet("a loop over job.batches")
-            self.level()  # a ZeRO 3 step that was broken off shows whole parameters until this call
-            self.compare_ranks()
+            self.sync.resync()  # a ZeRO 3 step that was broken off shows whole parameters until this call
+            self.sync.compare_settings()
         else:
             self.check_model()
         reason = "error"
@@ -396,7 +624,7 @@ class Job(Switchable):
                 step_boundary.forget(self.device)
             step_boundary.enter(owner or self)
             meeting.begin_run(step_boundary.run, lambda: self.ledger.making)
-            self._running = True
+            self.is_running = True
             self.ledger.emit(RunStarted(self.step, strategy=str(self.strategy), arithmetic=arithmetic, total=total))
             self.ledger.begin(total)
             self.follow_plan()
@@ -404,8 +632,8 @@ class Job(Switchable):
                 yield
             self.sharded_model.data.settle()
             self.ledger.settle(act=True)
-            self._prove()
-            self.level()
+            self.switcher.prove()
+            self.sync.resync()
             reason = "done"
         except BaseException as error:
             if isinstance(error, GeneratorExit):
@@ -427,7 +655,7 @@ class Job(Switchable):
             raise
         finally:
             meeting.end_run()
-            self._running = self.ledger.at_once = False
+            self.is_running = self.ledger.at_once = False
             step_boundary.leave()
             self.ledger.emit(RunStopped(self.step, reason=reason))
 
@@ -437,7 +665,7 @@ class Job(Switchable):
         self.integrity.half_way = True  # in case this is interrupted
         whole = self.sharded_model.data.break_off(broken=here is None or bool(here.dirty))
         self.integrity.half_way = half_way or not whole
-        self._stays()
+        self.switcher.commit()
         with suppress(NotFinite):
             self.ledger.settle()
         self.ledger.pending.clear()
@@ -473,11 +701,37 @@ class Job(Switchable):
         self.recorder.at_boundary(self.step)
         self.training_step.boundary()
         if self.step % EVERY == 0:
-            self.compare_ranks()
+            self.sync.compare_settings()
             if self.sharded_model.data.apart == 1:
                 self.training_step.compare_buffers()
         self.follow_plan()
         self.back_up()
+
+    def back_up(self, *, now: bool = False) -> None:
+        """Take a backup of this boundary if one is due, or `now`. Collective if one is taken."""
+        if not self.backups.on:
+            return
+        if self.ledger.newest is not None:
+            self.backups.measured(self.ledger.newest.backup, max(self.ledger.newest.seconds))
+            self.ledger.newest = None
+        if self.backups.due(self.step) or now:
+            strategy, inner = self.strategy, self.optimizer.inner
+            layouts, names = self.builder.shard_layouts.of(strategy), self.builder.names
+            place = TrainingProgress(self.precision.state_dict(), self.step, [], self.feed.position())
+            point = settings_of(inner), place
+            self.backups.take(self.sharded_model, inner, layouts, names, self.step, point)
+
+    @contextmanager
+    def late_weights(self) -> Iterator[None]:
+        """Let updates inside finish late: weights that other ranks updated are waited for only when they are read.
+
+        The caller promises that until the next step no code reads weights through tensors that it kept.
+        """
+        self._late = self.is_running
+        try:
+            yield
+        finally:
+            self._late = False
 
     def check_plan(self) -> None:
         """Raise now what a planned switch would raise for its ranks, data, optimizer or model. Collective."""
@@ -497,9 +751,9 @@ class Job(Switchable):
             raise
         # Only now: a switch that is broken off, as by a lack of memory on another rank, stays due on all ranks.
         self.plan.done(self.step)
-        if self.pending is not None:
+        if (pending := self.switcher.pending) is not None:
             # Nobody waits for this result. If the switch is taken back, training goes on under the old strategy.
-            self.pending.add_done_callback(lambda pending: _warn_if_taken_back(pending.exception()))
+            pending.add_done_callback(lambda pending: _warn_if_taken_back(pending.exception()))
 
     def seed_data(self, *, own: bool) -> tuple[int, int, int]:
         """Seed the random numbers drawn while reading the next batch, and return the seed.
@@ -510,7 +764,55 @@ class Job(Switchable):
         data_rng.seed(self.seed, self.step, rank)
         return self.seed, self.step, rank
 
+    def bytes_per_element(self) -> dict[str, dict[str, int]]:
+        """Return bytes per element of every parameter and of its optimizer state: see job_state.bytes_per_element."""
+        return bytes_per_element(self.sharded_model, self.optimizer.inner, self.builder.skeleton)
+
+    def cost_model(self) -> CostModel:
+        """Return the formulas that predict the cost of any strategy. From any thread."""
+        seen, kinds = self._cost_model, self.bytes_per_element()
+        if seen is None or not seen.holds(kinds, self.builder.options):
+            seen = self._cost_model = CostModel(self.builder, kinds, self.feed.fits, before=seen)
+        return seen
+
+    def forget_estimates(self) -> None:
+        """Drop the estimates, since the cost of a step has changed although the strategy has not."""
+        self._cost_model = None
+
+    def _update(self) -> None:
+        with self._in_order():
+            self.training_step.update(late=self._late)
+            self.recorder.after_step(
+                self.step,
+                self.model,
+                self.optimizer.inner,
+                held=self.sharded_model.held.values(),
+                strategy=self.strategy,
+                cost_model=self.cost_model,
+            )
+
+    def _fits(self, param: nn.Parameter, key: str, shape: tuple[int, ...]) -> bool:
+        """Return True if state of this shape fits `param`: see OptimizerHandle.
+
+        Only the optimizer can judge state of other shapes, such as sums of rows.
+        """
+        data = self.sharded_model.data
+        whole = next(data.layouts[name].shape for name, p in data.held.items() if p is param)
+        return shape == tuple(param.shape) or not (shape == whole or key in self.builder.template.keys_per_element)
+
+    def _forgotten(self, are_none: bool) -> None:
+        self.training_step.reduced = False
+        # Clear gradients of parameters that are in no group too: the next step would sum them once more.
+        inside = set() if are_none else {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for p in self.sharded_model.data.leaves():
+            if p.grad is not None and id(p) not in inside:
+                p.grad = None
+
 
 def _warn_if_taken_back(error: BaseException | None) -> None:
     if error is not None:
         warnings.warn(f"a planned switch was taken back: {error}", stacklevel=2)
+
+
+def _parsed(text: str, world_size: int, link: WorldLinks | None) -> Strategy:
+    return Strategy.parse(text, world_size, node=None if link is None else ranks_of_node(link.node_of))

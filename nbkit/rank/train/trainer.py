@@ -2,10 +2,6 @@
 
 ProgressLine prints the one moving line of a training: `step 120/500 · loss 2.314 · 12,300 tokens/s · 31 s to go`. The
 step count includes earlier runs.
-
-Snapshots keeps copies of a training in host memory, every so many steps, and goes back to one of them. As in a
-checkpoint, each element is kept once, by a rank that holds it. One exchange restores it under the strategy in force at
-that time. A rank that joins later holds no part of the snapshots, so all ranks drop theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +21,6 @@ from nbkit.durations import seconds_of, text_of
 from nbkit.errors import NotFinite, TrainingError
 from nbkit.figures import figure
 from nbkit.quoting import user_path
-from nbkit.rank.comm.agree import largest
 from nbkit.rank.data.balanced.balanced import check_packed
 from nbkit.rank.data.batch import BatchSplit
 from nbkit.rank.data.data_state import DataHooks
@@ -34,7 +28,6 @@ from nbkit.rank.data.sample_rows import sample_of, warn_of_collate
 from nbkit.rank.data.stream import Stream, reading
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.models.generate import Prompt, Sampling, generate
-from nbkit.rank.parallel.reshard.redistribute import Exchange, plan_collectively
 from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.phases import phase
@@ -42,28 +35,30 @@ from nbkit.rank.telemetry.sinks import Sink, check_sinks
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.argument_checks import check_clip_norm, check_counts, check_places, fit_call, trainer_call
 from nbkit.rank.train.builder import Model, Optimizer
-from nbkit.rank.train.checkpoint import checkpoint, job_state
 from nbkit.rank.train.checkpoint.autosave import Autosave
-from nbkit.rank.train.checkpoint.checkpoint import Taken
-from nbkit.rank.train.checkpoint.job_state import by_name
 from nbkit.rank.train.checkpoint.retention import Asked
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings, TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.active_job import note
 from nbkit.rank.train.control.make_steps import make_steps
 from nbkit.rank.train.control.rebalance import Rebalancing
-from nbkit.rank.train.control.recovery import TrainingProgress
+from nbkit.rank.train.control.step_boundary import note
 from nbkit.rank.train.control.switch_plan import SwitchSchedule
-from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.out_of_memory.rescue import check_on_oom
-from nbkit.rank.train.replace.backup import Contents, copy_into, host_memory
 from nbkit.rank.train.replace.hang_watch import check_hang_timeout
-from nbkit.rank.train.replace.resume_fit import FitRange, check_policy, check_same_goal, mend, resized, seat, span_of
+from nbkit.rank.train.replace.resume_fit import (
+    FitRange,
+    check_policy,
+    check_same_goal,
+    repair_torn_update,
+    resized,
+    seat,
+    span_of,
+)
 from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary
+from nbkit.rank.train.snapshots import Snapshots
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import LrSchedule
-from nbkit.rank.train.step.optimizer_state import forget, take_settings
 from nbkit.rank.train.switch.compare import compare, try_out
 from nbkit.rank.world import meeting
 from nbkit.records.events import Checkpointed, Event, LrChanged, RunStarted, RunStopped, StepDone, Switched
@@ -113,91 +108,6 @@ def progress_line() -> str:
     if now.get("eta_s") is not None:
         parts.append(f"{text_of(now['eta_s'])} to go")
     return " · ".join(parts)
-
-
-_SHARE_OF_FREE = 0.25  # part of a host's free memory that snapshots may take
-
-
-class Snapshots:
-    """The snapshots of one Trainer on this rank, the oldest first. every: steps between two; None: no snapshots."""
-
-    def __init__(self, job: Job, saves: Autosave, *, every: int | None, say: Callable[[str], None]) -> None:
-        self._job, self._saves, self._every, self._say = job, saves, every, say
-        self._kept: list[tuple[Taken, torch.Tensor]] = []
-        self._told = False
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps that have a snapshot."""
-        return [taken.step for taken, _ in self._kept]
-
-    def take(self) -> None:
-        """Take a snapshot of this boundary if one is due. One is always due if there is none. Collective if due."""
-        step = self._job.step
-        if self._every is None or (self._kept and (step % self._every or step == self.steps[-1])):
-            return
-        job = self._job
-        job.builder.template.check_saves(job.strategy)
-        with job.ledger.clock.stopped():
-            job.ledger.settle()
-            taken = checkpoint.take("", job.state, job.builder, {"seed": job.seed})
-            contents = Contents.by_key(taken.held, taken.shares)
-            if not self._make_room(contents.num_bytes):
-                return
-            flat = host_memory(contents.num_bytes, job.device)
-            copies = contents.views(flat)
-            copy_into(copies, taken.held)
-            self._kept.append((replace(taken, held=copies), flat))
-
-    def back_to(self, step: int) -> int:
-        """Go back to the newest snapshot that is not beyond `step`, and return its step.
-
-        Collective. Raises TrainingError, on every rank, if there is none.
-        """
-        job, before = self._job, self._job.step
-        self._saves.collect(wait=True)
-        job.level()
-        job.ledger.settle()
-        at = max((number for number, each in enumerate(self.steps) if each <= step), default=-1)
-        if at < 0:
-            raise TrainingError(
-                f"There is no snapshot of step {step} or before.",
-                numbers=f"snapshots of steps {', '.join(map(str, self.steps))}" if self._kept else "there are none",
-                hint=f"trainer.rewind({self.steps[0]})" if self._kept else "Trainer(snapshot_every=50)",
-            )
-        taken, _ = self._kept[at]
-        del self._kept[at + 1 :]
-        about, inner, sharded_model = taken.about, job.optimizer.inner, job.sharded_model
-        with job.ledger.clock.stopped(), job.integrity.changing():
-            forget(inner)
-            job_state.allocate(sharded_model, inner, by_name(taken.kinds), about["numbers"])
-            target = job_state.state(sharded_model, inner)
-            plan = plan_collectively(taken.held, {key: layout for key, (_, layout) in target.items()})
-            Exchange(plan, job.rank).run(taken.held, target, device=job.device)
-            sharded_model.data.refresh()
-            take_settings(inner, about["settings"])
-        records = [record for record in job.ledger.records if record["step"] <= taken.step]
-        job.rewind(TrainingProgress(about["precision"], taken.step, records, about["position"]))
-        self._saves.rewound()
-        job.ledger.emit(Checkpointed(job.step, path="a snapshot", action="loaded", before=before))
-        return job.step
-
-    def clear(self) -> None:
-        """Drop all snapshots."""
-        self._kept.clear()
-
-    def _make_room(self, num_bytes: int) -> bool:
-        """Drop the oldest snapshots until one of `num_bytes` fits. Return True if it does. Collective."""
-        sizes = [flat.numel() for _, flat in self._kept]
-        free = left(torch.device("cpu"))
-        most = sum(sizes) + num_bytes if free is None else int(_SHARE_OF_FREE * (free + sum(sizes)))
-        gone = next((n for n in range(len(sizes)) if sum(sizes[n:]) + num_bytes <= most), len(sizes))
-        lacks, gone = largest([num_bytes * (num_bytes > most), gone], device=self._job.device)
-        del self._kept[:gone]
-        if lacks and not self._told:
-            self._told = True
-            self._say(f"no snapshots: one takes {lacks / 1e6:.3g} MB of a rank, and {most / 1e6:.3g} MB may be taken")
-        return not lacks
 
 
 class Trainer:
@@ -383,7 +293,7 @@ class Trainer:
             self.job.ledger.listeners.append(ProgressLine())
         self.job.ledger.listeners.append(self._call_back)
         stream, moves = self._stream, (self._position, self._go_to, self._cut_for, self._recut)
-        self.job.feed = DataHooks(*moves, stream.goes_back, stream.after, where=lambda: self._stream.where())
+        self.job.read_from(DataHooks(*moves, stream.goes_back, stream.after, where=lambda: self._stream.where()))
         note(self)
 
     @property
@@ -445,7 +355,7 @@ class Trainer:
         if resume is not None and joined is None and not self.step:
             self.saves.resume(resume, self.load)
         if joined is None:
-            mend(self)
+            repair_torn_update(self)
         span = joined or span_of(self, steps, until)
         if joined is None:
             check_same_goal(span.goal, self.job.device)
@@ -519,7 +429,7 @@ class Trainer:
         sampling, inputs, device = Sampling(temperature, top_k, seed), self.job.config.inputs, self.job.device
         with self.job.ledger.clock.stopped():
             meeting.meet("generate")
-            self.job.level()
+            self.job.sync.resync()
             return generate(self.job.sharded_model, prompt, tokens, inputs=inputs, sampling=sampling, device=device)
 
     def save(self, path: str | Path, *, beside: bool = False) -> None:
@@ -577,12 +487,12 @@ class Trainer:
             print(f"\r{text:<80}", flush=True)
 
     def _update(self, *, late: bool = False) -> None:
-        """Make one step. late: no callback holds weights, see Training.late_weights."""
+        """Make one step. late: no callback holds weights, see Job.late_weights."""
         job, step, epoch, offset = self.job, self.job.step, self._stream.epoch, self._stream.offset
         try:
             taken_back = True
             while taken_back:
-                with job.first_step() as first:
+                with job.switcher.first_step() as first:
                     with phase("optimizer"):
                         self._rate.prepare(step)
                     with phase("data"):

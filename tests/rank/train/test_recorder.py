@@ -18,7 +18,7 @@ from nbkit.planner import forecast
 from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.job import prepare
-from nbkit.rank.train.step.async_copy import DeviceScalar
+from nbkit.rank.train.step.step_stats import DeviceScalar
 from nbkit.records.readings import bars, members_of, table
 from nbkit.records.record_file import rank_files, read_since
 from nbkit.records.records import Detail, EventRecord, Group, Header, MemoryRecord, Record, StepRecord

@@ -13,7 +13,7 @@ from jobs import flat, net, quiet
 from ranks import run_ranks
 
 from nbkit.errors import TrainingError
-from nbkit.rank.train import trainer as rewind
+from nbkit.rank.train import snapshots
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -71,11 +71,11 @@ def rewound(world: Any, folder: Path) -> dict[str, Any]:
         # A half of the weights on each rank: two snapshots fit.
         small = quiet(snapshot_every=1, progress=True)
         share = 8 // 2 * sum(p.numel() for p in small.model.parameters())
-        rewind.left = lambda *args, **kwargs: 5 * share - sum(f.numel() for _, f in small.snapshots._kept)  # type: ignore[assignment]
-        rewind._SHARE_OF_FREE = 0.5
+        snapshots.left = lambda *args, **kwargs: 5 * share - sum(each.flat.numel() for each in small.snapshots._kept)  # type: ignore[assignment]
+        snapshots._SHARE_OF_FREE = 0.5
         small.fit(5)
         told["fits"] = small.snapshots.steps
-        rewind.left = lambda *args, **kwargs: 10  # type: ignore[assignment]
+        snapshots.left = lambda *args, **kwargs: 10  # type: ignore[assignment]
         none = quiet(snapshot_every=1, progress=True)
         none.fit(2)
         told["none"] = none.snapshots.steps

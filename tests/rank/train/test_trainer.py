@@ -20,7 +20,7 @@ from torch import nn
 from nbkit.errors import TrainingError
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.checkpoint import autosave
-from nbkit.rank.train.control.active_job import DETACHED
+from nbkit.rank.train.control.step_boundary import DETACHED
 from nbkit.rank.train.trainer import progress_line
 from nbkit.records import tags
 from nbkit.records.events import Event

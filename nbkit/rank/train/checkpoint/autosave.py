@@ -16,7 +16,7 @@ from nbkit.rank.comm.agree import all_gather_objects, largest
 from nbkit.rank.train.checkpoint import retention
 from nbkit.rank.train.checkpoint.checkpoint import check_shared
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
-from nbkit.rank.train.control.active_job import DETACHED
+from nbkit.rank.train.control.step_boundary import DETACHED
 from nbkit.rank.train.job import Job
 from nbkit.records.events import Checkpointed
 
@@ -90,7 +90,7 @@ class Autosave:
         """Save to `path`. Collective. See Trainer.save."""
         job, path = self._job, Path(path).absolute()
         with job.ledger.clock.stopped():
-            job.level()
+            job.sync.resync()
             job.ledger.settle()
             self.collect(wait=True)
             self.last, self._unsaved_s = replace(self.last, tried=job.step), 0.0

@@ -37,7 +37,7 @@ from nbkit.rank.train.checkpoint.own_state import (
     writable_states,
 )
 from nbkit.rank.train.step.optimizer_state import OWN_SETTINGS, forget, settings_of, take_settings
-from nbkit.rank.train.training_state import TrainingState
+from nbkit.rank.train.transaction import TrainingState
 from nbkit.tensor_layout import Box, Layout
 
 if TYPE_CHECKING:

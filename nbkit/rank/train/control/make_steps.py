@@ -14,7 +14,7 @@ from nbkit.rank.train.out_of_memory.rescue import rescue
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.hang_watch import hang_watch
 from nbkit.rank.train.replace.resume_fit import FitRange, go_on, leave_device
-from nbkit.rank.train.resize.shrink import shrink
+from nbkit.rank.train.resize.plan_resize import shrink
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
 
@@ -83,7 +83,7 @@ def make_steps(
             except Exception as error:
                 if replaceable:
                     leave_device(error)
-                if not memory.went_back(error):
+                if not memory.rolled_back(error):
                     if not replaceable:
                         raise
                     span = go_on(trainer, FitRange(span.first, goal, span.fewer), error)

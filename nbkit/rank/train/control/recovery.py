@@ -8,7 +8,9 @@ ranks with whole weights. The step taken is the furthest one of which those rank
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +24,34 @@ from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import by_name
+from nbkit.rank.train.control.rank_agreement import compare_ranks, settings_by_name
 from nbkit.rank.train.step.optimizer_state import forget, settings_of, take_settings
 from nbkit.tensor_layout import Layout
+
+Job = Any  # nbkit.rank.train.job's, which imports this file
+
+
+class Integrity:
+    """State of this rank's weights after an error.
+
+    broken_off: a step was begun and not finished, so that ranks may differ by a step. half_way: some weights are from
+    before a change and some from after it.
+    """
+
+    def __init__(self) -> None:
+        self.broken_off = self.half_way = False
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change the weights inside. If an error leaves the block, they stay marked as half-way."""
+        self.half_way = True
+        yield
+        self.half_way = False
+
+    def restored(self, *, ranks_agree: bool) -> None:
+        """Note that the weights are whole again. ranks_agree: every rank is also at the same step."""
+        self.half_way = False
+        self.broken_off &= not ranks_agree
 
 
 @dataclass(frozen=True)
@@ -90,7 +118,7 @@ class _RankState:
     numbers: Mapping[str, Mapping[str, Any]]
 
 
-def level(
+def move_furthest(
     sharded_model: ShardedModel,
     optimizer: torch.optim.Optimizer,
     own: TrainingProgress,
@@ -196,3 +224,79 @@ def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> ExchangePla
             cut = [(key, key.partition("/")[2]) for key in kinds if not key.startswith(("weight/", "buffer/"))]
             new.append({**held.weights, **{key: held.params[name] for key, name in cut if name in held.params}})
     return ExchangePlan.of(old, new, {key: kind.itemsize for key, kind in kinds.items()})
+
+
+class RankSync:
+    """Keeps the ranks of a job at one step, with the same weights and settings. Its methods are collective."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def resync(self) -> None:
+        """Compare how far the ranks are, unless steps are being made; resync them if a step was broken off. Collective.
+
+        Replicas that train apart are averaged. Raises TrainingError, on every rank, if the ranks are under different
+        strategies, or if no step is whole on the ranks that finished it. That happens when all of them were interrupted
+        within a step, or when a part of the state exists nowhere else.
+        """
+        job = self._job
+        if not job.is_running:
+            self.resync_now()
+        job.check_model()
+        if job.sharded_model.data.apart > 1:
+            with job.integrity.changing():
+                job.sharded_model.data.unite()
+
+    def resync_now(self) -> None:
+        """Do as `resync`, even while steps are being made. Averages no replicas. Collective."""
+        job = self._job
+        kind, leads_back = zlib.crc32(str(job.strategy).encode()), job.switcher.pending is not None
+        own = Standing(job.step, job.integrity.broken_off, job.integrity.half_way, kind, leads_back)
+        everyone = compare(own, world_size=job.world_size, device=job.device)
+        if len({each.strategy for each in everyone}) > 1:
+            raise TrainingError(
+                "An interrupted switch left the ranks under different strategies.",
+                numbers=f"rank {job.rank}: {job.strategy}",
+                hint="build the Trainer again, and trainer.load(path) of a checkpoint",
+            )
+        if not all(each.leads_back for each in everyone):
+            job.switcher.forget()  # some ranks have made the first step under it, or do not know of the switch
+        if not (whole := whole_ranks(everyone)):
+            return
+        mine = job.progress
+        steps, inner = [each.step for each in everyone], job.optimizer.inner
+        progress = move_furthest(job.sharded_model, inner, mine, steps, whole, rank=job.rank, device=job.device)
+        if progress is not mine:
+            job.stand_at(progress)
+        self.restored()
+
+    def average_replicas(self) -> None:
+        """Average replicas that train apart, optimizer state included, so that any rank has the state. Collective."""
+        job = self._job
+        if job.sharded_model.data.apart == 1:
+            return
+        own = job_state.per_element(job.sharded_model, job.optimizer.inner)
+        everyone = all_gather_objects(set(own), world_size=job.world_size, device=job.device)
+        shared = sorted(set.intersection(*everyone))  # ranks that ran other branches have state of other parameters
+        with job.integrity.changing():
+            job.sharded_model.data.unite([own[key][0] for key in shared])
+
+    def compare_settings(self) -> None:
+        """Raise TrainingError, on every rank alike, if the ranks have different settings. Collective."""
+        job = self._job
+        values = {**settings_by_name(job.optimizer.inner), "seed": job.seed}
+        hint = "change them on every rank alike, by numbers that all ranks have, such as trainer.history[-1]['loss']"
+        compare_ranks(values, world_size=job.world_size, device=job.device, what="settings", hint=hint)
+
+    def restored(self) -> None:
+        """Note that all ranks are at the same step with the same weights again. Collective."""
+        job = self._job
+        job.integrity.restored(ranks_agree=True)
+        job.training_step.begin_again()
+
+    def sync_step(self, asked: int | None) -> None:
+        """Go on at a boundary that all ranks share, after new ranks have joined. Collective. asked: see Backups."""
+        job = self._job
+        self.restored()
+        job.backups.form_again(asked, job.step)
+        job.back_up(now=True)

@@ -19,6 +19,9 @@ cell acts on all ranks or on none, and so does the request to go on.
 Signals: schedulers send a signal shortly before a job ends. The training is then saved at its next boundary and ends.
 `heed_end_signals` handles them in scripts under torchrun. On the ranks of a cluster the bridge handles them from the
 start.
+
+`newest` returns the training that was made last on this rank: requests refer to it when none is making steps. DETACHED
+is set by the bridge when the cell that runs on this rank is detached, so that nobody may be there when it ends.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -329,3 +334,20 @@ def heed_end_signals() -> None:
 
 def _name(number: int) -> str:
     return signal.Signals(number).name
+
+
+_newest: weakref.ref[Any] | None = None
+
+
+def note(owner: Any) -> None:
+    """Note that `owner` (a Trainer or a Job) has just been made."""
+    global _newest
+    _newest = weakref.ref(owner)
+
+
+def newest() -> Any:
+    """Return the Trainer or Job made last, or None if it no longer exists. From any thread."""
+    return _newest() if _newest is not None else None
+
+
+DETACHED: ContextVar[bool] = ContextVar("detached", default=False)

@@ -17,7 +17,7 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.state_bytes import ReshardTraffic, StateBytes
-from nbkit.rank.train.step.pace import StepPace
+from nbkit.rank.train.step.history import StepPace
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
 

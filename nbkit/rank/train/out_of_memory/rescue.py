@@ -21,34 +21,31 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from nbkit.errors import NotFinite, SwitchError, TrainingError, UsageError
+from nbkit.errors import SwitchError, TrainingError, UsageError
 from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.data.batch import BatchSplit
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.forward_wrapper import recompute
 from nbkit.rank.parallel.parallelize import blocks_held
 from nbkit.rank.parallel.pipeline.p2p import meet
-from nbkit.rank.rng.seeding import Drawn
 from nbkit.rank.telemetry.health import storage_bytes
-from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.active_job import DETACHED
-from nbkit.rank.train.control.collective_guard import Guard, waited
+from nbkit.rank.train.control.step_boundary import DETACHED
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.out_of_memory import tensor_limit
 from nbkit.rank.train.out_of_memory.remedies import Remedies, Remedy, Setting, alternatives, described, remedies
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.step.optimizer_state import forget, offload, to_host
+from nbkit.rank.train.transaction import KeptBuffers, Transaction, waited
 from nbkit.rank.world import world
 from nbkit.rank.world.failure_alarm import Alarm
 from nbkit.records.events import OutOfMemory
@@ -68,7 +65,7 @@ def apply(job: Job, setting: Setting, batch: int) -> None:
     if setting.offload and not now.offload:
         offload(job.optimizer.inner)
         to_host(job.optimizer.inner)
-        _configure(job, offload="cpu")
+        job.configure(offload="cpu")
         job.builder.offload = True
     most = BatchSplit.of(batch, setting.strategy, microbatch_size=None).micro
     if setting.strategy.pp == 1 and (setting.microbatch_size < most or job.config.microbatch_size is not None):
@@ -78,18 +75,13 @@ def apply(job: Job, setting: Setting, batch: int) -> None:
     job.feed.recut()
 
 
-def _configure(job: Job, **changed: object) -> None:
-    job.config = job.builder.config = replace(job.builder.config, **changed)  # type: ignore[arg-type]
-
-
 def _cut(job: Job, setting: Setting) -> None:
-    _configure(job, microbatch_size=setting.microbatch_size)
+    job.configure(microbatch_size=setting.microbatch_size)
     job.builder.choose(cut=True)
-    job.training_step.microbatch_size = setting.microbatch_size
 
 
 def _recompute(job: Job) -> None:
-    _configure(job, recompute=True)
+    job.configure(recompute=True)
     job.builder.choose(recompute=True)
     recompute(
         job.sharded_model.module, blocks_held(job.sharded_model.module, job.builder.options, job.builder.skeleton)
@@ -217,21 +209,49 @@ def check_on_oom(on_oom: str | None) -> None:
         )
 
 
+class KeptStep(KeptBuffers):
+    """Keeps what a step changes before its optimizer. Ranks come back from any place in the step or its boundary."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer.job)
+        self._trainer = trainer
+        # Of the parameters, if the optimizer has no state yet.
+        self._versions = None if trainer.job.optimizer.state else _versions(trainer.job)
+
+    def restore_all(self, job: Job, error: Exception | None = None) -> None:
+        """Bring all ranks to the boundary before the step, or after it if some ranks have made it. Collective."""
+        if error is not None:
+            _forget_frames(error)
+        job.break_off()
+        job.backups.break_off()
+        if job.integrity.half_way and self._versions is not None and self._versions == _versions(job):
+            # The optimizer had made its state but updated nothing.
+            forget(job.optimizer.inner)
+            job.integrity.half_way = False
+        if not job.integrity.half_way and job.step == self.step:
+            self.restore(job)
+        job.integrity.broken_off = True
+        try:
+            job.sync.resync_now()
+        except TrainingError:  # on all ranks alike: state that only one rank holds is half-way
+            if resume_fit.host is None or not job.backups.on:
+                raise
+            resume_fit.host.recover(self._trainer, ())
+        if job.step == self.step:
+            self.drawn.restore()
+        job.switcher.forget()
+        meet(job.sharded_model.connections.edges, job.device)
+        job.sync.sync_step(job.backups.asked)
+        step_boundary.meet(job.device)
+        job.ledger.begin_again()
+
+
+def _versions(job: Job) -> tuple[int, ...]:
+    return tuple(p._version for group in job.optimizer.inner.param_groups for p in group["params"])
+
+
 @dataclass(frozen=True)
-class _Before:
-    """The state before step number `step` + 1 that it changes, beside weights, optimizer and position in the data.
-
-    versions: of the parameters, if the optimizer has no state yet.
-    """
-
-    step: int
-    drawn: Drawn
-    buffers: dict[str, Tensor]
-    versions: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class _Lack:
+class OomReport:
     """A lack of memory. rank: that ran out; None: several. what: the errors and findings. since: its time.time()."""
 
     rank: int | None
@@ -257,16 +277,15 @@ class OomGuard:
         self._on = on_oom != "raise" and Alarm.possible() and trainer.job.feed.remakes
         self._trainer, self._policy = trainer, on_oom
         self._tried: set[Setting] = set()
-        self._guard: Guard | None = None
+        self._step: Transaction | None = None
         self._key = ""
-        self._before: _Before | None = None
         self._levels: deque[int] = deque(maxlen=LEVELS)
 
     def end(self) -> None:
         """End the guard."""
-        if self._guard is not None:
-            self._guard.end()
-            self._guard = None
+        if self._step is not None:
+            self._step.commit()
+            self._step = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -275,84 +294,38 @@ class OomGuard:
         if self._on:
             here = world.current()
             assert here is not None
-            if self._guard is None or self._key != here.key:  # the groups were formed anew meanwhile
+            savepoint = KeptStep(self._trainer)
+            if self._step is None or self._key != here.key:  # the groups were formed anew meanwhile
                 self.end()
                 self._key = here.key
-                self._guard = Guard("memory", world_size=job.world_size, device=job.device)
-            buffers = {key: tensor.clone() for key, (tensor, _) in job_state.buffers(job.sharded_model).items()}
+                self._step = Transaction(job, savepoint)
+                self._step.guard("memory")
+            self._step.savepoint = savepoint
             self._levels.append(level(job.device))
-            versions = None if job.optimizer.state else self._versions()
-            self._before = _Before(job.step, Drawn.so_far(), buffers, versions)
-        limit = tensor_limit.in_force()
-        held = tensor_limit.held_by(job.sharded_model, job.optimizer.inner)
-        with limit.counting(held) if limit is not None else nullcontext():
+        if (limit := tensor_limit.in_force()) is None:
+            yield
+            return
+        with limit.counting(tensor_limit.held_by(job.sharded_model, job.optimizer.inner)):
             yield
 
-    def _versions(self) -> tuple[int, ...]:
-        groups = self._trainer.job.optimizer.inner.param_groups
-        return tuple(p._version for group in groups for p in group["params"])
-
-    def went_back(self, error: Exception) -> bool:
+    def rolled_back(self, error: Exception) -> bool:
         """Return True if `error` is a lack of memory on any rank. All ranks are then at a boundary, ready to go on.
 
         Collective in that case. Raises TrainingError, on every rank, if nothing fits or the step cannot be taken back.
         """
-        if not self._concerns(error):
+        own, step, job = accelerator().out_of_memory(error), self._step, self._trainer.job
+        if step is None or not (own or waited(error)) or not step.concerns(error):
             return False
-        began, guard, job = time.time(), self._guard, self._trainer.job
-        assert guard is not None
-        own = accelerator().out_of_memory(error)
+        began, self._step = time.time(), None
         findings = look(job.device, self._levels).findings() if own else []
-        failures, self._guard = guard.failures(error), None
-        _forget_frames(error)
+        failures = step.roll_back(error)
         with job.ledger.clock.stopped():
-            self._take_back()
             told = all_gather_objects(findings, world_size=job.world_size, device=job.device)
             what = "; ".join([failures.words, *dict.fromkeys(each for one in told for each in one)])
-            self._go_on(error, _Lack(failures.rank, what, began))
+            self._go_on(error, OomReport(failures.rank, what, began))
         return True
 
-    def _concerns(self, error: Exception) -> bool:
-        guard = self._guard
-        if guard is None or guard.alarm.world.dirty or isinstance(error, NotFinite):
-            return False
-        if accelerator().out_of_memory(error):
-            return True
-        try:
-            return waited(error) and guard.alarm.rung()
-        except Exception:  # the store is gone, and rank 0 with it: this is no lack of memory
-            return False
-
-    def _take_back(self) -> None:
-        """Bring all ranks to the boundary before the step, or after it if some ranks have made it. Collective."""
-        job, before, self._before = self._trainer.job, self._before, None
-        assert before is not None
-        job.break_off()
-        job.backups.break_off()
-        if job.integrity.half_way and before.versions is not None and before.versions == self._versions():
-            # The optimizer had made its state but updated nothing.
-            forget(job.optimizer.inner)
-            job.integrity.half_way = False
-        if not job.integrity.half_way and job.step == before.step:
-            with torch.no_grad():
-                for key, (tensor, _) in job_state.buffers(job.sharded_model).items():
-                    tensor.copy_(before.buffers[key])
-        job.integrity.broken_off = True
-        try:
-            job.level_now()
-        except TrainingError:  # on all ranks alike: state that only one rank holds is half-way
-            if resume_fit.host is None or not job.backups.on:
-                raise
-            resume_fit.host.recover(self._trainer, ())
-        if job.step == before.step:
-            before.drawn.restore()
-        job.pending = None
-        meet(job.sharded_model.connections.edges, job.device)
-        job.meet(job.backups.asked)
-        step_boundary.meet(job.device)
-        job.ledger.begin_again()
-
-    def _go_on(self, error: Exception, lack: _Lack) -> None:
+    def _go_on(self, error: Exception, lack: OomReport) -> None:
         job, batch = self._trainer.job, self._trainer.arithmetic.total
         before = Setting.of(job, batch)
         self._tried.add(before)
@@ -367,7 +340,7 @@ class OomGuard:
         peak, seconds = (row.peak, row.seconds) if row is not None else (None, None)
         self._tell(lack, found, Remedy(now, now.changes(before) or "the same setting", peak, None, seconds))
 
-    def _take_first(self, error: Exception, lack: _Lack, found: Remedies, batch: int) -> None:
+    def _take_first(self, error: Exception, lack: OomReport, found: Remedies, batch: int) -> None:
         while True:
             if (chosen := found.first) is None:
                 raise self._hopeless(error, lack, found)
@@ -378,7 +351,7 @@ class OomGuard:
                 self._tried.add(chosen.setting)
                 found = self._found(batch)
 
-    def _ask(self, error: Exception, lack: _Lack, found: Remedies, batch: int) -> None:
+    def _ask(self, error: Exception, lack: OomReport, found: Remedies, batch: int) -> None:
         """Hold the training until the user has answered. If nobody can answer while the cell runs, end `fit`."""
         job = self._trainer.job
         asked = Question(weakref.ref(job), batch, found)
@@ -401,7 +374,7 @@ class OomGuard:
             step_boundary.report(waits="")
             put(None)
 
-    def _tell(self, lack: _Lack, found: Remedies, chosen: Remedy | None) -> None:
+    def _tell(self, lack: OomReport, found: Remedies, chosen: Remedy | None) -> None:
         """Emit an event about the lack of memory and about the remedy that was chosen."""
         job = self._trainer.job
         event = OutOfMemory(
@@ -435,7 +408,7 @@ class OomGuard:
         found: Remedies = told[0]
         return found
 
-    def _hopeless(self, error: Exception, lack: _Lack, found: Remedies) -> TrainingError:
+    def _hopeless(self, error: Exception, lack: OomReport, found: Remedies) -> TrainingError:
         rows = "\n".join(described(found, lambda number: ""))
         hopeless = TrainingError(
             f"A step ran out of memory, and nothing that keeps the global batch fits: {lack.what}",

@@ -280,7 +280,7 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
         assert saved is not None and saved.path is not None
         _load(trainer, saved.path, saved.step, lost)
     stages.mark("adopted")
-    job.meet(everyone[source].asked)
+    job.sync.sync_step(everyone[source].asked)
     return trainer
 
 

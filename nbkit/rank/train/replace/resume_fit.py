@@ -2,10 +2,10 @@
 
 Under torchrun nobody forks another rank: `host` is None, and an error ends the training as usual.
 
-`mend` repairs, before a `fit`, what an error of the last one has torn. An error in the middle of an update leaves one
-rank with weights that are partly new, and others before or after the update. Where ranks hold the same (ddp, hsdp),
-those that are whole give to the others; see recovery.py. Where each holds its own part, all go on from the newest
-backup of all ranks. Without backups, the error says what to type.
+`repair_torn_update` repairs, before a `fit`, what an error of the last one has torn. An error in the middle of an
+update leaves one rank with weights that are partly new, and others before or after the update. Where ranks hold the
+same (ddp, hsdp), those that are whole give to the others; see recovery.py. Where each holds its own part, all go on
+from the newest backup of all ranks. Without backups, the error says what to type.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def span_of(trainer: Trainer, steps: int | None, until: int | None) -> FitRange:
             hint="trainer.fit(500)   or   trainer.fit(until=2000)",
         )
     if until is not None:
-        trainer.job.level()  # after an interrupt ranks may differ by a step, and would not make as many
+        trainer.job.sync.resync()  # after an interrupt ranks may differ by a step, and would not make as many
     return FitRange(trainer.step, trainer.step + (steps or max((until or 0) - trainer.step, 0)))
 
 
@@ -293,13 +293,13 @@ def together(trainer: Trainer | None, world: NewWorld, reached: int = 0) -> Trai
     return trainer
 
 
-def mend(trainer: Trainer) -> None:
+def repair_torn_update(trainer: Trainer) -> None:
     """Bring all ranks to one step with whole weights. Collective, before steps are made.
 
     Raises TrainingError, on every rank, if no step is whole and no backup is kept.
     """
     try:
-        trainer.job.level()
+        trainer.job.sync.resync()
     except TrainingError as torn:
         if host is None or not trainer.job.backups.on:
             raise _named(torn, trainer.saves.last.path) from None

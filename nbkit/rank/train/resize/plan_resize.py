@@ -1,4 +1,9 @@
-"""Find what a training would be on another number of ranks, or why it cannot be, before anything is changed."""
+"""Find what a training would be on another number of ranks, or why it cannot be, before anything is changed.
+
+`shrink` goes on without the ranks that have died, if memory and mesh allow it, for `on_failure="shrink"`. The state of
+a dead rank has to be somewhere while it moves to the others. So the rank is replaced first, and the number of ranks
+changes at the boundary where all have met. The ranks with the highest numbers leave.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from typing import Any
 from nbkit.errors import NbkitError, Stopped, StrategyError, TrainingError
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.train.estimate.free_memory import left, side_bytes
+from nbkit.rank.train.replace.resume_fit import FitRange
 from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
 
@@ -50,7 +56,7 @@ def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any],
     batch do not divide, a planned switch does not fit there, or a rank's memory does not hold its part.
     """
     job = trainer.job
-    job.level()
+    job.sync.resync()
     try:
         strategy = _strategy(job.strategy, ranks, text)
         job.feed.fits(strategy)
@@ -121,3 +127,19 @@ def _check_memory(trainer: Trainer, strategy: Strategy, ranks: int) -> None:
             + f"; {least / 1e6:,.4g} MB are free",
             hint=f"%cluster resize {ranks} --strategy zero3   or more ranks; %cluster status shows memory",
         )
+
+
+def shrink(trainer: Trainer, span: FitRange, say: Callable[[str], None]) -> FitRange:
+    """Raise ResizeAtBoundary, to go on with `span.fewer` ranks less. Collective, at a step boundary.
+
+    If that is not possible, say why, and return the span with which all ranks go on, the replaced ones too.
+    """
+    now, place = trainer.job.world_size, World.join_from_env().place
+    try:
+        if place.local_world_size != now:
+            raise TrainingError("The number of ranks changes on one host alone.", numbers=f"{now} ranks on several")
+        wanted = planned(trainer, now - span.fewer, "", ())
+    except (StrategyError, TrainingError) as refused:
+        say(f"on_failure='shrink': goes on with {now} ranks. {refused.what} {refused.numbers}")
+        return replace(span, fewer=0)
+    raise ResizeAtBoundary(wanted)

@@ -28,7 +28,7 @@ from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import Everyone, JobState, by_name, everyone
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.active_job import note
+from nbkit.rank.train.control.step_boundary import note
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.hand_over import hand_over, handed_by, packed_for_new
@@ -137,9 +137,9 @@ def resize(trainer: Trainer, wanted: WantedWorld, span: FitRange | None) -> dict
     assert resume_fit.host is not None and wanted.strategy is not None
     began, job = time.perf_counter(), trainer.job
     trainer.saves.collect(wait=True)
-    job.level()
+    job.sync.resync()
     job.ledger.settle()
-    job.unite()
+    job.sync.average_replicas()
     old = job.strategy, job.world_size
     changes = all_gather_objects(
         changes_of(job.sharded_model, job.builder.skeleton), world_size=job.world_size, device=job.device
@@ -209,7 +209,7 @@ def rebuilt(
     job.go_on(progress)
     if trainer is not None:
         new = _shown_by(trainer, new)
-    job.meet(asked)
+    job.sync.sync_step(asked)
     return new, plan.total_bytes
 
 

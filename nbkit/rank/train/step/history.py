@@ -1,16 +1,19 @@
 """The record of a job: one dict per step, equal on all ranks, completed one step after the step was made.
 
 A long training keeps the records of its newest steps, and of older steps every 2nd, 4th, ... So memory and checkpoints
-do not grow. The records on disk have every step. `Clock` measures how long steps take, on every rank.
+do not grow. The records on disk have every step. `Clock` measures how long steps take, on every rank. The pace of a
+strategy is the median of the seconds of its newest steps, with an interval around it.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -22,10 +25,70 @@ from nbkit.rank.telemetry.phases import OUTSIDE, phase
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.step.failure import failure_of
-from nbkit.rank.train.step.pace import Paces, pace_of
-from nbkit.rank.train.step.pending_step import Pending
-from nbkit.rank.train.step.step_stats import StepNumbers
+from nbkit.rank.train.step.step_stats import Pending, StepNumbers
 from nbkit.records.events import Event, StepDone
+
+LEAST = 5  # steps: the median lies between the shortest and the longest with 94 %; fewer say little
+_STEPS = 20  # newest steps of a strategy; their median is its pace
+_STRATEGIES = 64  # how many are remembered; beyond that, the one that was left first is forgotten
+
+
+@dataclass(frozen=True)
+class StepPace:
+    """The pace of a strategy.
+
+    seconds: the median of `steps` steps, between low and high with 95 %. low, high: None of fewer than `LEAST`. ago:
+    how many steps were made since the newest of them, under other strategies.
+    """
+
+    seconds: float
+    low: float | None
+    high: float | None
+    steps: int
+    ago: int = 0
+
+
+def pace_of(seconds: Sequence[float]) -> StepPace | None:
+    """Return the pace of steps with these seconds; None if there are none."""
+    if not seconds:
+        return None
+    few = len(seconds) < LEAST
+    low, high = (None, None) if few else interval(seconds)
+    return StepPace(statistics.median(seconds), low, high, len(seconds))
+
+
+def interval(seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the two of `seconds` between which the median lies with 95 %, whatever their distribution."""
+    ordered, n = sorted(seconds), len(seconds)
+    at = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))
+    return ordered[at], ordered[n - 1 - at]
+
+
+class Paces:
+    """The newest seconds of each strategy that has run, however long ago. A single thread writes, any thread reads."""
+
+    def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._newest: dict[str, tuple[int, tuple[float, ...]]] = {}  # (its last step, seconds), replaced as a whole
+        self._step = 0
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add a step that has been made. Its `record` follows those of all earlier ones."""
+        strategy, self._step = record["strategy"], record["step"]
+        _, seconds = self._newest.get(strategy, (0, ()))
+        self._newest[strategy] = self._step, (*seconds, record["seconds"])[-_STEPS - 1 :]
+        if len(self._newest) > _STRATEGIES:
+            del self._newest[min(self._newest, key=lambda name: self._newest[name][0])]
+
+    def of(self, strategy: str) -> StepPace | None:
+        """Return the pace of a strategy; None if it is unknown.
+
+        The first step does not count, because it makes what later ones reuse.
+        """
+        step, seconds = self._newest.get(strategy, (0, ()))
+        pace = pace_of(seconds[1:])
+        return replace(pace, ago=self._step - step) if pace is not None else None
 
 
 class Clock:
@@ -236,13 +299,11 @@ class History:
         self.clock.restart()
 
     def forget(self, step: int) -> None:
-        """Forget the steps after `step`: they have not been made."""
+        """Forget the steps after `step`, and whatever was wrong with them: they have not been made."""
         while self.pending and self.pending[-1].step > step:
             self.pending.pop()
-
-    def drop(self) -> None:
-        """Forget the pending steps, and whatever was wrong with them."""
-        self.pending.clear()
+        while self.records and self.records[-1]["step"] > step:
+            self.records.pop()
         self._torn = False
 
     @contextmanager

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from nbkit.errors import TrainingError
 from nbkit.rank.device import accelerator
 from nbkit.rank.torch_private import unscale_
-from nbkit.rank.train.step.async_copy import DeviceScalar
+from nbkit.rank.train.step.step_stats import DeviceScalar
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The values that `precision=` may have, beside None."""

@@ -48,13 +48,11 @@ from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.active_job import Integrity
+from nbkit.rank.train.control.recovery import Integrity
 from nbkit.rank.train.replace.backup import Backups
-from nbkit.rank.train.step.async_copy import to_host_async
 from nbkit.rank.train.step.history import History
-from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.precision import Precision
-from nbkit.rank.train.step.step_stats import StepReduction, StepResult
+from nbkit.rank.train.step.step_stats import Pending, StepReduction, StepResult, to_host_async
 
 
 @dataclass

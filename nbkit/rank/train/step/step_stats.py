@@ -1,11 +1,15 @@
-"""The small reduction that every step makes: loss, weight, requests, who was not finite, how long it took.
+"""The numbers of a step, from the device to the record.
 
-It is one all-reduce of a few float64. It is launched before the backward pass of the last micro-batch, to hide behind
-it. In a pipeline on CPU ranks it is launched as soon as no other rank waits for this one. In a pipeline on GPUs, and
-while a backup of the step before is under way (see replace/backup.py), it is launched after the last operation. If all
-ranks are in one pipeline, the messages by which its stages meet at the end of a step carry the numbers. From GPUs it is
-read one step later, so that no host waits for its device. CPU ranks wait for it before their update; it is launched
-early, so mostly it has arrived by then.
+`StepReduction` is the small reduction that every step makes: loss, weight, requests, who was not finite, how long it
+took. It is one all-reduce of a few float64. It is launched before the backward pass of the last micro-batch, to hide
+behind it. In a pipeline on CPU ranks it is launched as soon as no other rank waits for this one. In a pipeline on GPUs,
+and while a backup of the step before is under way (see replace/backup.py), it is launched after the last operation. If
+all ranks are in one pipeline, the messages by which its stages meet at the end of a step carry the numbers. From GPUs
+it is read one step later, so that no host waits for its device. CPU ranks wait for it before their update; it is
+launched early, so mostly it has arrived by then.
+
+A `DeviceScalar` is copied from the device to the host. Reading it waits for its own copy, not for later device work. A
+`Pending` is a step whose numbers are still on their way to this rank.
 """
 
 from __future__ import annotations
@@ -13,17 +17,54 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nbkit.errors import TrainingError
+from nbkit.mesh import Mesh
 from nbkit.rank.comm.group_creation import breaking_off
-from nbkit.rank.device import accelerator
+from nbkit.rank.data.batch import Parts
+from nbkit.rank.device import Event, accelerator
 from nbkit.rank.parallel.data_parallel.ddp import ALIVE
 from nbkit.rank.train.control.step_boundary import READY
-from nbkit.rank.train.step.async_copy import DeviceScalar
+
+
+class DeviceScalar:
+    """A tensor being copied to the host; on the CPU the tensor itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor
+        self._copied: Event | None = None
+        if accelerator().holds(tensor):
+            self._host, self._copied = accelerator().fetch(tensor)
+
+    def arrived(self) -> bool:
+        """Return True if the tensor is on the host already. Any thread."""
+        return self._copied is None or bool(self._copied.query())
+
+    def read(self) -> Tensor:
+        """Return the tensor on the host; waits until it is there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
+
+
+def to_host_async(number: float | Tensor) -> float | DeviceScalar:
+    """Return `number` as it is now, whatever is written over it later. One on a GPU is not waited for."""
+    if isinstance(number, Tensor) and accelerator().holds(number):
+        return DeviceScalar(number.detach())
+    return float(number)
+
+
+def ready(number: float | DeviceScalar) -> float:
+    """Return the number; waits until it is there."""
+    return float(number.read()) if isinstance(number, DeviceScalar) else number
+
 
 _LOSS, _WEIGHT, _WEIGHTED, _HELD, _READY, _TOKENS, _CANARY, _SHARED = range(8)
 _NOT_FINITE, _ENDS, _DATA_ENDS = 1, 2, 4  # flags of a rank
@@ -209,3 +250,63 @@ def _break_off() -> None:
 
 
 breaking_off.append(_break_off)
+
+
+_OWN = ("step", "lr", "strategy", "seconds", "samples", "tokens")
+
+
+@dataclass
+class Pending:
+    """A step whose numbers are under way.
+
+    mesh, strategy, parts: those the step was made under; parts: see Shard. asked: the number of the request its
+    reduction asked about. made: the optimizer took the step. remarks: words to add to the record.
+    """
+
+    step: int
+    reduction: StepReduction
+    asked: int
+    samples: int
+    indices: Sequence[int]
+    lr: float | DeviceScalar
+    mesh: Mesh
+    strategy: str
+    parts: Parts = None
+    extra: dict[str, float | DeviceScalar] = field(default_factory=dict)
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    made: bool = False
+
+    def add(self, numbers: Mapping[str, float | Tensor]) -> None:
+        """Add numbers to the record.
+
+        Raises TrainingError for names that the record has already, and unless they are numbers.
+        """
+        if taken := [name for name in _OWN if name in numbers]:
+            raise TrainingError(
+                "A name in log() is one of the record's own.",
+                numbers=f"{', '.join(taken)}, of {', '.join(_OWN)}",
+                hint=f"job.log(my_{taken[0]}=...)",
+            )
+        for name, value in numbers.items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise TrainingError(
+                    "log() takes single numbers.", numbers=f"{name}: shape {tuple(value.shape)}", hint=f"{name}.mean()"
+                )
+            try:
+                self.extra[name] = to_host_async(value)
+            except (TypeError, ValueError):
+                raise TrainingError("log() takes numbers.", numbers=f"{name}: {value!r}") from None
+
+    def record(self, numbers: StepNumbers) -> dict[str, Any]:
+        """Return the entry of `history`. seconds: the slowest rank's, from the previous step's loss to this one's."""
+        return {
+            "step": self.step,
+            "loss": numbers.loss,
+            "lr": ready(self.lr),
+            "strategy": self.strategy,
+            "seconds": max(numbers.seconds),
+            "samples": self.samples,
+            "tokens": numbers.tokens,
+            **{name: ready(value) for name, value in self.extra.items()},
+            **self.remarks,
+        }

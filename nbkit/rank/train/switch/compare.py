@@ -15,19 +15,17 @@ from nbkit.errors import StrategyError, SwitchError, TrainingError
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.comm.agree import all_gather_objects
 from nbkit.rank.data.data_rng import own_draws
-from nbkit.rank.parallel.pipeline.p2p import meet
 from nbkit.rank.telemetry.health import bytes_held, reset_peak
 from nbkit.rank.train.argument_checks import check_counts
-from nbkit.rank.train.control.collective_guard import Guard
 from nbkit.rank.train.estimate.free_memory import trim
-from nbkit.rank.train.step.pace import interval
-from nbkit.rank.train.switch.switch import Switchable
-from nbkit.rank.train.training_state import TrainingState
+from nbkit.rank.train.job import Job
+from nbkit.rank.train.step.history import interval
+from nbkit.rank.train.transaction import Transaction
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
 
 
-def try_out(job: Switchable, text: str, steps: int, make_step: Callable[[], None], *, again: bool) -> dict[str, Any]:
+def try_out(job: Job, text: str, steps: int, make_step: Callable[[], None], *, again: bool) -> dict[str, Any]:
     """Measure a strategy on the live job for some steps, then go back to where it was, weights and all. Collective.
 
     make_step: makes one step of the training and nothing else; no listener hears of it. again: the data can be read
@@ -41,7 +39,7 @@ def try_out(job: Switchable, text: str, steps: int, make_step: Callable[[], None
     before = [record["seconds"] for record in job.ledger.records[-steps:] if record["strategy"] == str(old)]
     with job.ledger.clock.stopped():
         event, seconds = measure(job, new, steps, make_step)
-        job.close_left_groups()
+        job.switcher.close_left_groups()
     return {
         "strategy": event.new,
         "steps": steps,
@@ -61,7 +59,7 @@ def check_again(again: bool) -> None:
 
 
 def measure(
-    job: Switchable,
+    job: Job,
     new: Strategy,
     steps: int,
     make_step: Callable[[], None],
@@ -72,11 +70,11 @@ def measure(
 
     later: entered around all steps but the first, which makes what later ones reuse.
     """
-    with own_draws(), job.on_trial(new) as (state, event):
+    with own_draws(), job.switcher.trial(new) as (trial, event):
         records = job.ledger.records
         made = len(records)
         job.ledger.clock.restart()
-        _first(job, state, make_step)
+        _first(trial, make_step)
         with later or nullcontext():
             for _ in range(steps - 1):
                 make_step()
@@ -84,33 +82,31 @@ def measure(
         return event, [record["seconds"] for record in records[made:]]
 
 
-def _first(job: Switchable, left: TrainingState, make_step: Callable[[], None]) -> None:
+def _first(trial: Transaction, make_step: Callable[[], None]) -> None:
     """Make the first step, which may well fail. Then it fails on all ranks."""
-    guard = Guard(f"{job.step} trial {job.strategy}", world_size=job.world_size, device=job.device)
+    job, new = trial.job, trial.job.strategy
+    trial.guard(f"{job.step} trial {new}")
     try:
         make_step()
-        guard.agree()
+        trial.agree()
     except Exception as error:
-        if not guard.concerns(error):
+        if not trial.concerns(error):
             raise
-        failures = guard.failures(error)
-        job.integrity.restored(ranks_agree=True)  # the state before is whole, and is restored
-        meet(left.sharded_model.connections.edges, job.device)
-        old = left.sharded_model.strategy
+        failures = trial.roll_back(error)
         raise SwitchError(
-            f"{job.strategy} was not measured: its first step failed, and training goes on under {old}.",
+            f"{new} was not measured: its first step failed, and training goes on under {job.strategy}.",
             numbers=failures.words,
             hint="%strategy shows what can be picked",
         ) from error
     finally:
-        guard.end()
+        trial.unguard()
 
 
 _MOST_TURNS = 4
 
 
 def compare(
-    job: Switchable, strategies: Sequence[str], steps: int, make_step: Callable[[], None], *, again: bool
+    job: Job, strategies: Sequence[str], steps: int, make_step: Callable[[], None], *, again: bool
 ) -> dict[str, Any]:
     """Measure each strategy and the one in force for `steps` steps, then go on as if nothing had been. Collective.
 
@@ -129,7 +125,7 @@ def compare(
             for name in names if turn % 2 == 0 else reversed(names):
                 if not found[name].error:
                     found[name].add(job, job.parsed(name), math.ceil(steps / turns), make_step)
-        job.close_left_groups()
+        job.switcher.close_left_groups()
     rows = [{"strategy": name, **found[name].row(job)} for name in names]
     return {"steps": steps, "strategies": rows}
 
@@ -142,7 +138,7 @@ class _Measured:
         self.error = ""
         self._peak = self._sent = self._counted = 0
 
-    def add(self, job: Switchable, strategy: Strategy, steps: int, make_step: Callable[[], None]) -> None:
+    def add(self, job: Job, strategy: Strategy, steps: int, make_step: Callable[[], None]) -> None:
         trim(job.device)
         before = bytes_held(job.device)[0]
         reset_peak(job.device)
@@ -166,7 +162,7 @@ class _Measured:
         finally:
             delegating_group.listeners.remove(listen)
 
-    def row(self, job: Switchable) -> dict[str, Any]:
+    def row(self, job: Job) -> dict[str, Any]:
         """Return the strategy's row of the result. Collective."""
         if self.error:
             return {"error": self.error}

@@ -7,16 +7,14 @@ its optimizer keeps of it. Most of it is alike for all parameters, so it is sent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nbkit.errors import StrategyError, SwitchError
-from nbkit.rank.comm.agree import all_gather_objects, largest
+from nbkit.errors import StrategyError
 from nbkit.rank.parallel.reshard.redistribute import Exchange, plan_collectively
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder
@@ -26,63 +24,9 @@ from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.free_memory import crowded, side_bytes
 from nbkit.rank.train.switch.model_edits import changes_of
 from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
+from nbkit.rank.train.transaction import Ballot
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
-
-
-@dataclass
-class RankVote:
-    """The report of a rank on something that was done.
-
-    doing: what it is doing, for the error. numbers: compared by all. largest: of each of the numbers, the largest over
-    all ranks, known afterwards.
-    """
-
-    doing: str
-    numbers: list[int]
-    largest: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Ballot:
-    """The agreement of all ranks about a switch. goes_on: the strategy that stays in force when the switch fails."""
-
-    goes_on: Strategy
-    world_size: int
-    device: torch.device
-
-    def gather(self, own: Any, doing: str, failure: Exception | None = None) -> list[Any]:
-        """Return what every rank has, by rank. Collective. Raises SwitchError, on every rank, if one had a failure."""
-        everyone = all_gather_objects((_spoken(failure), own), world_size=self.world_size, device=self.device)
-        self._check(doing, [spoken for spoken, _ in everyone], failure)
-        return [each for _, each in everyone]
-
-    @contextmanager
-    def all_or_none(self, doing: str, *, numbers: int = 0) -> Iterator[RankVote]:
-        """Run the body on every rank. If it fails on any rank, raise SwitchError on every rank.
-
-        numbers: how many are compared; they are zeros unless set. Collective: one small all-reduce; waits for the
-        device.
-        """
-        said, failure = RankVote(doing, [0] * numbers), None
-        try:
-            yield said
-        except Exception as error:
-            failure = error
-        failed, *said.largest = largest([int(failure is not None), *said.numbers], device=self.device)
-        if failed:
-            own = _spoken(failure), said.doing
-            everyone = all_gather_objects(own, world_size=self.world_size, device=self.device)
-            done = next((doing for spoken, doing in everyone if spoken), doing)
-            self._check(done, [spoken for spoken, _ in everyone], failure)
-
-    def _check(self, doing: str, spoken: Sequence[str], own: Exception | None) -> None:
-        if failed := [(rank, text) for rank, text in enumerate(spoken) if text]:
-            raise SwitchError(
-                f"The switch failed while {doing}; {self.goes_on} goes on, unchanged.",
-                numbers="; ".join(f"rank {rank}: {text}" for rank, text in failed[:2]) + "; ..." * (len(failed) > 2),
-                hint="%strategy shows what can be picked",
-            ) from own
 
 
 def planned(
@@ -111,10 +55,6 @@ def _fits(held: JobState, planned: Mapping[str, Layout], kinds: Kinds) -> bool:
     return held.keys() == planned.keys() and all(
         layout == planned[key] and tensor.dtype == kinds[key] for key, (tensor, layout) in held.items()
     )
-
-
-def _spoken(failure: Exception | None) -> str:
-    return "" if failure is None else f"{type(failure).__name__}: {failure}".splitlines()[0]
 
 
 class _Scalar(NamedTuple):

@@ -23,8 +23,7 @@ from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.reshard.state_digest import sums
 from nbkit.rank.train.checkpoint.job_state import JobState
-from nbkit.rank.train.control.collective_guard import Guard
-from nbkit.rank.train.training_state import TrainingState
+from nbkit.rank.train.transaction import TrainingState
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
 
@@ -77,7 +76,7 @@ class PendingSwitch(Future[Switched]):
     It raises what took it back. old: the strategy of the last step, to which a failure goes back. switches: how many
     were made before it. event: the switch, with what the comparison found, if known. previous: the state under `old`,
     if memory keeps it until the first step has been made. comparison: of the two states, until they were found to be
-    the same. guard: of the first step, while it is being made.
+    the same. guarded: the first step is being made.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class PendingSwitch(Future[Switched]):
         super().__init__()
         self.event, self.old, self.switches = event, old, switches
         self.previous, self.comparison = previous, comparison
-        self.guard: Guard | None = None
+        self.guarded = False
 
     def resolve(self, error: BaseException | None = None) -> None:
         """Set the result: the switch stays, or the ranks have raised `error`. A result that is set is not changed."""

@@ -26,7 +26,7 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import by_name
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.training import Training
+from nbkit.rank.train.job import Job
 from nbkit.strategy import Strategy
 
 GROUPS_SECONDS = 30.0  # a rank may not take part: then the switch finds out, and makes them again
@@ -35,7 +35,7 @@ GROUPS_SECONDS = 30.0  # a rank may not take part: then the switch finds out, an
 class SwitchPreparation(step_boundary.Preparation):
     """The preparation of a switch of `job` to `text`."""
 
-    def __init__(self, job: Training, text: str) -> None:
+    def __init__(self, job: Job, text: str) -> None:
         self._job, self._text = job, text
         self._new: Strategy | None = None  # set when it is known to fit
         self._unknown: Strategy | None = None  # set if the model was not examined for it on all ranks
@@ -95,12 +95,12 @@ class SwitchPreparation(step_boundary.Preparation):
             print(f"nothing made ready for {self._text}: {type(error).__name__}: {error}", file=sys.__stderr__)
 
 
-def begin(job: Training | None, text: str | None) -> step_boundary.Preparation:
+def begin(job: Job | None, text: str | None) -> step_boundary.Preparation:
     """Begin to prepare a switch of `job` to `text`, in a thread."""
     return step_boundary.Preparation() if job is None or text is None else SwitchPreparation(job, text)
 
 
-def make_ready(job: Training, text: str) -> Strategy:
+def make_ready(job: Job, text: str) -> Strategy:
     """Make what a rank makes alone for a switch. Return the strategy it is for. Not collective.
 
     Raises StrategyError for a strategy that does not fit.
@@ -112,12 +112,12 @@ def make_ready(job: Training, text: str) -> Strategy:
     return new
 
 
-def _choose_device(job: Training) -> None:
+def _choose_device(job: Job) -> None:
     if accelerator().holds(job.device):
         accelerator().choose(job.device.index or 0)  # a new thread begins with the first device
 
 
-def _expected(job: Training) -> dict[str, dict[str, torch.dtype]]:
+def _expected(job: Job) -> dict[str, dict[str, torch.dtype]]:
     """Return name -> {key: dtype} of what the optimizers of all ranks keep, as far as this rank can tell."""
     kept = job_state.per_element(job.sharded_model, job.optimizer.inner)
     own = by_name({key: tensor.dtype for key, (tensor, _) in kept.items()})

@@ -16,8 +16,7 @@ from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
 from nbkit.rank.train.estimate.strategy_table import look_at_all, measure_peaks, option, table
 from nbkit.rank.train.estimate.time_model import seconds_before_a_step
-from nbkit.rank.train.step.history import History
-from nbkit.rank.train.step.pace import Paces
+from nbkit.rank.train.step.history import History, Paces
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
 

@@ -20,7 +20,7 @@ from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.errors import TrainingError
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.active_job import DETACHED
+from nbkit.rank.train.control.step_boundary import DETACHED
 from nbkit.rank.train.out_of_memory import rescue, tensor_limit
 from nbkit.rank.train.replace import backup, resume_fit
 from nbkit.rank.train.replace.recover import recover

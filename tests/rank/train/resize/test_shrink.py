@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nbkit.rank.train.replace.resume_fit import FitRange
-from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary
-from nbkit.rank.train.resize.shrink import shrink
+from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary, shrink
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 

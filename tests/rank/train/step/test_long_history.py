@@ -11,8 +11,7 @@ import torch
 from nbkit.mesh import Mesh
 from nbkit.rank.train.step import history as module
 from nbkit.rank.train.step.history import History
-from nbkit.rank.train.step.pending_step import Pending
-from nbkit.rank.train.step.step_stats import StepReduction
+from nbkit.rank.train.step.step_stats import Pending, StepReduction
 
 
 def make_steps(history: History, until: int) -> None:

@@ -13,8 +13,7 @@ from torch import nn
 from nbkit.errors import NotFinite
 from nbkit.mesh import Mesh
 from nbkit.rank.train.argument_checks import check_finite
-from nbkit.rank.train.step.pending_step import Pending
-from nbkit.rank.train.step.step_stats import StepNumbers, StepReduction
+from nbkit.rank.train.step.step_stats import Pending, StepNumbers, StepReduction
 
 # In step 3 the rank that holds this sample computes NaN; 8 rows over 4 ranks are 2 each.
 BAD = order(32, 0)[2 * 8 + 5]

@@ -21,7 +21,7 @@ from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.data.batch import shard_of
 from nbkit.rank.train import builder
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.active_job import newest
+from nbkit.rank.train.control.step_boundary import newest
 from nbkit.rank.train.job import Job, prepare
 from nbkit.rank.train.switch import consensus as joining
 from nbkit.rank.train.switch import switch as switching
@@ -278,7 +278,7 @@ def called(world: Any) -> dict[str, Any]:
     # There and back again by hand: nothing is left to be led back to.
     trainer.switch("tp")
     trainer.undo()
-    nothing = trainer.job.pending
+    nothing = trainer.job.switcher.pending
     plans.clear()
     trainer.switch("zero3")
     trainer.fit(1)
@@ -410,7 +410,7 @@ def ones_own(world: Any) -> list[Any]:
     plans.append(Plan(ZERO3, "forward", (0, 1), KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(3)
-    found.append((str(trainer.strategy), trainer.step, trainer.job.pending))
+    found.append((str(trainer.strategy), trainer.step, trainer.job.switcher.pending))
     plans.clear()
     trainer.fit(STEPS - 2)
     found.append(losses_of(trainer) == pytest.approx(losses_of(never), rel=1e-5))
@@ -429,7 +429,7 @@ def ones_own(world: Any) -> list[Any]:
         with pytest.raises((ValueError, RuntimeError)) as error:
             trainer.fit(3)
     found.append((type(error.value).__name__, type(error.value.__cause__).__name__, error.value.__notes__))
-    found.append((str(trainer.strategy), trainer.job.pending, world.dirty))
+    found.append((str(trainer.strategy), trainer.job.switcher.pending, world.dirty))
     plans.clear()
     trainer.fit(STEPS - 2)
     found.append(losses_of(trainer) == pytest.approx(losses_of(never), rel=1e-5))
@@ -512,7 +512,7 @@ def tried(world: Any) -> dict[str, Any]:
     trainer.switch("zero1")
     with pytest.raises(SwitchError):
         trainer.try_out("zero3", steps=3)
-    there = trainer.job.pending is not None and str(trainer.job.pending.old), str(trainer.strategy)
+    there = trainer.job.switcher.pending is not None and str(trainer.job.switcher.pending.old), str(trainer.strategy)
     plans.append(Plan("dp=2 zero=1", "forward", (0,)))
     trainer.fit(2)
     asks(trainer, trainer.step + 1, Control("try", "try", {"strategy": "zero3", "steps": 3}))
@@ -544,7 +544,7 @@ def kept(world: Any) -> list[int]:
         trainer, controls = trainer_of(), TrainingRequestHandler()
         trainer.fit(2)
         held: list[weakref.ref[Tensor]] = []
-        failing = switching.FirstStep._go_back
+        failing = switching.FirstStep._take_back
 
         def going(self: Any, *args: Any, held: Any = held, trainer: Any = trainer, failing: Any = failing) -> None:
             held.extend(weakref.ref(tensor) for tensor in trainer.job.sharded_model.data.tensors())
@@ -555,7 +555,7 @@ def kept(world: Any) -> list[int]:
         gc.disable()
         with pytest.MonkeyPatch.context() as patch:
             memory(patch, room)
-            patch.setattr(switching.FirstStep, "_go_back", going)
+            patch.setattr(switching.FirstStep, "_take_back", going)
             asked_for(trainer, controls, "zero3")
         gc.enable()
         assert held

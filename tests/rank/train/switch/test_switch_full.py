@@ -24,8 +24,9 @@ from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.free_memory import side_bytes
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.switch import switch as switching
-from nbkit.rank.train.switch.consensus import Ballot, gather
+from nbkit.rank.train.switch.consensus import gather
 from nbkit.rank.train.trainer import Trainer
+from nbkit.rank.train.transaction import Ballot
 from nbkit.strategy import Strategy
 from tests.rank.train.switch.test_switch import losses, trainer
 

@@ -41,7 +41,7 @@ def interrupted(world: Any) -> dict[str, Any]:
         job.fit(2)
         # Rank 0 hears of it on the way, which it goes to its end; rank 1 when it has switched.
         if world.place.rank == 0:
-            patch.setattr(switching, "exchange_in_place", strikes(switching.exchange_in_place))
+            patch.setattr(switching.MoveInPlace, "make", strikes(switching.MoveInPlace.make))
             with pytest.raises(KeyboardInterrupt):
                 job.switch("zero3")
         else:

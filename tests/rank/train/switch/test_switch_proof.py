@@ -174,14 +174,18 @@ def ends(world: Any) -> dict[str, Any]:
     acts[3] = lambda: ask("last", "zero1")
     trainer.fit(2)
     found["last"] = controls.result("last")["result"]
-    found["at its end"] = (str(trainer.strategy), trainer.job.pending.done(), trainer.job.switches[-1].identical)
+    found["at its end"] = (
+        str(trainer.strategy),
+        trainer.job.switcher.pending.done(),
+        trainer.job.switches[-1].identical,
+    )
 
     acts[5] = lambda: ask("broken", "zero3")
     backward = trainer.job.training_step.__class__.backward
     with pytest.MonkeyPatch.context() as patch:
 
         def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if trainer.job.pending is not None and trainer.job.pending.previous is not None:
+            if trainer.job.switcher.pending is not None and trainer.job.switcher.pending.previous is not None:
                 raise KeyboardInterrupt
             return backward(self, *args, **kwargs)
 
@@ -189,7 +193,7 @@ def ends(world: Any) -> dict[str, Any]:
         with pytest.raises(KeyboardInterrupt):
             trainer.fit(5)
     found["broken"] = controls.result("broken")["result"]
-    found["after it"] = (str(trainer.strategy), trainer.job.pending)
+    found["after it"] = (str(trainer.strategy), trainer.job.switcher.pending)
     trainer.fit(2)
     found["losses"] = losses_of(trainer)
     return found
@@ -297,7 +301,7 @@ def one_after_another(world: Any) -> dict[str, Any]:
                 patch.setattr(pending_switch, "sums", full)
             trainer.switch("ddp", beside=True)
             trainer.try_out("zero2", 2)
-            found["tried"] = str(trainer.strategy), trainer.job.pending.previous
+            found["tried"] = str(trainer.strategy), trainer.job.switcher.pending.previous
 
     acts.update({2: well, 4: ill})
     trainer.fit(6)
@@ -367,8 +371,9 @@ def test_what_a_gpu_has_still_to_do_of_a_step_is_the_steps_time_and_not_the_proo
     job.ledger.clock = of_steps = Clock()
     comparison = MagicMock(identical=identical)
     event = Switched(3, old="dp=2", new="tp=2")
-    job.pending = PendingSwitch(event, Strategy.parse("ddp", 2), 0, previous=MagicMock(), comparison=comparison)
-    assert switching.Switchable._compare(job)
+    switcher = switching.Switcher(job)
+    switcher.pending = PendingSwitch(event, Strategy.parse("ddp", 2), 0, previous=MagicMock(), comparison=comparison)
+    assert switcher.compare()
 
-    assert job.pending.event.identical and job.pending.event.proof_s < 0.1
+    assert switcher.pending.event.identical and switcher.pending.event.proof_s < 0.1
     assert of_steps.lap() >= 0.2

@@ -1,0 +1,106 @@
+"""Saves and loads a job: what has to hold before, and what is kept beside the tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nbkit.errors import TrainingError
+from nbkit.quoting import user_path
+from nbkit.rank.comm.agree import all_gather_objects
+from nbkit.rank.parallel.reshard.plain_attributes import put
+from nbkit.rank.train.checkpoint import checkpoint, job_state
+from nbkit.rank.train.checkpoint.manifest import writable
+from nbkit.rank.train.runs_dir import check_room
+from nbkit.rank.world import meeting
+
+Job = Any  # nbkit.rank.train.job's, which imports this file
+
+
+def save(job: Job, path: str | Path, *, beside: bool = False, then: Callable[[], None] | None = None) -> None:
+    """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
+
+    Raises TrainingError on every rank if one could not write, the ranks do not share `path`, weights are not
+    finite, or max_disk is reached. What was at `path` then stays intact.
+    beside: a thread writes it after a copy to host memory: see checkpoint/writer.py. then: called on rank 0 when it
+    is whole.
+    """
+    path = user_path(path).absolute()  # a thread writes it, and a cell may change the working directory meanwhile
+    meeting.meet("save")
+    job.builder.template.check_saves(job.strategy)
+    if job.run_dir is not None:
+        check_room(job.run_dir.parent, path, "no checkpoint is written", run=job.run_dir.name)
+    if not job.integrity.broken_off:
+        job.check_model()
+    job.sync.compare_settings()
+    job.sync.average_replicas()
+    if names := not_finite(job):
+        raise TrainingError(
+            "The weights are not finite: no checkpoint is written of them, and none is replaced by them.",
+            numbers=f"step {job.step}: {names}; not written to {str(path)!r}",
+            hint="trainer.load(path) of a checkpoint before it   (to keep these: trainer.full_state_dict())",
+        )
+    about = {"history": list(job.ledger.records), "seed": job.seed, "data": writable(job.feed.where())}
+    if (outside := job.builder.options.outside) is not None:
+        about["attributes"], lost = outside.parted(job.model)
+        if lost and job.rank == 0:
+            named = ", ".join(map(repr, lost[:3]))
+            warnings.warn(
+                f"no checkpoint holds {named}, which the model or the loss changes in each pass and reads in the "
+                "next: a training that loads it begins without. A buffer would be saved",
+                stacklevel=4,
+            )
+    job.checkpoint_writer.begin(checkpoint.take(path, job.state, job.builder, about), beside=beside, then=then)
+
+
+def not_finite(job: Job) -> str:
+    """Return which weights are not finite, and on which ranks; "" if all are. Collective: one small all-gather."""
+    own = job_state.not_finite(job.sharded_model)
+    told = all_gather_objects((own[:1], len(own)), world_size=job.world_size, device=job.device)
+    ranks = [rank for rank, (_, count) in enumerate(told) if count]
+    if not ranks:
+        return ""
+    (first,), count = told[ranks[0]]
+    more = f" and {count - 1} more" if count > 1 else ""
+    shown = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+    return f"{first}{more} on rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def opened(job: Job, path: str | Path) -> checkpoint.Saved:
+    """Open the checkpoint at `path`, if it fits. Changes nothing. Collective. Raises as checkpoint.opened does."""
+    meeting.meet("load")
+    return checkpoint.opened(user_path(path), job.state, job.builder, seed=job.seed, place_after=job.feed.after)
+
+
+def load(job: Job, saved: checkpoint.Saved) -> None:
+    """Load weights, optimizer, step, seed and history; not the position in the data. Collective.
+
+    It loads in place, without a second copy. If a rank cannot read its part, no rank has whole weights, and the
+    error says so.
+    """
+    job.builder.template.check_saves(job.strategy)
+    about = saved.about
+    with job.integrity.changing():
+        checkpoint.restore(saved, job.sharded_model, job.optimizer.inner)
+        job.reseed(about["seed"])
+        job.ledger.replace(about["step"], about["history"], loaded=True)
+        job.precision.load_state_dict(about.get("precision", {}))
+        kept = ((name.rpartition("."), value) for name, value in about.get("attributes", {}).items())
+        put({(path, name): value for (path, _, name), value in kept}, job.model)
+    job.sync.restored()
+    if saved.foreign and job.rank == 0:
+        print(f"{saved.named}: goes on after step {job.step} with the next batch of this training's own order")
+
+
+def full_state_dict(job: Job) -> dict[str, Tensor]:
+    """Return the whole model on the CPU, on every rank. Collective.
+
+    Every parameter and buffer has its own name.
+    """
+    meeting.meet("full_state_dict")
+    job.sync.resync()
+    return checkpoint.full_state_dict(job.sharded_model, job.builder)

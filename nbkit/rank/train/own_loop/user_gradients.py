@@ -1,0 +1,130 @@
+"""Refuses what a user's own loop does to gradients that would go wrong under the strategy, without a word from torch.
+
+Torch's own clipping: if a rank holds only a part of the gradients, `clip_grad_norm_` takes the norm of that part for
+the norm of all, and clips by another factor on each rank. Under ZeRO 1 and 2 the optimizer's parameters have the
+gradients, and the model's own parameters have none. There `clip_grad_norm_` and `clip_grad_value_` would clip nothing.
+torch warns of neither.
+
+Gradients that the user adds by a backward pass of their own, under every strategy: `penalty(job.model).backward()`
+fills `.grad` of this rank's parameters. Before `job.backward` these gradients would be summed over the ranks, and count
+once for each rank. After it they would count on this rank alone, or for a part of each parameter, or not at all, since
+ZeRO updates other tensors. As part of the loss, a penalty counts once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from nbkit.errors import TrainingError
+
+Job = Any  # nbkit.rank.train.job's, which imports this file
+Standing = list[tuple[Tensor | None, int]]
+
+_jobs: weakref.WeakSet[Job] = weakref.WeakSet()
+
+_HINT = "loss=lambda output, target: loss_fn(output, target) + penalty(model)   with ddp, or zero1 to zero3"
+
+
+def watch_backward(job: Job) -> None:
+    """Refuse from now on a backward pass, other than that of `job`, that adds to gradients waiting for an update."""
+    _jobs.add(job)
+    function = torch.autograd.backward
+    if hasattr(function, "checked_by_nbkit"):
+        return
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        waiting = [(job, _standing(job)) for job in _jobs if job.waits_for_update]
+        function(*args, **kwargs)
+        for job, before in waiting:
+            _refuse_added(job, before)
+
+    checked.checked_by_nbkit = True  # type: ignore[attr-defined]
+    torch.autograd.backward = checked
+
+
+def _standing(job: Job) -> Standing:
+    grads = [p.grad for p in job.sharded_model.data.leaves()]
+    return [(grad, 0 if grad is None else grad._version) for grad in grads]
+
+
+def _refuse_added(job: Job, before: Standing) -> None:
+    after = _standing(job)
+    if all(old is new and was == now for (old, was), (new, now) in zip(before, after, strict=True)):
+        return
+    job.optimizer.zero_grad()
+    raise TrainingError(
+        "A backward pass of your own has added to gradients that are summed over the ranks already.",
+        numbers=f"step {job.step + 1}, under {job.strategy}; its gradients are dropped",
+        hint=_HINT,
+    )
+
+
+def refuse_before(job: Job) -> None:
+    """Raise TrainingError if a parameter has a nonzero gradient before the backward pass of a step."""
+    grads = [grad for p in job.sharded_model.data.leaves() if (grad := p.grad) is not None]
+    if grads and any(bool(grad.any()) for grad in grads):
+        job.optimizer.zero_grad()
+        raise TrainingError(
+            "There are gradients from before job.backward, which would be summed over the ranks with its own.",
+            numbers=f"step {job.step + 1}, under {job.strategy}: {len(grads)} parameters had one; they are dropped",
+            hint=_HINT,
+        )
+
+
+_clipped: weakref.WeakSet[Job] = weakref.WeakSet()
+
+
+def watch_clipping(job: Job) -> None:
+    """Refuse from now on that torch clips gradients of `job` by the part that this rank holds."""
+    _clipped.add(job)
+    # Wrap what torch's functions call, since a program may have imported the functions themselves already.
+    _check_before("_get_total_norm", lambda tensors: [tensors] if isinstance(tensors, Tensor) else list(tensors), _norm)
+    _check_before("_group_tensors_by_device_and_dtype", lambda lists: lists[0], _none)
+    if hasattr(clip_grad, "_get_total_norm"):
+        torch.nn.utils.get_total_norm = clip_grad._get_total_norm
+
+
+def _check_before(name: str, gradients: Callable[[Any], list[Tensor]], check: Callable[[list[Tensor]], None]) -> None:
+    function = getattr(clip_grad, name, None)
+    if function is None or hasattr(function, "checked_by_nbkit"):
+        return
+
+    @wraps(function)
+    def checked(given: Any, *args: Any, **kwargs: Any) -> Any:
+        check(gradients(given))
+        return function(given, *args, **kwargs)
+
+    checked.checked_by_nbkit = True  # type: ignore[attr-defined]
+    setattr(clip_grad, name, checked)
+
+
+def _norm(gradients: Sequence[Tensor]) -> None:
+    _none(gradients)
+    given = {id(gradient) for gradient in gradients}
+    for job in list(_clipped):
+        held = [p for p in job.sharded_model.held.values() if p.grad is not None]
+        if not job.sharded_model.holds_all_gradients and any(id(p.grad) in given for p in held):
+            raise TrainingError(
+                f"torch would clip by the norm of a part of the gradients: {job.strategy} splits them over the ranks.",
+                numbers=f"rank {job.rank} has {sum(p.numel() for p in held):,} elements of them",
+                hint="job.clip(1.0); or job.grad_norm(), the norm of all",
+            )
+
+
+def _none(gradients: Sequence[Tensor]) -> None:
+    """Raise TrainingError if no gradients are given while a job waits for its update and holds them elsewhere."""
+    for job in list(_clipped):
+        if not gradients and job.training_step.reduced and job.strategy.zero in (1, 2):
+            raise TrainingError(
+                f"torch would clip nothing: under {job.strategy} the optimizer's parameters have the gradients.",
+                numbers="0 of the parameters given have one",
+                hint="job.clip(1.0); or the parameters in job.optimizer.param_groups for clip_grad_value_",
+            )
