@@ -44,8 +44,8 @@ from nbkit.rank.train.replace.hand_over import hand_over
 from nbkit.rank.train.step.optimizer_state import settings_of, take_settings
 from nbkit.rank.train.switch.consensus import unpacked
 from nbkit.rank.train.switch.model_edits import Changes, changes_of
-from nbkit.rank.train.switch.pending_switch import free
 from nbkit.rank.train.trainer import Trainer
+from nbkit.rank.train.transaction import free
 from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout

@@ -36,8 +36,8 @@ from nbkit.rank.train.replace.resume_fit import FitRange
 from nbkit.rank.train.resize.plan_resize import WantedWorld
 from nbkit.rank.train.step.optimizer_state import settings_of, take_settings
 from nbkit.rank.train.switch.model_edits import changes_of
-from nbkit.rank.train.switch.pending_switch import free
 from nbkit.rank.train.trainer import Trainer
+from nbkit.rank.train.transaction import free
 from nbkit.rank.world.world import World
 from nbkit.records.events import Resized
 from nbkit.strategy import Strategy

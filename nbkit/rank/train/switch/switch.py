@@ -5,59 +5,63 @@
 2. Gather: the little that ranks cannot know of each other from the strategies (`gather`, in consensus.py).
 3. Prepare: groups, module, memory and the exchange that fills it (`prepare`), a value.
 4. Exchange: exactly the boxes that are missing; every one is checked to be filled. If memory does not hold both sharded
-   models, tensor by tensor: `_switch_in_place`.
+   models, tensor by tensor: in_place.py.
 5. Adopt: the training computes with the new one, and a `PendingSwitch` says what comes of it. An error on any rank
    before that drops the new one on all of them, and the old strategy trains on.
 6. Prove or take back, in the first step under the new strategy (`first_step`). Beside its forward and backward passes
-   threads compare the two states (see pending_switch.py). If they differ, the old one, which was kept, is in force
+   threads compare the two states (`Comparison`). If they differ, the old one, which was kept, is in force
    again, and the switch is made once more and compared at once: a model that changes its weights in its forward passes
    looks like a mistake here. If the step fails on any rank, all go back to the old strategy. If memory holds both, they
    go back to the old state, which is kept until the step has been made. If not, they go back by another switch, while
    the optimizer has not begun. The step is made again from the same batch and random numbers: the losses are those of a
    run never switched.
 
-If memory holds both sharded models, the new one is built and filled beside the old one (`prepare`).
+If memory holds both sharded models, the new one is built and filled beside the old one (`prepare`). If not, see
+in_place.py.
 
-If not, the exchange goes tensor by tensor: `without_gradients`, `prepare_in_place`, `MoveInPlace`.
-The new sharded model is built hollow, and gradients are let go. Then every tensor gets memory only when it is its turn,
-and gives its old one back. An error on any rank, at any stage, leads all ranks back: the old strategy trains on. This
-is slower, and there is no way out between the first and the last round. An interrupt waits. If a rank is lost in
-between, the state is in pieces, and the job says so.
+A `Comparison` is made beside the first step: nobody waits for it. A thread of each rank hashes what the old sharded
+model and the new one hold, while the new one does its first forward and backward passes, which change no weight. Before
+the optimizer changes any, one all-reduce adds the sums up. On a GPU the thread computes on a stream of its own. A
+`PendingSwitch` says what came of the switch.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch.distributed as dist
 
 from nbkit.errors import SwitchError, TrainingError
+from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.process_groups import Connections
-from nbkit.rank.parallel.reshard.redistribute import Exchange, InPlace, SourceStorage, TargetStorage, hollow
-from nbkit.rank.parallel.reshard.state_digest import digest, scratch_bytes
-from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.parallel.reshard.redistribute import Exchange
+from nbkit.rank.parallel.reshard.state_digest import digest, scratch_bytes, sums
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.estimate.free_memory import roomy, trim
+from nbkit.rank.train.estimate.free_memory import roomy
 from nbkit.rank.train.switch.consensus import OptimizerMemory, RankKnowledge, agreed, gather, planned
-from nbkit.rank.train.switch.pending_switch import Comparison, PendingSwitch, free
+from nbkit.rank.train.switch.in_place import prepare_in_place, without_gradients
 from nbkit.rank.train.transaction import (
     Ballot,
     KeptBuffers,
     KeptState,
-    Savepoint,
     TrainingState,
     Transaction,
+    free,
     held_back,
     let_go,
 )
@@ -68,148 +72,6 @@ from nbkit.strategy import Strategy
 
 if TYPE_CHECKING:
     from nbkit.rank.train.job import Job
-
-
-class MoveInPlace(Savepoint):
-    """A move from the state in force to another one, in the memory of one. It is the way back too.
-
-    Between the first and the last round no rank has whole weights.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        states: tuple[TrainingState, TrainingState],
-        storages: tuple[SourceStorage, TargetStorage],
-        exchange: InPlace,
-    ) -> None:
-        """states, storages: the old and the new one."""
-        super().__init__(job)
-        self.left, self.state = states
-        self.old, self.new = storages
-        self.exchange = exchange
-        self._job, self._rank, self._device = job, job.rank, job.device
-        self._digest = ""  # of the old state
-        self._moved = self._taken = False
-
-    def look(self) -> None:
-        """Take the digest of the old state, to compare with. Collective."""
-        self._digest = self._digest_of(self.old)
-
-    def make(self, ranks: Ballot) -> float:
-        """Move everything and put the new state in force. Return the seconds of the proof. Collective.
-
-        Raises SwitchError, on every rank, if one of them failed.
-        """
-        sharded_model = self.state.sharded_model
-        self.exchange.run(self.old, self.new, device=self._device, freed=lambda: trim(self._device))
-        self._moved = True
-        with ranks.all_or_none("looking at what has come"):
-            sharded_model.data.refresh()
-        began = time.perf_counter()
-        if self._digest_of(self.new) != self._digest:
-            raise SwitchError(
-                f"The state under {sharded_model.strategy} is not the one under {ranks.goes_on}.",
-                numbers="the digests of weights and optimizer state differ",
-                hint=f"{ranks.goes_on} goes on; please report this",
-            )
-        proof_s = time.perf_counter() - began
-        with ranks.all_or_none("taking memory for gradients"):
-            sharded_model.data.begin_again()
-        with ranks.all_or_none("taking over"):
-            self._taken = True
-            self._job.adopt(self.state)
-        return proof_s
-
-    def restore(self, job: Job, error: BaseException | None = None) -> None:
-        """Move everything back after a SwitchError, which all ranks raise. Collective in that case.
-
-        After another error nothing brings the state back. But what shows the weights needs memory, so that a checkpoint
-        can be loaded.
-        """
-        try:
-            if isinstance(error, SwitchError):
-                if self._moved:
-                    self._move_back(error)
-                job.integrity.restored(ranks_agree=False)
-                return
-        except BaseException:
-            self._let_weights_be_seen()
-            raise
-        self._let_weights_be_seen()
-
-    def _move_back(self, error: SwitchError) -> None:
-        if self._taken:
-            self._taken = False
-            self._job.adopt(self.left)
-        self.state.sharded_model.close()
-        self.state.sharded_model.data.let_go()
-        self.exchange.run_back(
-            self.old, self.new, device=self._device, why=error.what, freed=lambda: trim(self._device)
-        )
-        self.left.sharded_model.data.refresh()
-        if self._digest_of(self.old) != self._digest:
-            raise TrainingError(
-                "The switch failed, and what came back is not what there was.",
-                numbers=str(error),
-                hint="trainer.load(path)",
-            ) from error
-
-    def _let_weights_be_seen(self) -> None:
-        gone, shown = (self.old, self.new) if self._taken else (self.new, self.old)
-        with suppress(Exception):
-            for key in gone.state:
-                gone.let_go(key)
-            for key in shown.state:
-                shown.take(key)
-
-    def _digest_of(self, storage: SourceStorage | TargetStorage) -> str:
-        plan = self.exchange.plan
-        held = plan.old if storage is self.old else plan.new
-        return digest(storage.state, held, rank=self._rank, device=self._device)
-
-
-@contextmanager
-def without_gradients(sharded_model: ShardedModel, ranks: Ballot) -> Iterator[None]:
-    """Take away the memory of `sharded_model`'s gradients inside. After a SwitchError they have it again.
-
-    Raises MemoryError, on every rank, if one of them does not get it.
-    """
-    sharded_model.data.let_go()
-    trim(ranks.device)
-    try:
-        yield
-    except SwitchError as error:
-        try:
-            with ranks.all_or_none("taking memory for gradients again"):
-                sharded_model.data.begin_again()
-        except SwitchError as failed:
-            # Some ranks can make a step and some cannot. After a SwitchError all would go on, so raise another error.
-            raise MemoryError(f"{error.what} {failed.what} {failed.numbers}") from failed
-        raise
-
-
-def prepare_in_place(
-    job: Job, new: Strategy, connections: Connections, memory: OptimizerMemory, ranks: Ballot
-) -> MoveInPlace:
-    """Return the move to the new sharded model, which has no memory yet. Collective."""
-    left, builder = job.state, job.builder
-    before = job_state.state(left.sharded_model, left.optimizer)
-    with ranks.all_or_none("building the new sharded model"), hollow() as spaces:
-        sharded_model, inner = builder.build(new, connections, like=left.optimizer)
-        sharded_model.data.let_go()
-        job_state.allocate(sharded_model, inner, memory.kinds, memory.numbers)
-        target = TargetStorage(job_state.state(sharded_model, inner), spaces)
-    to = dict(target.state)
-    with ranks.all_or_none("planning the exchange", numbers=3) as said:
-        kinds = builder.plans.kinds(memory.kinds)
-        own, said.numbers = planned(builder.plans, kinds, left.sharded_model.strategy, new, before, to)
-    plan = agreed(own, said.largest, before, to, rank=builder.rank).plan
-    with ranks.all_or_none("planning the way"):
-        exchange, old = InPlace(plan, builder.rank), SourceStorage(before, left.sharded_model.data.tensors())
-        exchange.check(old, target)
-    there = left.under(sharded_model, inner, builder.options)
-    return MoveInPlace(job, (left, there), (old, target), exchange)
 
 
 @dataclass(frozen=True)
@@ -262,6 +124,96 @@ def _make_room(exchange: Exchange, before: JobState, target: JobState, device: t
     # Room for the digests, which the exchange's buffers may share: later both get what is reserved here.
     torch.empty(scratch_bytes(before, target), dtype=torch.uint8, device=device)
     exchange.make_room(before, target, device=device)
+
+
+class Comparison:
+    """A comparison of two states, made in a thread. Numbers of `new` that a forward pass changes are copied first."""
+
+    def __init__(self, old: JobState, new: JobState, plan: ExchangePlan, *, rank: int, device: torch.device) -> None:
+        self._device, self._failed = device, False
+        self._keys = sorted({key for holding in (*plan.old, *plan.new) for key in holding})
+        self._sums = torch.zeros(2, len(self._keys), dtype=torch.int64)
+        # Running statistics are buffers, and change with every forward pass.
+        kept = {key: (tensor.clone() if _changes(key) else tensor, layout) for key, (tensor, layout) in new.items()}
+        begun = accelerator().event(device) if accelerator().holds(device) else None
+
+        def run() -> None:
+            try:
+                with nullcontext() if begun is None else accelerator().beside(device, after=begun):
+                    for row, (state, holdings) in enumerate(((old, plan.old), (kept, plan.new))):
+                        self._sums[row] = sums(state, holdings, self._keys, rank=rank).cpu()
+            except Exception as error:
+                self._failed = True
+                print(f"no proof of a switch: {type(error).__name__}: {error}", file=sys.__stderr__)
+
+        self._thread = threading.Thread(target=run, name="nbkit-proof", daemon=True)
+        self._thread.start()
+
+    def identical(self) -> bool:
+        """Return True if all ranks have found that the states were the same. Collective."""
+        self._thread.join()
+        totals = torch.cat([self._sums.flatten(), torch.tensor([int(self._failed)])]).to(self._device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(totals)
+        *found, failed = totals.tolist()
+        half = len(self._keys)
+        return not failed and found[:half] == found[half:]
+
+    def drop(self) -> None:
+        """Wait for the thread. Its result is not needed any more."""
+        self._thread.join()
+
+
+def _changes(key: str) -> bool:
+    return key.startswith("buffer/")
+
+
+class PendingSwitch(Future[Switched]):
+    """A future: `result()` is the event once the first step under the new strategy was made.
+
+    It raises what took it back. old: the strategy of the last step, to which a failure goes back. switches: how many
+    were made before it. event: the switch, with what the comparison found, if known. previous: the state under `old`,
+    if memory keeps it until the first step has been made. comparison: of the two states, until they were found to be
+    the same. guarded: the first step is being made.
+    """
+
+    def __init__(
+        self,
+        event: Switched,
+        old: Strategy,
+        switches: int,
+        *,
+        previous: TrainingState | None = None,
+        comparison: Comparison | None = None,
+    ) -> None:
+        super().__init__()
+        self.event, self.old, self.switches = event, old, switches
+        self.previous, self.comparison = previous, comparison
+        self.guarded = False
+
+    def resolve(self, error: BaseException | None = None) -> None:
+        """Set the result: the switch stays, or the ranks have raised `error`. A result that is set is not changed."""
+        if self.done():
+            return
+        if error is None:
+            self.set_result(self.event)
+        else:
+            self.set_exception(error)
+
+    def refusal(self, step: int, why: str) -> SwitchError:
+        """Return the error for a first step, after `step` finished ones, that has failed."""
+        return SwitchError(
+            f"{self.old} → {self.event.new} was taken back after step {step}: the first step under it failed, "
+            f"and training goes on under {self.old}.",
+            numbers=why,
+            hint="%strategy shows what can be picked",
+        )
+
+    def follow(self, other: Future[Switched]) -> None:
+        """Take over the result of `other`, which was made in its place."""
+        if (error := other.exception()) is None:
+            self.event = other.result()
+        self.resolve(error)
 
 
 class Switcher:

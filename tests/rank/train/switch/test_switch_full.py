@@ -23,7 +23,7 @@ from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.free_memory import side_bytes
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.switch import switch as switching
+from nbkit.rank.train.switch import in_place
 from nbkit.rank.train.switch.consensus import gather
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.train.transaction import Ballot
@@ -55,7 +55,7 @@ def bytes_of(job: Trainer, rank: int) -> int:
 def full(patch: pytest.MonkeyPatch) -> None:
     """Of one byte: no sharded model fits beside another. Rounds are small, so that there are many."""
     patch.setenv("NBKIT_MEMORY_LIMIT", "1")
-    patch.setattr(switching, "InPlace", partial(moving.InPlace, limit=4096))
+    patch.setattr(in_place, "InPlace", partial(moving.InPlace, limit=4096))
 
 
 def through_all(world: Any, through: list[str]) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def runs_out(patch: pytest.MonkeyPatch) -> None:
 STAGES = {
     "asking": lambda patch: patch.setattr(free_memory, "left", planted),
     "building": lambda patch: patch.setattr(builder, "parallelize", planted),
-    "planning": lambda patch: patch.setattr(switching, "InPlace", planted),
+    "planning": lambda patch: patch.setattr(in_place, "InPlace", planted),
     "the first tensor": lambda patch: once(patch, TargetStorage, "take"),
     "the seventieth tensor": runs_out,
     "refresh": lambda patch: once(patch, ShardedParameters, "refresh"),

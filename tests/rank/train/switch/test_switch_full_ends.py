@@ -14,6 +14,7 @@ from nbkit.rank.parallel.data_parallel.ddp import Replicas
 from nbkit.rank.parallel.reshard.redistribute import SourceStorage
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.switch import switch as switching
+from nbkit.rank.train.switch.in_place import MoveInPlace
 from nbkit.rank.train.trainer import Trainer
 from tests.rank.train.switch.test_switch import losses, trainer
 from tests.rank.train.switch.test_switch_full import STEPS, full, never_switched, once, planted, runs_out, weights_of
@@ -41,7 +42,7 @@ def interrupted(world: Any) -> dict[str, Any]:
         job.fit(2)
         # Rank 0 hears of it on the way, which it goes to its end; rank 1 when it has switched.
         if world.place.rank == 0:
-            patch.setattr(switching.MoveInPlace, "make", strikes(switching.MoveInPlace.make))
+            patch.setattr(MoveInPlace, "make", strikes(MoveInPlace.make))
             with pytest.raises(KeyboardInterrupt):
                 job.switch("zero3")
         else:

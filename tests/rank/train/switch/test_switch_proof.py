@@ -24,9 +24,8 @@ from nbkit.rank.telemetry import session
 from nbkit.rank.telemetry.phases import clock
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.step.history import Clock
-from nbkit.rank.train.switch import pending_switch
 from nbkit.rank.train.switch import switch as switching
-from nbkit.rank.train.switch.pending_switch import PendingSwitch
+from nbkit.rank.train.switch.switch import PendingSwitch
 from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import Switched
 from nbkit.strategy import Strategy
@@ -41,7 +40,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that hash from now on."""
     found: list[str] = []
-    sums, digest = pending_switch.sums, switching.digest
+    sums, digest = switching.sums, switching.digest
 
     def noted(fn: Any) -> Any:
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +49,7 @@ def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
 
         return noting
 
-    patch.setattr(pending_switch, "sums", noted(sums))
+    patch.setattr(switching, "sums", noted(sums))
     patch.setattr(switching, "digest", noted(digest))
     return found
 
@@ -129,7 +128,7 @@ def spoilt(world: Any) -> dict[str, Any]:
         other = asked_for(trainer, controls, "tp=2")
     with pytest.MonkeyPatch.context() as patch:
         if world.place.rank == 1:
-            patch.setattr(pending_switch, "sums", full)
+            patch.setattr(switching, "sums", full)
         untold = asked_for(trainer, controls, "zero3")
     gc.collect()
     well = asked_for(trainer, controls, "zero1")
@@ -254,7 +253,7 @@ def changing(world: Any) -> list[Any]:
         trainer.fit(1)
         with pytest.MonkeyPatch.context() as patch:
             threads = hashed_in(patch)
-            patch.setattr(pending_switch, "sums", after_a_forward(pending_switch.sums))
+            patch.setattr(switching, "sums", after_a_forward(switching.sums))
             patch.setattr(switching, "Comparison", before_a_forward(switching.Comparison))
             result = asked_for(trainer, controls, "zero1")
         found.append((result["ok"] and result["result"]["identical"], threads))
@@ -298,7 +297,7 @@ def one_after_another(world: Any) -> dict[str, Any]:
     def ill() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if world.place.rank == 1:
-                patch.setattr(pending_switch, "sums", full)
+                patch.setattr(switching, "sums", full)
             trainer.switch("ddp", beside=True)
             trainer.try_out("zero2", 2)
             found["tried"] = str(trainer.strategy), trainer.job.switcher.pending.previous

@@ -1,0 +1,169 @@
+"""Switch within the memory of one sharded model, where memory does not hold two.
+
+The new sharded model is built hollow, and gradients are let go. Then every tensor gets memory only when it is its turn,
+and gives its old one back. An error on any rank, at any stage, leads all ranks back: the old strategy trains on. This
+is slower, and there is no way out between the first and the last round. An interrupt waits. If a rank is lost in
+between, the state is in pieces, and the job says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from nbkit.errors import SwitchError, TrainingError
+from nbkit.rank.parallel.process_groups import Connections
+from nbkit.rank.parallel.reshard.redistribute import InPlace, SourceStorage, TargetStorage, hollow
+from nbkit.rank.parallel.reshard.state_digest import digest
+from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.estimate.free_memory import trim
+from nbkit.rank.train.switch.consensus import OptimizerMemory, agreed, planned
+from nbkit.rank.train.transaction import Ballot, Savepoint, TrainingState
+from nbkit.strategy import Strategy
+
+Job = Any  # nbkit.rank.train.job's, which imports this file
+
+
+class MoveInPlace(Savepoint):
+    """A move from the state in force to another one, in the memory of one. It is the way back too.
+
+    Between the first and the last round no rank has whole weights.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        states: tuple[TrainingState, TrainingState],
+        storages: tuple[SourceStorage, TargetStorage],
+        exchange: InPlace,
+    ) -> None:
+        """states, storages: the old and the new one."""
+        super().__init__(job)
+        self.left, self.state = states
+        self.old, self.new = storages
+        self.exchange = exchange
+        self._job, self._rank, self._device = job, job.rank, job.device
+        self._digest = ""  # of the old state
+        self._moved = self._taken = False
+
+    def look(self) -> None:
+        """Take the digest of the old state, to compare with. Collective."""
+        self._digest = self._digest_of(self.old)
+
+    def make(self, ranks: Ballot) -> float:
+        """Move everything and put the new state in force. Return the seconds of the proof. Collective.
+
+        Raises SwitchError, on every rank, if one of them failed.
+        """
+        sharded_model = self.state.sharded_model
+        self.exchange.run(self.old, self.new, device=self._device, freed=lambda: trim(self._device))
+        self._moved = True
+        with ranks.all_or_none("looking at what has come"):
+            sharded_model.data.refresh()
+        began = time.perf_counter()
+        if self._digest_of(self.new) != self._digest:
+            raise SwitchError(
+                f"The state under {sharded_model.strategy} is not the one under {ranks.goes_on}.",
+                numbers="the digests of weights and optimizer state differ",
+                hint=f"{ranks.goes_on} goes on; please report this",
+            )
+        proof_s = time.perf_counter() - began
+        with ranks.all_or_none("taking memory for gradients"):
+            sharded_model.data.begin_again()
+        with ranks.all_or_none("taking over"):
+            self._taken = True
+            self._job.adopt(self.state)
+        return proof_s
+
+    def restore(self, job: Job, error: BaseException | None = None) -> None:
+        """Move everything back after a SwitchError, which all ranks raise. Collective in that case.
+
+        After another error nothing brings the state back. But what shows the weights needs memory, so that a checkpoint
+        can be loaded.
+        """
+        try:
+            if isinstance(error, SwitchError):
+                if self._moved:
+                    self._move_back(error)
+                job.integrity.restored(ranks_agree=False)
+                return
+        except BaseException:
+            self._let_weights_be_seen()
+            raise
+        self._let_weights_be_seen()
+
+    def _move_back(self, error: SwitchError) -> None:
+        if self._taken:
+            self._taken = False
+            self._job.adopt(self.left)
+        self.state.sharded_model.close()
+        self.state.sharded_model.data.let_go()
+        self.exchange.run_back(
+            self.old, self.new, device=self._device, why=error.what, freed=lambda: trim(self._device)
+        )
+        self.left.sharded_model.data.refresh()
+        if self._digest_of(self.old) != self._digest:
+            raise TrainingError(
+                "The switch failed, and what came back is not what there was.",
+                numbers=str(error),
+                hint="trainer.load(path)",
+            ) from error
+
+    def _let_weights_be_seen(self) -> None:
+        gone, shown = (self.old, self.new) if self._taken else (self.new, self.old)
+        with suppress(Exception):
+            for key in gone.state:
+                gone.let_go(key)
+            for key in shown.state:
+                shown.take(key)
+
+    def _digest_of(self, storage: SourceStorage | TargetStorage) -> str:
+        plan = self.exchange.plan
+        held = plan.old if storage is self.old else plan.new
+        return digest(storage.state, held, rank=self._rank, device=self._device)
+
+
+@contextmanager
+def without_gradients(sharded_model: ShardedModel, ranks: Ballot) -> Iterator[None]:
+    """Take away the memory of `sharded_model`'s gradients inside. After a SwitchError they have it again.
+
+    Raises MemoryError, on every rank, if one of them does not get it.
+    """
+    sharded_model.data.let_go()
+    trim(ranks.device)
+    try:
+        yield
+    except SwitchError as error:
+        try:
+            with ranks.all_or_none("taking memory for gradients again"):
+                sharded_model.data.begin_again()
+        except SwitchError as failed:
+            # Some ranks can make a step and some cannot. After a SwitchError all would go on, so raise another error.
+            raise MemoryError(f"{error.what} {failed.what} {failed.numbers}") from failed
+        raise
+
+
+def prepare_in_place(
+    job: Job, new: Strategy, connections: Connections, memory: OptimizerMemory, ranks: Ballot
+) -> MoveInPlace:
+    """Return the move to the new sharded model, which has no memory yet. Collective."""
+    left, builder = job.state, job.builder
+    before = job_state.state(left.sharded_model, left.optimizer)
+    with ranks.all_or_none("building the new sharded model"), hollow() as spaces:
+        sharded_model, inner = builder.build(new, connections, like=left.optimizer)
+        sharded_model.data.let_go()
+        job_state.allocate(sharded_model, inner, memory.kinds, memory.numbers)
+        target = TargetStorage(job_state.state(sharded_model, inner), spaces)
+    to = dict(target.state)
+    with ranks.all_or_none("planning the exchange", numbers=3) as said:
+        kinds = builder.plans.kinds(memory.kinds)
+        own, said.numbers = planned(builder.plans, kinds, left.sharded_model.strategy, new, before, to)
+    plan = agreed(own, said.largest, before, to, rank=builder.rank).plan
+    with ranks.all_or_none("planning the way"):
+        exchange, old = InPlace(plan, builder.rank), SourceStorage(before, left.sharded_model.data.tensors())
+        exchange.check(old, target)
+    there = left.under(sharded_model, inner, builder.options)
+    return MoveInPlace(job, (left, there), (old, target), exchange)
