@@ -14,7 +14,7 @@ import pytest
 from nbkit.bridge.training_requests import RESULTS_KEPT, Control, TrainingRequestHandler
 from nbkit.errors import NotFinite, StrategyError, TrainingError
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.recovery import Integrity
+from nbkit.rank.train.control.rank_sync import Integrity
 from nbkit.rank.train.step.history import StepPace
 
 

@@ -48,7 +48,7 @@ from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.whole_step import WIDE, Reference, StepProof, prove_step
 from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
-from nbkit.rank.train.control.rank_agreement import compare_ranks, constants_of
+from nbkit.rank.train.control.rank_sync import compare_ranks, constants_of
 from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.rank.train.step.optimizer_state import offload, remember
 from nbkit.rank.train.switch.model_edits import Changes, follow

@@ -52,8 +52,7 @@ from nbkit.rank.train.checkpoint.job_state import bytes_per_element
 from nbkit.rank.train.checkpoint.writer import CheckpointWriter
 from nbkit.rank.train.config import OWN_LOOP, TrainConfig
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.rank_agreement import EVERY, compare_ranks
-from nbkit.rank.train.control.recovery import Integrity, RankSync, TrainingProgress
+from nbkit.rank.train.control.rank_sync import EVERY, Integrity, RankSync, TrainingProgress, compare_ranks
 from nbkit.rank.train.control.step_boundary import note
 from nbkit.rank.train.control.switch_plan import SwitchPlan, SwitchSchedule
 from nbkit.rank.train.estimate.cost_model import CostModel

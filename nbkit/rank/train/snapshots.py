@@ -19,7 +19,7 @@ from nbkit.rank.train.checkpoint import checkpoint, job_state
 from nbkit.rank.train.checkpoint.autosave import Autosave
 from nbkit.rank.train.checkpoint.checkpoint import Taken
 from nbkit.rank.train.checkpoint.job_state import by_name
-from nbkit.rank.train.control.recovery import TrainingProgress
+from nbkit.rank.train.control.rank_sync import TrainingProgress
 from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.replace.backup import Contents, copy_into, host_memory

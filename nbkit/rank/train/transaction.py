@@ -12,12 +12,12 @@ commit is rolled back. These changes are made so:
     ... if crowded    copies of the buffers           a switch back, before the optimizer   Guard until the optimizer
                                                       begins                                begins
     ... in place      the digest of the old state     the same exchange, backwards          Ballot after each stage
-    out of memory     copies of the buffers           taking over the furthest whole step   Guard, recovery.compare
+    out of memory     copies of the buffers           taking over the furthest whole step   Guard, RankSync
                                                       of all ranks, or the backups
     rewind            a copy in host memory           an exchange                           all ranks plan it
 
 Two more ways lead back from an error that was not guarded. `RankSync.resync` brings ranks to one step that were
-interrupted in different ones (control/recovery.py). `recover` restores what a dead rank held (replace/recover.py).
+interrupted in different ones (control/rank_sync.py). `recover` restores what a dead rank held (replace/recover.py).
 
 `held_back` delays interrupts for a few lines that every rank must run, or none. `TrainingState` is the state that a
 switch replaces and that going back restores, as one value.

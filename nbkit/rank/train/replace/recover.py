@@ -35,7 +35,7 @@ from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState, by_name
 from nbkit.rank.train.config import LastCheckpoint
-from nbkit.rank.train.control.recovery import TrainingProgress
+from nbkit.rank.train.control.rank_sync import TrainingProgress
 from nbkit.rank.train.job import Job
 from nbkit.rank.train.own_loop.own_loop import OwnLoop
 from nbkit.rank.train.replace import stages

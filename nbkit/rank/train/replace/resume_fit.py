@@ -4,7 +4,7 @@ Under torchrun nobody forks another rank: `host` is None, and an error ends the 
 
 `repair_torn_update` repairs, before a `fit`, what an error of the last one has torn. An error in the middle of an
 update leaves one rank with weights that are partly new, and others before or after the update. Where ranks hold the
-same (ddp, hsdp), those that are whole give to the others; see recovery.py. Where each holds its own part, all go on
+same (ddp, hsdp), those that are whole give to the others; see rank_sync.py. Where each holds its own part, all go on
 from the newest backup of all ranks. Without backups, the error says what to type.
 """
 

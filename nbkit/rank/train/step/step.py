@@ -48,7 +48,7 @@ from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.control import step_boundary
-from nbkit.rank.train.control.recovery import Integrity
+from nbkit.rank.train.control.rank_sync import Integrity
 from nbkit.rank.train.replace.backup import Backups
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.precision import Precision

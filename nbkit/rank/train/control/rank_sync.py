@@ -1,8 +1,12 @@
-"""Brings ranks to the same step again after a training was broken off in mid-step, or reports that it cannot.
+"""Keeps ranks equal: compares what must be equal, and brings ranks to one step after a training was broken off.
 
 An interrupt reaches each rank at another place: one has updated its weights, another has not. The next training begins
 by comparing. Only if something was broken off is data moved. It goes to the ranks that are behind or half-way, from
 ranks with whole weights. The step taken is the furthest one of which those ranks together hold everything.
+
+`compare_ranks` compares settings of the optimizer, seed, paths, data, constants of the model. It gathers small digests
+when a run begins, at a save, a switch and an evaluation, and every EVERY steps. If they differ, a second gather sends
+the values.
 """
 
 from __future__ import annotations
@@ -16,19 +20,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.comm.agree import all_gather_objects
+from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import by_name
-from nbkit.rank.train.control.rank_agreement import compare_ranks, settings_by_name
 from nbkit.rank.train.step.optimizer_state import forget, settings_of, take_settings
 from nbkit.tensor_layout import Layout
 
 Job = Any  # nbkit.rank.train.job's, which imports this file
+
+EVERY = 100
+"""Steps between two comparisons."""
+
+_SHOWN = 4
 
 
 class Integrity:
@@ -76,6 +86,136 @@ class TrainingProgress:
     step: int
     records: list[dict[str, Any]]
     position: Any
+
+
+class RankSync:
+    """Keeps the ranks of a job at one step, with the same weights and settings. Its methods are collective."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def resync(self) -> None:
+        """Compare how far the ranks are, unless steps are being made; resync them if a step was broken off. Collective.
+
+        Replicas that train apart are averaged. Raises TrainingError, on every rank, if the ranks are under different
+        strategies, or if no step is whole on the ranks that finished it. That happens when all of them were interrupted
+        within a step, or when a part of the state exists nowhere else.
+        """
+        job = self._job
+        if not job.is_running:
+            self.resync_now()
+        job.check_model()
+        if job.sharded_model.data.apart > 1:
+            with job.integrity.changing():
+                job.sharded_model.data.unite()
+
+    def resync_now(self) -> None:
+        """Do as `resync`, even while steps are being made. Averages no replicas. Collective."""
+        job = self._job
+        kind, leads_back = zlib.crc32(str(job.strategy).encode()), job.switcher.pending is not None
+        own = Standing(job.step, job.integrity.broken_off, job.integrity.half_way, kind, leads_back)
+        everyone = compare(own, world_size=job.world_size, device=job.device)
+        if len({each.strategy for each in everyone}) > 1:
+            raise TrainingError(
+                "An interrupted switch left the ranks under different strategies.",
+                numbers=f"rank {job.rank}: {job.strategy}",
+                hint="build the Trainer again, and trainer.load(path) of a checkpoint",
+            )
+        if not all(each.leads_back for each in everyone):
+            job.switcher.forget()  # some ranks have made the first step under it, or do not know of the switch
+        if not (whole := whole_ranks(everyone)):
+            return
+        mine = job.progress
+        steps, inner = [each.step for each in everyone], job.optimizer.inner
+        progress = move_furthest(job.sharded_model, inner, mine, steps, whole, rank=job.rank, device=job.device)
+        if progress is not mine:
+            job.stand_at(progress)
+        self.restored()
+
+    def average_replicas(self) -> None:
+        """Average replicas that train apart, optimizer state included, so that any rank has the state. Collective."""
+        job = self._job
+        if job.sharded_model.data.apart == 1:
+            return
+        own = job_state.per_element(job.sharded_model, job.optimizer.inner)
+        everyone = all_gather_objects(set(own), world_size=job.world_size, device=job.device)
+        shared = sorted(set.intersection(*everyone))  # ranks that ran other branches have state of other parameters
+        with job.integrity.changing():
+            job.sharded_model.data.unite([own[key][0] for key in shared])
+
+    def compare_settings(self) -> None:
+        """Raise TrainingError, on every rank alike, if the ranks have different settings. Collective."""
+        job = self._job
+        values = {**settings_by_name(job.optimizer.inner), "seed": job.seed}
+        hint = "change them on every rank alike, by numbers that all ranks have, such as trainer.history[-1]['loss']"
+        compare_ranks(values, world_size=job.world_size, device=job.device, what="settings", hint=hint)
+
+    def restored(self) -> None:
+        """Note that all ranks are at the same step with the same weights again. Collective."""
+        job = self._job
+        job.integrity.restored(ranks_agree=True)
+        job.training_step.begin_again()
+
+    def sync_step(self, asked: int | None) -> None:
+        """Go on at a boundary that all ranks share, after new ranks have joined. Collective. asked: see Backups."""
+        job = self._job
+        self.restored()
+        job.backups.form_again(asked, job.step)
+        job.back_up(now=True)
+
+
+def compare_ranks(
+    values: Mapping[str, Any], *, world_size: int, device: torch.device, what: str, hint: str = "the same on every rank"
+) -> None:
+    """Raise TrainingError, on every rank alike, naming the first of `values` that differs. Collective.
+
+    what: the name of the values, in the plural.
+    """
+    if world_size == 1:
+        return
+    own = {name: repr(value) for name, value in values.items()}
+    digests = all_gather_objects(zlib.crc32(repr(sorted(own.items())).encode()), world_size=world_size, device=device)
+    if len(set(digests)) == 1:
+        return
+    everyone = all_gather_objects(own, world_size=world_size, device=device)
+    names = sorted({name for each in everyone for name in each if len({other.get(name) for other in everyone}) > 1})
+    shown = ", ".join(str(each.get(names[0], "none"))[:40] for each in everyone[:_SHOWN])
+    raise TrainingError(
+        f"The ranks have not the same {what}: {names[0]!r} differs.",
+        numbers=f"on ranks 0, 1, ...: {shown}{', ...' * (world_size > _SHOWN)}; {len(names)} in all",
+        hint=hint,
+    )
+
+
+def settings_by_name(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the numbers and flags of each group of `optimizer`. Keys are like "lr of group 0"."""
+    found: dict[str, Any] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.item()
+            if isinstance(value, int | float | str) or (isinstance(value, tuple) and all(map(_is_number, value))):
+                found[f"{key} of group {number}"] = value
+    return found
+
+
+def constants_of(module: nn.Module) -> dict[str, Any]:
+    """Return checksums of tensors, and floats, in attributes of the parts of `module` that no state_dict holds."""
+    found: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name in OF_MODULES:
+                continue
+            if isinstance(value, Tensor) and value.device.type != "meta" and value.layout == torch.strided:
+                raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                found[f"{path}.{name}" if path else name] = (tuple(value.shape), zlib.crc32(raw.numpy().tobytes()))
+            elif isinstance(value, float):
+                found[f"{path}.{name}" if path else name] = value
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def compare(own: Standing, *, world_size: int, device: torch.device) -> list[Standing]:
@@ -224,79 +364,3 @@ def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> ExchangePla
             cut = [(key, key.partition("/")[2]) for key in kinds if not key.startswith(("weight/", "buffer/"))]
             new.append({**held.weights, **{key: held.params[name] for key, name in cut if name in held.params}})
     return ExchangePlan.of(old, new, {key: kind.itemsize for key, kind in kinds.items()})
-
-
-class RankSync:
-    """Keeps the ranks of a job at one step, with the same weights and settings. Its methods are collective."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def resync(self) -> None:
-        """Compare how far the ranks are, unless steps are being made; resync them if a step was broken off. Collective.
-
-        Replicas that train apart are averaged. Raises TrainingError, on every rank, if the ranks are under different
-        strategies, or if no step is whole on the ranks that finished it. That happens when all of them were interrupted
-        within a step, or when a part of the state exists nowhere else.
-        """
-        job = self._job
-        if not job.is_running:
-            self.resync_now()
-        job.check_model()
-        if job.sharded_model.data.apart > 1:
-            with job.integrity.changing():
-                job.sharded_model.data.unite()
-
-    def resync_now(self) -> None:
-        """Do as `resync`, even while steps are being made. Averages no replicas. Collective."""
-        job = self._job
-        kind, leads_back = zlib.crc32(str(job.strategy).encode()), job.switcher.pending is not None
-        own = Standing(job.step, job.integrity.broken_off, job.integrity.half_way, kind, leads_back)
-        everyone = compare(own, world_size=job.world_size, device=job.device)
-        if len({each.strategy for each in everyone}) > 1:
-            raise TrainingError(
-                "An interrupted switch left the ranks under different strategies.",
-                numbers=f"rank {job.rank}: {job.strategy}",
-                hint="build the Trainer again, and trainer.load(path) of a checkpoint",
-            )
-        if not all(each.leads_back for each in everyone):
-            job.switcher.forget()  # some ranks have made the first step under it, or do not know of the switch
-        if not (whole := whole_ranks(everyone)):
-            return
-        mine = job.progress
-        steps, inner = [each.step for each in everyone], job.optimizer.inner
-        progress = move_furthest(job.sharded_model, inner, mine, steps, whole, rank=job.rank, device=job.device)
-        if progress is not mine:
-            job.stand_at(progress)
-        self.restored()
-
-    def average_replicas(self) -> None:
-        """Average replicas that train apart, optimizer state included, so that any rank has the state. Collective."""
-        job = self._job
-        if job.sharded_model.data.apart == 1:
-            return
-        own = job_state.per_element(job.sharded_model, job.optimizer.inner)
-        everyone = all_gather_objects(set(own), world_size=job.world_size, device=job.device)
-        shared = sorted(set.intersection(*everyone))  # ranks that ran other branches have state of other parameters
-        with job.integrity.changing():
-            job.sharded_model.data.unite([own[key][0] for key in shared])
-
-    def compare_settings(self) -> None:
-        """Raise TrainingError, on every rank alike, if the ranks have different settings. Collective."""
-        job = self._job
-        values = {**settings_by_name(job.optimizer.inner), "seed": job.seed}
-        hint = "change them on every rank alike, by numbers that all ranks have, such as trainer.history[-1]['loss']"
-        compare_ranks(values, world_size=job.world_size, device=job.device, what="settings", hint=hint)
-
-    def restored(self) -> None:
-        """Note that all ranks are at the same step with the same weights again. Collective."""
-        job = self._job
-        job.integrity.restored(ranks_agree=True)
-        job.training_step.begin_again()
-
-    def sync_step(self, asked: int | None) -> None:
-        """Go on at a boundary that all ranks share, after new ranks have joined. Collective. asked: see Backups."""
-        job = self._job
-        self.restored()
-        job.backups.form_again(asked, job.step)
-        job.back_up(now=True)

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from nbkit.rank.train import job
-from nbkit.rank.train.control import rank_agreement
+from nbkit.rank.train.control import rank_sync
 
 
 class Scaled(nn.Module):
@@ -91,5 +91,5 @@ def drawn(world: Any) -> list[float]:
 def test_settings_are_numbers_of_all_groups() -> None:
     layer = nn.Linear(2, 2)
     adam = torch.optim.AdamW([{"params": [layer.weight], "lr": torch.tensor(0.5)}, {"params": [layer.bias]}], lr=0.25)
-    found = rank_agreement.settings_by_name(adam)
+    found = rank_sync.settings_by_name(adam)
     assert (found["lr of group 0"], found["lr of group 1"], found["betas of group 1"]) == (0.5, 0.25, (0.9, 0.999))
