@@ -22,13 +22,7 @@ Job = Any  # nbkit.rank.train.job's, which imports this file
 
 
 def save(job: Job, path: str | Path, *, beside: bool = False, then: Callable[[], None] | None = None) -> None:
-    """Write model, optimizer, step, position in the data, history and seed to the directory `path`. Collective.
-
-    Raises TrainingError on every rank if one could not write, the ranks do not share `path`, weights are not
-    finite, or max_disk is reached. What was at `path` then stays intact.
-    beside: a thread writes it after a copy to host memory: see checkpoint/writer.py. then: called on rank 0 when it
-    is whole.
-    """
+    """Write a checkpoint: see Job.save. Collective."""
     path = user_path(path).absolute()  # a thread writes it, and a cell may change the working directory meanwhile
     meeting.meet("save")
     job.builder.template.check_saves(job.strategy)
@@ -77,11 +71,7 @@ def opened(job: Job, path: str | Path) -> checkpoint.Saved:
 
 
 def load(job: Job, saved: checkpoint.Saved) -> None:
-    """Load weights, optimizer, step, seed and history; not the position in the data. Collective.
-
-    It loads in place, without a second copy. If a rank cannot read its part, no rank has whole weights, and the
-    error says so.
-    """
+    """Load a checkpoint: see Job.load. Collective."""
     job.builder.template.check_saves(job.strategy)
     about = saved.about
     with job.integrity.changing():
@@ -97,10 +87,7 @@ def load(job: Job, saved: checkpoint.Saved) -> None:
 
 
 def full_state_dict(job: Job) -> dict[str, Tensor]:
-    """Return the whole model on the CPU, on every rank. Collective.
-
-    Every parameter and buffer has its own name.
-    """
+    """Return the whole model on the CPU, on every rank. Collective."""
     meeting.meet("full_state_dict")
     job.sync.resync()
     return checkpoint.full_state_dict(job.sharded_model, job.builder)
