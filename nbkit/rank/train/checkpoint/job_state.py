@@ -156,6 +156,20 @@ def by_name(kinds: Mapping[str, torch.dtype]) -> dict[str, dict[str, torch.dtype
     return found
 
 
+def counted_once(layouts: Sequence[Mapping[str, Layout]]) -> list[dict[str, Layout]]:
+    """Return layouts by rank with each buffer only at the first rank that has it.
+
+    Buffers that a forward pass changed differ between ranks at the same step. Those of the first rank count.
+    """
+    given: set[str] = set()
+    found = []
+    for each in layouts:
+        buffers = {key for key in each if key.startswith("buffer/")}
+        found.append({key: layout for key, layout in each.items() if key not in buffers & given})
+        given |= buffers
+    return found
+
+
 def shares(every: Everyone, rank: int) -> dict[str, list[Box]]:
     """Return key -> the boxes that `rank` writes. Every element is written once, by the holder with the least to write.
 

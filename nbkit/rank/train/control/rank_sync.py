@@ -29,7 +29,7 @@ from nbkit.rank.parallel.reshard.plain_attributes import OF_MODULES
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.checkpoint.job_state import by_name
+from nbkit.rank.train.checkpoint.job_state import by_name, counted_once
 from nbkit.rank.train.step.optimizer_state import forget, settings_of, take_settings
 from nbkit.tensor_layout import Layout
 
@@ -349,18 +349,13 @@ def _plan(everyone: Sequence[_RankState], sources: Sequence[int]) -> ExchangePla
     kinds = {key: kind for rank in sources for key, kind in everyone[rank].kinds.items()}
     old: list[dict[str, Layout]] = []
     new: list[dict[str, Layout]] = []
-    given: set[str] = set()
     for rank, held in enumerate(everyone):
         kinds |= {key: kind for key, kind in held.kinds.items() if key in held.weights}
         if rank in sources:
-            has = {**held.weights, **held.state}
-            # Buffers that a forward pass changed differ between ranks at the same step. Those of the first rank count.
-            buffers = {key for key in has if key.startswith("buffer/")}
-            old.append({key: layout for key, layout in has.items() if key not in buffers or key not in given})
-            given |= buffers
-            new.append(has)
+            old.append({**held.weights, **held.state})
+            new.append(old[-1])
         else:
             old.append({})
             cut = [(key, key.partition("/")[2]) for key in kinds if not key.startswith(("weight/", "buffer/"))]
             new.append({**held.weights, **{key: held.params[name] for key, name in cut if name in held.params}})
-    return ExchangePlan.of(old, new, {key: kind.itemsize for key, kind in kinds.items()})
+    return ExchangePlan.of(counted_once(old), new, {key: kind.itemsize for key, kind in kinds.items()})

@@ -33,7 +33,7 @@ from nbkit.rank.parallel.reshard.redistribute import Exchange, Spaces, TargetSto
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.checkpoint.job_state import JobState, by_name
+from nbkit.rank.train.checkpoint.job_state import JobState, by_name, counted_once
 from nbkit.rank.train.config import LastCheckpoint
 from nbkit.rank.train.control.rank_sync import TrainingProgress
 from nbkit.rank.train.job import Job
@@ -149,14 +149,7 @@ def _restoration(step: int, parts: Sequence[HeldPart | None], strategy: Strategy
     kinds = {key: kind for part in parts if part is not None for key, kind in part.kinds.items()}
     numbers = {name: dict(values) for part in parts if part is not None for name, values in part.numbers.items()}
     memory = by_name(kinds)
-    old: list[dict[str, Layout]] = []
-    given: set[str] = set()
-    for part in parts:
-        layouts = {} if part is None else part.layouts
-        # Buffers that a forward pass changed differ between ranks of the same step. The first rank's are used.
-        buffers = {key for key in layouts if key.startswith("buffer/")}
-        old.append({key: layout for key, layout in layouts.items() if key not in buffers & given})
-        given |= buffers
+    old = counted_once([{} if part is None else part.layouts for part in parts])
     every = builder.plans.kinds(memory)
     plan = ExchangePlan.of(
         old, builder.plans.layouts_by_rank(strategy, every), {key: k.itemsize for key, k in every.items()}

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.reshard.state_digest import digest
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
-from nbkit.rank.train.checkpoint.job_state import Everyone, JobState, by_name, everyone
+from nbkit.rank.train.checkpoint.job_state import Everyone, JobState, by_name, counted_once, everyone
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.step_boundary import note
 from nbkit.rank.train.job import Job
@@ -86,7 +86,7 @@ def plan_of(every: Everyone, strategy: Strategy, builder: Builder, *, ranks: int
     kinds = builder.plans.kinds(by_name(every.kinds))
     new: list[dict[str, Layout]] = builder.plans.layouts_by_rank(strategy, kinds)
     new += [{} for _ in range(ranks - len(new))]
-    old = _counted_once(every.layouts) if once else every.layouts
+    old = counted_once(every.layouts) if once else every.layouts
     return ExchangePlan.of(old, new, {key: kind.itemsize for key, kind in kinds.items()})
 
 
@@ -100,16 +100,6 @@ def carry_out(plan: ExchangePlan, state: JobState, target: JobState, *, rank: in
             numbers="the digests of weights and optimizer state differ",
             hint="trainer.load(path) of a checkpoint; please report this",
         )
-
-
-def _counted_once(layouts: Sequence[Mapping[str, Layout]]) -> list[dict[str, Layout]]:
-    given: set[str] = set()
-    found = []
-    for each in layouts:
-        buffers = {key for key in each if key.startswith("buffer/")}
-        found.append({key: layout for key, layout in each.items() if key not in buffers & given})
-        given |= buffers
-    return found
 
 
 def _where(state: JobState, key: str, job: Job) -> torch.device:
