@@ -154,6 +154,20 @@ def summed(strategy: Strategy, size: int, what: str, rank: int, node_of: Sequenc
     yield TrafficTerm(axis, "all_gather", near, 1, size, what, WITHIN)
 
 
+def of_replicas(
+    strategy: Strategy, elements: float, gradients: float, weights: float, rank: int, node_of: Sequence[int]
+) -> Iterator[TrafficTerm]:
+    """Yield what ranks that hold whole gradients send in a step: by default an all-reduce of them.
+
+    elements: that a rank trains. gradients, weights: their bytes in their own formats.
+    """
+    for operation, size, what in strategy.exchange.per_step(elements, gradients, weights):
+        if operation == "all_reduce":
+            yield from summed(strategy, size, what, rank, node_of)
+        else:
+            yield TrafficTerm("dp", operation, strategy.dp, 1, size, what)
+
+
 @dataclass(frozen=True)
 class _Step:
     weights: Sequence[Weight]
@@ -171,17 +185,9 @@ class _Step:
         """Yield the terms of the data axis, or of its halves in hsdp."""
         s, g, p = self.strategy, self.each.gradient, self.each.parameter
         trained = [weight for weight in self.weights if weight.trained]
-        if s.levers.compress:
-            size = round(s.levers.share * _FP32 * self._held(trained))
-            yield TrafficTerm("dp", "all_to_all", s.dp, 1, size, "gradients, rounded")
-            yield TrafficTerm("dp", "all_gather", s.dp, 1, size, "sums of gradients, rounded")
-            return
-        if s.levers.sync_every > 1:
-            size = round(p * self._held(trained) / s.levers.sync_every)
-            yield from summed(s, size, "weights, averaged now and then", self.rank, self.node_of)
-            return
         if s.zero == 0:
-            yield from summed(s, g * self._held(trained), "gradients", self.rank, self.node_of)
+            held = self._held(trained)
+            yield from of_replicas(s, held, g * held, p * held, self.rank, self.node_of)
             return
         axis = "dp" if s.shard == s.dp else "shard"
         # Parameters stay gathered while the micro-batches of a pipeline are under way.

@@ -32,8 +32,7 @@ def validate(strategy: Strategy, facts: Facts) -> list[Finding]:
     """Return all findings on `strategy` for a job with these `facts`, errors first."""
     found = [*_world(strategy, facts), *_tensor(strategy, facts), *_pipeline(strategy, facts)]
     found += [*_batch(strategy, facts), *_context(strategy, facts)]
-    if (deviation := strategy.levers.deviation) is not None:
-        found.append(Finding(False, *deviation))
+    found += [Finding(False, *deviation) for deviation in strategy.deviations]
     found += [Finding(False, "A setting has no effect.", note) for note in strategy.without_effect]
     return sorted(found, key=lambda finding: not finding.error)
 

@@ -35,7 +35,7 @@ from nbkit.planner.link_speed import OperationSpeed
 from nbkit.planner.peak import ModelPiece, PeakLine, Weights
 from nbkit.planner.stages import partition, ranks_of_stages
 from nbkit.planner.step import DATA, Lines, OperationPath, Parts, StepUnit, Work, step_parts
-from nbkit.planner.traffic import Rest, TrafficTerm, summed
+from nbkit.planner.traffic import Rest, TrafficTerm, of_replicas, summed
 from nbkit.schedules import type_of
 from nbkit.strategy import Strategy
 
@@ -497,18 +497,12 @@ def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic
 
 def data_terms(known: Known, strategy: Strategy, micros: int, node: int | None) -> Iterator[TrafficTerm]:
     """Yield the terms of the data axis. node: ranks on each node; None if all ranks are on one."""
-    dp, shard, levers, held = strategy.dp, strategy.shard, strategy.levers, known.held(strategy)
-    gradients = round(held * known.subject.each.gradient / known.subject.each.parameter)
+    dp, shard, held, each = strategy.dp, strategy.shard, known.held(strategy), known.subject.each
+    gradients = round(held * each.gradient / each.parameter)
     axis = "dp" if shard == dp else "shard"
     node_of = _node_of(strategy.mesh.size, node or strategy.mesh.size)
-    if levers.compress:
-        for op in ("all_to_all", "all_gather"):
-            yield TrafficTerm(axis, op, dp, 1, round(levers.share * gradients), "gradients, rounded")
-    elif levers.sync_every > 1:
-        averaged = round(held / levers.sync_every)
-        yield from summed(strategy, averaged, "weights, averaged now and then", 0, node_of)
-    elif not strategy.zero:
-        yield from summed(strategy, gradients, "gradients", 0, node_of)
+    if not strategy.zero:
+        yield from of_replicas(strategy, held / each.parameter, gradients, held, 0, node_of)
     else:
         # Gathered before forward and before backward, reduced after backward. A pipeline keeps what it has gathered.
         passes = micros if strategy.zero == 3 and strategy.pp == 1 else 1

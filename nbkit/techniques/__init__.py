@@ -1,0 +1,62 @@
+"""The keys of a strategy: one file for each, which says what the key means and what it costs.
+
+A key has two halves. Its file here is the pure half: standard library only, so that the notebook can read it too. The
+torch half is a function that ranks import when they build the data axis; `Key.engine` names it. `register` adds a key
+of your own, and a package offers one by an entry point in the group `nbkit.techniques`. Degrees of the axes, `zero=`
+and `shard=` are in nbkit/strategy.py.
+"""
+
+from nbkit.techniques.bucket import BucketKey
+from nbkit.techniques.compress import CompressKey
+from nbkit.techniques.exchange import GradientExchange
+from nbkit.techniques.key import AnyStrategy, GradientKey, Key, whole_number
+from nbkit.techniques.microbatches import MicrobatchesKey
+from nbkit.techniques.order import OrderKey
+from nbkit.techniques.places import PlacesKey
+from nbkit.techniques.registry import (
+    Settings,
+    add,
+    engine_of,
+    exchange_of,
+    is_key,
+    key_of,
+    keys,
+    names,
+    register,
+    registered,
+    spelled,
+)
+from nbkit.techniques.schedule import ScheduleKey
+from nbkit.techniques.speeds import SpeedsKey
+from nbkit.techniques.sync_every import SyncEveryKey
+
+for _key in (  # in the order in which a strategy is spelled
+    ScheduleKey(),
+    MicrobatchesKey(),
+    OrderKey(),
+    PlacesKey(),
+    SpeedsKey(),
+    BucketKey(),
+    CompressKey(),
+    SyncEveryKey(),
+):
+    add(_key, built_in=True)
+
+__all__ = [
+    "AnyStrategy",
+    "GradientExchange",
+    "GradientKey",
+    "Key",
+    "Settings",
+    "add",
+    "engine_of",
+    "exchange_of",
+    "is_key",
+    "key_of",
+    "keys",
+    "names",
+    "register",
+    "registered",
+    "spelled",
+    "whole_number",
+]
