@@ -26,13 +26,10 @@ from nbkit.device_speeds import of_replicas, rows_by_speed
 from nbkit.errors import StrategyError
 from nbkit.mesh import AXES, Mesh, with_slowest
 from nbkit.schedules import names as every_schedule
-from nbkit.techniques import GradientExchange, Key, Settings, whole_number
+from nbkit.techniques import DEGREES, RESERVED, GradientExchange, Key, Settings, refuse_axes, whole_number
 from nbkit.tensor_layout import bounds
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp")
-_DEGREES = ("dp", "tp", "pp", "cp")
-_OWN = ("dp", "shard", "tp", "pp", "cp", "zero")
-"""The keys that are read here."""
 _ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
@@ -67,7 +64,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         """Set settings without effect to neutral values. Raises StrategyError for an invalid value."""
-        if wrong := [f"{axis}={self.degree(axis)}" for axis in _DEGREES if self.degree(axis) < 1]:
+        if wrong := [f"{axis}={self.degree(axis)}" for axis in DEGREES if self.degree(axis) < 1]:
             raise StrategyError("A degree is at least 1.", numbers=", ".join(wrong), hint="ddp")
         if self.zero not in range(4):
             raise StrategyError(
@@ -75,7 +72,9 @@ class Strategy:
                 numbers=f"zero={self.zero}; 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
                 hint="zero=3",
             )
-        self._settle_slowest()
+        refuse_axes(tuple((axis, self.degree(axis)) for axis in DEGREES))
+        if self.slowest:
+            self._settle_slowest()
         notes = [*self._settle_data_axis(), *self._settle_keys()]
         object.__setattr__(self, "without_effect", tuple(notes))
 
@@ -126,7 +125,7 @@ class Strategy:
             self.__dict__.pop("mesh", None)
 
     def _settle_slowest(self) -> None:
-        if self.slowest not in ("", *AXES):
+        if self.slowest not in AXES:
             raise StrategyError(f"{self.slowest!r} is not an axis.", numbers=f"axes: {' '.join(AXES)}", hint="dp")
         if self.slowest not in [axis for axis in AXES if self.degree(axis) > 1][1:]:
             object.__setattr__(self, "slowest", "")
@@ -140,11 +139,11 @@ class Strategy:
         world.
         """
         if isinstance(text, Strategy):
-            _check_world({axis: text.degree(axis) for axis in _DEGREES}, world_size, absorber=None)
+            _check_world({axis: text.degree(axis) for axis in DEGREES}, world_size, absorber=None)
             return text
         preset, words = _read(text)
-        given = {key: _number(key, words[key]) for key in _OWN if key in words}
-        degrees = {axis: given[axis] for axis in _DEGREES if axis in given}
+        given = {key: _number(key, words[key]) for key in RESERVED if key in words}
+        degrees = {axis: given[axis] for axis in DEGREES if axis in given}
         absorber: str | None = preset if preset in ("tp", "pp") and preset not in given else "dp"
         if absorber in degrees:
             absorber = None
@@ -152,19 +151,19 @@ class Strategy:
         if absorber is not None:
             degrees[absorber] = world_size // prod(degrees.values())
         if absorber == "tp" and node is not None and "dp" not in degrees:
-            left, cp = degrees["tp"], degrees.get("cp", 1)
+            left, within = degrees["tp"], _neighbours(degrees) // degrees["tp"]
             # If no divisor of it fits in a node, tp stays as asked for.
-            degrees["tp"] = max((n for n in divisors(left)[1:] if node % (n * cp) == 0), default=left)
+            degrees["tp"] = max((n for n in divisors(left)[1:] if node % (n * within) == 0), default=left)
             degrees["dp"] = left // degrees["tp"]
-        dp, tp, pp, cp = (degrees.get(axis, 1) for axis in _DEGREES)
-        zero = _stage(preset, given.get("zero"))
+        zero, dp = _stage(preset, given.get("zero")), degrees.get("dp", 1)
         shard = given.get("shard", 0)
         if preset == "hsdp" and dp > 1:
-            neighbours = None if node is None else node // (tp * cp)
+            neighbours = None if node is None else node // _neighbours(degrees)
             shard = _hybrid_shard(dp, shard, neighbours)
         values = {key.name: key.parse(words[key.name]) for key in techniques.keys() if key.name in words}
-        fields = {key.name: values.pop(key.name) for key in techniques.keys() if key.is_field and key.name in values}
-        return cls(dp, tp, pp, cp, zero, shard, settings=values, **fields)
+        fields: dict[str, Any] = dict(degrees)
+        fields |= {key.name: values.pop(key.name) for key in techniques.keys() if key.is_field and key.name in values}
+        return cls(**fields, zero=zero, shard=shard, settings=values)
 
     @classmethod
     def every(cls, world_size: int, *, schedules: Sequence[str] | None = None, cp: bool = True) -> list[Strategy]:
@@ -202,7 +201,7 @@ class Strategy:
     @cached_property  # a step needs it a dozen times
     def mesh(self) -> Mesh:
         """Return the grid of ranks."""
-        return _mesh(self.pp, self.dp, self.cp, self.tp, self.order or self.slowest, self.places)
+        return _mesh(tuple(self.degree(axis) for axis in AXES), self.order or self.slowest, self.places)
 
     @property
     def composed(self) -> Strategy:
@@ -242,11 +241,11 @@ class Strategy:
     def label(self) -> str:
         """Return a short name for people: "ddp", "zero3", "hsdp", "tp", "ddp+tp+pp". It has no degrees."""
         data = "hsdp" if self.shard < self.dp else f"zero{self.zero}" if self.zero else "ddp"
-        names = [data if self.dp > 1 else "", *(axis for axis in ("tp", "pp", "cp") if self.degree(axis) > 1)]
+        names = [data if self.dp > 1 else "", *(axis for axis in DEGREES if axis != "dp" and self.degree(axis) > 1)]
         return "+".join(name for name in names if name) or "ddp"
 
     def __str__(self) -> str:
-        words = [f"{axis}={self.degree(axis)}" for axis in _DEGREES if self.degree(axis) > 1] or ["dp=1"]
+        words = [f"{axis}={self.degree(axis)}" for axis in DEGREES if self.degree(axis) > 1] or ["dp=1"]
         words += [f"zero={self.zero}"] * bool(self.zero) + [f"shard={self.shard}"] * (self.shard != self.dp)
         for key in techniques.keys():
             value = getattr(self, key.name) if key.is_field else self.settings.get(key.name, key.neutral)
@@ -255,8 +254,13 @@ class Strategy:
 
 
 @lru_cache(maxsize=256)  # equal strategies share it
-def _mesh(pp: int, dp: int, cp: int, tp: int, slowest: str, places: tuple[int, ...]) -> Mesh:
-    return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, order=with_slowest(slowest), places=places)
+def _mesh(degrees: tuple[int, ...], slowest: str, places: tuple[int, ...]) -> Mesh:
+    return Mesh(**dict(zip(AXES, degrees, strict=True)), order=with_slowest(slowest), places=places)
+
+
+def _neighbours(degrees: Mapping[str, int]) -> int:
+    """Return the ranks between two neighbours along dp: those along the faster axes."""
+    return prod(degrees.get(axis, 1) for axis in AXES[AXES.index("dp") + 1 :])
 
 
 def _read(text: str) -> tuple[str | None, dict[str, str]]:
@@ -270,7 +274,7 @@ def _read(text: str) -> tuple[str | None, dict[str, str]]:
         if not equals and (place or key not in PRESETS):
             what = "comes after the first word; a preset comes first." if place else "is not a preset."
             raise StrategyError(f"{word!r} {what}", numbers=_vocabulary(), hint=_meant(word, words))
-        if equals and key not in _OWN and not techniques.is_key(key):
+        if equals and key not in RESERVED and not techniques.is_key(key):
             near = difflib.get_close_matches(key, keys(), 1)
             hint = f"{near[0]}={value}" if near else "dp=2"
             raise StrategyError(f"{key!r} is not a key.", numbers=f"keys: {' '.join(keys())}", hint=hint)
@@ -296,7 +300,7 @@ def _meant(word: str, words: Sequence[str]) -> str:
 
 def keys() -> tuple[str, ...]:
     """Return every key that a strategy may have, as far as this process knows."""
-    return *_OWN, *techniques.names()
+    return *RESERVED, *techniques.names()
 
 
 def _vocabulary() -> str:
@@ -304,7 +308,7 @@ def _vocabulary() -> str:
 
 
 def _number(key: str, text: str) -> int:
-    return whole_number(key, text, least=int(key != "zero"), what="a degree" if key in _DEGREES else "")
+    return whole_number(key, text, least=int(key != "zero"), what="a degree" if key in DEGREES else "")
 
 
 def _stage(preset: str | None, given: int | None) -> int:
@@ -368,6 +372,6 @@ def divisors(n: int) -> list[int]:
 def _simplicity(s: Strategy) -> tuple[object, ...]:
     """Return a sort key: context parallelism last, fewer axes first, data before tensor before pipeline, more replicas
     first."""
-    split = [s.degree(axis) > 1 for axis in _DEGREES]
+    split = [s.degree(axis) > 1 for axis in DEGREES]
     schedule = schedules.names().index(s.schedule) if s.schedule else -1
     return s.cp > 1, sum(split), [not axis for axis in split], [-s.dp, -s.tp], s.zero, -s.shard, schedule

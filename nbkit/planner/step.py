@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from nbkit.mesh import AXES
 from nbkit.node_levels import BETWEEN
 from nbkit.planner.link_speed import OperationSpeed, WorldLinks
 from nbkit.planner.stages import makespan, ranks_of_stages, stage_ranges
@@ -498,7 +499,7 @@ def _spans(term: TrafficTerm, strategy: Strategy, link: WorldLinks) -> tuple[boo
     """Return whether a group along the term's axis spans several nodes, and whether all groups have one rank a node."""
     if len(set(link.node_of)) == 1 or term.level:
         return term.level == BETWEEN, term.level == BETWEEN
-    axis = term.axis if term.axis in ("tp", "cp", "pp") else "dp"
+    axis = term.axis if term.axis in AXES else "dp"
     lines = strategy.mesh.groups(axis)
     if term.axis == "shard":
         lines = [line[at : at + strategy.shard] for line in lines for at in range(0, len(line), strategy.shard)]

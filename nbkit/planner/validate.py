@@ -9,6 +9,7 @@ from nbkit.errors import StrategyError
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.stages import ranks_of_stages, spelled, stage_ranges, too_few
 from nbkit.strategy import Strategy, divisors
+from nbkit.techniques import DEGREES
 from nbkit.tensor_layout import bounds
 
 
@@ -177,7 +178,7 @@ def _uneven(what: str, total: int, axis: str, degree: int, of: str, *, error: bo
 
 
 def _split(strategy: Strategy) -> list[str]:
-    return [axis for axis in ("dp", "tp", "pp", "cp") if strategy.mesh.degree(axis) > 1]
+    return [axis for axis in DEGREES if strategy.mesh.degree(axis) > 1]
 
 
 def _listed(numbers: list[int]) -> str:

@@ -2,10 +2,11 @@
 
 A key has two halves. Its file here is the pure half: standard library only, so that the notebook can read it too. The
 torch half is a function that ranks import when they build the data axis; `Key.engine` names it. `register` adds a key
-of your own, and a package offers one by an entry point in the group `nbkit.techniques`. Degrees of the axes, `zero=`
-and `shard=` are in nbkit/strategy.py.
+of your own, and a package offers one by an entry point in the group `nbkit.techniques`. The axes are in axes.py;
+`zero=` and `shard=` are in nbkit/strategy.py.
 """
 
+from nbkit.techniques.axes import DEGREES, Axis, refuse_axes
 from nbkit.techniques.bucket import BucketKey
 from nbkit.techniques.compress import CompressKey
 from nbkit.techniques.exchange import GradientExchange
@@ -14,6 +15,7 @@ from nbkit.techniques.microbatches import MicrobatchesKey
 from nbkit.techniques.order import OrderKey
 from nbkit.techniques.places import PlacesKey
 from nbkit.techniques.registry import (
+    RESERVED,
     Settings,
     add,
     engine_of,
@@ -43,7 +45,10 @@ for _key in (  # in the order in which a strategy is spelled
     add(_key, built_in=True)
 
 __all__ = [
+    "DEGREES",
+    "RESERVED",
     "AnyStrategy",
+    "Axis",
     "GradientExchange",
     "GradientKey",
     "Key",
@@ -55,6 +60,7 @@ __all__ = [
     "key_of",
     "keys",
     "names",
+    "refuse_axes",
     "register",
     "registered",
     "spelled",

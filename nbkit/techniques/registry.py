@@ -16,13 +16,14 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
 from nbkit.errors import StrategyError
+from nbkit.techniques.axes import DEGREES
 from nbkit.techniques.exchange import GradientExchange
 
 if TYPE_CHECKING:
     from nbkit.techniques.key import AnyStrategy, Key
 
 GROUP = "nbkit.techniques"
-RESERVED = ("dp", "shard", "tp", "pp", "cp", "zero")
+RESERVED = (*DEGREES, "zero", "shard")
 """Keys that nbkit/strategy.py reads itself."""
 
 _keys: dict[str, Key] = {}

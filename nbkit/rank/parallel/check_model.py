@@ -63,6 +63,7 @@ from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
 from nbkit.rank.rng.keyed_dropout import repeating
 from nbkit.rank.torch_private import DropoutNd
 from nbkit.strategy import Strategy
+from nbkit.techniques import DEGREES
 
 
 def facts_of(
@@ -349,9 +350,9 @@ def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list
         return strategy, misfit
     degrees = dict(word.split("=", 1) for word in strategy.split() if "=" in word)
     size = 1
-    for axis in ("dp", "tp", "pp", "cp"):
+    for axis in DEGREES:
         size *= int(degrees[axis]) if degrees.get(axis, "").isdecimal() else 1
-    if size == 1 and world is None and not degrees.keys() & {"dp", "tp", "pp", "cp"}:
+    if size == 1 and world is None and not degrees.keys() & DEGREES.keys():
         raise StrategyError(
             f"{strategy!r} takes the world, and there is none.", numbers="no process group", hint="world_size=4"
         )
