@@ -28,7 +28,7 @@ from nbkit.planner.choose.load import (
     Load,
     Rates,
     Subject,
-    data_terms,
+    data_terms_of,
     interval,
     lines_of,
     load_of,
@@ -409,7 +409,7 @@ def _relieved(
     """Return the seconds that a step would take with levers of the data axis."""
 
     def predict(strategy: Strategy) -> float:
-        terms = tuple(data_terms(known, strategy, candidate.micros, on.node))
+        terms = tuple(data_terms_of(known, strategy, candidate.micros, on.node))
         return seconds(replace(load, terms=terms), strategy, on, rates).total
 
     return keys_that_help(candidate.strategy, parts.total, predict)
