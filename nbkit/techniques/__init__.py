@@ -1,9 +1,9 @@
-"""The keys of a strategy: one file for each, which says what the key means and what it costs.
+"""The keys and the axes of a strategy: what each of them means, what it goes with, and what it costs.
 
 A key has two halves. Its file here is the pure half: standard library only, so that the notebook can read it too. The
-torch half is a function that ranks import when they build the data axis; `Key.engine` names it. `register` adds a key
-of your own, and a package offers one by an entry point in the group `nbkit.techniques`. The axes are in axes.py;
-`zero=` and `shard=` are in nbkit/strategy.py.
+torch half is a function that ranks import when they build the data axis; `Key.engine` names it. A new key of nbkit is
+these two files, and a line in the list below. `register` adds a key of your own, and a package offers one by an entry
+point in the group `nbkit.techniques`. The axes are in axes.py; `zero=` and `shard=` are in nbkit/strategy.py.
 """
 
 from nbkit.techniques.axes import DEGREES, Axis, refuse_axes

@@ -131,6 +131,9 @@ class Settings(Mapping[str, Any]):
         given = {name: value for name, value in values.items() if value != key_of(name).neutral}
         return cls(tuple((name, given[name]) for name in names() if name in given))
 
+    def __repr__(self) -> str:
+        return repr(dict(self.pairs))
+
     def __getitem__(self, name: str) -> Any:
         return dict(self.pairs)[name]
 
