@@ -148,7 +148,10 @@ def cluster_parser() -> MagicParser:
     start.add_argument("--slurm", action="store_true", help="in a job of Slurm's: -n ranks; see docs/clusters.md")
     start.add_argument("--mpi", action="store_true", help="mpirun starts them: on --hosts, on a batch job's, or here")
     start.add_argument(
-        "--launcher", default="", metavar="NAME", help="one that another package brings; see docs/clusters.md"
+        "--launcher",
+        default="",
+        metavar="NAME",
+        help="lsf, pbs, sge, or one that another package brings; see docs/clusters.md",
     )
     start.add_argument(
         "--nodes", type=int, metavar="N", help="for --slurm, --launcher: how many; default: as few as hold them"
@@ -158,7 +161,7 @@ def cluster_parser() -> MagicParser:
     start.add_argument(
         "--detach",
         action="store_true",
-        help="for --slurm: do not wait for the job; %%cluster list says how far it is, %%cluster attach takes it up",
+        help="for --slurm, --launcher: do not wait; %%cluster list says how far it is, %%cluster attach takes it up",
     )
     start.add_argument(
         "--save-before",

@@ -16,7 +16,7 @@ from training_cell import NETWORK
 
 from nbkit import Cluster
 from nbkit.errors import RankDied
-from nbkit.notebook.cluster.hosts.start_request import SshRequest
+from nbkit.notebook.cluster.hosts.launchers.ssh import SshRequest
 
 CELL = "history = trainer.fit(30)\n[record['loss'] for record in history]"
 WHERE = "import os, socket\ndist.barrier()\n[rank, socket.gethostname(), os.getpid()]"

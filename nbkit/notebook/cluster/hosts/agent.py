@@ -153,7 +153,7 @@ _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 
 def main() -> None:
     payload = json.loads(os.environ.pop(PAYLOAD, "") or sys.stdin.readline())
-    index = int(payload.get("index", _index_here()))
+    index = _index_here()
     host = node_name()
     link, ahead = _connect(host, payload)
     try:
@@ -185,13 +185,13 @@ def _check_gpus(pinning: Pinning, *, cpu: bool) -> None:
         )
 
 
-def _index_here() -> str:
+def _index_here() -> int:
     """Return the number of this host, as the launcher counts them."""
     number = next((os.environ[name] for name in _INDICES if name in os.environ), "0")
     # Libraries that look for these variables would take them for a rank's number.
     for name in [name for name in os.environ if name.startswith(_OF_MPI)]:
         del os.environ[name]
-    return number
+    return int(number)
 
 
 def _connect(host: str, payload: dict[str, Any]) -> tuple[SignedLink, float]:

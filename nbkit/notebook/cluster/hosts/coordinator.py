@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import ClusterError, NbkitError
+from nbkit.mpi_variables import forget_mpi
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.agent import check_versions, notes_on
-from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
+from nbkit.notebook.cluster.hosts.launcher import LauncherDriver, LauncherStatus, loaded
 from nbkit.notebook.cluster.hosts.network import listen_at
-from nbkit.notebook.cluster.hosts.progress import LauncherView, StartProgress
-from nbkit.notebook.cluster.hosts.start_request import Starter, loaded
+from nbkit.notebook.cluster.hosts.progress import StartProgress
 from nbkit.wire import cluster_end
 from nbkit.wire.cluster_end import ClusterEnd
 from nbkit.wire.link import SignedLink, key_of
@@ -174,11 +174,11 @@ class Fit:
 class Gathering:
     """Waits for all agents and compares their hosts.
 
-    places: it fills them. port: where this process listens for agents, at the starter's address.
+    places: it fills them. port: where this process listens for agents, at the launcher's address.
     """
 
-    def __init__(self, starter: Starter, places: Places, port: int) -> None:
-        self._starter, self._places, self._port = starter, places, port
+    def __init__(self, driver: LauncherDriver, places: Places, port: int) -> None:
+        self._driver, self._places, self._port = driver, places, port
         self._first_sign = 0.0
         self._refused: list[str] = []  # refused agents, with reasons
         self._fit: Fit | None = None  # once they are compared
@@ -222,7 +222,7 @@ class Gathering:
         refused = (f"{why}: it was refused" for why in self._refused)
         return replace(self._fit, notes=(*self._fit.notes, *refused))
 
-    def progress(self, seen: LauncherView) -> StartProgress:
+    def progress(self, seen: LauncherStatus) -> StartProgress:
         """Return how far the start is.
 
         seen: the launcher's view. Raises ClusterError when nothing is left to wait for.
@@ -232,14 +232,16 @@ class Gathering:
         if seen.state == "over":
             raise ClusterError(
                 f"{seen.words[:1].upper()}{seen.words[1:]} before the cluster was ready.",
-                numbers=self._starter.log() or "its output is not here, or empty",
+                numbers=self._driver.log() or "its output is not here, or empty",
                 hint="%cluster start   again",
             )
-        if seen.state == "running":
+        if seen.state == "pending":  # a host may still wait in a queue while others have answered
+            self._first_sign = 0.0
+        elif seen.state == "running":
             self._first_sign = self._first_sign or time.monotonic()
         if self._first_sign and time.monotonic() - self._first_sign > ANSWER_SECONDS:
             raise self._unanswered()
-        if seen.state == "pending":
+        if seen.state == "pending" and not self._places.hosts:
             return StartProgress("waiting", seen.words)
         answered = f"{len(self._places.hosts)} of {self._places.total} hosts have answered"
         return StartProgress("starting", f"{seen.words}; {answered}")
@@ -249,7 +251,7 @@ class Gathering:
         index, gone = host.facts["index"], "does not answer any more" if host.link.broke else "has lost its agent"
         return ClusterError(
             f"The host {host.name} {gone}: the cluster was starting.",
-            numbers=self._starter.log() or f"it had joined as host {index}, with {self._starter.counts[index]} ranks",
+            numbers=self._driver.log() or f"it had joined as host {index}, with {self._driver.counts[index]} ranks",
             hint="%cluster start   again",
         )
 
@@ -281,8 +283,8 @@ class Gathering:
             return ClusterError(what, numbers="; ".join(self._refused), hint="%cluster start --hosts node1:4,node2:4")
         return ClusterError(
             what,
-            numbers=f"answered: {', '.join(here) or 'none'}; they have to reach {self._starter.address}, port "
-            f"{self._port} and above\n{self._starter.log()}".strip(),
+            numbers=f"answered: {', '.join(here) or 'none'}; they have to reach {self._driver.address}, port "
+            f"{self._port} and above\n{self._driver.log()}".strip(),
             hint="a firewall between the hosts has to let their connections pass",
         )
 
@@ -297,21 +299,21 @@ END_SECONDS = 4.0  # for the agents to end their ranks, before the launcher ends
 class Coordinator:
     """The coordinator; see the module's docstring."""
 
-    def __init__(self, folder: Path, plan: dict[str, Any], starter: Starter) -> None:
-        self.folder, self.plan, self.starter = folder, plan, starter
+    def __init__(self, folder: Path, plan: dict[str, Any], driver: LauncherDriver) -> None:
+        self.folder, self.plan, self.driver = folder, plan, driver
         self.secret = secrets.token_hex(32)
-        self.listener = listen_at(starter.address)
+        self.listener = listen_at(driver.address)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ, None)
-        self.places = Places(starter.counts)
+        self.places = Places(driver.counts)
         self.hosts = self.places.hosts  # index -> host, of those that have joined
-        self.gathering = Gathering(starter, self.places, self.listener.getsockname()[1])
+        self.gathering = Gathering(driver, self.places, self.listener.getsockname()[1])
         self.dead: set[int] = set()
         self.state = StartProgress("waiting", "the controller starts")
         self.going = False
         self.ending = ""  # why
         self.seen = time.monotonic()
-        self.looked, self.look = 0.0, LauncherView("pending", "")
+        self.looked, self.look = 0.0, LauncherStatus("pending", "")
         self.told = ""  # why trainings are to end
         self.taken_away = False  # the hosts: their ranks end too
         self.controller: Process | None = None
@@ -323,7 +325,7 @@ class Coordinator:
         signal.signal(signal.SIGTERM, lambda *_: self.end("the cluster was stopped"))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            self.starter.start(self._payload())
+            self.driver.start(self._payload())
             while not self.ending:
                 for key, _ in self.selector.select(TICK_SECONDS):
                     self._accept() if key.data is None else self._hear(key.data)
@@ -340,15 +342,16 @@ class Coordinator:
             time.sleep(0.01)
             if self.ending or self._is_given_up():
                 raise ClusterError("The start was given up.")
+        request = self.plan["request"]
         return json.dumps(
             {
                 "name": self.plan["name"],
-                "address": self.starter.address,
+                "address": self.driver.address,
                 "port": self.listener.getsockname()[1],
                 "secret": self.secret,
-                "counts": list(self.starter.counts),
-                "cpu": self.starter.cpu,
-                "spares": self.plan["request"]["spares"],
+                "counts": list(self.driver.counts),
+                "cpu": request["cpu"],
+                "spares": request["spares"],
                 "cwd": self.plan["cwd"],
                 "environment": self.plan["environment"],
                 "engine": json.loads(path.read_text()),
@@ -528,10 +531,10 @@ class Coordinator:
 
     # Life ---------------------------------------------------------------------------------------------------------
 
-    def _look(self) -> LauncherView:
+    def _look(self) -> LauncherStatus:
         often = SELDOM_SECONDS if self.going else LOOK_SECONDS
         if time.monotonic() - self.looked > often:
-            self.looked, self.look = time.monotonic(), self.starter.look()
+            self.looked, self.look = time.monotonic(), self.driver.status()
         return self.look
 
     def _watch(self) -> None:
@@ -577,7 +580,7 @@ class Coordinator:
                 if key.data is not None and key.data.link.receive() is None:
                     self.selector.unregister(key.data.link.sock)
                     self.hosts.pop(key.data.facts.get("index", -1), None)
-        self.starter.end()
+        self.driver.stop()
         # Who waits for the start is told why it failed, and ends the controller itself.
         if self.controller and (self.going or self._launcher is None or self._is_given_up()):
             self.controller.end(signal.SIGTERM)
@@ -593,9 +596,10 @@ def main() -> None:
     folder = Path(sys.argv[1])
     plan = json.loads((folder / "hosts.json").read_text())
     os.umask(0o077)
+    forget_mpi(os.environ)  # with the number of a notebook that mpirun started, every agent would take itself for it
     try:
-        starter = starter_of(loaded(plan["request"]), folder)
-        coordinator = Coordinator(folder, plan, starter)
+        driver = LauncherDriver(loaded(plan["request"]), folder)
+        coordinator = Coordinator(folder, plan, driver)
     except NbkitError as error:
         progress.write(
             folder, StartProgress("over", error.what, what=error.what, numbers=error.numbers, hint=error.hint)

@@ -1,34 +1,14 @@
-"""Progress of a cluster's start on several hosts: its coordinator writes it, the notebook reads and shows it."""
+"""Progress of a cluster's start on several hosts: its coordinator writes it, and the notebook reads it."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from nbkit.errors import ClusterError
-
-
-@dataclass(frozen=True)
-class LauncherView:
-    """State of what a launcher has started, as the launcher sees it.
-
-    state "ending": it is being ended now. words then say what ends it, unless this side does.
-    words: a description for people. error: the error of a host that cannot be started.
-    save_at: when a training has to be saved because its hosts will soon be taken away, as time.time() gives it; inf if
-    no end is known. why: the reason they are taken away. again: a batch system takes or took them away and nobody asked
-    for that, so other hosts may be requested.
-    """
-
-    state: Literal["pending", "running", "ending", "over"]
-    words: str
-    save_at: float = float("inf")
-    why: str = ""
-    error: ClusterError | None = None
-    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,23 +71,3 @@ def how_ended(folder: Path) -> str:
     """Return why a cluster on several hosts has ended; "" if that is not known."""
     state = read(folder)
     return state.words if state and state.phase == "over" else ""
-
-
-class LiveLine:
-    """A line of output that is overwritten during a start."""
-
-    def __init__(self) -> None:
-        self._shown = ""
-
-    def show(self, words: str) -> None:
-        """Replace the line."""
-        if words != self._shown:
-            sys.stdout.write(f"\r{words.ljust(len(self._shown))}")
-            sys.stdout.flush()
-            self._shown = words
-
-    def close(self) -> None:
-        """End the line, so that the next output begins a new one."""
-        if self._shown:
-            sys.stdout.write("\n")
-            self._shown = ""
