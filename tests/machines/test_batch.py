@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,6 @@ from clusters import assert_gone
 from magics.cluster import options_of
 from nbkit import Cluster
 from nbkit.errors import ClusterError, UsageError
-from nbkit.notebook.cluster import registry
-from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.launcher import LauncherDriver, LauncherRequest
 from nbkit.notebook.cluster.hosts.launchers import batch
 from nbkit.notebook.cluster.hosts.start_options import requested
@@ -57,28 +54,18 @@ def driver(system: str, folder: Path, *options: str) -> LauncherDriver:
 def test_a_cluster_waits_in_the_queue_and_starts_a_host_in_each_job(commands: Callable[[str], Path]) -> None:
     folder = commands("lsf")
     (folder / "hold").touch()
-    on = requested(options_of("start --launcher lsf -n 2 --nodes 2 --cpu -- -q normal"))
+    on = requested(options_of("start --launcher lsf -n 2 --nodes 2 --cpu --detach -- -q normal"))
     assert on == LauncherRequest("lsf", 2, 2, cpu=True, options=("-q", "normal"))
-    waited: list[str] = []
-
-    def release() -> None:
-        deadline = time.monotonic() + 60
-        while not waited and time.monotonic() < deadline:
-            told = progress.read(registry.home() / "batched")
-            waited.extend([told.words] if told and "waiting" in told.words else [])
-            time.sleep(0.05)
-        (folder / "hold").unlink()
-
-    releasing = threading.Thread(target=release)
-    releasing.start()
-    cluster = Cluster.start(name="batched", on=on, ttl=60)
-    releasing.join()
+    assert on is not None
+    Cluster.submit(on, name="batched", ttl=60)
+    until(lambda: "LSF jobs 101, 102: 2 of 2 waiting" in repr(Cluster.list()))
+    (folder / "hold").unlink()
+    cluster = Cluster.attach("batched")
     try:
         cell = (
             "import os\nseen = torch.ones(1); dist.all_reduce(seen)\nseen.item(), os.environ.get('LSB_STDOUT_DIRECT')"
         )
         assert cluster.run(cell).values == {0: (2.0, "Y"), 1: (2.0, "Y")}
-        assert waited == ["LSF jobs 101, 102: 2 of 2 waiting"]
     finally:
         cluster.stop()
     agents = [path.read_text().strip() for path in (folder / "jobs").glob("???")]

@@ -1,6 +1,6 @@
 """The coordinator of a cluster on several hosts: a process beside the controller, on the notebook's host.
 
-    python -m nbkit.notebook.cluster.hosts.coordinator.coordinator FOLDER
+    python -m nbkit.notebook.cluster.hosts.coordinator FOLDER
 
 It has the launcher start an agent on each host, and each agent keeps a signed line to it. The coordinator
 
@@ -11,8 +11,8 @@ It has the launcher start an agent on each host, and each agent keeps a signed l
 - ends the cluster when it is stopped, when the controller is gone, or when nobody has used it for its time to live.
 
 `Places` records which hosts have joined and which ranks each holds. `Reachability` asks the agents whether their hosts
-can connect to each other. `Gathering` lasts from the
-launcher's start until all agents are there and their hosts have been compared. All of this comes before the first fork.
+can connect to each other. `Gathering` lasts from the launcher's start until all agents are there and their hosts have
+been compared. All of this comes before the first fork.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ class Coordinator:
         self.taken_away = False  # the hosts: their ranks end too
         self.controller: Process | None = None
         # The notebook, whose end gives up a start, unless it does not wait for it.
-        self._launcher = None if plan["detached"] else Process(**plan["launcher"])
+        self._notebook = None if plan["detached"] else Process(**plan["notebook"])
 
     def run(self) -> None:
         """Run until the cluster has ended."""
@@ -359,7 +359,7 @@ class Coordinator:
         )
 
     def _is_given_up(self) -> bool:
-        return self._launcher is not None and not self._launcher.is_alive()
+        return self._notebook is not None and not self._notebook.is_alive()
 
     def _find_controller(self) -> Process | None:
         if self.controller is None:
@@ -582,7 +582,7 @@ class Coordinator:
                     self.hosts.pop(key.data.facts.get("index", -1), None)
         self.driver.stop()
         # Who waits for the start is told why it failed, and ends the controller itself.
-        if self.controller and (self.going or self._launcher is None or self._is_given_up()):
+        if self.controller and (self.going or self._notebook is None or self._is_given_up()):
             self.controller.end(signal.SIGTERM)
             deadline = time.monotonic() + END_SECONDS
             while self.controller.is_alive() and time.monotonic() < deadline:
@@ -596,7 +596,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     plan = json.loads((folder / "hosts.json").read_text())
     os.umask(0o077)
-    forget_mpi(os.environ)  # with the number of a notebook that mpirun started, every agent would take itself for it
+    forget_mpi(os.environ)  # what launchers start inherits this environment
     try:
         driver = LauncherDriver(loaded(plan["request"]), folder)
         coordinator = Coordinator(folder, plan, driver)

@@ -164,7 +164,7 @@ def _write_plan(folder: Path, name: str, request: StartRequest, ttl: float, *, d
         "request": saved(request),
         "ttl": ttl,
         "detached": detached,
-        "launcher": asdict(Process.of(os.getpid())),
+        "notebook": asdict(Process.of(os.getpid())),
         "cwd": os.getcwd(),
         "environment": environment_of_ranks(),
         "engine_file": str(folder / "profile" / "security" / f"ipcontroller-{name}-engine.json"),
