@@ -194,7 +194,7 @@ class Launcher:
     def run(
         self, words: Sequence[str], environment: Mapping[str, str], *, text: str = "", log: str = "launcher.log"
     ) -> None:
-        """Start a command on this machine that runs as long as the agents do. `poll` and `stop` look after it.
+        """Start a command on this machine that runs as long as agents do. `poll` and `stop` look after it.
 
         environment: added to that of this process. text: its standard input. log: the file in the cluster's folder
         `logs` that its output is appended to.
@@ -207,21 +207,25 @@ class Launcher:
             )
         self.commands.append(started)
 
-    @property
-    def has_ended(self) -> bool:
-        """Return True if commands were started and all have ended."""
-        return bool(self.commands) and all(command.poll() is not None for command in self.commands)
-
     def poll(self) -> LauncherStatus | str | None:
         """Return how it has ended, in a few words; None while it runs; or a LauncherStatus, which can say more.
 
         After the first answer an error does not end a cluster: a batch system may be away for a moment. Raise
         ClusterError to say so for the first answer too.
         """
-        if not self.has_ended:
+        ended = [index for index, command in enumerate(self.commands) if command.poll() is not None]
+        if not ended:
             return None
-        last = self.commands[-1]
-        return f"{Path(str(last.args[0])).name} has ended with code {last.returncode}"  # type: ignore[index]
+        error = self.explain(ended[0])
+        if len(ended) < len(self.commands):
+            return LauncherStatus("running", f"{len(ended)} of {len(self.commands)} agents have ended", error=error)
+        return LauncherStatus("over", "the agents of all hosts have ended", error=error)
+
+    def explain(self, index: int) -> ClusterError:
+        """Return the error for command number `index` of `run`, which has ended before the cluster was ready."""
+        command = self.commands[index]
+        program = Path(command.args[0]).name  # type: ignore[index, arg-type]
+        return _ended_early(self.request.launcher, f"{program} has ended with code {command.returncode}", self.log())
 
     def stop(self) -> None:
         """End what was started. Does nothing if it has ended or was never started."""
@@ -307,12 +311,7 @@ class LauncherDriver:
         if how is None:
             hosts = len(self.counts)
             return LauncherStatus("running", f"{self._name} starts agents on {hosts} host{'s' * (hosts > 1)}")
-        error = ClusterError(
-            f"The launcher {self._name!r} has ended before the cluster was ready.",
-            numbers=f"{how}\n    {self.log().replace(chr(10), chr(10) + '    ')}".rstrip(),
-            hint="nbkit doctor   (in a terminal)",
-        )
-        return LauncherStatus("over", f"{self._name}: {how}", error=error)
+        return LauncherStatus("over", f"{self._name}: {how}", error=_ended_early(self._name, how, self.log()))
 
     def log(self) -> str:
         """Return the last lines of the agents, if they can be read here."""
@@ -353,6 +352,14 @@ def last_lines(path: Path) -> str:
     """Return the end of a log file; nothing if the file does not exist, or is not on this host."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return "\n".join(lines[-_LOG_LINES:])
+
+
+def _ended_early(name: str, how: str, log: str) -> ClusterError:
+    return ClusterError(
+        f"The launcher {name!r} has ended before the cluster was ready.",
+        numbers=f"{how}\n    {log.replace(chr(10), chr(10) + '    ')}".rstrip(),
+        hint="nbkit doctor   (in a terminal)",
+    )
 
 
 def _called(name: str, call: Callable[[], _T]) -> _T:

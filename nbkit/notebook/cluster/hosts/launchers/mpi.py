@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nbkit.errors import ClusterError, UsageError
-from nbkit.notebook.cluster.hosts.launcher import Launcher, LauncherStatus
+from nbkit.notebook.cluster.hosts.launcher import Launcher
 from nbkit.notebook.cluster.hosts.launchers.ssh import HostsRequest, hostname_of, read_hosts
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.quoting import shell_words
@@ -84,16 +84,13 @@ class MpiLauncher(Launcher):
         words = _open_mpi(names, agent) if of_open_mpi else _hydra(names, self.address(), agent)
         self.run([self.program, *self.options, *words], environment)
 
-    def poll(self) -> LauncherStatus | None:
-        """Return None while mpirun runs. If it ended too early, the error contains its last lines."""
-        if not self.has_ended:
-            return None
-        error = ClusterError(
+    def explain(self, index: int) -> ClusterError:
+        """Return the error that contains the last lines of mpirun."""
+        return ClusterError(
             "mpirun has ended before the cluster was ready.",
             numbers=f"the last lines of what it said:\n    {self.log().replace(chr(10), chr(10) + '    ')}",
             hint=f"{self.program} hostname   (in a terminal);   what follows   --   goes to mpirun as it is",
         )
-        return LauncherStatus("over", "mpirun has ended", error=error)
 
 
 def nodes_of_job(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, int], ...]:

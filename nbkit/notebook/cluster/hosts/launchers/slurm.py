@@ -496,7 +496,7 @@ class AllocationLauncher(Launcher):
 
     def poll(self) -> LauncherStatus:
         """Return the state of the step, and when its job ends."""
-        if self.has_ended:
+        if super().poll():
             return LauncherStatus("over", f"the step in job {self.request.job} has ended")
         running = LauncherStatus("running", f"in job {self.request.job}, which this notebook runs in")
         with suppress(ClusterError):  # Slurm itself is away for a moment

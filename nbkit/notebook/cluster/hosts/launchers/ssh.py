@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nbkit.errors import ClusterError, UsageError
-from nbkit.notebook.cluster.hosts.launcher import Launcher, LauncherStatus, StartRequest, last_lines
+from nbkit.notebook.cluster.hosts.launcher import Launcher, StartRequest, last_lines
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.quoting import check_host, shell_words, ssh_command, user_path
 
@@ -123,15 +123,8 @@ class SshLauncher(Launcher):
             payload = f"{environment['NBKIT_AGENT']}\n"
             self.run(["ssh", *_OPTIONS, name, there], {}, text=payload, log=_log_of(index))
 
-    def poll(self) -> LauncherStatus:
-        """Return the state of the agents, with the error of the first one that has ended."""
-        ended = [index for index, started in enumerate(self.commands) if started.poll() is not None]
-        error = self._error(ended[0]) if ended else None
-        if self.has_ended:
-            return LauncherStatus("over", "the agents of all hosts have ended", error=error)
-        return LauncherStatus("running", f"{self.nodes} hosts are being started", error=error)
-
-    def _error(self, index: int) -> ClusterError:
+    def explain(self, index: int) -> ClusterError:
+        """Return the error for a host, with what puts it right where that is known."""
         name, said = self.request.hosts[index][0], self._said(index)
         last = said.strip().splitlines()[-1] if said.strip() else "it said nothing"
         if not said.strip() and self.commands[index].returncode == _OWN_ERROR:  # what a quiet ssh does not say
