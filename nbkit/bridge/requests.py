@@ -34,6 +34,7 @@ from nbkit.rank.world.activity import activity
 from nbkit.records.record_file import old_part, overview_of, rank_files
 from nbkit.wire import process_state
 from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, Failure, Status, record_text
+from nbkit.wire.messages import EndRank, InterruptRank, InUse
 from nbkit.wire.processes import Process
 
 _PIECE = 1 << 20
@@ -230,7 +231,7 @@ class Requests:
 
     def seen(self, cell: str = "") -> dict[str, Any]:
         """Note that a notebook is there and has all of `cell`. The parent counts the idle time from now."""
-        self.runner.link.send(event="seen")
+        self.runner.link.send(InUse())
         if cell:
             self.delivered = cell
         return {}
@@ -263,12 +264,12 @@ class Requests:
 
     def interrupt(self, rank: int, cell: str) -> dict[str, Any]:
         """Ask the parent to interrupt a cell on another rank, which does not answer."""
-        self.runner.link.send(event="interrupt", rank=rank, cell=cell)
+        self.runner.link.send(InterruptRank(rank, cell))
         return {}
 
     def end(self, rank: int) -> dict[str, Any]:
         """Ask the parent to end another rank that does not answer at all."""
-        self.runner.link.send(event="end", rank=rank)
+        self.runner.link.send(EndRank(rank))
         return {}
 
     def _run_live(self, request: CellRequest) -> None:

@@ -45,6 +45,7 @@ from nbkit.rank.world import meeting, world
 from nbkit.wire import interrupts
 from nbkit.wire.cells import CellRecord, CellRequest, Failure, Status
 from nbkit.wire.link import Link
+from nbkit.wire.messages import CellBegan, CellEnded
 from nbkit.wire.text_encoding import encodable
 
 LONGEST_S = 60.0  # code that takes longer is not an import, or an import that hangs
@@ -235,7 +236,7 @@ class Runner:
             self.debugger.begin()
         capturing = self.capture.begin(request.id)
         # With `ranks` the parent can release a cell that begins after one of its ranks has died.
-        self.link.send(event="cell", cell=request.id, state="running", ranks=request.ranks)
+        self.link.send(CellBegan(request.id, request.ranks))
         status: Status = "error"
         if len(self.running) == 1:
             meeting.begin_cell(request.id, request.ranks)
@@ -251,7 +252,7 @@ class Runner:
             self._let_go(running, error, failure, status)
         finally:
             # The parent hears of a failure first of all, since it releases the ranks that wait for this one.
-            self.link.send(event="cell", cell=request.id, state=status)
+            self.link.send(CellEnded(request.id, status))
             if len(self.running) == 1:
                 meeting.end_cell(finished=status == "ok")
             running.ended.set()

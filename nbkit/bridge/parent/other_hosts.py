@@ -19,13 +19,14 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from nbkit.bridge.parent.child_processes import kill_group, log
 from nbkit.bridge.parent.spec import CoordinatorAddress, write_pins
 from nbkit.wire.link import SignedLink
+from nbkit.wire.messages import Death, FitLeft, ForParent, ForRank, decoded, deliver, encoded, from_plain
 
 SEEN_SECONDS = 10.0  # between two messages that the cluster is in use
 LOG_LINES = 15
@@ -79,7 +80,7 @@ class HostParent(Protocol):
 
     def start_rank(self, rank: int, *, replaces: bool = False) -> None: ...
 
-    def declare_dead(self, death: dict[str, Any]) -> None: ...
+    def declare_dead(self, death: Death) -> None: ...
 
 
 class RankElsewhere:
@@ -94,13 +95,13 @@ class RankElsewhere:
         self.dismissed = False
         self.link = self  # so that `link.send` reaches the rank
 
-    def send(self, **word: Any) -> None:
+    def send(self, message: ForRank) -> None:
         """Send a message to the rank."""
-        self._line.send(event="to_rank", rank=self.rank, word=word)
+        self._line.send(event="to_rank", rank=self.rank, word=encoded(message))
 
-    def start(self, cell: str, death: dict[str, Any]) -> None:
+    def start(self, cell: str, death: Death) -> None:
         """Have it started in the place of a rank that died in that cell, on the device that its host chooses."""
-        self._line.send(event="start_rank", rank=self.rank, cell=cell, death=death)
+        self._line.send(event="start_rank", rank=self.rank, cell=cell, death=asdict(death))
 
     def dismiss(self) -> None:
         """Have it ended, without declaring it dead."""
@@ -136,21 +137,21 @@ class OtherHosts:
         if self._line is not None and not self.decides:
             self._line.link.send(event=event, rank=rank, **more)
 
-    def tell_said(self, child: Any, said: dict[str, Any]) -> None:
+    def tell_said(self, child: Any, said: ForParent) -> None:
         """Pass on a message of a rank of this host about its training."""
         if self.decides:
-            self.parent.replacer.hear(child, said)
+            deliver(said, self.parent.replacer, child)
         else:
-            self.tell("of_rank", child.rank, pid=child.pid, said=said)
+            self.tell("of_rank", child.rank, pid=child.pid, said=encoded(said))
 
     def tell_left(self, child: Any) -> None:
         """Say that the cell of a rank has ended, and with it a training. Does nothing on the first host."""
-        self.tell("of_rank", child.rank, pid=child.pid, said={"event": "seat", "cell": "", "why": ""})
+        self.tell("of_rank", child.rank, pid=child.pid, said=encoded(FitLeft()))
 
-    def tell_lost(self, death: dict[str, Any]) -> None:
+    def tell_lost(self, death: Death) -> None:
         """Say that a rank of this host has ended. The first host's parent decides what becomes of it."""
-        self.undecided.add(death["rank"])
-        self.tell("lost", **death)
+        self.undecided.add(death.rank)
+        self.tell("lost", **asdict(death))
 
     @property
     def awaited(self) -> bool:
@@ -165,13 +166,13 @@ class OtherHosts:
             if not self.parent.ending:
                 self.in_reserve = False
                 if rank not in self.taken:
-                    self.parent.spares.place(asked["cell"], asked["death"])
+                    self.parent.spares.place(asked["cell"], from_plain(Death, asked["death"]))
                 self.taken.discard(rank)
                 self.parent.start_rank(rank, replaces=True)
 
     # At the first host's parent
 
-    def begin(self, rank: int, cell: str, death: dict[str, Any]) -> None:
+    def begin(self, rank: int, cell: str, death: Death) -> None:
         """Have a rank started on its own host, in the place of one that died in a training in that cell."""
         if self._line is None or rank in self.parent.spec.ranks:
             self.parent.replacer.placed(rank, self.parent.spares.place(cell, death))
@@ -208,10 +209,10 @@ class OtherHosts:
         elif message["pid"] not in (there.pid, 0):  # about a process that was replaced meanwhile
             return
         elif event == "of_rank":
-            self.parent.replacer.hear(there, message["said"])
+            deliver(decoded(message["said"]), self.parent.replacer, there)
         else:
             del self.ranks[there.rank]
-            death = {**message, "pid": there.pid}
+            death = self.parent.replacer.explained(there, replace(from_plain(Death, message), pid=there.pid))
             if not self.parent.ending and not self.parent.replacer.takes(there, death):
                 self.parent.declare_dead(death)
 
@@ -230,7 +231,7 @@ class OtherHosts:
             self._to_start[rank] = message
             self.go_on()
         elif child is not None and event == "to_rank":
-            child.link.send(**message["word"])
+            child.link.send(decoded(message["word"]))
         elif child is not None:
             child.dismissed = True
             kill_group(child.pid)

@@ -39,7 +39,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +53,31 @@ from nbkit.private_symbols import LACKING
 from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import interrupts
 from nbkit.wire.link import Link
+from nbkit.wire.messages import (
+    CellBegan,
+    CellEnded,
+    Death,
+    DeviceFailed,
+    EndOfCluster,
+    EndRank,
+    EndTraining,
+    FitEntered,
+    FitLeft,
+    ForParent,
+    InterruptRank,
+    InUse,
+    RankDied,
+    RankEnd,
+    RankReady,
+    ReadyToForm,
+    ReleaseCell,
+    TrainingEnded,
+    TrainingGoesOn,
+    WaitsForOthers,
+    deliver,
+    from_plain,
+    handles,
+)
 from nbkit.wire.own_modules import look_in
 from nbkit.wire.processes import STOP_SIGNAL, Process, followers, node_name
 
@@ -154,7 +179,7 @@ class EndInOrder:
             self.why = why
             log(f"a training is to end in order: {why}")
             for child in self.parent.children.values():
-                child.link.send(do="end", why=why, now=now)
+                child.link.send(EndOfCluster(why, now))
 
 
 DEATHS = 2  # so many deaths of one rank on one device in one cell may be the device's fault
@@ -175,7 +200,7 @@ class Spares:
         self.parent = parent
         self._pids: defaultdict[tuple[str, int, str], set[int]] = defaultdict(set)  # (cell, rank, device) -> dead pids
 
-    def place(self, cell: str, death: dict[str, Any]) -> str:
+    def place(self, cell: str, death: Death) -> str:
         """Choose the device of the process that replaces a dead rank. Returns a sentence about a change, or "".
 
         death: as for Replacer.takes; it may come again, for a further process in its place. On several hosts the
@@ -186,20 +211,20 @@ class Spares:
         if said:
             log(said)
         if said and line:
-            pin, left = spec.pin(death["rank"]), [spare.label for spare in spec.spares]
-            line.link.send(event="placed", rank=death["rank"], said=said, label=pin.label, reason=pin.why, spares=left)
+            pin, left = spec.pin(death.rank), [spare.label for spare in spec.spares]
+            line.link.send(event="placed", rank=death.rank, said=said, label=pin.label, reason=pin.why, spares=left)
         return said
 
-    def _placed(self, cell: str, death: dict[str, Any]) -> str:
-        spec, rank = self.parent.spec, death["rank"]
+    def _placed(self, cell: str, death: Death) -> str:
+        spec, rank = self.parent.spec, death.rank
         if not spec.spares and not spec.retired:
             return ""
         old = spec.pin(rank)
         died = self._pids[cell, rank, old.label]
-        died.add(death["pid"])
-        if not death["failed"] and len(died) < DEATHS:
+        died.add(death.pid)
+        if not death.failed and len(died) < DEATHS:
             return ""
-        why = f"{old.label} failed" if death["failed"] else f"it died {_times(len(died))} on {old.label}"
+        why = f"{old.label} failed" if death.failed else f"it died {_times(len(died))} on {old.label}"
         if not spec.spares:
             return f"rank {rank} stays on {old.label}, though {why}: no spare is left{self._where()}"
         new, *left = spec.spares
@@ -247,7 +272,7 @@ class Child:
     dismissed: bool = False
     failed: str = ""
     seat: Seat | None = None
-    cells: dict[str, list[int]] = field(default_factory=dict)  # running cells: id -> its ranks
+    cells: dict[str, tuple[int, ...]] = field(default_factory=dict)  # running cells: id -> its ranks
 
     def dismiss(self) -> None:
         """End it, without declaring it dead."""
@@ -371,47 +396,82 @@ class Parent:
             os._exit(1)
 
     def _hear(self, child: Child | None) -> None:
-        messages = child.link.receive() if child else None
-        if child is None or messages is None:
-            if child:
-                self.selector.unregister(child.link.sock)
+        if child is None:
+            return
+        if (messages := child.link.receive()) is None:
+            self.selector.unregister(child.link.sock)
+            if child.link.refused:
+                log(f"rank {child.rank} is ended: {child.link.refused}")
+                kill_group(child.pid)
             return
         for message in messages:
-            self._heard(child, message)
+            deliver(message, self, child)
 
-    def _heard(self, child: Child, message: dict[str, Any]) -> None:
-        event = message["event"]
-        if event == "cell" and message["state"] == "running":
-            self.seen = time.monotonic()
-            self._began(child, message["cell"], message["ranks"])
-        elif event == "cell":
-            self.seen = time.monotonic()
-            self._ended(child, message["cell"], message["state"])
-        elif event == "ready":
-            child.ready = True
-        elif event == "seen":
-            self.seen = time.monotonic()
-        elif event == "device_failed":
-            child.failed = message["said"]
-        elif event == "training_ended":
-            if self.coordinator and child.rank == self.spec.base:  # all ranks of a host say the same
-                self.coordinator.link.send(**message)
-        elif event in ("waits", "replaced") and self.resizer.takes(child, message):
-            pass
-        elif event in ("seat", "waits", "replaced", "stands"):
+    # Messages of a rank
+
+    @handles(RankReady)
+    def _on_ready(self, _: RankReady, child: Child) -> None:
+        child.ready = True
+
+    @handles(InUse)
+    def _on_use(self, _: InUse, __: Child) -> None:
+        self.seen = time.monotonic()
+
+    @handles(CellBegan)
+    def _on_cell_began(self, began: CellBegan, child: Child) -> None:
+        self.seen = time.monotonic()
+        child.cells[began.cell] = began.ranks
+        # The cell was on its way when the rank died. Nothing else would end its wait for the dead rank.
+        for rank in self.dead.intersection(began.ranks):
+            child.link.send(ReleaseCell(began.cell, f"rank {rank} died"))
+        # Another rank has failed in the cell before this one began, so this one was not released then.
+        if began.cell in self.failed:
+            child.link.send(ReleaseCell(began.cell, self.failed[began.cell]))
+
+    @handles(CellEnded)
+    def _on_cell_ended(self, ended: CellEnded, child: Child) -> None:
+        self.seen = time.monotonic()
+        child.cells.pop(ended.cell, None)
+        if child.seat and child.seat.cell == ended.cell:
+            self.replacer.leave(child)
+        self.elsewhere.tell_left(child)
+        if ended.status == "error":
+            self._release_soon(ended.cell, child.rank)
+            if self.coordinator:
+                self.coordinator.link.send(event="failed", cell=ended.cell, rank=child.rank)
+
+    @handles(DeviceFailed)
+    def _on_device_failed(self, failed: DeviceFailed, child: Child) -> None:
+        child.failed = failed.said
+
+    @handles(TrainingEnded)
+    def _on_training_ended(self, ended: TrainingEnded, child: Child) -> None:
+        if self.coordinator and child.rank == self.spec.base:  # all ranks of a host say the same
+            self.coordinator.link.send(event="training_ended", **asdict(ended))
+
+    @handles(ReadyToForm, TrainingGoesOn)
+    def _on_ready_to_form(self, message: ForParent, child: Child) -> None:
+        if not self.resizer.takes(child, message):
             self.elsewhere.tell_said(child, message)
-        elif event in ("interrupt", "end"):
-            if other := self.children.get(message["rank"]):
-                self._signal(other, message)
-            elif self.coordinator and message["rank"] not in self.spec.ranks:
-                self.coordinator.link.send(**message)
 
-    def _signal(self, child: Child, message: dict[str, Any]) -> None:
-        if message["event"] == "interrupt":
-            interrupts.send(self.folder / "output", child.rank, message["cell"], partial(os.kill, child.pid))
-        else:
+    @handles(FitEntered, FitLeft, WaitsForOthers)
+    def _on_training(self, message: ForParent, child: Child) -> None:
+        self.elsewhere.tell_said(child, message)
+
+    @handles(InterruptRank)
+    def _on_interrupt(self, message: InterruptRank, sender: Child | None = None) -> None:
+        if child := self.children.get(message.rank):
+            interrupts.send(self.folder / "output", child.rank, message.cell, partial(os.kill, child.pid))
+        elif sender and self.coordinator and message.rank not in self.spec.ranks:
+            self.coordinator.link.send(event="interrupt", **asdict(message))
+
+    @handles(EndRank)
+    def _on_end_rank(self, message: EndRank, sender: Child | None = None) -> None:
+        if child := self.children.get(message.rank):
             log(f"rank {child.rank} answers to nothing and is ended on request")
             kill_group(child.pid)
+        elif sender and self.coordinator and message.rank not in self.spec.ranks:
+            self.coordinator.link.send(event="end", **asdict(message))
 
     def _hear_coordinator(self) -> None:
         assert self.coordinator is not None
@@ -422,16 +482,19 @@ class Parent:
             if event == "failed":
                 self._release_soon(message["cell"], message["rank"])
             elif event == "died":
-                self.dead.add(message["rank"])
-                self.elsewhere.forget(message["rank"], message["how"])
-                if message.pop("unregister"):  # its own parent cannot do it
-                    self.tell_hub(message["rank"])
-                self.spread_death(message)
-            elif event in ("interrupt", "end") and (child := self.children.get(message["rank"])):
-                self._signal(child, {"event": event, **message})
+                unregister, death = message.pop("unregister"), from_plain(Death, message)
+                self.dead.add(death.rank)
+                self.elsewhere.forget(death.rank, death.how)
+                if unregister:  # its own parent cannot do it
+                    self.tell_hub(death.rank)
+                self.spread_death(death)
+            elif event == "interrupt":
+                self._on_interrupt(InterruptRank(**message))
+            elif event == "end":
+                self._on_end_rank(EndRank(message["rank"]))
             elif event == "end_training":
                 for child in self.children.values():
-                    child.link.send(do="end_training", why=message["why"])
+                    child.link.send(EndTraining(message["why"]))
             elif event == "end_in_order":
                 self.end_in_order.begin(message["why"])
             elif event == "end_all":
@@ -444,28 +507,9 @@ class Parent:
             elif self.coordinator.link.broke:  # nobody can reach the ranks any more, or stop their waits
                 for child in self.children.values():
                     for cell in child.cells:
-                        child.link.send(do="release", cell=cell, reason="the notebook's host does not answer")
+                        child.link.send(ReleaseCell(cell, "the notebook's host does not answer"))
             elif not self.ending:  # it was killed
                 self.end_in_order.begin("the coordinator of the cluster has ended", now=False)
-
-    def _began(self, child: Child, cell: str, ranks: list[int]) -> None:
-        child.cells[cell] = ranks
-        # The cell was on its way when the rank died. Nothing else would end its wait for the dead rank.
-        for rank in self.dead.intersection(ranks):
-            child.link.send(do="release", cell=cell, reason=f"rank {rank} died")
-        # Another rank has failed in the cell before this one began, so this one was not released then.
-        if cell in self.failed:
-            child.link.send(do="release", cell=cell, reason=self.failed[cell])
-
-    def _ended(self, child: Child, cell: str, state: str) -> None:
-        child.cells.pop(cell, None)
-        if child.seat and child.seat.cell == cell:
-            self.replacer.leave(child)
-        self.elsewhere.tell_left(child)
-        if state == "error":
-            self._release_soon(cell, child.rank)
-            if self.coordinator:
-                self.coordinator.link.send(event="failed", cell=cell, rank=child.rank)
 
     def _release_soon(self, cell: str, failed: int) -> None:
         if cell not in self.due:
@@ -481,7 +525,7 @@ class Parent:
                 if len(self.failed) > FAILED_KEPT:
                     self.failed.pop(next(iter(self.failed)))
                 for child in waiting:
-                    child.link.send(do="release", cell=cell, reason=why)
+                    child.link.send(ReleaseCell(cell, why))
 
     def _reap(self) -> None:
         for child in list(self.children.values()):
@@ -504,14 +548,14 @@ class Parent:
         child.link.sock.setblocking(False)
         while (messages := child.link.receive()) is not None:
             for message in messages:
-                self._heard(child, message)
+                deliver(message, self, child)
         child.link.sock.close()
 
     def _tell_dead(self, child: Child, how: str) -> None:
         """Handle the unexpected end of a rank: have it replaced, or tell everybody and release waiting ranks."""
-        death = {"rank": child.rank, "pid": child.pid, "how": how, "when": time.time(), "cells": sorted(child.cells)}
-        death |= {"failed": child.failed}
+        death = Death(child.rank, how, time.time(), child.pid, tuple(sorted(child.cells)), child.failed)
         self.resizer.give_up(f"rank {child.rank} died ({how})", gone=child)
+        death = self.replacer.explained(child, death)
         if child.dismissed or (self.elsewhere.decides and self.replacer.takes(child, death)):
             return
         if not all(other.ready or other.replaces for other in (child, *self.children.values())):
@@ -525,39 +569,35 @@ class Parent:
         else:
             self.elsewhere.tell_lost(death)
 
-    def declare_dead(self, death: dict[str, Any]) -> None:
+    def declare_dead(self, death: Death) -> None:
         """Tell everybody, on all hosts, that a rank is dead and is not replaced."""
-        self.dead.add(death["rank"])
+        self.dead.add(death.rank)
         self.note(death)
         if self.coordinator:
-            self.coordinator.link.send(event="died", **death)
+            self.coordinator.link.send(event="died", **asdict(death))
         self.spread_death(death)
-        self.tell_hub(death["rank"])
+        self.tell_hub(death.rank)
 
-    def note(self, death: dict[str, Any], **more: Any) -> None:
-        """Write the report of a death for the notebook.
-
-        more: `replaced`, which is "under way" or "done", and details of the replacement.
-        """
-        path = self.folder / f"rank{death['rank']}.end.json"
+    def note(self, death: Death) -> None:
+        """Write the report of a death for the notebook. It is a RankEnd if the rank is replaced."""
+        path = self.folder / f"rank{death.rank}.end.json"
         scratch = path.with_suffix(".tmp")
         try:
-            scratch.write_text(json.dumps({**death, **more}))
+            scratch.write_text(json.dumps(asdict(death)))
             scratch.replace(path)
         except OSError as error:  # a full disk must not end the cluster; the ranks report the death too
-            log(f"what is told of rank {death['rank']} could not be written: {error}")
-        if self.coordinator and more:  # the notebook gets it there; plain deaths have their own message
-            self.coordinator.link.send(event="note", **death, **more)
+            log(f"what is told of rank {death.rank} could not be written: {error}")
+        if self.coordinator and isinstance(death, RankEnd):  # the notebook gets it there; other deaths have RankDied
+            self.coordinator.link.send(event="note", **asdict(death))
 
-    def spread_death(self, death: dict[str, Any]) -> None:
+    def spread_death(self, death: Death) -> None:
         """Tell the ranks of a death, and release those that ran a cell with the dead rank."""
-        dead = death["rank"]
         for child in self.children.values():
-            child.link.send(do="died", **death)
+            child.link.send(RankDied(death))
             # If a host is out of reach, nobody knows which cells its ranks were in.
-            shared = [cell for cell, ranks in child.cells.items() if dead in ranks]
-            for cell in shared if death["cells"] is None else death["cells"]:
-                child.link.send(do="release", cell=cell, reason=f"rank {dead} died")
+            shared = (cell for cell, ranks in child.cells.items() if death.rank in ranks)
+            for cell in shared if death.cells is None else death.cells:
+                child.link.send(ReleaseCell(cell, f"rank {death.rank} died"))
 
     def tell_hub(self, rank: int) -> None:
         """Tell ipyparallel's hub of a death, from a separate process. The hub would otherwise wait for heartbeats."""

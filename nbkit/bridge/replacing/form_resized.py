@@ -12,6 +12,7 @@ from nbkit.bridge import calls
 from nbkit.errors import Stopped
 from nbkit.rank.train.replace.resume_fit import FitRange
 from nbkit.rank.world import world
+from nbkit.wire.messages import FormResizedWorld
 
 if TYPE_CHECKING:
     from nbkit.bridge.replacing.survivor import SurvivingRank
@@ -26,23 +27,22 @@ class RankLeft(Stopped):
         return [str(self)]  # nobody reads it, and a traceback with frames takes IPython seconds
 
 
-def form_resized(rank: SurvivingRank, word: dict[str, Any], trainer: Any, span: FitRange | None) -> tuple[int, ...]:
-    """Form the world that `word` describes, and hand its new ranks what they need. Returns the new ranks."""
-    here, size, newcomers = world.current(), word["size"], word["newcomers"]
+def form_resized(rank: SurvivingRank, form: FormResizedWorld, trainer: Any, span: FitRange | None) -> tuple[int, ...]:
+    """Form the world that `form` describes, and hand its new ranks what they need. Returns the new ranks."""
+    here, size, newcomers = world.current(), form.size, form.newcomers
     assert here is not None
     place = replace(here.place, world_size=size, local_world_size=size)
-    take_pin(word["pins"][place.rank])
+    take_pin(form.pins[place.rank])
     calls.place = place
     running, names = rank.runner.running[0], rank.runner.shell.user_ns
     if names.get("world_size") == here.place.world_size:
         names["world_size"] = size
     listener = calls.take_listener() if place.rank == 0 else None
-    address, port = word["address"], word["port"]
-    here.resize(place, word["generation"], listen=listener, address=address, port=port, timeout_s=FORM_SECONDS)
+    here.resize(place, form.generation, listen=listener, address=form.address, port=form.port, timeout_s=FORM_SECONDS)
     running.request = replace(running.request, ranks=tuple(range(size)))
     if newcomers:
         rank.hand_over(trainer, span, newcomers)
-    return tuple(newcomers)
+    return newcomers
 
 
 def take_pin(pin: dict[str, Any]) -> None:

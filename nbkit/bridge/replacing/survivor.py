@@ -35,6 +35,21 @@ from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import failure_alarm, world
 from nbkit.rank.world.meeting import PARTED
 from nbkit.wire.cells import CellRequest
+from nbkit.wire.messages import (
+    DeviceFailed,
+    FitEntered,
+    FitLeft,
+    FormResizedWorld,
+    FormWorld,
+    ForRank,
+    GivenUp,
+    LeaveWorld,
+    RankIsReplaced,
+    ReadyToForm,
+    TrainingGoesOn,
+    WaitsForOthers,
+    WantedSize,
+)
 
 NEWS_SECONDS = 3.0  # a failed collective shows a peer's end before its death is reported
 WORD_SECONDS = 120.0  # twice as long as the parent waits for anybody
@@ -65,27 +80,24 @@ class SurvivingRank:
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.link = runner, runner.link
-        self._words: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[ForRank] = queue.SimpleQueue()
         self._broken = False  # a rank has died, and the world was not formed since
         self.enterable = False
 
     # From the link's thread
 
-    def hear(self, word: dict[str, Any]) -> None:
-        """Take a message of the parent.
-
-        died: another rank has died and is being replaced. form: everyone waits. kept: it is not replaced after all.
-        """
-        if word["do"] == "died":
+    def hear(self, message: ForRank) -> None:
+        """Take a message of the parent about this training."""
+        if isinstance(message, RankIsReplaced):
             self._broken = True
-            failure_alarm.break_out(f"rank {word['rank']} died")
-        self._words.put(word)
+            failure_alarm.break_out(f"rank {message.death.rank} died")
+        self._messages.put(message)
 
     def waits(self, seconds: float, *, due: bool = False) -> None:
-        self.link.send(event="stands", seconds=seconds, due=due)
+        self.link.send(WaitsForOthers(seconds, due))
 
     def leave_device(self, said: str) -> None:
-        self.link.send(event="device_failed", said=said)
+        self.link.send(DeviceFailed(said))
         os._exit(1)  # skips the cleanup of Python and CUDA at exit, which would wait for the device
 
     def asks(self) -> bool:
@@ -119,10 +131,10 @@ class SurvivingRank:
         request = running[0].request
         if not len(request.ranks) == calls.place.world_size > 1:
             return False
-        while not self._words.empty():
-            self._words.get()  # left from an earlier training
+        while not self._messages.empty():
+            self._messages.get()  # left from an earlier training
         self._broken, self.enterable = False, statement is not None
-        self.link.send(event="seat", cell=request.id, statement=NOWHERE if statement is None else statement)
+        self.link.send(FitEntered(request.id, NOWHERE if statement is None else statement))
         return True
 
     def kept(self, path: str, step: int) -> None:
@@ -131,7 +143,7 @@ class SurvivingRank:
 
     def leave(self, why: str = "") -> None:
         self.enterable = False
-        self.link.send(event="seat", cell="", why=why)
+        self.link.send(FitLeft(why))
 
     def is_broken(self, error: BaseException) -> bool:
         here, deadline = world.current(), time.monotonic() + NEWS_SECONDS
@@ -146,24 +158,25 @@ class SurvivingRank:
         return recover(trainer, newcomers)
 
     def tell(self, said: str) -> None:
-        self.link.send(event="replaced", said=said)
+        self.link.send(TrainingGoesOn(said))
 
     def await_world(self, error: BaseException, trainer: Any, span: FitRange) -> NewWorld:
         if not self.is_broken(error):
             raise error
         stages.begin("noticed")
         while True:
-            word = self._form(error, trainer.step)
+            form = self._await_form(error, trainer.step)
+            assert isinstance(form, FormWorld)
             stages.mark("everyone waits")
             try:
-                self._join(word)
+                self._join(form)
                 stages.mark("world formed")
-                self.hand_over(trainer, span, word["newcomers"])
+                self.hand_over(trainer, span, form.newcomers)
             except (ClusterError, RuntimeError) as another:
                 if not self.is_broken(another):
                     raise
                 continue  # another one has died
-            return NewWorld(tuple(word["newcomers"]), word["how"], word["since"], word["devices"])
+            return NewWorld(form.newcomers, form.how, form.since, form.devices)
 
     def resized(self, trainer: Any, asked: ResizeAtBoundary, span: FitRange | None) -> None:
         here = world.current()
@@ -178,61 +191,62 @@ class SurvivingRank:
     def resize(self, wanted: WantedWorld, trainer: Any, span: FitRange | None) -> tuple[int, ...]:
         here = world.current()
         assert here is not None and calls.place is not None
-        while not self._words.empty():
-            self._words.get()
-        about = {"size": wanted.ranks, "pins": list(wanted.pins), "cell": self.runner.running[0].request.id}
+        while not self._messages.empty():
+            self._messages.get()
+        size = WantedSize(wanted.ranks, wanted.pins, self.runner.running[0].request.id)
         error = ClusterError("The world could not be formed with another number of ranks.")
-        word = self._form(error, -1 if trainer is None else trainer.step, **about)
-        if word["do"] == "leave":
+        form = self._await_form(error, -1 if trainer is None else trainer.step, size)
+        if isinstance(form, LeaveWorld):
             here.leave()
             raise RankLeft(f"this rank is not needed any more: the cluster has {wanted.ranks} ranks")
-        return form_resized(self, word, trainer, span)
+        assert isinstance(form, FormResizedWorld)
+        return form_resized(self, form, trainer, span)
 
-    def _form(self, error: BaseException, step: int, **about: Any) -> dict[str, Any]:
+    def _await_form(
+        self, error: BaseException, step: int, size: WantedSize | None = None
+    ) -> FormWorld | FormResizedWorld | LeaveWorld:
         """Say that this rank waits, and return the message to form the world, or that this rank leaves.
 
         Raises `error` if the dead rank is not replaced, and ClusterError if the number of ranks stays, or if no message
-        comes. about: what else to say, for a resize.
+        comes. size: for a resize.
         """
         here = world.current()
         assert here is not None
-        listening = dict(zip(("address", "port"), calls.open_store(), strict=True)) if here.place.rank == 0 else {}
-        self.link.send(event="waits", generation=here.generation, step=step, **listening, **about)
+        address, port = calls.open_store() if here.place.rank == 0 else ("", 0)
+        self.link.send(ReadyToForm(here.generation, step, address, port, resize=size))
         deadline = time.monotonic() + WORD_SECONDS
         while time.monotonic() < deadline:
             try:
-                word = self._words.get(timeout=_TICK)  # a stop interrupts this
+                message = self._messages.get(timeout=_TICK)  # a stop interrupts this
             except queue.Empty:
                 continue
-            if word["do"] == "kept":
-                if about:
-                    raise ClusterError(
-                        "The number of ranks stays what it was.",
-                        numbers=word["why"],
-                        hint=f"%cluster resize {about['size']}",
-                    )
-                error.add_note(f"It was not replaced: {word['why']}.")
+            if isinstance(message, GivenUp) and size is not None:
+                raise ClusterError(
+                    "The number of ranks stays what it was.",
+                    numbers=message.why,
+                    hint=f"%cluster resize {size.size}",
+                )
+            if isinstance(message, GivenUp):
+                error.add_note(f"It was not replaced: {message.why}.")
                 raise error
-            if word["do"] in ("form", "leave"):
-                return word
+            if isinstance(message, FormWorld | FormResizedWorld | LeaveWorld):
+                return message
         raise ClusterError(
             "A rank has died, and its replacement does not come.",
             numbers=f"waited {WORD_SECONDS:.0f} s",
             hint="%cluster restart, then trainer.load(path)",
         ) from error
 
-    def _join(self, word: dict[str, Any]) -> None:
+    def _join(self, form: FormWorld) -> None:
         here = world.current()
         assert here is not None
-        self._broken = not self._words.empty()  # a rank that has died since is in a further message
+        self._broken = not self._messages.empty()  # a rank that has died since is in a further message
         if self._broken:
             raise ClusterError("Another rank has died.")
         listener = calls.take_listener() if here.place.rank == 0 else None
-        here.reform(
-            word["generation"], listen=listener, address=word["address"], port=word["port"], timeout_s=FORM_SECONDS
-        )
+        here.reform(form.generation, listen=listener, address=form.address, port=form.port, timeout_s=FORM_SECONDS)
 
-    def hand_over(self, trainer: Any, span: FitRange | None, newcomers: list[int]) -> None:
+    def hand_over(self, trainer: Any, span: FitRange | None, newcomers: tuple[int, ...]) -> None:
         """Give the new ranks the names that are equal on all survivors, and the cell. Collective, on all ranks."""
         shell, place = self.runner.shell, calls.place
         assert place is not None

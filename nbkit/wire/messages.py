@@ -1,0 +1,396 @@
+"""The table of messages between the processes of a cluster, and the dispatcher that calls their handlers.
+
+Each message is a frozen dataclass. Its base classes say who receives it, and its docstring says who sends it and why:
+
+    rank  --ForParent-->  parent of its host         a socket pair
+    rank  <--ForRank----  parent
+
+To follow a message, look for its class: it is made where it is sent, and a method with `@handles(ItsClass)` receives
+it. A new message is a class here, a `link.send(...)`, and a method with `@handles`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+
+from nbkit.errors import ClusterError
+from nbkit.wire.processes import Process
+
+
+class Message:
+    """A message. Its fields are plain values, tuples, messages, and dataclasses of these."""
+
+
+class ForParent(Message):
+    """Sent by a rank to the parent of its host."""
+
+
+class ForRank(Message):
+    """Sent by a parent to its rank."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of a rank's process.
+
+    how: "SIGKILL", "it exited with code 1", ... when: time.time(). pid: 0 if unknown. cells: the cells that it ran, or
+    None if nobody knows. failed: what the rank has said of its device, which does not compute any more, or "".
+    """
+
+    rank: int
+    how: str
+    when: float
+    pid: int = 0
+    cells: tuple[str, ...] | None = None
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class RankEnd(Death):
+    """The report of a death in the cluster's folder, which the notebook reads.
+
+    replaced: "" if the rank is dead; "under way", or "done" by the process `by`, in a training in `cell`. said: to the
+    user.
+    """
+
+    replaced: str = ""
+    by: Process | None = None
+    cell: str = ""
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class WantedSize:
+    """The number of ranks that a resize asks for. pins: of all ranks, () to keep them. cell: that asks for it."""
+
+    size: int
+    pins: tuple[dict[str, Any], ...]
+    cell: str
+
+
+# rank -> parent: cells and the life of the process
+
+
+@dataclass(frozen=True)
+class RankReady(ForParent):
+    """A rank has registered its engine, and can run cells."""
+
+
+@dataclass(frozen=True)
+class CellBegan(ForParent):
+    """A rank begins a cell. ranks: all that run it, so that the parent can release them when one fails."""
+
+    cell: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CellEnded(ForParent):
+    """A cell has ended on a rank. status: if it is "error", the parent releases the other ranks of the cell."""
+
+    cell: str
+    status: str
+
+
+@dataclass(frozen=True)
+class InUse(ForParent):
+    """A notebook has shown that it is there; the cluster's time to live begins anew."""
+
+
+@dataclass(frozen=True)
+class InterruptRank(ForParent):
+    """A rank passes on that a notebook wants a cell of another rank interrupted, which does not answer."""
+
+    rank: int
+    cell: str
+
+
+@dataclass(frozen=True)
+class EndRank(ForParent):
+    """A rank passes on that a notebook wants another rank ended, which does not answer at all."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class DeviceFailed(ForParent):
+    """A rank ends because its device does not compute any more. said: the message of the device."""
+
+    said: str
+
+
+@dataclass(frozen=True)
+class TrainingEnded(ForParent):
+    """A rank has ended and saved its training, because the cluster ends. saved: what was saved, or why nothing was."""
+
+    why: str
+    step: int
+    saved: str
+
+
+# rank -> parent: a training in which dead ranks are replaced. The first host's parent hears these of all hosts.
+
+
+@dataclass(frozen=True)
+class FitEntered(ForParent):
+    """A rank makes the steps of a `fit` that a new rank can enter, at this statement of this cell."""
+
+    cell: str
+    statement: int
+
+
+@dataclass(frozen=True)
+class FitLeft(ForParent):
+    """A rank has left the `fit`. why: the error that has ended it, or ""."""
+
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class ReadyToForm(ForParent):
+    """A rank waits to form the next generation of the world: after a death, for a resize, or because it is new.
+
+    generation: the newest that it was in, 0 if it is new. step: its number of finished steps, -1 if unknown. address,
+    port: of the store, from rank 0. process: of a new rank. resize: the number of ranks that it waits for.
+    """
+
+    generation: int
+    step: int
+    address: str = ""
+    port: int = 0
+    process: Process | None = None
+    resize: WantedSize | None = None
+
+
+@dataclass(frozen=True)
+class TrainingGoesOn(ForParent):
+    """A rank goes on after the world was formed again, so the replacement or resize is done. said: for the user."""
+
+    said: str
+
+
+@dataclass(frozen=True)
+class WaitsForOthers(ForParent):
+    """A rank has waited in a step for so long; 0: it goes on. due: the ranks that do not wait hang, and are ended."""
+
+    seconds: float
+    due: bool
+
+
+# parent -> rank
+
+
+@dataclass(frozen=True)
+class ReleaseCell(ForRank):
+    """The parent ends a rank's part of a cell, because another rank of the cell has failed or died."""
+
+    cell: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RankDied(ForRank):
+    """The parent tells that a rank is dead and is not replaced."""
+
+    death: Death
+
+
+@dataclass(frozen=True)
+class RankIsReplaced(ForRank):
+    """The parent tells that a rank has died in a training and is replaced, and breaks the others out of their step."""
+
+    death: Death
+
+
+@dataclass(frozen=True)
+class FormWorld(ForRank):
+    """The parent tells all ranks to form a generation of the world, with new ranks in the place of dead ones.
+
+    address, port: of its store. statement: at which new ranks enter the cell. how, since: who died of what, and when.
+    devices: a sentence about the devices of new ranks, or "".
+    """
+
+    generation: int
+    address: str
+    port: int
+    newcomers: tuple[int, ...]
+    statement: int
+    how: str
+    since: float
+    devices: str
+
+
+@dataclass(frozen=True)
+class FormResizedWorld(ForRank):
+    """The parent tells all ranks to form a generation of the world with another number of ranks. pins: of all ranks."""
+
+    generation: int
+    address: str
+    port: int
+    newcomers: tuple[int, ...]
+    statement: int
+    size: int
+    pins: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class GivenUp(ForRank):
+    """The parent tells waiting ranks that the dead rank is not replaced, or that the number of ranks stays."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class LeaveWorld(ForRank):
+    """The parent tells a rank that the resized world goes on without it."""
+
+
+@dataclass(frozen=True)
+class RanksChanged(ForRank):
+    """The parent has written down a finished replacement or resize; the rank tells the notebook to read it."""
+
+
+@dataclass(frozen=True)
+class EndTraining(ForRank):
+    """The parent has trainings saved and ended at their next step; the rank lives on. why: "" takes it back."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class EndOfCluster(ForRank):
+    """The parent has a rank save its training and end after its cell. now: do not wait for a cell without training."""
+
+    why: str
+    now: bool = True
+
+
+# Encoding
+
+_NAME, _PROTOCOL = "message", "protocol"
+T = TypeVar("T")
+
+
+class ProtocolError(ClusterError):
+    """A message that cannot be read, mostly because another release of nbkit has sent it."""
+
+
+def encoded(message: Message) -> dict[str, Any]:
+    """Return a message as plain values, with its name and the version of the protocol."""
+    return {_NAME: type(message).__name__, _PROTOCOL: protocol(), **_values_of(message)}
+
+
+def decoded(values: Mapping[str, Any]) -> Message:
+    """Return the message from what `encoded` returned, which may have been JSON meanwhile.
+
+    Raises ProtocolError for another version of the protocol, and for a name or fields that are not in this table.
+    """
+    values = dict(values)
+    name, version = values.pop(_NAME, ""), values.pop(_PROTOCOL, "none")
+    if version != protocol():
+        raise ProtocolError(
+            "A process of this cluster has another release of nbkit.",
+            numbers=f"its messages are of protocol {version}; this release reads {protocol()}",
+            hint="%cluster stop   with the release that has started it; then %cluster start",
+        )
+    if (kind := _dataclasses().get(name)) is None or not issubclass(kind, Message):
+        raise ProtocolError(f"There is no message {name!r}.", numbers="see nbkit/wire/messages.py")
+    return from_plain(kind, values)
+
+
+def to_plain(value: Any) -> Any:
+    """Return dataclasses, and tuples of them, as plain values for JSON."""
+    if isinstance(value, Message):
+        return encoded(value)
+    if is_dataclass(value):
+        return _values_of(value)
+    return [to_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def from_plain(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return the `kind` from what `to_plain` returned. Raises ProtocolError if fields are missing or unknown."""
+    hints = _hints(kind)  # type: ignore[arg-type]
+    try:
+        return kind(**{name: _typed(value, hints.get(name)) for name, value in values.items()})
+    except TypeError as error:
+        raise ProtocolError(f"A {kind.__name__} has other fields.", numbers=str(error)) from None
+
+
+def _values_of(value: Any) -> dict[str, Any]:
+    return {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """Return a plain value as `hint` says: JSON has made lists of tuples, and dicts of dataclasses."""
+    parts = get_args(hint)
+    if value is None:
+        return None
+    if get_origin(hint) is UnionType:
+        return _typed(value, next(part for part in parts if part is not NoneType))
+    if get_origin(hint) is tuple:
+        kinds = [parts[0]] * len(value) if parts[1:] == (...,) else parts
+        return tuple(map(_typed, value, kinds))
+    if isinstance(hint, type) and issubclass(hint, Message):
+        return decoded(value)
+    return from_plain(hint, value) if is_dataclass(hint) else value  # type: ignore[arg-type]
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+@cache
+def _dataclasses() -> dict[str, type]:
+    return {name: kind for name, kind in globals().items() if isinstance(kind, type) and is_dataclass(kind)}
+
+
+@cache
+def protocol() -> str:
+    """Return the version of the protocol: a digest of all names and fields. Processes of one cluster have the same."""
+    table = [(name, [(each.name, each.type) for each in fields(kind)]) for name, kind in sorted(_dataclasses().items())]
+    return hashlib.sha256(repr(table).encode()).hexdigest()[:8]
+
+
+# Dispatching
+
+Receiver = TypeVar("Receiver")
+M = TypeVar("M", bound=Message)
+Context = ParamSpec("Context")
+Handler: TypeAlias = Callable[Concatenate[Receiver, M, Context], T]
+
+
+def handles(*kinds: type[M]) -> Callable[[Handler[Receiver, M, Context, T]], Handler[Receiver, M, Context, T]]:
+    """Mark a method as the handler of these messages. It is called with the message, and with `deliver`'s context."""
+
+    def mark(method: Handler[Receiver, M, Context, T]) -> Handler[Receiver, M, Context, T]:
+        method.handled_messages = kinds  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+@cache
+def handlers_of(receiver: type) -> dict[type[Message], str]:
+    """Return the names of the methods of a class that handle messages, by the kind of message."""
+    methods = {name: method for base in reversed(receiver.__mro__) for name, method in vars(base).items()}
+    return {kind: name for name, method in methods.items() for kind in getattr(method, "handled_messages", ())}
+
+
+def deliver(message: Message, receiver: object, *context: Any) -> Any:
+    """Call the handler of a message with the message and `context`, and return what it returns.
+
+    Without a handler the message is dropped, and named in the log: a process must not end because of it. That no kind
+    is dropped is for tests/wire/test_messages.py to see.
+    """
+    kind: Any = type(receiver)
+    if (name := handlers_of(kind).get(type(message))) is None:
+        print(f"{kind.__name__} does not handle {message}", file=sys.__stderr__, flush=True)
+        return None
+    return getattr(receiver, name)(message, *context)
