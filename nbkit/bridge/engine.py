@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ from nbkit.wire.messages import (
     ForRank,
     GivenUp,
     LeaveWorld,
-    RankDied,
+    RankIsDead,
     RankIsReplaced,
     RankReady,
     RanksChanged,
@@ -211,17 +210,17 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         self.survivor.hear(message)
 
     @handles(RanksChanged)
-    def _on_ranks_changed(self, _: RanksChanged) -> None:
-        self.runner.capture.publish("nbkit_replaced", {}, self.kernel.iopub_socket)
+    def _on_ranks_changed(self, message: RanksChanged) -> None:
+        self.runner.capture.publish(message, self.kernel.iopub_socket)
 
-    @handles(RankDied)
-    def _on_rank_died(self, message: RankDied) -> None:
-        death = message.death
-        calls.dead.add(death.rank)
+    @handles(RankIsDead)
+    def _on_rank_died(self, message: RankIsDead) -> None:
+        rank = message.death.rank
+        calls.dead.add(rank)
         # A world that is being formed belongs to no cell, so nothing else would end the wait for the dead rank.
         if forming.deadline is not None:
-            failure_alarm.break_out(f"rank {death.rank} died")
-        self.runner.capture.publish("nbkit_died", asdict(death), self.kernel.iopub_socket)
+            failure_alarm.break_out(f"rank {rank} died")
+        self.runner.capture.publish(message, self.kernel.iopub_socket)
 
     @handles(EndTraining)
     def _on_end_training(self, message: EndTraining) -> None:

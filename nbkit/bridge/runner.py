@@ -45,7 +45,7 @@ from nbkit.rank.world import meeting, world
 from nbkit.wire import interrupts
 from nbkit.wire.cells import CellRecord, CellRequest, Failure, Status
 from nbkit.wire.link import Link
-from nbkit.wire.messages import CellBegan, CellEnded
+from nbkit.wire.messages import CellBegan, CellEnded, ForNotebook
 from nbkit.wire.text_encoding import encodable
 
 LONGEST_S = 60.0  # code that takes longer is not an import, or an import that hangs
@@ -432,8 +432,8 @@ class Runner:
                 return True
         return False
 
-    def _publish(self, kind: str, content: dict[str, Any]) -> None:
-        self.capture.publish(kind, content, self.shell.kernel.iopub_socket)
+    def _publish(self, message: ForNotebook) -> None:
+        self.capture.publish(message, self.shell.kernel.iopub_socket)
 
     def _failure(self, running: Running, error: BaseException | None, shown: dict[str, Any] | None) -> Failure | None:
         if error is None or ends_well(error):

@@ -2,8 +2,10 @@
 
 Each message is a frozen dataclass. Its base classes say who receives it, and its docstring says who sends it and why:
 
-    rank  --ForParent-->  parent of its host         a socket pair
-    rank  <--ForRank----  parent
+    notebook  --Request----->  rank                     ipykernel's control channel
+    notebook  <-ForNotebook--  rank                     its output channel
+    rank      --ForParent--->  parent of its host       a socket pair
+    rank      <-ForRank------  parent
 
 To follow a message, look for its class: it is made where it is sent, and a method with `@handles(ItsClass)` receives
 it. A new message is a class here, a `link.send(...)`, and a method with `@handles`.
@@ -20,11 +22,20 @@ from types import NoneType, UnionType
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from nbkit.errors import ClusterError
+from nbkit.wire.cells import CellRequest, Prompt
 from nbkit.wire.processes import Process
 
 
 class Message:
     """A message. Its fields are plain values, tuples, messages, and dataclasses of these."""
+
+
+class Request(Message):
+    """Sent by the notebook to a rank, which answers at once, with plain values, even while its main thread is busy."""
+
+
+class ForNotebook(Message):
+    """Sent by a rank to every notebook that listens, beside the outputs of cells."""
 
 
 class ForParent(Message):
@@ -74,6 +85,167 @@ class WantedSize:
     cell: str
 
 
+# notebook -> rank: cells
+
+
+@dataclass(frozen=True)
+class SayHello(Request):
+    """The notebook asks for a Hello: if it arrives, outputs will arrive too."""
+
+
+@dataclass(frozen=True)
+class GetStatus(Request):
+    """The notebook asks for process, device and world of a rank, and what it is doing."""
+
+
+@dataclass(frozen=True)
+class NotebookSeen(Request):
+    """The notebook says now and then that it is there. cell: it has everything of this cell, or ""."""
+
+    cell: str = ""
+
+
+@dataclass(frozen=True)
+class FollowCell(Request):
+    """The notebook asks for outputs of a cell that it has missed, from `cursor` on, and for the record of its end."""
+
+    cell: str
+    cursor: int
+
+
+@dataclass(frozen=True)
+class StopCell(Request):
+    """The notebook stops a cell for the user. number: of the request, the same on all ranks. live: see RunLiveCell."""
+
+    cell: str
+    number: int
+    live: bool = False
+
+
+@dataclass(frozen=True)
+class StopCall(Request):
+    """The notebook stops a call of its own, such as sending a value, for which it does not wait any longer."""
+
+
+@dataclass(frozen=True)
+class CompleteName(Request):
+    """The notebook asks for names on a rank that begin with this text, for Tab."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class AnswerPrompt(Request):
+    """The notebook sends the line that a person has typed for question `number` of a rank."""
+
+    number: int
+    line: str
+
+
+@dataclass(frozen=True)
+class RefusePrompts(Request):
+    """The notebook says that nobody can type anything in a cell, and why."""
+
+    cell: str
+    why: str
+
+
+# notebook -> rank: trainings. All ranks act on those with a number after the same step.
+
+
+@dataclass(frozen=True)
+class RunLiveCell(Request):
+    """The notebook sends a cell that runs between two steps of a training."""
+
+    number: int
+    cell: CellRequest
+
+
+@dataclass(frozen=True)
+class ControlTraining(Request):
+    """The notebook sends an action on a training, such as "switch"; GetControlResult asks what came of it."""
+
+    number: int
+    id: str
+    action: str
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GetControlResult(Request):
+    """The notebook asks for the result of an action, and whether the rank knows of it."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class GetStrategies(Request):
+    """The notebook asks for the progress of a training and the table of its strategies, unless it is still `known`."""
+
+    known: str = ""
+
+
+@dataclass(frozen=True)
+class GetStrategyRow(Request):
+    """The notebook asks for the row of one strategy, which need not be in the table."""
+
+    strategy: str
+
+
+@dataclass(frozen=True)
+class GetRecords(Request):
+    """The notebook asks for the newest run's directory, or a part of a rank's record file. See `Requests`."""
+
+    rank: int
+    file: str = ""
+    offset: int = 0
+
+
+# notebook -> rank: ranks that do not answer
+
+
+@dataclass(frozen=True)
+class GetActivity(Request):
+    """The notebook asks where a rank's code is and what it waits for. stacks: of every thread too."""
+
+    stacks: bool = False
+
+
+@dataclass(frozen=True)
+class GetProgress(Request):
+    """The notebook asks for a value that changes with every operation and step of a rank."""
+
+
+@dataclass(frozen=True)
+class LookAtProcesses(Request):
+    """The notebook asks for the state of silent ranks' processes on the host of this one."""
+
+    ranks: tuple[int, ...]
+    processes: tuple[Process, ...]
+
+
+# rank -> notebook
+
+
+@dataclass(frozen=True)
+class Hello(ForNotebook):
+    """A rank answers SayHello over its output channel."""
+
+
+@dataclass(frozen=True)
+class LiveCellEnded(ForNotebook):
+    """A live cell has ended on a rank. record: see `record_text`."""
+
+    record: str
+
+
+@dataclass(frozen=True)
+class PromptOpened(ForNotebook):
+    """A rank waits for a line that a person types."""
+
+    prompt: Prompt
+
+
 # rank -> parent: cells and the life of the process
 
 
@@ -104,16 +276,16 @@ class InUse(ForParent):
 
 
 @dataclass(frozen=True)
-class InterruptRank(ForParent):
-    """A rank passes on that a notebook wants a cell of another rank interrupted, which does not answer."""
+class InterruptRank(Request, ForParent):
+    """The notebook has a cell of a rank interrupted that does not answer, by another rank and the parents."""
 
     rank: int
     cell: str
 
 
 @dataclass(frozen=True)
-class EndRank(ForParent):
-    """A rank passes on that a notebook wants another rank ended, which does not answer at all."""
+class EndRank(Request, ForParent):
+    """The notebook has a rank ended that does not answer at all, by another rank and the parents."""
 
     rank: int
 
@@ -195,8 +367,8 @@ class ReleaseCell(ForRank):
 
 
 @dataclass(frozen=True)
-class RankDied(ForRank):
-    """The parent tells that a rank is dead and is not replaced."""
+class RankIsDead(ForRank, ForNotebook):
+    """The parent tells that a rank is dead and is not replaced. The other ranks tell the notebook."""
 
     death: Death
 
@@ -252,8 +424,8 @@ class LeaveWorld(ForRank):
 
 
 @dataclass(frozen=True)
-class RanksChanged(ForRank):
-    """The parent has written down a finished replacement or resize; the rank tells the notebook to read it."""
+class RanksChanged(ForRank, ForNotebook):
+    """The parent has written down a finished replacement or resize. The ranks tell the notebook to read it."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +444,9 @@ class EndOfCluster(ForRank):
 
 
 # Encoding
+
+REQUEST, NEWS = "nbkit_request", "nbkit_news"
+"""The types of Jupyter messages that carry a Request, and a message ForNotebook."""
 
 _NAME, _PROTOCOL = "message", "protocol"
 T = TypeVar("T")

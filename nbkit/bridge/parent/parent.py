@@ -66,8 +66,8 @@ from nbkit.wire.messages import (
     ForParent,
     InterruptRank,
     InUse,
-    RankDied,
     RankEnd,
+    RankIsDead,
     RankReady,
     ReadyToForm,
     ReleaseCell,
@@ -587,13 +587,13 @@ class Parent:
             scratch.replace(path)
         except OSError as error:  # a full disk must not end the cluster; the ranks report the death too
             log(f"what is told of rank {death.rank} could not be written: {error}")
-        if self.coordinator and isinstance(death, RankEnd):  # the notebook gets it there; other deaths have RankDied
+        if self.coordinator and isinstance(death, RankEnd):  # the notebook gets it there; other deaths have RankIsDead
             self.coordinator.link.send(event="note", **asdict(death))
 
     def spread_death(self, death: Death) -> None:
         """Tell the ranks of a death, and release those that ran a cell with the dead rank."""
         for child in self.children.values():
-            child.link.send(RankDied(death))
+            child.link.send(RankIsDead(death))
             # If a host is out of reach, nobody knows which cells its ranks were in.
             shared = (cell for cell, ranks in child.cells.items() if death.rank in ranks)
             for cell in shared if death.cells is None else death.cells:
