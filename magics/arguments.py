@@ -137,13 +137,6 @@ def cluster_parser() -> MagicParser:
         "--spares", type=int, default=0, metavar="N", help="N devices more on each host, for ranks whose own fails"
     )
     start.add_argument(
-        "--spare-hosts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="for --hosts, the last N of them, or --slurm, N nodes more: in reserve for one that is gone in a training",
-    )
-    start.add_argument(
         "--ttl", type=_duration, metavar="TIME", help="let go after so long without notebook and cell: 30min, 12h (2h)"
     )
     start.add_argument(

@@ -118,24 +118,14 @@ def test_a_request_is_kept_as_json_takes_it() -> None:
         assert loaded(saved(request)) == request
 
 
-@pytest.mark.parametrize(
-    ("line", "numbers", "hint"),
-    [
-        ("--hosts a:2,b:2 --spare-hosts 1", "--hosts a:2,b:2 --spare-hosts 1", "--hosts node1:4,node2:4,node3:4"),
-        ("--hosts a:2,b:2,c:2 --spare-hosts -1", "--spare-hosts -1", "--hosts node1:4,node2:4,node3:4"),
-        ("--hosts a:1,b:4,c:2 --spare-hosts 1", "c:2, in reserve for up to 4", "--hosts a:1,b:4,c:4 --spare-hosts 1"),
-        ("--mpi --hosts a:2,b:2,c:2 --spare-hosts 1", "--mpi", "--slurm -n 8 --nodes 2 --spare-hosts 1"),
-        ("-n 2 --spare-hosts 1", "ranks of this machine", "--slurm -n 8 --nodes 2 --spare-hosts 1"),
-        ("--slurm -n 4 --spares -1", "--spares -1", "--spares 1"),
-    ],
-)
-def test_what_cannot_be_in_reserve_is_refused_with_what_to_type(line: str, numbers: str, hint: str) -> None:
+def test_a_request_of_another_release_is_read_without_the_fields_that_this_one_does_not_have() -> None:
+    request = SshRequest((("a", 2), ("b", 2)), spares=1)
+    assert loaded({**saved(request), "spare_hosts": 1}) == request
+
+
+def test_devices_in_reserve_are_part_of_a_request_and_not_fewer_than_none() -> None:
+    found = asked("-n 4 --hosts a:2,b:2 --spares 1")
+    assert found == SshRequest((("a", 2), ("b", 2)), spares=1)
     with pytest.raises(UsageError) as caught:
-        asked(line)
-    assert numbers in caught.value.numbers and hint in caught.value.hint
-
-
-def test_the_last_hosts_listed_are_the_spare_ones() -> None:
-    found = asked("-n 4 --hosts a:2,b:2,c:2 --spare-hosts 1 --spares 1")
-    assert found == SshRequest((("a", 2), ("b", 2), ("c", 2)), spares=1, spare_hosts=1)
-    assert loaded(saved(found)) == found
+        asked("--slurm -n 4 --spares -1")
+    assert caught.value.numbers == "--spares -1" and caught.value.hint == "--spares 1"

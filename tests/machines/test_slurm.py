@@ -168,13 +168,6 @@ def test_spares_of_a_node_are_asked_for_beside_its_ranks() -> None:
         size_of(SlurmRequest(4, nodes=1, spares=1), GPU_NODES)
     assert "4 GPUs, 1 of each spare" in caught.value.numbers
     assert caught.value.hint.startswith("-n 4 --nodes 2 --spares 1")
-    size, _ = size_of(SlurmRequest(4, nodes=2, spare_hosts=1), GPU_NODES)
-    assert (size.nodes, size.ranks) == (3, 2)
-    with pytest.raises(UsageError, match="they are all on the first") as caught:
-        size_of(SlurmRequest(2, spare_hosts=1), GPU_NODES)
-    assert caught.value.hint == "-n 2 --nodes 2 --spare-hosts 1"
-    with pytest.raises(UsageError, match="Too few nodes") as caught:
-        size_of(SlurmRequest(4, spare_hosts=9), GPU_NODES)
     with pytest.raises(UsageError, match="Too few devices for the ranks and their spares") as caught:
         size_of(SlurmRequest(4, spares=4), GPU_NODES)
     assert caught.value.hint == "--spares 3"

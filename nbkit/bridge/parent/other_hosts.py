@@ -9,9 +9,6 @@ for these ranks come back. Both go through the coordinator, which keeps their or
 
     of_rank   started   placed   lost   to the first host's parent
     start_rank   to_rank   dismiss      from it, to the parent of that rank
-
-A host in reserve has a parent too. It has no ranks until the coordinator tells it to take the place of another host
-(`take_place`). Then its ranks are started like any rank that is replaced.
 """
 
 from __future__ import annotations
@@ -23,8 +20,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from nbkit.bridge.parent.child_processes import kill_group, log
-from nbkit.bridge.parent.spec import CoordinatorAddress, write_pins
+from nbkit.bridge.parent.child_processes import kill_group
+from nbkit.bridge.parent.spec import CoordinatorAddress
 from nbkit.wire.link import SignedLink
 from nbkit.wire.messages import Death, FitLeft, ForParent, ForRank, decoded, deliver, encoded, from_plain
 
@@ -70,7 +67,6 @@ class HostParent(Protocol):
 
     coordinator: CoordinatorLine | None
     ending: bool
-    folder: Path
     spec: Any
     replacer: Any
     spares: Any
@@ -113,8 +109,7 @@ class OtherHosts:
     """The ranks of other hosts, and the messages about them. There is one per parent.
 
     ranks: at the first host's parent, the ranks of the other hosts; empty elsewhere and on a single host.
-    undecided: at another host's parent, its ranks that have ended, until it hears what becomes of them. in_reserve:
-    this host has had no ranks yet. taken: ranks of a host whose place this one takes; they did not die on its devices.
+    undecided: at another host's parent, its ranks that have ended, until it hears what becomes of them.
     """
 
     def __init__(self, parent: HostParent) -> None:
@@ -123,8 +118,6 @@ class OtherHosts:
         self.undecided: set[int] = set()
         self._to_start: dict[int, dict[str, Any]] = {}  # rank -> message: whom it replaces, in which cell
         self._line = parent.coordinator
-        self.in_reserve = not spec.pins
-        self.taken: set[int] = set()
         self.decides = self._line is None or spec.base == 0
         if self._line is not None and self.decides:
             line = self._line
@@ -156,18 +149,15 @@ class OtherHosts:
     @property
     def awaited(self) -> bool:
         """Return True if this parent has to stay even if it has no ranks left."""
-        waits = bool(self.undecided) or self.in_reserve
-        return waits and not self.parent.ending and self._line is not None and not self._line.gone
+        waits = bool(self.undecided) and not self.parent.ending
+        return waits and self._line is not None and not self._line.gone
 
     def go_on(self) -> None:
         """Start the ranks that are due, once the old rank of that number has been reaped."""
         for rank in sorted(set(self._to_start) - set(self.parent.children)):
             asked = self._to_start.pop(rank)
             if not self.parent.ending:
-                self.in_reserve = False
-                if rank not in self.taken:
-                    self.parent.spares.place(asked["cell"], from_plain(Death, asked["death"]))
-                self.taken.discard(rank)
+                self.parent.spares.place(asked["cell"], from_plain(Death, asked["death"]))
                 self.parent.start_rank(rank, replaces=True)
 
     # At the first host's parent
@@ -191,9 +181,6 @@ class OtherHosts:
 
     def hear(self, event: str, message: dict[str, Any]) -> bool:
         """Handle a message of the coordinator. Returns False if it is not about ranks of other hosts."""
-        if event == "take_place":
-            self._take_place(message["base"], message["count"])
-            return True
         rank = message["rank"] if event in (*_TO_FIRST, *_FROM_FIRST) else -1
         if event in _TO_FIRST and (there := self.ranks.get(rank)) is not None:
             self._hear_of(there, event, message)
@@ -215,14 +202,6 @@ class OtherHosts:
             death = self.parent.replacer.explained(there, replace(from_plain(Death, message), pid=there.pid))
             if not self.parent.ending and not self.parent.replacer.takes(there, death):
                 self.parent.declare_dead(death)
-
-    def _take_place(self, base: int, count: int) -> None:
-        """Take `count` ranks on this host, which was in reserve. The first host's parent has them started."""
-        spec = self.parent.spec
-        self.parent.spec = replace(spec, base=base, pins=spec.spares[:count], spares=spec.spares[count:])
-        self.taken = {*self.parent.spec.ranks}
-        write_pins(self.parent.spec, self.parent.folder / "spec.json")
-        log(f"this host takes the place of another one, with ranks {[*self.parent.spec.ranks]}")
 
     def _do(self, event: str, rank: int, message: dict[str, Any]) -> None:
         child = self.parent.children.get(rank)

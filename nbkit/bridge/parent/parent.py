@@ -502,9 +502,7 @@ class Parent:
         if self.coordinator.gone:
             self.selector.unregister(self.coordinator.link.sock)
             log("the line to the coordinator is closed")
-            if self.spec.fenced and not self.coordinator.link.closed:
-                self.end_all("this host was out of reach, and other ranks may have taken the place of these")
-            elif self.coordinator.link.broke:  # nobody can reach the ranks any more, or stop their waits
+            if self.coordinator.link.broke:  # nobody can reach the ranks any more, or stop their waits
                 for child in self.children.values():
                     for cell in child.cells:
                         child.link.send(ReleaseCell(cell, "the notebook's host does not answer"))

@@ -55,7 +55,7 @@ class ClusterEntry:
     """A cluster as the registry knows it.
 
     host: where its processes run. ttl: seconds. born: time.time(). labels, reasons: what each rank is pinned to and
-    why, in rank order. spares: the devices still in reserve. spare_hosts: the hosts still in reserve.
+    why, in rank order. spares: the devices still in reserve.
     """
 
     name: str
@@ -72,7 +72,6 @@ class ClusterEntry:
     options: dict[str, object] = field(default_factory=dict)
     ranks: tuple[Process, ...] = ()
     spares: tuple[str, ...] = ()
-    spare_hosts: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -182,7 +181,7 @@ def _entry(saved: dict[str, Any]) -> ClusterEntry:
     for role in ("controller", "parent", "kernel"):
         saved[role] = Process(**saved[role])
     saved["ranks"] = tuple(Process(**rank) for rank in saved["ranks"])
-    saved |= {key: tuple(saved.get(key, ())) for key in ("labels", "reasons", "spares", "spare_hosts")}
+    saved |= {key: tuple(saved.get(key, ())) for key in ("labels", "reasons", "spares")}
     return ClusterEntry(**{known.name: saved[known.name] for known in fields(ClusterEntry)})
 
 

@@ -60,11 +60,7 @@ class Status:
         asked: Any = self.entry.options.get("spares")
         if asked and self.entry.is_spread:
             asked = f"{asked} on each host"
-        lines = [f"spares: {', '.join(self.entry.spares) or f'none is left of {asked}'}"] if asked else []
-        on: Any = self.entry.options.get("on", {})
-        if hosts := on.get("spare_hosts"):
-            lines.append(f"spare hosts: {', '.join(self.entry.spare_hosts) or f'none is left of {hosts}'}")
-        return lines
+        return [f"spares: {', '.join(self.entry.spares) or f'none is left of {asked}'}"] if asked else []
 
     def __repr__(self) -> str:
         table = text_table(COLUMNS, [row.cells() for row in self.rows])

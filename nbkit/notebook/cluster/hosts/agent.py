@@ -244,8 +244,7 @@ def _folder(
 
     Only this user can read it; it is removed when the ranks have ended.
     """
-    name, counts = payload["name"], payload["counts"][: len(payload["counts"]) - payload["spare_hosts"]]
-    in_reserve, pins = index >= len(counts), [pin.saved for pin in pinning.pins]
+    name, counts = payload["name"], payload["counts"]
     folder = Path(tempfile.mkdtemp(prefix=f"nbkit-{name}-{index}-"))
     for part in ("logs", "output", "profile/security"):
         (folder / part).mkdir(parents=True, mode=0o700)
@@ -264,13 +263,12 @@ def _folder(
                 "ttl": 0.0,  # the coordinator's
                 "launcher": asdict(Process.of(os.getpid())),
                 "forked": os.environ.get("NBKIT_START", "fork" if starts_by_forking() else "spawn") == "fork",
-                "pins": [] if in_reserve else pins,
-                "spares": [*(pins if in_reserve else []), *(pin.saved for pin in pinning.spares)],
+                "pins": [pin.saved for pin in pinning.pins],
+                "spares": [pin.saved for pin in pinning.spares],
                 "address": address,
                 "hosts": go["addresses"],
                 "base": sum(counts[:index]),
                 "world_size": sum(counts),
-                "fenced": payload["spare_hosts"] > 0,
                 "line": {
                     "fd": link.sock.fileno(),
                     "key": link.key,

@@ -10,8 +10,8 @@ It has the launcher start an agent on each host, and each agent keeps a signed l
 - has trainings saved before a launcher takes the hosts away, at a time limit or for another job;
 - ends the cluster when it is stopped, when the controller is gone, or when nobody has used it for its time to live.
 
-`Places` records which hosts have joined, which ranks each holds, and which is in reserve. `Reachability` asks the
-agents, those of hosts in reserve too, whether their hosts can connect to each other. `Gathering` lasts from the
+`Places` records which hosts have joined and which ranks each holds. `Reachability` asks the agents whether their hosts
+can connect to each other. `Gathering` lasts from the
 launcher's start until all agents are there and their hosts have been compared. All of this comes before the first fork.
 """
 
@@ -38,20 +38,16 @@ from nbkit.notebook.cluster.hosts.network import listen_at
 from nbkit.notebook.cluster.hosts.progress import LauncherView, StartProgress
 from nbkit.notebook.cluster.hosts.start_request import Starter, loaded
 from nbkit.wire import cluster_end
-from nbkit.wire.cells import ranks_named
 from nbkit.wire.cluster_end import ClusterEnd
 from nbkit.wire.link import SignedLink, key_of
 from nbkit.wire.processes import Process, followers
 
 
 class ConnectedHost:
-    """A host whose agent has connected.
-
-    facts: what it reported about itself. has_taken_place: it was in reserve before.
-    """
+    """A host whose agent has connected. facts: what it reported about itself."""
 
     def __init__(self, link: SignedLink) -> None:
-        self.link, self.has_taken_place = link, False
+        self.link = link
         self.facts: dict[str, Any] = {}
 
     @property
@@ -62,34 +58,27 @@ class ConnectedHost:
 class Places:
     """The hosts of a cluster and the ranks that they hold.
 
-    counts: ranks of each host. The last `spare_hosts` of them hold none until they replace another host.
-    hosts: index -> host, for those that are there.
+    counts: ranks of each host. hosts: index -> host, for those that are there.
     """
 
-    def __init__(self, counts: Sequence[int], spare_hosts: int) -> None:
-        self.total, self.counts = len(counts), tuple(counts[: len(counts) - spare_hosts])
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = tuple(counts)
         self.hosts: dict[int, ConnectedHost] = {}
-        self._facts: list[dict[str, Any]] = []  # of the hosts that hold ranks, once all have joined
+        self._facts: list[dict[str, Any]] = []  # once all have joined
 
     @property
-    def hold_ranks(self) -> bool:
-        """Return True if any host is left that holds ranks."""
-        return any(index < len(self.counts) for index in self.hosts)
-
-    @property
-    def in_reserve(self) -> list[ConnectedHost]:
-        return [host for index, host in sorted(self.hosts.items()) if index >= len(self.counts)]
+    def total(self) -> int:
+        return len(self.counts)
 
     def ranks_of(self, index: int) -> range:
-        """Return the ranks of a host. A host in reserve has none."""
+        """Return the ranks of a host."""
         base = sum(self.counts[:index])
-        return range(base, base + (self.counts[index] if index < len(self.counts) else 0))
+        return range(base, base + self.counts[index])
 
     def settle(self) -> list[dict[str, Any]]:
         """Return what the hosts reported about themselves, in order. Call it when all have joined."""
-        facts = [self.hosts[index].facts for index in range(self.total)]
-        self._facts = facts[: len(self.counts)]
-        return facts
+        self._facts = [self.hosts[index].facts for index in range(self.total)]
+        return self._facts
 
     def placed(self, host: ConnectedHost, rank: int, label: str, reason: str, spares: Sequence[str]) -> None:
         """Record the device of a rank, which may have gone to a spare device of its host."""
@@ -97,26 +86,9 @@ class Places:
         host.facts["labels"][at], host.facts["reasons"][at] = label, reason
         host.facts["spares"] = list(spares)
 
-    def take_place(self, index: int) -> ConnectedHost | None:
-        """Let a host in reserve replace the host with that index, which is gone. Return it, or None if there is none.
-
-        The first host cannot be replaced: its parent decides who is replaced, and the store of the world is there.
-        """
-        count = len(self.ranks_of(index))
-        fit = [host for host in self.in_reserve if len(host.facts["labels"]) >= count]
-        if not fit or index == 0 or 0 not in self.hosts:
-            return None
-        host = self.hosts[index] = self.hosts.pop(fit[0].facts["index"])
-        facts = self._facts[index] = host.facts
-        facts |= {"index": index, "spares": [*facts["labels"][count:], *facts["spares"]]}
-        facts |= {key: facts[key][:count] for key in ("labels", "reasons")}
-        host.has_taken_place = True
-        host.link.send(event="take_place", base=self.ranks_of(index).start, count=count)
-        return host
-
     def shown(self, state: StartProgress) -> StartProgress:
-        """Return `state` with the devices of the ranks and the reserve."""
-        return progress.with_devices(state, self._facts, [host.name for host in self.in_reserve])
+        """Return `state` with the devices of the ranks and those in reserve."""
+        return progress.with_devices(state, self._facts)
 
 
 _SHOWN = 4
@@ -331,7 +303,7 @@ class Coordinator:
         self.listener = listen_at(starter.address)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ, None)
-        self.places = Places(starter.counts, starter.spare_hosts)
+        self.places = Places(starter.counts)
         self.hosts = self.places.hosts  # index -> host, of those that have joined
         self.gathering = Gathering(starter, self.places, self.listener.getsockname()[1])
         self.dead: set[int] = set()
@@ -377,7 +349,6 @@ class Coordinator:
                 "counts": list(self.starter.counts),
                 "cpu": self.starter.cpu,
                 "spares": self.plan["request"]["spares"],
-                "spare_hosts": self.starter.spare_hosts,
                 "cwd": self.plan["cwd"],
                 "environment": self.plan["environment"],
                 "engine": json.loads(path.read_text()),
@@ -446,7 +417,6 @@ class Coordinator:
         elif event in ("started", "of_rank", "placed", "lost"):
             if event == "placed":
                 self.places.placed(host, message["rank"], message["label"], message["reason"], message["spares"])
-            if event == "placed" or host.has_taken_place:
                 self._show(self.places.shown(self.state))
             self._to_first(message)
         elif event == "told_to_end":
@@ -502,9 +472,6 @@ class Coordinator:
         self.hosts.pop(index, None)
         if not self.going:
             raise self.gathering.lost(host)
-        if index >= len(self.places.counts):  # it was in reserve
-            self._show(self.places.shown(self.state))
-            return
         left = [rank for rank in self.places.ranks_of(index) if rank not in self.dead]
         self.looked = 0.0
         seen = self._look()
@@ -515,33 +482,12 @@ class Coordinator:
             how = seen.words
         # The host's cells are unknown here; each other rank is released from the cells it shares with the dead ones.
         about = {"pid": 0, "how": how, "when": time.time(), "cells": None, "failed": ""}
-        stays = not self.taken_away and not self.dead and seen.state not in ("ending", "over")
-        if stays and (spare := self.places.take_place(index)) is not None:
-            self._put_in_place(spare, host, about)
-            return
         for rank in left:
             self._died({"rank": rank, **about}, host, unregister=True)
-        if not self.places.hold_ranks:
+        if not self.hosts:
             if (end := cluster_end.read(self.folder)) is not None:
                 cluster_end.write(self.folder, replace(end, why=how, again=seen.again))
             self.end(how)
-
-    def _put_in_place(self, spare: ConnectedHost, gone: ConnectedHost, about: dict[str, Any]) -> None:
-        """Let a host in reserve take over the ranks of a host that is gone. The first host's parent has them started.
-
-        about: what is reported about their deaths. If they are in no training that goes on, that parent declares them
-        dead.
-        """
-        ranks = self.places.ranks_of(spare.facts["index"])
-        left = len(self.places.in_reserve)
-        said = (
-            f"{ranks_named([*ranks]).lower()} {'is' if len(ranks) == 1 else 'are'} on the spare host {spare.name} now, "
-            f"in the place of {gone.name}; {left or 'no'} spare host{'s are' if left > 1 else ' is'} left"
-        )
-        print(f"{time.strftime('%H:%M:%S')} coordinator: {about['how']}: {said}", flush=True)
-        for rank in ranks:
-            self._to_first({"event": "lost", "rank": rank, **about})
-        self._to_first({"event": "placed", "rank": ranks[0], "said": said})
 
     # Hosts that are taken away --------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,8 +36,8 @@ class StartProgress:
     """Progress of a start.
 
     phase: "over" means that the cluster has ended or never came up. words: how far it is, or how it ended. what,
-    numbers, hint: of the error, if there is one. labels, reasons: of the ranks, once all hosts have answered. spares,
-    spare_hosts: the devices in reserve there, and the hosts in reserve.
+    numbers, hint: of the error, if there is one. labels, reasons: of the ranks, once all hosts have answered. spares:
+    the devices in reserve there.
     """
 
     phase: Literal["waiting", "starting", "forked", "over"]
@@ -48,7 +48,6 @@ class StartProgress:
     labels: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     spares: tuple[str, ...] = ()
-    spare_hosts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     backend: str = ""
 
@@ -58,14 +57,13 @@ class StartProgress:
             raise ClusterError(self.what or self.words, numbers=self.numbers, hint=self.hint)
 
 
-def with_devices(progress: StartProgress, hosts: Sequence[dict[str, Any]], spare_hosts: Sequence[str]) -> StartProgress:
-    """Return `state` with labels, reasons and spares. hosts: what the agents of the hosts with ranks reported."""
+def with_devices(progress: StartProgress, hosts: Sequence[dict[str, Any]]) -> StartProgress:
+    """Return `state` with labels, reasons and spares. hosts: what the agents reported."""
     return replace(
         progress,
         labels=tuple(f"{one['host']}: {label}" for one in hosts for label in one["labels"]),
         reasons=tuple(f"{one['host']}, {why}" for one in hosts for why in one["reasons"]),
         spares=tuple(f"{one['host']}: {label}" for one in hosts for label in one["spares"]),
-        spare_hosts=tuple(spare_hosts),
     )
 
 
@@ -79,11 +77,14 @@ def write(folder: Path, progress: StartProgress) -> None:
 def read(folder: Path) -> StartProgress | None:
     """Return the last progress that was written, or None."""
     try:
-        fields = json.loads((folder / "progress.json").read_text())
+        saved = json.loads((folder / "progress.json").read_text())
     except (OSError, ValueError):
         return None
-    lists: dict[str, Any] = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    return StartProgress(**(fields | lists))
+    known = {field.name for field in fields(StartProgress)}  # another release may have written more
+    found: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in saved.items() if name in known
+    }
+    return StartProgress(**found)
 
 
 def how_ended(folder: Path) -> str:

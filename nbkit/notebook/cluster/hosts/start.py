@@ -92,7 +92,7 @@ def reach_on_hosts(entry: ClusterEntry) -> tuple[ClusterEntry, Client, tuple[str
         client = _connected(entry, time.monotonic() + START_SECONDS)
         forked = _await_ranks(entry, client, line)
         entry = replace(entry, backend=forked.backend, labels=forked.labels, reasons=forked.reasons)
-        entry = replace(entry, spares=forked.spares, spare_hosts=forked.spare_hosts)
+        entry = replace(entry, spares=forked.spares)
         entry = with_ranks(entry, client, lambda: entry.parent.is_alive() and not any(deaths_in(entry.folder)))
         _form_world(entry, client)
         registry.save(entry)
@@ -130,7 +130,7 @@ def _all_or_nothing(name: str, request: Request) -> Iterator[Callable[[float, di
         controller.start()
         process = Process.of(controller.pid)
         (folder / "controller.json").write_text(json.dumps(asdict(process)))
-        n = sum(starter.counts[: len(starter.counts) - starter.spare_hosts])
+        n = sum(starter.counts)
         entry = ClusterEntry(
             name=name,
             host=socket.gethostname(),

@@ -28,13 +28,6 @@ def requested(options: Any) -> Request | None:
     found = _requested(options)
     if found is not None:
         found = with_spares(found, options.spares)
-    if options.spare_hosts and not isinstance(found, SshRequest | SlurmRequest):
-        where = "--mpi" if options.mpi else "ranks of this machine" if found is None else "an allocation"
-        raise UsageError(
-            "--spare-hosts is for --hosts and --slurm.",
-            numbers=f"--spare-hosts {options.spare_hosts}, {where}: what starts those ends with one of its hosts",
-            hint="--hosts node1:4,node2:4,node3:4 --spare-hosts 1   or   --slurm -n 8 --nodes 2 --spare-hosts 1",
-        )
     if not options.container:
         return found
     if found is None:
@@ -99,17 +92,17 @@ def _requested(options: Any) -> Request | None:
         return _over_mpi(options)
     if options.hosts:
         hosts = read_hosts(options.hosts)
-        total = sum(count for _, count in hosts[: len(hosts) - max(options.spare_hosts, 0)])
+        total = sum(count for _, count in hosts)
         if options.n not in (None, total):
             raise UsageError(
                 "--hosts says how many ranks there are.", numbers=f"-n {options.n}, --hosts {total}", hint="without -n"
             )
-        return SshRequest(hosts, options.cpu, options.python, spare_hosts=options.spare_hosts)
+        return SshRequest(hosts, options.cpu, options.python)
     if options.n is None:
         raise UsageError("How many ranks shall Slurm start?", numbers="no -n", hint="%cluster start --slurm -n 4")
     asked = SlurmRequest(
         options.n, options.nodes, options.partition, options.time, options.cpu, options.rest, options.python,
-        requeue=options.requeue, spare_hosts=options.spare_hosts,
+        requeue=options.requeue,
     )  # fmt: skip
     return asked if options.save_before is None else replace(asked, save_before=options.save_before)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.hosts.progress import LauncherView
@@ -27,8 +27,7 @@ class SlurmRequest:
     before the end of the job a training in it is saved, and ends; at most a quarter of the job's time. requeue: if
     Slurm takes the hosts away under a training, request others. container: words in front of the agent's command that
     put it, and so the ranks, into a container: "apptainer exec --nv torch.sif", or options of srun
-    ("--container-image=..." of pyxis). spares: devices in reserve on each host. spare_hosts: this many extra nodes, in
-    reserve for one that is gone.
+    ("--container-image=..." of pyxis). spares: devices in reserve on each host.
     """
 
     n: int
@@ -42,7 +41,6 @@ class SlurmRequest:
     container: str = ""
     requeue: bool = False
     spares: int = 0
-    spare_hosts: int = 0
 
     def __post_init__(self) -> None:
         if self.n < 1 or (self.nodes is not None and self.nodes < 1):
@@ -56,22 +54,16 @@ class SlurmRequest:
 
 @dataclass(frozen=True)
 class SshRequest:
-    """Ranks on `hosts`, each a name that ssh knows with a number of ranks. Other fields are as in SlurmRequest.
-
-    spare_hosts: this many of the hosts, the last ones, hold no ranks until another one is gone.
-    """
+    """Ranks on `hosts`, each a name that ssh knows with a number of ranks. Other fields are as in SlurmRequest."""
 
     hosts: tuple[tuple[str, int], ...]
     cpu: bool = False
     python: str = ""
     container: str = ""
     spares: int = 0
-    spare_hosts: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hosts", tuple((check_host(name), count) for name, count in self.hosts))
-        if self.spare_hosts:
-            _check_spare_hosts(self.hosts, self.spare_hosts)
 
 
 @dataclass(frozen=True)
@@ -145,11 +137,10 @@ AGENT = "nbkit.notebook.cluster.hosts.agent"
 class Starter(Protocol):
     """Starts agents on the hosts. cpu: use no GPU. address: of this machine, which the hosts can reach.
 
-    counts: ranks of each host, in the order of hosts; the last `spare_hosts` of them hold none at first.
+    counts: ranks of each host, in the order of hosts.
     """
 
     counts: tuple[int, ...]
-    spare_hosts: int
     cpu: bool
     address: str
 
@@ -181,35 +172,16 @@ def saved(request: Request) -> dict[str, Any]:
 
 
 def loaded(options: Any) -> Request:
-    """Return the request that `saved` wrote."""
-    fields = {name: value for name, value in options.items() if name != "launcher"}
-    return _KINDS[options["launcher"]](**fields)
+    """Return the request that `saved` wrote. Fields of another release that this one does not know are ignored."""
+    kind: Any = _KINDS[options["launcher"]]
+    known = {field.name for field in fields(kind)}
+    return cast(Request, kind(**{name: value for name, value in options.items() if name in known}))
 
 
 def last_lines(path: Path) -> str:
     """Return the end of a log file; nothing if the file does not exist, or is not on this host."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return "\n".join(lines[-_LOG_LINES:])
-
-
-def _check_spare_hosts(hosts: Sequence[tuple[str, int]], spare: int) -> None:
-    """Raise UsageError unless the last `spare` of `hosts` can replace any of the others except the first."""
-    held, reserve = hosts[: len(hosts) - spare], hosts[len(hosts) - spare :]
-    given = ",".join(f"{name}:{count}" for name, count in hosts)
-    if spare < 0 or len(held) < 2 or not reserve:
-        raise UsageError(
-            "The spare hosts are the last ones listed, behind two hosts with ranks or more.",
-            numbers=f"--hosts {given} --spare-hosts {spare}",
-            hint="--hosts node1:4,node2:4,node3:4 --spare-hosts 1   (the first one cannot be replaced)",
-        )
-    most = max(count for _, count in held[1:])
-    if few := [f"{name}:{count}" for name, count in reserve if count < most]:
-        fitting = ",".join(f"{name}:{count}" for name, count in (*held, *((name, most) for name, _ in reserve)))
-        raise UsageError(
-            "A spare host takes all ranks of one that is gone.",
-            numbers=f"{', '.join(few)}, in reserve for up to {most} ranks",
-            hint=f"--hosts {fitting} --spare-hosts {spare}",
-        )
 
 
 def with_spares(request: Request, spares: int) -> Request:

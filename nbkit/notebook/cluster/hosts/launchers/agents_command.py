@@ -17,8 +17,6 @@ class AgentsCommand:
     folder: the cluster's folder. log: the name of the file for the command's output.
     """
 
-    spare_hosts = 0  # where one host is gone, such a command ends what it has started on all
-
     def __init__(self, folder: Path, log: str) -> None:
         self._path = folder / "logs" / log
         self._command: subprocess.Popen[bytes] | None = None

@@ -80,8 +80,6 @@ def launcher_names() -> list[str]:
 class PluginHosts:
     """The agents of one cluster. A starter, see `start_request.Starter`."""
 
-    spare_hosts = 0
-
     def __init__(self, request: PluginRequest, folder: Path) -> None:
         found = [entry for entry in entry_points(group=GROUP) if entry.name == request.name]
         if not found:

@@ -177,7 +177,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a job: `nodes`, each with the same number of ranks, used or in reserve.
+    """Size of a job: `nodes`, each with the same number of ranks.
 
     cpus, gpus: of each node, for ranks and spares.
     """
@@ -232,31 +232,14 @@ def size_of(request: SlurmRequest, nodes: Sequence[Node]) -> tuple[Size, list[No
         )
     unit = "CPU" if request.cpu or not any(node.gpus for node in there) else "GPU"
     sizes = sorted((_room(node, unit) - request.spares for node in there), reverse=True)
-    sizes = sizes[request.spare_hosts :]  # what is left for ranks, on the smallest node too
-    if not sizes:
-        raise UsageError(
-            "Too few nodes for the ranks and their spare hosts.",
-            numbers=f"--spare-hosts {request.spare_hosts}; {named} has {_nodes(len(there))}",
-            hint=f"--spare-hosts {len(there) - 1}" if len(there) > 1 else "without --spare-hosts",
-        )
     count = request.nodes if request.nodes is not None else _fewest(request.n, sizes)
     if count is None or count > len(sizes) or request.n > count * sizes[count - 1] or request.n % count:
         raise _too_large(request, named, unit, sizes, count)
-    if request.spare_hosts and count < 2:
-        raise UsageError(
-            "A spare host takes the place of any node with ranks but the first, and they are all on the first.",
-            numbers=f"-n {request.n} on {_nodes(count)}, --spare-hosts {request.spare_hosts}",
-            hint=f"-n {request.n + request.n % 2} --nodes 2 --spare-hosts {request.spare_hosts}",
-        )
     ranks = request.n // count
     devices = ranks + request.spares
     able = [node for node in there if _room(node, unit) >= devices]
     share = min(node.cpus // node.gpus for node in able) if unit == "GPU" else 1
-    return Size(count + request.spare_hosts, ranks, devices * max(1, share), devices if unit == "GPU" else 0), able
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' * (count != 1)}"
+    return Size(count, ranks, devices * max(1, share), devices if unit == "GPU" else 0), able
 
 
 def _room(node: Node, unit: str) -> int:
@@ -286,17 +269,15 @@ def _too_large(request: SlurmRequest, named: str, unit: str, sizes: Sequence[int
     most = max(k * sizes[k - 1] for k in range(1, len(sizes) + 1))
     fits = [k for k in range(1, len(sizes) + 1) if request.n % k == 0 and request.n // k <= sizes[k - 1]]
     on = "" if request.nodes is None else f" on {request.nodes} node{'s' * (request.nodes > 1)}"
-    reserve = request.spare_hosts
-    kept = f" --spares {spares}" * (spares > 0) + f" --spare-hosts {reserve}" * (reserve > 0)
+    kept = f" --spares {spares}" * (spares > 0)
     ways = [f"-n {request.n} --nodes {fits[0]}{kept}"] if fits else []
     ways += [f"-n {most} --nodes {next(k for k in range(1, len(sizes) + 1) if k * sizes[k - 1] == most)}{kept}"]
     return UsageError(
         what,
-        numbers=f"-n {request.n}{on}; {named} has {_nodes(len(sizes) + reserve)} of {sizes[-1] + spares}"
+        numbers=f"-n {request.n}{on}; {named} has {len(sizes)} node{'s' * (len(sizes) != 1)} of {sizes[-1] + spares}"
         + (f" to {sizes[0] + spares}" if sizes[0] > sizes[-1] else "")
         + f" {unit}s"
-        + (f", {spares} of each spare" if spares else "")
-        + (f", {_nodes(reserve)} in reserve" if reserve else ""),
+        + (f", {spares} of each spare" if spares else ""),
         hint="   or   ".join(dict.fromkeys(ways)),
     )
 
@@ -308,7 +289,6 @@ class SlurmJob:
         self.request, self.folder, self.cpu, self.job = request, folder, request.cpu, ""
         self.size, nodes = size_of(request, read_nodes())
         self.counts = (self.size.ranks,) * self.size.nodes
-        self.spare_hosts = request.spare_hosts
         self.address = address_towards([node.address for node in nodes][: self.size.nodes])
         self._last = LauncherView("pending", "the job is being submitted")
         self._restarts: int | None = None  # of the job as it ran first
@@ -343,15 +323,14 @@ class SlurmJob:
             "output": slurm_file(self.folder / "logs" / "job.log"),
             "export": "ALL",
         }
-        kept = ["--no-kill"] if self.request.spare_hosts else []  # the job goes on when a node is gone
-        return [*(f"--{option}={value}" for option, value in asked.items() if value), *kept]
+        return [f"--{option}={value}" for option, value in asked.items() if value]
 
     def _script(self) -> str:
         # srun of some releases does not take over --cpus-per-task of the job.
         return (
             "#!/bin/sh\n"
             'exec srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
-            f"{'--no-kill ' * (self.request.spare_hosts > 0)}{shell_words(*agent_command(self.request))}\n"
+            f"{shell_words(*agent_command(self.request))}\n"
         )
 
     def look(self) -> LauncherView:

@@ -64,7 +64,6 @@ class SshHosts:
         self.request, self.folder, self.cpu = request, folder, request.cpu
         self.python = request.python or sys.executable
         self.counts = tuple(count for _, count in request.hosts)
-        self.spare_hosts = request.spare_hosts
         self.address = address_towards([hostname_of(name) for name, _ in request.hosts])
         self._started: list[subprocess.Popen[bytes]] = []
 
