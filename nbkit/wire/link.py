@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from nbkit.wire.messages import Message, ProtocolError, decoded, encoded
 
@@ -40,12 +39,9 @@ class Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_SECONDS, 0))
 
     def send(self, message: Message) -> None:
-        self._send(encoded(message))
-
-    def _send(self, values: dict[str, Any]) -> None:
         with self._lock:
             try:
-                self.sock.sendall(self._packed(json.dumps(values).encode()) + b"\n")
+                self.sock.sendall(self._packed(json.dumps(encoded(message)).encode()) + b"\n")
             except BlockingIOError:  # a part of the message was sent: nothing after it could be read
                 with suppress(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
@@ -58,13 +54,6 @@ class Link:
         Also returns None after a message that cannot be read, because nothing after it can be trusted.
         """
         try:
-            return None if (received := self._receive()) is None else [decoded(values) for values in received]
-        except ProtocolError as error:
-            self.refused = error
-            return None
-
-    def _receive(self) -> list[dict[str, Any]] | None:
-        try:
             data = self.sock.recv(65536)
         except OSError as error:
             self.broke = isinstance(error, ConnectionResetError) or not isinstance(error, ConnectionError)
@@ -74,7 +63,10 @@ class Link:
             return None
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
-            return [json.loads(self._unpacked(line)) for line in lines]
+            return [decoded(json.loads(self._unpacked(line))) for line in lines]
+        except ProtocolError as error:
+            self.refused = error
+            return None
         except ValueError:  # not our message
             return None
 
@@ -119,12 +111,6 @@ class SignedLink(Link):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
-
-    def send(self, **message: Any) -> None:  # type: ignore[override]
-        self._send(message)
-
-    def receive(self) -> list[dict[str, Any]] | None:  # type: ignore[override]
-        return self._receive()
 
     def _packed(self, text: bytes) -> bytes:
         mark = self._mark(self.opened, self.sent, text)

@@ -6,6 +6,10 @@ Each message is a frozen dataclass. Its base classes say who receives it, and it
     notebook  <-ForNotebook--  rank                     its output channel
     rank      --ForParent--->  parent of its host       a socket pair
     rank      <-ForRank------  parent
+    parent    --ForCoordinator->  coordinator           TCP between hosts, signed
+    parent    <-ForHost---------  coordinator
+    agent     --ForCoordinator->  coordinator           the same line, before the agent becomes the parent
+    agent     <-ForAgent--------  coordinator
 
 To follow a message, look for its class: it is made where it is sent, and a method with `@handles(ItsClass)` receives
 it. A new message is a class here, a `link.send(...)`, and a method with `@handles`.
@@ -44,6 +48,18 @@ class ForParent(Message):
 
 class ForRank(Message):
     """Sent by a parent to its rank."""
+
+
+class ForCoordinator(Message):
+    """Sent by a host of a cluster on several hosts, from its agent or its parent of ranks."""
+
+
+class ForAgent(Message):
+    """Sent by the coordinator to a host whose ranks are not forked yet."""
+
+
+class ForHost(Message):
+    """Sent by the coordinator to the parent of the ranks of a host."""
 
 
 @dataclass(frozen=True)
@@ -271,12 +287,12 @@ class CellEnded(ForParent):
 
 
 @dataclass(frozen=True)
-class InUse(ForParent):
+class InUse(ForParent, ForCoordinator):
     """A notebook has shown that it is there; the cluster's time to live begins anew."""
 
 
 @dataclass(frozen=True)
-class InterruptRank(Request, ForParent):
+class InterruptRank(Request, ForParent, ForCoordinator, ForHost):
     """The notebook has a cell of a rank interrupted that does not answer, by another rank and the parents."""
 
     rank: int
@@ -284,7 +300,7 @@ class InterruptRank(Request, ForParent):
 
 
 @dataclass(frozen=True)
-class EndRank(Request, ForParent):
+class EndRank(Request, ForParent, ForCoordinator, ForHost):
     """The notebook has a rank ended that does not answer at all, by another rank and the parents."""
 
     rank: int
@@ -298,7 +314,7 @@ class DeviceFailed(ForParent):
 
 
 @dataclass(frozen=True)
-class TrainingEnded(ForParent):
+class TrainingEnded(ForParent, ForCoordinator):
     """A rank has ended and saved its training, because the cluster ends. saved: what was saved, or why nothing was."""
 
     why: str
@@ -367,10 +383,14 @@ class ReleaseCell(ForRank):
 
 
 @dataclass(frozen=True)
-class RankIsDead(ForRank, ForNotebook):
-    """The parent tells that a rank is dead and is not replaced. The other ranks tell the notebook."""
+class RankIsDead(ForRank, ForNotebook, ForCoordinator, ForHost):
+    """The parent tells that a rank is dead and is not replaced. The other ranks tell the notebook.
+
+    unregister: the receiving parent tells the hub of it, since the rank's own parent is gone.
+    """
 
     death: Death
+    unregister: bool = False
 
 
 @dataclass(frozen=True)
@@ -429,18 +449,200 @@ class RanksChanged(ForRank, ForNotebook):
 
 
 @dataclass(frozen=True)
-class EndTraining(ForRank):
-    """The parent has trainings saved and ended at their next step; the rank lives on. why: "" takes it back."""
+class EndTraining(ForRank, ForHost):
+    """The coordinator has trainings saved and ended at their next step; the ranks live on. why: "" takes it back."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class EndOfCluster(ForRank):
+class EndOfCluster(ForRank, ForHost):
     """The parent has a rank save its training and end after its cell. now: do not wait for a cell without training."""
 
     why: str
     now: bool = True
+
+
+# agent -> coordinator -> agent: the start of a cluster on several hosts
+
+
+@dataclass(frozen=True)
+class HostJoined(ForCoordinator):
+    """An agent tells what its host has, so that the hosts can be compared.
+
+    ahead: seconds by which its clock is ahead of the coordinator's. labels, reasons: of its ranks' devices. spares: of
+    those in reserve. versions: by package. driver: of NVIDIA, or "". addresses: of the host.
+    """
+
+    index: int
+    host: str
+    driver: str
+    ahead: float
+    versions: dict[str, str]
+    device: str
+    backend: str
+    labels: tuple[str, ...]
+    reasons: tuple[str, ...]
+    spares: tuple[str, ...]
+    notes: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HostUnfit(ForCoordinator):
+    """An agent tells why its host cannot run its ranks, which ends the start. The fields are those of an NbkitError."""
+
+    host: str
+    what: str
+    numbers: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class AgentRefused(ForAgent):
+    """The coordinator tells an agent that another one came as the same host."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Listen(ForAgent):
+    """The coordinator has an agent listen for a moment, to see whether other hosts can connect to it."""
+
+
+@dataclass(frozen=True)
+class Listening(ForCoordinator):
+    """An agent listens here."""
+
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class TryHosts(ForAgent):
+    """The coordinator has an agent try to connect to hosts that listen: (number of the host, address, port)."""
+
+    places: tuple[tuple[int, str, int], ...]
+
+
+@dataclass(frozen=True)
+class HostsTried(ForCoordinator):
+    """An agent tells which hosts it could not connect to: (number of the host, the system's error)."""
+
+    unanswered: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class StartRanks(ForAgent):
+    """The coordinator has an agent become the parent of its ranks, since all hosts fit together."""
+
+    backend: str
+    device: str
+    addresses: tuple[str, ...]
+
+
+# parent -> coordinator -> parents of other hosts: cells, and the end
+
+
+@dataclass(frozen=True)
+class StartFailed(ForCoordinator):
+    """A parent tells that a rank ended before the cluster was ready. log: the last lines of the rank's log."""
+
+    rank: int
+    how: str
+    log: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CellFailed(ForCoordinator, ForHost):
+    """A parent tells that a cell has failed on a rank, so that the parents of other hosts release its other ranks."""
+
+    cell: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class ToldToEnd(ForCoordinator):
+    """A parent has got SIGTERM; the coordinator knows more about why, and tells the other hosts."""
+
+
+@dataclass(frozen=True)
+class EndNow(ForAgent, ForHost):
+    """The coordinator ends all ranks at once, because the cluster is stopped or has not been used."""
+
+    why: str
+
+
+# parent -> coordinator -> first host's parent, which decides for the ranks of all hosts
+
+
+@dataclass(frozen=True)
+class RankStarted(ForCoordinator, ForHost):
+    """A parent has started a rank of its host."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class RankSaid(ForCoordinator, ForHost):
+    """A parent passes on what a rank of its host says about a training."""
+
+    rank: int
+    pid: int
+    said: ForParent
+
+
+@dataclass(frozen=True)
+class RankPlaced(ForCoordinator, ForHost):
+    """A parent has given a rank another device. spares: the labels of those that are left. said: for the user."""
+
+    rank: int
+    said: str
+    label: str
+    reason: str
+    spares: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankEnded(ForCoordinator, ForHost):
+    """A parent tells that a rank of its host has ended. The first host's parent decides what becomes of it."""
+
+    death: Death
+
+
+@dataclass(frozen=True)
+class ReplacementNoted(ForCoordinator):
+    """The first host's parent tells how far a replacement is, for the coordinator to write it down."""
+
+    end: RankEnd
+
+
+# first host's parent -> coordinator -> parent of the rank
+
+
+@dataclass(frozen=True)
+class StartRank(ForCoordinator, ForHost):
+    """The first host's parent has a rank started in the place of one that died in a training in this cell."""
+
+    rank: int
+    cell: str
+    death: Death
+
+
+@dataclass(frozen=True)
+class TellRank(ForCoordinator, ForHost):
+    """The first host's parent sends a message to a rank of another host."""
+
+    rank: int
+    message: ForRank
+
+
+@dataclass(frozen=True)
+class DismissRank(ForCoordinator, ForHost):
+    """The first host's parent has a rank of another host ended, without declaring it dead."""
+
+    rank: int
 
 
 # Encoding
@@ -448,7 +650,7 @@ class EndOfCluster(ForRank):
 REQUEST, NEWS = "nbkit_request", "nbkit_news"
 """The types of Jupyter messages that carry a Request, and a message ForNotebook."""
 
-_NAME, _PROTOCOL = "message", "protocol"
+_NAME, _PROTOCOL = "_message", "_protocol"  # beside the fields, whose names have no underscore in front
 T = TypeVar("T")
 
 

@@ -39,7 +39,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,13 +51,15 @@ from nbkit.bridge.parent.replacement import Replacer, Resizer, Seat
 from nbkit.bridge.parent.spec import EngineSpec, write_pins
 from nbkit.private_symbols import LACKING
 from nbkit.rank.world.rank_place import open_listener
-from nbkit.wire import interrupts
+from nbkit.wire import cluster_end, interrupts
 from nbkit.wire.link import Link
 from nbkit.wire.messages import (
     CellBegan,
     CellEnded,
+    CellFailed,
     Death,
     DeviceFailed,
+    EndNow,
     EndOfCluster,
     EndRank,
     EndTraining,
@@ -68,14 +70,18 @@ from nbkit.wire.messages import (
     InUse,
     RankEnd,
     RankIsDead,
+    RankPlaced,
     RankReady,
+    RankStarted,
     ReadyToForm,
     ReleaseCell,
+    ReplacementNoted,
+    ToldToEnd,
     TrainingEnded,
     TrainingGoesOn,
     WaitsForOthers,
     deliver,
-    from_plain,
+    handlers_of,
     handles,
 )
 from nbkit.wire.own_modules import look_in
@@ -150,7 +156,7 @@ class EndInOrder:
         if self.asked:
             self.asked = False  # a second signal finds that the end was begun
             if self.parent.coordinator:
-                self.parent.coordinator.link.send(event="told_to_end")
+                self.parent.coordinator.link.send(ToldToEnd())
             if not self.parent.ending:
                 self.begin("the cluster was told to end (SIGTERM)")
         if time.monotonic() > self.deadline:
@@ -211,8 +217,8 @@ class Spares:
         if said:
             log(said)
         if said and line:
-            pin, left = spec.pin(death.rank), [spare.label for spare in spec.spares]
-            line.link.send(event="placed", rank=death.rank, said=said, label=pin.label, reason=pin.why, spares=left)
+            pin, left = spec.pin(death.rank), tuple(spare.label for spare in spec.spares)
+            line.link.send(RankPlaced(death.rank, said, pin.label, pin.why, left))
         return said
 
     def _placed(self, cell: str, death: Death) -> str:
@@ -363,7 +369,7 @@ class Parent:
         child = self.children[rank] = Child(rank, pid, Link(mine), replaces=replaces)
         self.selector.register(mine, selectors.EVENT_READ, rank)
         log(f"rank {rank} is pid {child.pid}")
-        self.elsewhere.tell("started", rank, pid=child.pid)
+        self.elsewhere.tell(RankStarted(rank, child.pid))
 
     @property
     def members(self) -> dict[int, Child | RankElsewhere]:
@@ -438,7 +444,7 @@ class Parent:
         if ended.status == "error":
             self._release_soon(ended.cell, child.rank)
             if self.coordinator:
-                self.coordinator.link.send(event="failed", cell=ended.cell, rank=child.rank)
+                self.coordinator.link.send(CellFailed(ended.cell, child.rank))
 
     @handles(DeviceFailed)
     def _on_device_failed(self, failed: DeviceFailed, child: Child) -> None:
@@ -447,7 +453,7 @@ class Parent:
     @handles(TrainingEnded)
     def _on_training_ended(self, ended: TrainingEnded, child: Child) -> None:
         if self.coordinator and child.rank == self.spec.base:  # all ranks of a host say the same
-            self.coordinator.link.send(event="training_ended", **asdict(ended))
+            self.coordinator.link.send(ended)
 
     @handles(ReadyToForm, TrainingGoesOn)
     def _on_ready_to_form(self, message: ForParent, child: Child) -> None:
@@ -463,7 +469,7 @@ class Parent:
         if child := self.children.get(message.rank):
             interrupts.send(self.folder / "output", child.rank, message.cell, partial(os.kill, child.pid))
         elif sender and self.coordinator and message.rank not in self.spec.ranks:
-            self.coordinator.link.send(event="interrupt", **asdict(message))
+            self.coordinator.link.send(message)
 
     @handles(EndRank)
     def _on_end_rank(self, message: EndRank, sender: Child | None = None) -> None:
@@ -471,34 +477,13 @@ class Parent:
             log(f"rank {child.rank} answers to nothing and is ended on request")
             kill_group(child.pid)
         elif sender and self.coordinator and message.rank not in self.spec.ranks:
-            self.coordinator.link.send(event="end", **asdict(message))
+            self.coordinator.link.send(message)
 
     def _hear_coordinator(self) -> None:
         assert self.coordinator is not None
         for message in self.coordinator.receive():
-            event = message.pop("event")
-            if self.elsewhere.hear(event, message):
-                continue
-            if event == "failed":
-                self._release_soon(message["cell"], message["rank"])
-            elif event == "died":
-                unregister, death = message.pop("unregister"), from_plain(Death, message)
-                self.dead.add(death.rank)
-                self.elsewhere.forget(death.rank, death.how)
-                if unregister:  # its own parent cannot do it
-                    self.tell_hub(death.rank)
-                self.spread_death(death)
-            elif event == "interrupt":
-                self._on_interrupt(InterruptRank(**message))
-            elif event == "end":
-                self._on_end_rank(EndRank(message["rank"]))
-            elif event == "end_training":
-                for child in self.children.values():
-                    child.link.send(EndTraining(message["why"]))
-            elif event == "end_in_order":
-                self.end_in_order.begin(message["why"])
-            elif event == "end_all":
-                self.end_all(message["why"])
+            about_ranks = type(message) in handlers_of(OtherHosts)
+            deliver(message, self.elsewhere if about_ranks else self)
         if self.coordinator.gone:
             self.selector.unregister(self.coordinator.link.sock)
             log("the line to the coordinator is closed")
@@ -508,6 +493,34 @@ class Parent:
                         child.link.send(ReleaseCell(cell, "the notebook's host does not answer"))
             elif not self.ending:  # it was killed
                 self.end_in_order.begin("the coordinator of the cluster has ended", now=False)
+
+    # Messages of the coordinator. OtherHosts has more.
+
+    @handles(CellFailed)
+    def _on_cell_failed(self, failed: CellFailed) -> None:
+        self._release_soon(failed.cell, failed.rank)
+
+    @handles(RankIsDead)
+    def _on_rank_is_dead(self, message: RankIsDead) -> None:
+        death = message.death
+        self.dead.add(death.rank)
+        self.elsewhere.forget(death.rank, death.how)
+        if message.unregister:
+            self.tell_hub(death.rank)
+        self.spread_death(death)
+
+    @handles(EndTraining)
+    def _on_end_training(self, message: EndTraining) -> None:
+        for child in self.children.values():
+            child.link.send(message)
+
+    @handles(EndOfCluster)
+    def _on_end_of_cluster(self, message: EndOfCluster) -> None:
+        self.end_in_order.begin(message.why, now=message.now)
+
+    @handles(EndNow)
+    def _on_end_now(self, message: EndNow) -> None:
+        self.end_all(message.why)
 
     def _release_soon(self, cell: str, failed: int) -> None:
         if cell not in self.due:
@@ -572,21 +585,18 @@ class Parent:
         self.dead.add(death.rank)
         self.note(death)
         if self.coordinator:
-            self.coordinator.link.send(event="died", **asdict(death))
+            self.coordinator.link.send(RankIsDead(death))
         self.spread_death(death)
         self.tell_hub(death.rank)
 
     def note(self, death: Death) -> None:
         """Write the report of a death for the notebook. It is a RankEnd if the rank is replaced."""
-        path = self.folder / f"rank{death.rank}.end.json"
-        scratch = path.with_suffix(".tmp")
         try:
-            scratch.write_text(json.dumps(asdict(death)))
-            scratch.replace(path)
+            cluster_end.write_rank(self.folder, death)
         except OSError as error:  # a full disk must not end the cluster; the ranks report the death too
             log(f"what is told of rank {death.rank} could not be written: {error}")
         if self.coordinator and isinstance(death, RankEnd):  # the notebook gets it there; other deaths have RankIsDead
-            self.coordinator.link.send(event="note", **asdict(death))
+            self.coordinator.link.send(ReplacementNoted(death))
 
     def spread_death(self, death: Death) -> None:
         """Tell the ranks of a death, and release those that ran a cell with the dead rank."""

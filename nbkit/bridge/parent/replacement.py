@@ -34,6 +34,7 @@ from nbkit.bridge.parent.child_processes import kill_group, log
 from nbkit.bridge.parent.spec import EngineSpec, pins_of, write_pins
 from nbkit.wire.messages import (
     Death,
+    EndRank,
     FitEntered,
     FitLeft,
     FormResizedWorld,
@@ -162,7 +163,7 @@ class Replacer:
             if child.rank in self.parent.children:
                 kill_group(child.pid)
             elif self.parent.coordinator is not None:
-                self.parent.coordinator.link.send(event="end", rank=child.rank, cell="")
+                self.parent.coordinator.link.send(EndRank(child.rank))
 
     def leave(self, child: Member, why: str = "") -> None:
         """Note that a rank has left the training. If others wait to go on with it, the replacement is given up."""

@@ -24,7 +24,6 @@ from nbkit.notebook.cluster.debugging.prompt import announced
 from nbkit.notebook.cluster.launch.pins import repinned
 from nbkit.notebook.cluster.output.display import Screen
 from nbkit.notebook.cluster.output.lines import label
-from nbkit.notebook.cluster.output.root_cause import ends_in
 from nbkit.notebook.cluster.output.widget_comms import ClusterComms
 from nbkit.notebook.cluster.registry import ClusterEntry, names_of_notebook
 from nbkit.notebook.cluster.why import QuietWatch
@@ -379,7 +378,7 @@ class Connection:
     def _read_deaths(self) -> list[RankEnd]:
         """Read what the parent of the ranks wrote about ended ranks before it told anybody, and act on it."""
         self.read_size()
-        found = [end for end in ends_in(self.entry.folder) if end.rank < self.entry.n]
+        found = [end for end in cluster_end.read_ranks(self.entry.folder) if end.rank < self.entry.n]
         for end in found:
             if end.replaced == "done":
                 self._on_replaced(end)

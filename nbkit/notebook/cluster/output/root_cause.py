@@ -5,30 +5,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from nbkit.errors import CellError, RankDied
+from nbkit.wire import cluster_end
 from nbkit.wire.cells import CellRecord, CellRequest, ranks_named, ranks_text
 from nbkit.wire.cluster_end import HINT, SAVED
-from nbkit.wire.messages import Death, RankEnd, from_plain
-
-
-def ends_in(folder: Path) -> Iterator[RankEnd]:
-    """Yield what the parent of the ranks wrote about each ended rank in the cluster's folder.
-
-    The parent writes it before it tells anybody.
-    """
-    for path in folder.glob("rank*.end.json"):
-        with suppress(OSError, ValueError):  # the folder is gone, or the file half written: the next look finds it
-            yield from_plain(RankEnd, json.loads(path.read_text()))
+from nbkit.wire.messages import Death
 
 
 def deaths_in(folder: Path) -> Iterator[Death]:
     """Return the ranks that have ended and are not, and will not be, replaced by another process."""
-    return (end for end in ends_in(folder) if not end.replaced)
+    return (end for end in cluster_end.read_ranks(folder) if not end.replaced)
 
 
 def root_of(records: Mapping[int, CellRecord], deaths: Mapping[int, Death]) -> int | None:
