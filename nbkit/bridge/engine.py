@@ -29,8 +29,8 @@ from ipyparallel.engine.app import IPEngine
 from nbkit.bridge import calls
 from nbkit.bridge.output import OutputCapture, draw_as_text
 from nbkit.bridge.parent.spec import EngineSpec
-from nbkit.bridge.replacing.newcomer import ReplacementRank
-from nbkit.bridge.replacing.survivor import SurvivingRank
+from nbkit.bridge.replacing.replacement_rank import ReplacementRank
+from nbkit.bridge.replacing.surviving_rank import SurvivingRank
 from nbkit.bridge.requests import Requests
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping

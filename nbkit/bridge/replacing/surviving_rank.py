@@ -1,4 +1,4 @@
-"""A rank whose training is broken off because another rank died. It waits for a message of its parent, and goes on.
+"""A rank of a training that waits for its parent, because another rank died or the number of ranks changes.
 
 The messages come on the thread of the link. The main thread, in which the training runs, takes them from a queue.
 """
@@ -9,24 +9,19 @@ import os
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import torch
 
 from nbkit.bridge import calls
-from nbkit.bridge.calls import BroughtProject
-from nbkit.bridge.replacing.brought_files import hand_on
-from nbkit.bridge.replacing.form_resized import RankLeft, form_resized
-from nbkit.bridge.replacing.handing import broadcast, gathered
-from nbkit.bridge.replacing.namespace import equal_names, names_of
+from nbkit.bridge.replacing.handover import hand_over
 from nbkit.bridge.replacing.statement import NOWHERE, statement_of
 from nbkit.bridge.runner import Runner
-from nbkit.errors import ClusterError, NbkitError
+from nbkit.errors import ClusterError, NbkitError, Stopped
 from nbkit.rank.train.own_loop.own_loop import OwnLoop
 from nbkit.rank.train.replace import stages
-from nbkit.rank.train.replace.pickle_by_value import dumps
 from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.replace.resume_fit import FitRange, NewWorld
 from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary, WantedWorld
@@ -34,7 +29,6 @@ from nbkit.rank.train.resize.resize import resize
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import failure_alarm, world
 from nbkit.rank.world.meeting import PARTED
-from nbkit.wire.cells import CellRequest
 from nbkit.wire.messages import (
     DeviceFailed,
     FitEntered,
@@ -57,22 +51,11 @@ FORM_SECONDS = 30.0
 _TICK = 0.05
 
 
-@dataclass(frozen=True)
-class CellHandover:
-    """The data that a new rank gets before it has a Trainer.
+class RankLeft(Stopped):
+    """Raised on a rank that leaves: its cell ends here, and then its process ends."""
 
-    trains: it will get a Trainer. span: of the `fit` under way, or None. dtype: torch's default. names: pickled. bound:
-    see RankNames. lacks: names that it does not get. project: the copied files to import from, or None.
-    """
-
-    request: CellRequest
-    trains: bool
-    span: FitRange | None
-    dtype: torch.dtype
-    names: bytes
-    bound: dict[str, str]
-    lacks: tuple[str, ...]
-    project: BroughtProject | None
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]  # nobody reads it, and a traceback with frames takes IPython seconds
 
 
 class SurvivingRank:
@@ -171,7 +154,7 @@ class SurvivingRank:
             try:
                 self._join(form)
                 stages.mark("world formed")
-                self.hand_over(trainer, span, form.newcomers)
+                hand_over(self.runner, trainer, span, form.newcomers)
             except (ClusterError, RuntimeError) as another:
                 if not self.is_broken(another):
                     raise
@@ -200,7 +183,7 @@ class SurvivingRank:
             here.leave()
             raise RankLeft(f"this rank is not needed any more: the cluster has {wanted.ranks} ranks")
         assert isinstance(form, FormResizedWorld)
-        return form_resized(self, form, trainer, span)
+        return self._form_resized(form, trainer, span)
 
     def _await_form(
         self, error: BaseException, step: int, size: WantedSize | None = None
@@ -237,6 +220,25 @@ class SurvivingRank:
             hint="%cluster restart, then trainer.load(path)",
         ) from error
 
+    def _form_resized(self, form: FormResizedWorld, trainer: Any, span: FitRange | None) -> tuple[int, ...]:
+        """Form the world that `form` describes, and hand its new ranks what they need. Returns the new ranks."""
+        here, size, newcomers = world.current(), form.size, form.newcomers
+        assert here is not None
+        place = replace(here.place, world_size=size, local_world_size=size)
+        take_pin(form.pins[place.rank])
+        calls.place = place
+        running, names = self.runner.running[0], self.runner.shell.user_ns
+        if names.get("world_size") == here.place.world_size:
+            names["world_size"] = size
+        listener = calls.take_listener() if place.rank == 0 else None
+        here.resize(
+            place, form.generation, listen=listener, address=form.address, port=form.port, timeout_s=FORM_SECONDS
+        )
+        running.request = replace(running.request, ranks=tuple(range(size)))
+        if newcomers:
+            hand_over(self.runner, trainer, span, newcomers)
+        return newcomers
+
     def _join(self, form: FormWorld) -> None:
         here = world.current()
         assert here is not None
@@ -246,19 +248,10 @@ class SurvivingRank:
         listener = calls.take_listener() if here.place.rank == 0 else None
         here.reform(form.generation, listen=listener, address=form.address, port=form.port, timeout_s=FORM_SECONDS)
 
-    def hand_over(self, trainer: Any, span: FitRange | None, newcomers: tuple[int, ...]) -> None:
-        """Give the new ranks the names that are equal on all survivors, and the cell. Collective, on all ranks."""
-        shell, place = self.runner.shell, calls.place
-        assert place is not None
-        own = names_of(shell.user_ns, shell.user_ns_hidden, trainer)
-        everyone = gathered(own)
-        survivors = [names for names in everyone if names is not None]
-        equal, bound, lacks = equal_names(survivors)
-        giver = min(set(range(place.world_size)) - set(newcomers))
-        handed = None
-        if place.rank == giver:
-            names = dumps({name: shell.user_ns[name] for name in sorted(equal)}, classes=True)
-            request, dtype = self.runner.running[0].request, torch.get_default_dtype()
-            project, without = calls.brought, tuple(sorted(lacks))
-            handed = CellHandover(request, trainer is not None, span, dtype, names, bound, without, project)
-        hand_on(broadcast(handed, giver).project, giver, new=False)
+
+def take_pin(pin: dict[str, Any]) -> None:
+    """Use the cores and threads that are planned for the new number of ranks. The GPU stays the same."""
+    if pin["cores"] and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, pin["cores"])
+    os.environ["OMP_NUM_THREADS"] = str(pin["threads"])
+    torch.set_num_threads(pin["threads"])

@@ -10,11 +10,9 @@ import os
 import torch
 
 from nbkit.bridge import calls
-from nbkit.bridge.replacing.brought_files import hand_on
-from nbkit.bridge.replacing.handing import broadcast, gathered
-from nbkit.bridge.replacing.namespace import data_of, parts_of
+from nbkit.bridge.replacing.handover import data_of, parts_of, receive
 from nbkit.bridge.replacing.statement import NOWHERE, Entering
-from nbkit.bridge.replacing.survivor import FORM_SECONDS, CellHandover
+from nbkit.bridge.replacing.surviving_rank import FORM_SECONDS
 from nbkit.bridge.runner import Runner
 from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import loads
@@ -54,10 +52,7 @@ class ReplacementRank:
             timeout_s=FORM_SECONDS,
         )
         stages.mark("world formed")
-        gathered(None)
-        giver = min(set(range(place.world_size)) - set(newcomers))
-        handed: CellHandover = broadcast(None, giver)
-        hand_on(handed.project, giver, new=True)
+        handed = receive(newcomers)
         torch.set_default_dtype(handed.dtype)
         names = self.runner.shell.user_ns
         names.update(loads(handed.names))
