@@ -1,4 +1,4 @@
-"""Reports in the folder of a cluster, which the notebook reads: how the cluster ended, and how its ranks ended.
+"""Reports in the folder of a cluster, which the notebook reads: ends of the cluster and of ranks, and resizes.
 
 The ranks and their parent write them if they are on the notebook's host. Otherwise they tell the coordinator, which
 writes them.
@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nbkit.wire.messages import Death, RankEnd, from_plain
+from nbkit.wire.messages import Death, RankEnd, SizeChange, from_plain
 
 END_SIGNALS = "NBKIT_END_SIGNALS"
 """The variable in which a batch script names the signals that announce the end of its job: USR2,TERM."""
@@ -77,6 +77,21 @@ def read_ranks(folder: Path) -> Iterator[RankEnd]:
     for path in folder.glob("rank*.end.json"):
         with suppress(OSError, ValueError):  # the folder is gone, or the file half written: the next look finds it
             yield from_plain(RankEnd, json.loads(path.read_text()))
+
+
+def write_size(folder: Path, change: SizeChange) -> None:
+    """Write the report of a resize atomically. It replaces an earlier one."""
+    scratch = folder / "resized.tmp"
+    scratch.write_text(json.dumps(asdict(change)))
+    scratch.replace(folder / "resized.json")
+
+
+def read_size(folder: Path) -> SizeChange | None:
+    """Return the report of the last resize, or None."""
+    try:
+        return from_plain(SizeChange, json.loads((folder / "resized.json").read_text()))
+    except (OSError, ValueError):
+        return None
 
 
 def end_signals() -> list[signal.Signals]:

@@ -93,6 +93,24 @@ class RankEnd(Death):
 
 
 @dataclass(frozen=True)
+class SizeChange:
+    """The report of a finished resize in the cluster's folder, which the notebook reads.
+
+    n: the number of ranks. pids, pins: of all of them. newcomers: the new ones. cell: in which it was done; enters: new
+    ranks run it. said: to the user. when: time.time().
+    """
+
+    n: int
+    pids: tuple[int, ...]
+    pins: tuple[dict[str, Any], ...]
+    newcomers: tuple[int, ...]
+    cell: str
+    enters: bool
+    said: str
+    when: float
+
+
+@dataclass(frozen=True)
 class WantedSize:
     """The number of ranks that a resize asks for. pins: of all ranks, () to keep them. cell: that asks for it."""
 

@@ -18,7 +18,7 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from nbkit.bridge.parent.spec import CoordinatorAddress
 from nbkit.wire.link import SignedLink
@@ -41,6 +41,10 @@ from nbkit.wire.messages import (
     deliver,
     handles,
 )
+
+if TYPE_CHECKING:
+    from nbkit.bridge.parent.parent import Child, Parent
+    from nbkit.bridge.parent.replacement import Seat
 
 SEEN_SECONDS = 10.0  # between two messages that the cluster is in use
 LOG_LINES = 15
@@ -75,23 +79,6 @@ class CoordinatorLine:
         self.link.send(StartFailed(rank, how, tuple(lines)))
 
 
-class HostParent(Protocol):
-    """The part of `Parent` that is used here. nbkit.bridge.parent.parent imports this file."""
-
-    coordinator: CoordinatorLine | None
-    ending: bool
-    spec: Any
-    replacer: Any
-    spares: Any
-
-    @property
-    def children(self) -> dict[int, Any]: ...
-
-    def start_rank(self, rank: int, *, replaces: bool = False) -> None: ...
-
-    def declare_dead(self, death: Death) -> None: ...
-
-
 class RankElsewhere:
     """A rank of another host, as the first host's parent sees it. It can be used like a Child (see parent.py).
 
@@ -100,7 +87,7 @@ class RankElsewhere:
 
     def __init__(self, rank: int, coordinator: CoordinatorLine) -> None:
         self.rank, self.pid, self._line = rank, 0, coordinator.link
-        self.seat: Any = None
+        self.seat: Seat | None = None
         self.dismissed = False
         self.link = self  # so that `link.send` reaches the rank
 
@@ -125,7 +112,7 @@ class OtherHosts:
     undecided: at another host's parent, its ranks that have ended, until it hears what becomes of them.
     """
 
-    def __init__(self, parent: HostParent) -> None:
+    def __init__(self, parent: Parent) -> None:
         self.parent, spec = parent, parent.spec
         self.ranks: dict[int, RankElsewhere] = {}
         self.undecided: set[int] = set()
@@ -143,14 +130,14 @@ class OtherHosts:
         if self._line is not None and not self.decides:
             self._line.link.send(message)
 
-    def tell_said(self, child: Any, said: ForParent) -> None:
+    def tell_said(self, child: Child, said: ForParent) -> None:
         """Pass on a message of a rank of this host about its training."""
         if self.decides:
             deliver(said, self.parent.replacer, child)
         else:
             self.tell(RankSaid(child.rank, child.pid, said))
 
-    def tell_left(self, child: Any) -> None:
+    def tell_left(self, child: Child) -> None:
         """Say that the cell of a rank has ended, and with it a training. Does nothing on the first host."""
         self.tell(RankSaid(child.rank, child.pid, FitLeft()))
 

@@ -38,17 +38,15 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 from nbkit.bridge.parent import spec as specs
-from nbkit.bridge.parent.child_processes import Ends, has_ended, kill_group, log
+from nbkit.bridge.parent.child_processes import Ends, has_ended, kill_group, log, start_afresh
 from nbkit.bridge.parent.other_hosts import CoordinatorLine, OtherHosts, RankElsewhere
 from nbkit.bridge.parent.replacement import Replacer, Resizer, Seat
-from nbkit.bridge.parent.spec import EngineSpec, write_pins
+from nbkit.bridge.parent.spec import write_pins
 from nbkit.private_symbols import LACKING
 from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import cluster_end, interrupts
@@ -129,25 +127,13 @@ def unregister(engine_file: Path, rank: int) -> None:
 END_SECONDS = 600.0  # for a training to reach a boundary and be saved; the sender of SIGTERM waits less
 
 
-class EndingParent(Protocol):
-    """The part of `Parent` that `EndInOrder` uses. children: by rank."""
-
-    coordinator: CoordinatorLine | None
-    ending: bool
-
-    @property
-    def children(self) -> Mapping[int, Any]: ...
-
-    def end_all(self, why: str) -> None: ...
-
-
 class EndInOrder:
     """Ends the ranks in order. There is one per parent.
 
     asked: set by the signal handler, which does nothing else, so that the signal can come at any time.
     """
 
-    def __init__(self, parent: EndingParent) -> None:
+    def __init__(self, parent: Parent) -> None:
         self.parent = parent
         self.asked, self.why, self.deadline = False, "", float("inf")
 
@@ -191,18 +177,10 @@ class EndInOrder:
 DEATHS = 2  # so many deaths of one rank on one device in one cell may be the device's fault
 
 
-class PlacingParent(Protocol):
-    """The part of `Parent` that `Spares` uses."""
-
-    spec: EngineSpec
-    folder: Path
-    coordinator: CoordinatorLine | None
-
-
 class Spares:
     """The devices in reserve for the ranks of a host. There is one per parent."""
 
-    def __init__(self, parent: PlacingParent) -> None:
+    def __init__(self, parent: Parent) -> None:
         self.parent = parent
         self._pids: defaultdict[tuple[str, int, str], set[int]] = defaultdict(set)  # (cell, rank, device) -> dead pids
 
@@ -362,9 +340,7 @@ class Parent:
                 mine.close()
                 self._become(rank, theirs, listener, replaces)
         else:
-            from nbkit.bridge.parent import spawned
-
-            pid = spawned.start(self.folder, self.spec.port, rank, theirs, listener, replaces=replaces)
+            pid = start_afresh(self.folder, self.spec.port, rank, theirs, listener, replaces=replaces)
         theirs.close()
         child = self.children[rank] = Child(rank, pid, Link(mine), replaces=replaces)
         self.selector.register(mine, selectors.EVENT_READ, rank)

@@ -23,7 +23,6 @@ It is given up if a rank dies or does not come in time. Then nothing has changed
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbkit.bridge.parent.child_processes import kill_group, log
 from nbkit.bridge.parent.spec import EngineSpec, pins_of, write_pins
+from nbkit.wire import cluster_end
 from nbkit.wire.messages import (
     Death,
     EndRank,
@@ -46,6 +46,7 @@ from nbkit.wire.messages import (
     RankIsReplaced,
     RanksChanged,
     ReadyToForm,
+    SizeChange,
     TrainingGoesOn,
     WaitsForOthers,
     WantedSize,
@@ -393,20 +394,17 @@ class Resizer:
         assert resizing is not None
         pids = {child.rank: child.pid for child in self.parent.children.values() if child.rank < resizing.size}
         seat = self.parent.children[0].seat
-        about = {
-            "n": resizing.size,
-            "enters": seat is not None and seat.cell == resizing.cell,
-            "pids": [pids[rank] for rank in sorted(pids)],
-            "pins": resizing.pins,
-            "newcomers": resizing.newcomers,
-            "cell": resizing.cell,
-            "said": told.said,
-            "when": time.time(),
-        }
-        path = self.parent.folder / "resized.json"
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(about))
-        scratch.replace(path)
+        change = SizeChange(
+            n=resizing.size,
+            pids=tuple(pids[rank] for rank in sorted(pids)),
+            pins=resizing.pins,
+            newcomers=tuple(resizing.newcomers),
+            cell=resizing.cell,
+            enters=seat is not None and seat.cell == resizing.cell,
+            said=told.said,
+            when=time.time(),
+        )
+        cluster_end.write_size(self.parent.folder, change)
         for child in self.parent.children.values():
             if child.rank >= resizing.size:
                 self._leaving[child.rank] = time.monotonic() + LEAVE_SECONDS

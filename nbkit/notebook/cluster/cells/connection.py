@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from nbkit.errors import CellRunning, ClusterError
-from nbkit.notebook.cluster import registry, resized
+from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.debugging.prompt import announced
@@ -43,11 +43,13 @@ from nbkit.wire.messages import (
     RanksChanged,
     RunLiveCell,
     SayHello,
+    SizeChange,
     StopCell,
     decoded,
     deliver,
     handles,
 )
+from nbkit.wire.processes import Process
 
 
 class EndNews:
@@ -388,16 +390,16 @@ class Connection:
 
     def read_size(self) -> None:
         """Read the number of ranks that the parent has written, if it has changed."""
-        read = None if self.ended else resized.read(self.entry.folder, since=self._resized)
-        if read is None or read["n"] == self.entry.n:
+        change = None if self.ended else cluster_end.read_size(self.entry.folder)
+        if change is None or change.when <= self._resized or change.n == self.entry.n:
             return
-        self._resized = read["when"]
-        self.entry = resized.entry_of(self.entry, read)
+        self._resized = change.when
+        self.entry = _resized(self.entry, change)
         self.generation.resized(self.entry.n)
-        self.client.heard -= {*read["newcomers"], *(rank for rank in self.client.heard if rank >= read["n"])}
-        if execution := self.cells.get(read["cell"]):
-            newcomers = read["newcomers"] if read["enters"] else []
-            execution.guard("another number of ranks", None, execution.on_resized, read["n"], newcomers, read["said"])
+        self.client.heard -= {*change.newcomers, *(rank for rank in self.client.heard if rank >= change.n)}
+        if execution := self.cells.get(change.cell):
+            newcomers = list(change.newcomers) if change.enters else []
+            execution.guard("another number of ranks", None, execution.on_resized, change.n, newcomers, change.said)
             for rank in newcomers:
                 self._greet(execution, rank)
 
@@ -503,6 +505,18 @@ class Connection:
         ):
             pause = 0.0 if content["outputs"] else FOLLOW_SECONDS
             self.client.later(pause, self._follow, execution, rank, content["cursor"])
+
+
+def _resized(entry: ClusterEntry, change: SizeChange) -> ClusterEntry:
+    """Return the entry of the cluster with its new ranks, and register it."""
+    with suppress(ProcessLookupError):
+        ranks = tuple(map(Process.of, change.pids))
+        pins, labels, reasons = change.pins, entry.labels[: change.n], entry.reasons[: change.n]
+        if all("label" in pin for pin in pins):  # planned by a notebook; else every rank has kept its own
+            labels, reasons = (tuple(pin[key] for pin in pins) for key in ("label", "why"))
+        entry = replace(entry, n=change.n, ranks=ranks, labels=labels, reasons=reasons)
+        registry.save(entry)
+    return entry
 
 
 def _out_of_reach(entry: ClusterEntry, why: str) -> ClusterError:
