@@ -1,4 +1,4 @@
-"""Functions that the notebook calls on a rank by name, in its main thread. See nbkit/wire/rank_functions.py.
+"""Functions that the notebook calls on a rank by name, in its main thread. See `Remote` in nbkit/wire/cells.py.
 
 They run cells, form the world, and are the rank's side of push, pull and `%cluster sync`.
 

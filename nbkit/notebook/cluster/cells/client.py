@@ -26,9 +26,8 @@ import ipyparallel
 from ipyparallel import serialize
 
 from nbkit.errors import ClusterError
-from nbkit.wire.cells import COMM_TYPES, SIGNATURES_KEPT
+from nbkit.wire.cells import COMM_TYPES, SIGNATURES_KEPT, Remote
 from nbkit.wire.messages import NEWS, REQUEST, Hello, Request, SayHello, StopCall, decoded, encoded
-from nbkit.wire.rank_functions import Remote
 
 HELLO_SECONDS, HELLO_SECONDS_PER_RANK = 0.3, 0.002  # until a greeting counts as lost
 STOPPED_SECONDS = 3.0  # time for a stopped call to end
