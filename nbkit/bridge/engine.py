@@ -51,6 +51,7 @@ from nbkit.wire.messages import (
     EndTraining,
     FormResizedWorld,
     FormWorld,
+    ForParent,
     ForRank,
     GivenUp,
     LeaveWorld,
@@ -149,7 +150,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
 
     spec: EngineSpec
     rank: int
-    link: Link
+    link: Link[ForParent, ForRank]
     replaces: bool
 
     async def register(self) -> None:
@@ -250,7 +251,14 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         self.ending.begin("the parent of the ranks has ended", now=False)
 
 
-def main(spec: EngineSpec, rank: int, listener: socket.socket | None, link: Link, *, replaces: bool = False) -> None:
+def main(
+    spec: EngineSpec,
+    rank: int,
+    listener: socket.socket | None,
+    link: Link[ForParent, ForRank],
+    *,
+    replaces: bool = False,
+) -> None:
     """Be rank `rank` until the cluster stops. Never returns.
 
     replaces: the other ranks already have a world, and this rank joins it later. Either the rank of this number has

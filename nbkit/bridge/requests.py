@@ -53,7 +53,6 @@ from nbkit.wire.messages import (
     InUse,
     LiveCellEnded,
     LookAtProcesses,
-    Message,
     NotebookSeen,
     RefusePrompts,
     RunLiveCell,
@@ -285,9 +284,13 @@ class Requests:
                 looks[rank] = found
         return {"looks": base64.b64encode(pickle.dumps(looks)).decode()}
 
-    @handles(InterruptRank, EndRank)
-    def _on_signal(self, message: Message) -> dict[str, Any]:
-        """Pass on to the parent what another rank, which does not answer, cannot do itself."""
+    @handles(InterruptRank)
+    def _on_interrupt(self, message: InterruptRank) -> dict[str, Any]:
+        self.runner.link.send(message)
+        return {}
+
+    @handles(EndRank)
+    def _on_end_rank(self, message: EndRank) -> dict[str, Any]:
         self.runner.link.send(message)
         return {}
 

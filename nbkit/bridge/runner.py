@@ -45,7 +45,7 @@ from nbkit.rank.world import meeting, world
 from nbkit.wire import interrupts
 from nbkit.wire.cells import CellRecord, CellRequest, Failure, Status
 from nbkit.wire.link import Link
-from nbkit.wire.messages import CellBegan, CellEnded, ForNotebook
+from nbkit.wire.messages import CellBegan, CellEnded, ForNotebook, ForParent, ForRank
 from nbkit.wire.text_encoding import encodable
 
 LONGEST_S = 60.0  # code that takes longer is not an import, or an import that hangs
@@ -130,7 +130,7 @@ class Running:
 class Runner:
     """Runs the cells of a rank. There is one object per rank."""
 
-    def __init__(self, shell: Any, capture: OutputCapture, link: Link, rank: int) -> None:
+    def __init__(self, shell: Any, capture: OutputCapture, link: Link[ForParent, ForRank], rank: int) -> None:
         self.shell, self.capture, self.link, self.rank = shell, capture, link, rank
         self.running: list[Running] = []
         self.records: OrderedDict[str, CellRecord] = OrderedDict()

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Generic, TypeVar, cast
 
 from nbkit.wire.messages import Message, ProtocolError, decoded, encoded
 
@@ -23,8 +24,15 @@ SEND_SECONDS = 20  # in which the other end must take a part of a message
 SILENT_SECONDS = 4  # a host that acknowledges nothing for so long counts as gone
 
 
-class Link:
-    """An end of the line. Sending is thread-safe. Sending to a vanished end does nothing: its process is ending."""
+Sent = TypeVar("Sent", bound=Message)
+Received = TypeVar("Received", bound=Message)
+
+
+class Link(Generic[Sent, Received]):
+    """An end of the line, by the messages that it sends and receives: a parent's is a Link[ForRank, ForParent].
+
+    Sending is thread-safe. Sending to a vanished end does nothing: its process is ending.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -38,7 +46,7 @@ class Link:
         # Do not wait forever for a process that reads nothing, such as a suspended one.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_SECONDS, 0))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Sent) -> None:
         with self._lock:
             try:
                 self.sock.sendall(self._packed(json.dumps(encoded(message)).encode()) + b"\n")
@@ -48,7 +56,7 @@ class Link:
             except OSError:
                 return
 
-    def receive(self) -> list[Message] | None:
+    def receive(self) -> list[Received] | None:
         """Return the messages that have arrived; blocks for the first. Returns None if the other end is gone.
 
         Also returns None after a message that cannot be read, because nothing after it can be trusted.
@@ -63,7 +71,7 @@ class Link:
             return None
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
-            return [decoded(json.loads(self._unpacked(line))) for line in lines]
+            return [cast(Received, decoded(json.loads(self._unpacked(line)))) for line in lines]
         except ProtocolError as error:
             self.refused = error
             return None
@@ -76,7 +84,7 @@ class Link:
     def _unpacked(self, line: bytes) -> bytes:
         return line
 
-    def listen(self, on_message: Callable[[Message], None], on_end: Callable[[], None]) -> None:
+    def listen(self, on_message: Callable[[Received], None], on_end: Callable[[], None]) -> None:
         """Read in a daemon thread until the other end is gone."""
 
         def read() -> None:
@@ -90,7 +98,7 @@ class Link:
         threading.Thread(target=read, name="nbkit-link", daemon=True).start()
 
 
-class SignedLink(Link):
+class SignedLink(Link[Sent, Received]):
     """A line between hosts.
 
     Each message carries an HMAC of its direction, its number and its text. Without the key nobody can add, change,

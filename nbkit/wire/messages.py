@@ -62,6 +62,10 @@ class ForHost(Message):
     """Sent by the coordinator to the parent of the ranks of a host."""
 
 
+class PassedOn(ForCoordinator, ForHost):
+    """Sent by one host to others, by way of the coordinator."""
+
+
 @dataclass(frozen=True)
 class Death:
     """The end of a rank's process.
@@ -310,7 +314,7 @@ class InUse(ForParent, ForCoordinator):
 
 
 @dataclass(frozen=True)
-class InterruptRank(Request, ForParent, ForCoordinator, ForHost):
+class InterruptRank(Request, ForParent, PassedOn):
     """The notebook has a cell of a rank interrupted that does not answer, by another rank and the parents."""
 
     rank: int
@@ -318,7 +322,7 @@ class InterruptRank(Request, ForParent, ForCoordinator, ForHost):
 
 
 @dataclass(frozen=True)
-class EndRank(Request, ForParent, ForCoordinator, ForHost):
+class EndRank(Request, ForParent, PassedOn):
     """The notebook has a rank ended that does not answer at all, by another rank and the parents."""
 
     rank: int
@@ -401,7 +405,7 @@ class ReleaseCell(ForRank):
 
 
 @dataclass(frozen=True)
-class RankIsDead(ForRank, ForNotebook, ForCoordinator, ForHost):
+class RankIsDead(ForRank, ForNotebook, PassedOn):
     """The parent tells that a rank is dead and is not replaced. The other ranks tell the notebook.
 
     unregister: the receiving parent tells the hub of it, since the rank's own parent is gone.
@@ -572,7 +576,7 @@ class StartFailed(ForCoordinator):
 
 
 @dataclass(frozen=True)
-class CellFailed(ForCoordinator, ForHost):
+class CellFailed(PassedOn):
     """A parent tells that a cell has failed on a rank, so that the parents of other hosts release its other ranks."""
 
     cell: str
@@ -595,7 +599,7 @@ class EndNow(ForAgent, ForHost):
 
 
 @dataclass(frozen=True)
-class RankStarted(ForCoordinator, ForHost):
+class RankStarted(PassedOn):
     """A parent has started a rank of its host."""
 
     rank: int
@@ -603,7 +607,7 @@ class RankStarted(ForCoordinator, ForHost):
 
 
 @dataclass(frozen=True)
-class RankSaid(ForCoordinator, ForHost):
+class RankSaid(PassedOn):
     """A parent passes on what a rank of its host says about a training."""
 
     rank: int
@@ -612,7 +616,7 @@ class RankSaid(ForCoordinator, ForHost):
 
 
 @dataclass(frozen=True)
-class RankPlaced(ForCoordinator, ForHost):
+class RankPlaced(PassedOn):
     """A parent has given a rank another device. spares: the labels of those that are left. said: for the user."""
 
     rank: int
@@ -623,7 +627,7 @@ class RankPlaced(ForCoordinator, ForHost):
 
 
 @dataclass(frozen=True)
-class RankEnded(ForCoordinator, ForHost):
+class RankEnded(PassedOn):
     """A parent tells that a rank of its host has ended. The first host's parent decides what becomes of it."""
 
     death: Death
@@ -640,7 +644,7 @@ class ReplacementNoted(ForCoordinator):
 
 
 @dataclass(frozen=True)
-class StartRank(ForCoordinator, ForHost):
+class StartRank(PassedOn):
     """The first host's parent has a rank started in the place of one that died in a training in this cell."""
 
     rank: int
@@ -649,7 +653,7 @@ class StartRank(ForCoordinator, ForHost):
 
 
 @dataclass(frozen=True)
-class TellRank(ForCoordinator, ForHost):
+class TellRank(PassedOn):
     """The first host's parent sends a message to a rank of another host."""
 
     rank: int
@@ -657,7 +661,7 @@ class TellRank(ForCoordinator, ForHost):
 
 
 @dataclass(frozen=True)
-class DismissRank(ForCoordinator, ForHost):
+class DismissRank(PassedOn):
     """The first host's parent has a rank of another host ended, without declaring it dead."""
 
     rank: int

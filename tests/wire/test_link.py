@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from nbkit.wire.link import SignedLink, key_of
-from nbkit.wire.messages import InUse, Listen, Listening, encoded
+from nbkit.wire.messages import InUse, Listen, Listening, Message, encoded
 
-Pair = tuple[SignedLink, SignedLink]
+Pair = tuple[SignedLink[Message, Message], SignedLink[Message, Message]]
 
 
 @pytest.fixture
@@ -35,7 +35,9 @@ def test_messages_go_both_ways_and_a_successor_goes_on_where_a_process_has_stopp
     assert coordinator.receive() == [Listening("a", 1)]
     coordinator.send(Listen())
     assert agent.receive() == [Listen()]
-    parent = SignedLink(ends[0], "k", opened=True, sent=agent.sent, received=agent.received)
+    parent: SignedLink[Message, Message] = SignedLink(
+        ends[0], "k", opened=True, sent=agent.sent, received=agent.received
+    )
     parent.send(InUse())
     assert coordinator.receive() == [InUse()]
 

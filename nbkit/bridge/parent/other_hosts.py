@@ -18,7 +18,7 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from nbkit.bridge.parent.spec import CoordinatorAddress
 from nbkit.wire.link import SignedLink
@@ -27,10 +27,10 @@ from nbkit.wire.messages import (
     DismissRank,
     FitLeft,
     ForCoordinator,
+    ForHost,
     ForParent,
     ForRank,
     InUse,
-    Message,
     RankEnded,
     RankPlaced,
     RankSaid,
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from nbkit.bridge.parent.parent import Child, Parent
     from nbkit.bridge.parent.replacement import Seat
 
+Line: TypeAlias = SignedLink[ForCoordinator, ForHost]
+
 SEEN_SECONDS = 10.0  # between two messages that the cluster is in use
 LOG_LINES = 15
 
@@ -56,11 +58,11 @@ class CoordinatorLine:
     def __init__(self, line: CoordinatorAddress) -> None:
         os.set_inheritable(line.fd, False)
         sock = socket.socket(fileno=line.fd)
-        self.link = SignedLink(sock, line.key, opened=True, sent=line.sent, received=line.received)
+        self.link: Line = SignedLink(sock, line.key, opened=True, sent=line.sent, received=line.received)
         self.gone = False
         self._told = 0.0
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[ForHost]:
         """Return the messages that have come; blocks for the first."""
         messages = self.link.receive()
         self.gone = messages is None

@@ -64,6 +64,7 @@ from nbkit.wire.messages import (
     FitEntered,
     FitLeft,
     ForParent,
+    ForRank,
     InterruptRank,
     InUse,
     RankEnd,
@@ -250,7 +251,7 @@ class Child:
 
     rank: int
     pid: int
-    link: Link
+    link: Link[ForRank, ForParent]
     ready: bool = False
     replaces: bool = False
     dismissed: bool = False

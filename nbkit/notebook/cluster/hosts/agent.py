@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import nbkit
 from nbkit.errors import ClusterError, NbkitError, UsageError
@@ -39,6 +39,8 @@ from nbkit.wire.link import SignedLink, key_of
 from nbkit.wire.messages import (
     AgentRefused,
     EndNow,
+    ForAgent,
+    ForCoordinator,
     HostJoined,
     HostsTried,
     HostUnfit,
@@ -51,6 +53,8 @@ from nbkit.wire.messages import (
 )
 from nbkit.wire.own_modules import OWN_MODULES
 from nbkit.wire.processes import Process, node_name
+
+AgentLine: TypeAlias = SignedLink[ForCoordinator, ForAgent]
 
 ANSWER_SECONDS = 5.0  # the system asks again after 1 s and after 3 s
 
@@ -207,7 +211,7 @@ def _index_here() -> str:
     return number
 
 
-def _connect(host: str, payload: dict[str, Any]) -> tuple[SignedLink, float]:
+def _connect(host: str, payload: dict[str, Any]) -> tuple[AgentLine, float]:
     """Return the line to the coordinator, and the seconds by which this host's clock is ahead of the coordinator's."""
     place = (payload["address"], payload["port"])
     try:
@@ -222,7 +226,7 @@ def _connect(host: str, payload: dict[str, Any]) -> tuple[SignedLink, float]:
 class JoinedAgent:
     """An agent from HostJoined to StartRanks. probe: where it listens at `address`. start: None until it has come."""
 
-    def __init__(self, link: SignedLink, address: str, probe: Probe) -> None:
+    def __init__(self, link: AgentLine, address: str, probe: Probe) -> None:
         self.link, self.address, self.probe = link, address, probe
         self.start: StartRanks | None = None
 
@@ -247,7 +251,7 @@ class JoinedAgent:
         sys.exit(end.why)
 
 
-def _await_start(link: SignedLink, address: str) -> StartRanks:
+def _await_start(link: AgentLine, address: str) -> StartRanks:
     """Return the message to start, once all hosts are there, fit together and have tried to connect to each other."""
     agent = JoinedAgent(link, address, Probe(address))
     try:
@@ -279,7 +283,7 @@ def _joined(index: int, host: str, driver: str, ahead: float, pinning: Pinning) 
 
 
 def _folder(
-    payload: dict[str, Any], index: int, pinning: Pinning, address: str, link: SignedLink, start: StartRanks
+    payload: dict[str, Any], index: int, pinning: Pinning, address: str, link: AgentLine, start: StartRanks
 ) -> Path:
     """Return the folder of the cluster on this host.
 
@@ -337,7 +341,7 @@ def _environment(payload: dict[str, Any], address: str) -> None:
         os.chdir(payload["cwd"])
 
 
-def _become_parent(folder: Path, link: SignedLink) -> NoReturn:
+def _become_parent(folder: Path, link: AgentLine) -> NoReturn:
     link.sock.set_inheritable(True)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *OWN_MODULES, "nbkit.bridge.parent.parent", str(folder)])

@@ -49,7 +49,9 @@ from nbkit.wire.messages import (
     EndOfCluster,
     EndRank,
     EndTraining,
+    ForAgent,
     ForCoordinator,
+    ForHost,
     HostJoined,
     HostsTried,
     HostUnfit,
@@ -57,7 +59,7 @@ from nbkit.wire.messages import (
     InUse,
     Listen,
     Listening,
-    Message,
+    PassedOn,
     RankEnded,
     RankIsDead,
     RankPlaced,
@@ -80,7 +82,7 @@ from nbkit.wire.processes import Process, followers
 class ConnectedHost:
     """A host whose agent has connected. facts: what it reported about itself, None until it has."""
 
-    def __init__(self, link: SignedLink) -> None:
+    def __init__(self, link: SignedLink[ForAgent | ForHost, ForCoordinator]) -> None:
         self.link = link
         self._facts: HostJoined | None = None
 
@@ -491,7 +493,7 @@ class Coordinator:
         self._to_first(placed)
 
     @handles(RankStarted, RankSaid)
-    def _to_first(self, message: ForCoordinator, _: ConnectedHost | None = None) -> None:
+    def _to_first(self, message: PassedOn, _: ConnectedHost | None = None) -> None:
         """Send a message to the first host's parent, which decides who is replaced."""
         if first := self.hosts.get(0):
             first.link.send(message)
@@ -504,10 +506,10 @@ class Coordinator:
             self._died(ended.death, None, unregister=True)
 
     @handles(CellFailed, InterruptRank, EndRank, StartRank, TellRank, DismissRank)
-    def _on_message_for_others(self, message: ForCoordinator, source: ConnectedHost) -> None:
+    def _on_message_for_others(self, message: PassedOn, source: ConnectedHost) -> None:
         self._pass_on(message, source)
 
-    def _pass_on(self, message: Message, source: ConnectedHost | None = None) -> None:
+    def _pass_on(self, message: ForHost, source: ConnectedHost | None = None) -> None:
         """Send a message to all hosts but its source. A host acts on what is about its ranks."""
         for host in self.hosts.values():
             if host is not source:
