@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from nbkit.errors import ClusterError
 from nbkit.wire.cells import CellRequest, Prompt
@@ -730,7 +730,7 @@ def _typed(value: Any, hint: Any) -> Any:
     parts = get_args(hint)
     if value is None:
         return None
-    if get_origin(hint) is UnionType:
+    if get_origin(hint) in (Union, UnionType):
         return _typed(value, next(part for part in parts if part is not NoneType))
     if get_origin(hint) is tuple:
         kinds = [parts[0]] * len(value) if parts[1:] == (...,) else parts

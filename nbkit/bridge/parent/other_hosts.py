@@ -25,6 +25,7 @@ from nbkit.wire.link import SignedLink
 from nbkit.wire.messages import (
     Death,
     DismissRank,
+    FitEntered,
     FitLeft,
     ForCoordinator,
     ForHost,
@@ -44,7 +45,6 @@ from nbkit.wire.messages import (
 
 if TYPE_CHECKING:
     from nbkit.bridge.parent.parent import Child, Parent
-    from nbkit.bridge.parent.replacement import Seat
 
 Line: TypeAlias = SignedLink[ForCoordinator, ForHost]
 
@@ -89,7 +89,7 @@ class RankElsewhere:
 
     def __init__(self, rank: int, coordinator: CoordinatorLine) -> None:
         self.rank, self.pid, self._line = rank, 0, coordinator.link
-        self.seat: Seat | None = None
+        self.fit: FitEntered | None = None
         self.dismissed = False
         self.link = self  # so that `link.send` reaches the rank
 

@@ -45,7 +45,7 @@ from pathlib import Path
 from nbkit.bridge.parent import spec as specs
 from nbkit.bridge.parent.child_processes import Ends, has_ended, kill_group, log, start_afresh
 from nbkit.bridge.parent.other_hosts import CoordinatorLine, OtherHosts, RankElsewhere
-from nbkit.bridge.parent.replacement import Replacer, Resizer, Seat
+from nbkit.bridge.parent.replacement import Replacer, Resizer
 from nbkit.bridge.parent.spec import write_pins
 from nbkit.private_symbols import LACKING
 from nbkit.rank.world.rank_place import open_listener
@@ -244,7 +244,7 @@ _COORDINATOR = "coordinator"  # its key in the selector, beside the ranks
 class Child:
     """A rank as its parent sees it.
 
-    seat: where a newcomer could enter the cell that it runs. replaces: it is a newcomer. dismissed: it was ended
+    fit: where a new rank can enter the `fit` that it runs. replaces: it is a newcomer. dismissed: it was ended
     because its replacement begins again or was given up. failed: its words on its device, which does not compute any
     more.
     """
@@ -256,7 +256,7 @@ class Child:
     replaces: bool = False
     dismissed: bool = False
     failed: str = ""
-    seat: Seat | None = None
+    fit: FitEntered | None = None
     cells: dict[str, tuple[int, ...]] = field(default_factory=dict)  # running cells: id -> its ranks
 
     def dismiss(self) -> None:
@@ -415,7 +415,7 @@ class Parent:
     def _on_cell_ended(self, ended: CellEnded, child: Child) -> None:
         self.seen = time.monotonic()
         child.cells.pop(ended.cell, None)
-        if child.seat and child.seat.cell == ended.cell:
+        if child.fit and child.fit.cell == ended.cell:
             self.replacer.leave(child)
         self.elsewhere.tell_left(child)
         if ended.status == "error":

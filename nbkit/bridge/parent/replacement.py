@@ -63,14 +63,6 @@ WAIT_SECONDS = 60.0  # for every survivor to leave its step, and for the newcome
 SAME_STEP = 3  # so many deaths of one rank at one step are the fault of its program
 
 
-@dataclass(frozen=True)
-class Seat:
-    """The place where a newcomer can enter: the statement of the cell that calls `fit`."""
-
-    cell: str
-    statement: int
-
-
 @dataclass
 class Replacement:
     """A replacement that is under way.
@@ -80,7 +72,7 @@ class Replacement:
     sentence about its new device. left: why a rank will not come, or "".
     """
 
-    seat: Seat
+    fit: FitEntered
     deaths: dict[int, Death] = field(default_factory=dict)
     waits: dict[int, ReadyToForm] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
@@ -93,7 +85,7 @@ class Replacement:
     def add(self, death: Death) -> None:
         """Add a rank that has died. A world that was formed is void, and all ranks have to wait again."""
         rank = death.rank
-        self.deaths[rank] = replace(death, cells=tuple(sorted({self.seat.cell, *(death.cells or ())})))
+        self.deaths[rank] = replace(death, cells=tuple(sorted({self.fit.cell, *(death.cells or ())})))
         self.fresh.add(rank)
         self.starts[rank] += 1
         self.waits.pop(rank, None)
@@ -115,7 +107,7 @@ class Replacement:
             address=self.waits[0].address,
             port=self.waits[0].port,
             newcomers=tuple(sorted(self.deaths)),
-            statement=self.seat.statement,
+            statement=self.fit.statement,
             how=", ".join(f"rank {rank} died ({death.how})" for rank, death in sorted(self.deaths.items())),
             since=min(death.when for death in self.deaths.values()),
             devices="; ".join(self.devices[rank] for rank in sorted(self.devices)),
@@ -134,7 +126,7 @@ class Replacer:
 
     @handles(FitEntered)
     def _on_fit_entered(self, entered: FitEntered, child: Member) -> None:
-        child.seat = Seat(entered.cell, entered.statement)
+        child.fit = entered
 
     @handles(FitLeft)
     def _on_fit_left(self, left: FitLeft, child: Member) -> None:
@@ -155,7 +147,7 @@ class Replacer:
         """End the ranks that do not wait, after the others have waited for `seconds`. If all wait, none is ended."""
         members = list(self.parent.members.values())
         moves = [child for child in members if not self._stand.get((child.rank, child.pid))]
-        in_step = all(child.seat is not None and not child.dismissed for child in members)
+        in_step = all(child.fit is not None and not child.dismissed for child in members)
         if self.under_way or not in_step:
             return
         for child in moves:
@@ -168,7 +160,7 @@ class Replacer:
 
     def leave(self, child: Member, why: str = "") -> None:
         """Note that a rank has left the training. If others wait to go on with it, the replacement is given up."""
-        child.seat = None
+        child.fit = None
         if self.under_way and not self._is_new(child):
             # `go_on` acts on it, after all messages are read: another rank may have said that the training goes on.
             self.under_way.left = self.under_way.left or why or f"rank {child.rank} has left the training"
@@ -194,15 +186,15 @@ class Replacer:
         # A rank that is being ended, such as a new rank of a resize that was given up, is not part of the training.
         there = [other for other in parent.members.values() if not other.dismissed]
         survivors = [other for other in there if not self._is_new(other)]
-        seats = {other.seat for other in survivors} | (set() if self._is_new(child) else {child.seat})
-        seat = seats.pop() if survivors and len(seats) == 1 else None
-        if parent.end_in_order.why or seat is None:
+        fits = {other.fit for other in survivors} | (set() if self._is_new(child) else {child.fit})
+        fit = fits.pop() if survivors and len(fits) == 1 else None
+        if parent.end_in_order.why or fit is None:
             if replacement is None:
                 return False
             replacement.add(death)
             self._give_up(f"rank {child.rank} died as well")
             return True
-        replacement = self.under_way = replacement or Replacement(seat)
+        replacement = self.under_way = replacement or Replacement(fit)
         if replacement.formed:  # the newcomers have to start again
             self._dismiss(replacement.deaths)
         replacement.add(death)
@@ -226,7 +218,7 @@ class Replacer:
         if replacement.formed:
             return
         for rank in sorted(set(replacement.deaths) - set(parent.members)):
-            parent.elsewhere.begin(rank, replacement.seat.cell, replacement.deaths[rank])
+            parent.elsewhere.begin(rank, replacement.fit.cell, replacement.deaths[rank])
         if late := sorted(set(range(parent.spec.world_size)) - set(replacement.waits)):
             if time.monotonic() > replacement.deadline:
                 self._give_up(f"ranks {late} were not ready to go on within {WAIT_SECONDS:.0f} s")
@@ -241,7 +233,7 @@ class Replacer:
 
     def _too_often(self, replacement: Replacement) -> str:
         """Return why one of the dead ranks is not replaced once more, or ""."""
-        cell, step = replacement.seat.cell, replacement.step
+        cell, step = replacement.fit.cell, replacement.step
         for rank in replacement.fresh:
             self._died.append((cell, rank, step))
             # A survivor may have finished the step that another survivor was broken out of.
@@ -257,7 +249,7 @@ class Replacer:
         if replacement is None:
             return
         for rank, death in replacement.deaths.items():
-            by, cell = replacement.waits[rank].process, replacement.seat.cell
+            by, cell = replacement.waits[rank].process, replacement.fit.cell
             self.parent.note(RankEnd(**asdict(death), replaced="done", by=by, cell=cell, said=told.said))
         for child in self.parent.members.values():
             child.link.send(RanksChanged())
@@ -352,7 +344,7 @@ class Resizer:
             address=resizing.waits[0].address,
             port=resizing.waits[0].port,
             newcomers=tuple(resizing.newcomers),
-            statement=seat.statement if (seat := self.parent.children[0].seat) is not None else -1,
+            statement=fit.statement if (fit := self.parent.children[0].fit) is not None else -1,
             size=resizing.size,
             pins=resizing.pins,
         )
@@ -393,14 +385,14 @@ class Resizer:
         resizing, self.under_way = self.under_way, None
         assert resizing is not None
         pids = {child.rank: child.pid for child in self.parent.children.values() if child.rank < resizing.size}
-        seat = self.parent.children[0].seat
+        fit = self.parent.children[0].fit
         change = SizeChange(
             n=resizing.size,
             pids=tuple(pids[rank] for rank in sorted(pids)),
             pins=resizing.pins,
             newcomers=tuple(resizing.newcomers),
             cell=resizing.cell,
-            enters=seat is not None and seat.cell == resizing.cell,
+            enters=fit is not None and fit.cell == resizing.cell,
             said=told.said,
             when=time.time(),
         )
