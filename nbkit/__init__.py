@@ -14,7 +14,8 @@ __version__ = "0.1.0"
 _HOME = {
     "Cluster": "nbkit.notebook.cluster.cluster",
     "GradientBucket": "nbkit.rank.parallel.data_parallel.ddp",
-    "Launcher": "nbkit.notebook.cluster.hosts.launchers.plugin",
+    "Launcher": "nbkit.notebook.cluster.hosts.launcher",
+    "LauncherStatus": "nbkit.notebook.cluster.hosts.launcher",
     "Balanced": "nbkit.rank.data.balanced.balanced",
     "Board": "nbkit.notebook.board.board",
     "Dashboard": "nbkit.notebook.widgets.dashboard.dashboard",

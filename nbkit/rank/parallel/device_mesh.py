@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -164,14 +164,16 @@ class Axes:
         shard: int | None = None,
         summed: str = "",
         node_of: Sequence[int] = (),
+        along: Mapping[str, list[tuple[int, ...]]] | None = None,
         make: MakeGroup | None = None,
     ) -> Axes:
         """Make the groups that do not exist yet. Collective over the world.
 
-        shard: the number of ranks in a sharding group (default: dp). summed, node_of: see `groups_along`.
+        shard: the number of ranks in a sharding group (default: dp). summed, node_of: see `groups_along`. along: what
+        it returns, if that is known.
         """
         shard, make = mesh.dp if shard is None else shard, make or group_of
-        along = groups_along(mesh, shard, summed=summed, node_of=node_of)
+        along = groups_along(mesh, shard, summed=summed, node_of=node_of) if along is None else along
         groups = {axis: make(axis, every, rank) for axis, every in along.items()}
         if shard in (1, mesh.dp):
             groups["shard"], groups["replicate"] = (groups["dp"], None) if shard == mesh.dp else (None, groups["dp"])

@@ -117,7 +117,7 @@ def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> TrainingHandove
     job, loop, saved = trainer.job, trainer.loop, trainer.saves.last
     switches, at = tuple(job.switches), trainer.run_dir
     attributes = set_since(job.sharded_model.module, job.sharded_model.built)
-    attributes = {at: value for at, value in attributes.items() if at not in job.builder.options.caches}
+    attributes = {at: value for at, value in attributes.items() if at not in job.builder.facts.caches}
     return TrainingHandover(
         job.builder.blueprint, loop, job.plan, strategy, switches, at, job.seed, saved, attributes,
         schedules.registered(), techniques.registered(),
@@ -138,7 +138,7 @@ def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:
             hint="an IterableDataset, or any object whose __iter__ begins anew",
         )
     blueprint = job.builder.blueprint
-    outside = job.builder.options.outside
+    outside = job.builder.facts.outside
     if outside is not None and (lost := outside.parted(job.model)[1]):
         raise TrainingError(
             f"The model or the loss keeps {', '.join(map(repr, lost[:3]))}, which a new process cannot be given.",
@@ -148,7 +148,7 @@ def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:
     try:
         return dumps(handed_by(trainer, strategy))
     except Exception:
-        named: dict[str, Any] = {"model": blueprint.skeleton, "optimizer": blueprint.template}
+        named: dict[str, Any] = {"model": job.builder.skeleton, "optimizer": blueprint.template}
         _name_unpicklable(named | vars(loop) | vars(blueprint.config))
         raise
 

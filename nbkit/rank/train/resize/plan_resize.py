@@ -56,8 +56,8 @@ def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any],
         strategy = _strategy(job.strategy, ranks, text)
         job.feed.fits(strategy)
         job.plan.check(lambda planned: Strategy.parse(planned, ranks), job.feed.fits)
-        job.builder.learn([strategy])
-        job.builder.shard_layouts.check(strategy)
+        job.builder.finder.sync([strategy])
+        job.builder.plan(strategy)
     except (StrategyError, TrainingError) as error:
         raise type(error)(
             f"The training cannot go on with {ranks} ranks. {error.what}",
