@@ -226,6 +226,7 @@ class Job:
         self.checkpoint_writer = CheckpointWriter(rank=self.rank, world_size=self.world_size, device=self.device)
         self.sync, self.switcher = RankSync(self), Switcher(self)
         self.run_dir: Path | None = None
+        self.sinks: tuple[Sink, ...] = ()  # the user's
         self.is_running = self._late = False
         self._cost_model: CostModel | None = None
 
@@ -714,8 +715,8 @@ class Job:
             self.backups.measured(self.ledger.newest.backup, max(self.ledger.newest.seconds))
             self.ledger.newest = None
         if self.backups.due(self.step) or now:
-            strategy, inner = self.strategy, self.optimizer.inner
-            layouts, names = self.builder.shard_layouts.of(strategy), self.builder.names
+            inner = self.optimizer.inner
+            layouts, names = self.sharded_model.plan.layouts, self.builder.names
             place = TrainingProgress(self.precision.state_dict(), self.step, [], self.feed.position())
             point = settings_of(inner), place
             self.backups.take(self.sharded_model, inner, layouts, names, self.step, point)
@@ -770,7 +771,7 @@ class Job:
     def cost_model(self) -> CostModel:
         """Return the formulas that predict the cost of any strategy. From any thread."""
         seen, kinds = self._cost_model, self.bytes_per_element()
-        if seen is None or not seen.holds(kinds, self.builder.options):
+        if seen is None or not seen.holds(kinds, self.builder):
             seen = self._cost_model = CostModel(self.builder, kinds, self.feed.fits, before=seen)
         return seen
 

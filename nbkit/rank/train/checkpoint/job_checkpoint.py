@@ -39,7 +39,7 @@ def save(job: Job, path: str | Path, *, beside: bool = False, then: Callable[[],
             hint="trainer.load(path) of a checkpoint before it   (to keep these: trainer.full_state_dict())",
         )
     about = {"history": list(job.ledger.records), "seed": job.seed, "data": writable(job.feed.where())}
-    if (outside := job.builder.options.outside) is not None:
+    if (outside := job.builder.facts.outside) is not None:
         about["attributes"], lost = outside.parted(job.model)
         if lost and job.rank == 0:
             named = ", ".join(map(repr, lost[:3]))

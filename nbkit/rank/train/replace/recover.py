@@ -150,9 +150,11 @@ def _restoration(step: int, parts: Sequence[HeldPart | None], strategy: Strategy
     numbers = {name: dict(values) for part in parts if part is not None for name, values in part.numbers.items()}
     memory = by_name(kinds)
     old = counted_once([{} if part is None else part.layouts for part in parts])
-    every = builder.plans.kinds(memory)
+    every = builder.exchanges.kinds(memory)
     plan = ExchangePlan.of(
-        old, builder.plans.layouts_by_rank(strategy, every), {key: k.itemsize for key, k in every.items()}
+        old,
+        builder.exchanges.layouts_by_rank(builder.plan(strategy), every),
+        {key: k.itemsize for key, k in every.items()},
     )
     return Restoration(step, parts, plan, memory, numbers)
 
@@ -262,7 +264,7 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
         assert trainer is not None
         trainer.reopen()
         left = [job.state]
-        job.adopt(left[0].under(sharded_model, inner, job.builder.options))
+        job.adopt(left[0].under(sharded_model, inner))
         free(left)
     if told[0] is not None:
         # No message since the last line: if another rank dies now, this one stands at a boundary.
@@ -381,7 +383,7 @@ def _built(
 
     def build() -> None:
         with hollow() as spaces:
-            sharded_model, inner = job.builder.build(strategy, connections, like=like)
+            sharded_model, inner = job.builder.build(job.builder.plan(strategy), connections, like=like)
             sharded_model.data.let_go()  # gradients have no memory until all have met
             if restoration is not None:
                 job_state.allocate(sharded_model, inner, restoration.kinds, restoration.numbers)

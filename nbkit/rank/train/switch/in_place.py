@@ -153,17 +153,17 @@ def prepare_in_place(
     left, builder = job.state, job.builder
     before = job_state.state(left.sharded_model, left.optimizer)
     with ranks.all_or_none("building the new sharded model"), hollow() as spaces:
-        sharded_model, inner = builder.build(new, connections, like=left.optimizer)
+        sharded_model, inner = builder.build(builder.plan(new), connections, like=left.optimizer)
         sharded_model.data.let_go()
         job_state.allocate(sharded_model, inner, memory.kinds, memory.numbers)
         target = TargetStorage(job_state.state(sharded_model, inner), spaces)
     to = dict(target.state)
     with ranks.all_or_none("planning the exchange", numbers=3) as said:
-        kinds = builder.plans.kinds(memory.kinds)
-        own, said.numbers = planned(builder.plans, kinds, left.sharded_model.strategy, new, before, to)
+        kinds = builder.exchanges.kinds(memory.kinds)
+        own, said.numbers = planned(builder.exchanges, kinds, left.sharded_model.plan, sharded_model.plan, before, to)
     plan = agreed(own, said.largest, before, to, rank=builder.rank).plan
     with ranks.all_or_none("planning the way"):
         exchange, old = InPlace(plan, builder.rank), SourceStorage(before, left.sharded_model.data.tensors())
         exchange.check(old, target)
-    there = left.under(sharded_model, inner, builder.options)
+    there = left.under(sharded_model, inner)
     return MoveInPlace(job, (left, there), (old, target), exchange)

@@ -97,13 +97,15 @@ def prepare(
     exchange: Exchange | None = None
     try:
         with ranks.all_or_none("building the new sharded model", numbers=3) as said:
-            sharded_model, inner = builder.build(new, connections, like=left.optimizer)
+            sharded_model, inner = builder.build(builder.plan(new), connections, like=left.optimizer)
             said.doing = "making room for the new sharded model"
             job_state.allocate(sharded_model, inner, memory.kinds, memory.numbers)
             target = job_state.state(sharded_model, inner)
             said.doing = "planning the exchange"
-            kinds = builder.plans.kinds(memory.kinds)
-            exchange, said.numbers = planned(builder.plans, kinds, left.sharded_model.strategy, new, before, target)
+            kinds = builder.exchanges.kinds(memory.kinds)
+            exchange, said.numbers = planned(
+                builder.exchanges, kinds, left.sharded_model.plan, sharded_model.plan, before, target
+            )
             said.doing = "making room for the exchange"
             if not said.numbers[0]:
                 _make_room(exchange, before, target, ranks.device)
@@ -116,7 +118,7 @@ def prepare(
         if exchange is not None:
             exchange.give_back()  # plans are kept, with the memory that they hold
         raise
-    there = left.under(sharded_model, inner, builder.options)
+    there = left.under(sharded_model, inner)
     return Prepared(there, before, target, exchange)
 
 
@@ -300,7 +302,7 @@ class Switcher:
             return Switched(job.step, old=str(old), new=str(new), identical=True)
         job.model_handle.check_alone(new)
         job.builder.check_moves(old, new)
-        job.builder.learn([new])
+        job.builder.finder.sync([new])
         began, ranks = time.perf_counter(), Ballot(old, job.world_size, job.device)
         try:
             gathered = gather(job.sharded_model, job.optimizer.inner, job.builder, job.cost_model, new, ranks)
