@@ -28,6 +28,7 @@ _HOME = {
     "GPT": "nbkit.rank.models.gpt",
     "GPTConfig": "nbkit.planner.gpt_config",
     "TextDataset": "nbkit.rank.models.text",
+    **dict.fromkeys(("Checkpoints", "Compute", "Loading", "ModelHints", "Recovery"), "nbkit.trainer_options"),
 }
 
 __all__ = [*sorted(_HOME), "load_ipython_extension", "schedules"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+import nbkit
 from bench.rigs.jobs import config, trainer
 from bench.steps.step_seconds import Paced
 from nbkit.rank.telemetry import collectives
@@ -22,7 +23,9 @@ class Worker:
 
     def prepare(self, strategy: str) -> None:
         """Train `strategy` from here on."""
-        self._trainer = trainer(self._config, strategy, batch=self._batch, collate=self._pace, log_dir="runs")
+        self._trainer = trainer(
+            self._config, strategy, batch=self._batch, loading=nbkit.Loading(collate=self._pace), log_dir="runs"
+        )
         self._trainer.fit(3)
         job = self._trainer.job
         others = [one for one in job.ledger.listeners if not isinstance(one, _RECORDS)]

@@ -556,9 +556,7 @@ def _cuts(strategy: Strategy) -> bool:
 def _unmakeable(small: Strategy, options: Options, example: Any, size: int) -> str:
     """Return why a model of `size` parameters makes no step of `small`; "" if it can."""
     if example is None:
-        return (
-            "no example batch to run: example=batch, for prepare() and the Trainer; nbkit.check(model, strategy, batch)"
-        )
+        return "no example batch to run: hints=nbkit.ModelHints(example=batch); nbkit.check(model, strategy, batch)"
     if options.draws is not None and options.draws.unkeyed:
         return f"the model draws numbers that are not keyed: {options.draws.unkeyed[0]}"
     if small.mesh.size > _RANKS:

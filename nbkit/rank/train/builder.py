@@ -105,7 +105,7 @@ class Builder:
         Raises TrainingError when a rank built another model than rank 0.
         """
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, config
-        self.offload = config.offload is not None
+        self.offload = config.compute.offload is not None
         if self.offload and not accelerator().holds(device):
             warnings.warn("offload= has no effect on CPU ranks: their state is in host memory already", stacklevel=4)
         self.shells: list[WeightlessModel] = []
@@ -158,7 +158,7 @@ class Builder:
         """
         self = cls.__new__(cls)
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, blueprint.config
-        self.offload, self.shells = blueprint.config.offload is not None, []
+        self.offload, self.shells = blueprint.config.compute.offload is not None, []
         self.skeleton, self.template, self.options = blueprint.skeleton, blueprint.template, blueprint.options
         self.module = skeleton_of(self.skeleton) if module is None else module
         self._warned, self._agreed, self._told = set(blueprint.proven), set(blueprint.proven), set(blueprint.told)
@@ -192,7 +192,7 @@ class Builder:
         self._first_batches = FirstBatches(
             self.config.loss,
             self.config.inputs,
-            parted=self.config.microbatch_size is not None,
+            parted=self.config.compute.microbatch_size is not None,
             rank=self.rank,
             world_size=self.world_size,
             device=self.device,
@@ -315,11 +315,11 @@ class Builder:
                 self.skeleton,
                 strategy,
                 self.options,
-                config.example,
+                config.hints.example,
                 loss=reading_no_parameter(config.loss, strategy, self.module),
                 inputs=config.inputs,
                 optimizer=self.template.on_cpu,
-                microbatch_size=config.microbatch_size,
+                microbatch_size=config.compute.microbatch_size,
                 short=self._short,
                 many=self._many,
                 reference=self.reference,
@@ -439,7 +439,8 @@ class Builder:
         It is built on every rank, as the first one was. `_copies_seen` checks that the first still computes as before.
         """
         few = sum(p.numel() for p in self.skeleton.parameters()) <= WIDE
-        if isinstance(model, nn.Module | Pretrained) or self.config.example is None or self.world_size == 1 or not few:
+        example = self.config.hints.example
+        if isinstance(model, nn.Module | Pretrained) or example is None or self.world_size == 1 or not few:
             return None
         # A model may register itself where the loss looks for it. That must stay the first model.
         with suppress(Exception), outside_kept(self.module, self.config.loss):
@@ -452,15 +453,15 @@ class Builder:
         Rank 0 does this while the others wait. So they do not disturb what it times.
         """
         options = Options(
-            tp_plan=config.tp_plan,
-            recompute=config.recompute,
+            tp_plan=config.hints.tp_plan,
+            recompute=config.compute.recompute,
             experts=experts_in(self.skeleton),
             hooked=hooked_gradient(self.module),
-            cut=config.microbatch_size is not None,
-            compile=config.compile,
+            cut=config.compute.microbatch_size is not None,
+            compile=config.compute.compile,
             adaptive=self.template.is_adaptive(),
         )
-        if config.example is None:
+        if config.hints.example is None:
             return options
         refused: TrainingError | None = None
         if self.rank == 0:
@@ -518,11 +519,11 @@ class Builder:
 
     def _seen(self, config: TrainConfig, options: Options) -> Options:
         """Return `options`, completed by what the model draws itself and what couples the rows of a batch."""
-        example = on_device(config.example, self.device)
+        example = on_device(config.hints.example, self.device)
         look = first_runs(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
         self._short = look.short
         options = replace(options, draws=look.draws, outside=look.outside, changes=look.changes, caches=look.caches)
-        if self.world_size > 1 or config.microbatch_size is not None:
+        if self.world_size > 1 or config.compute.microbatch_size is not None:
             run: Callable[[Any], Any] = partial(call, self.module)
             if look.outside is not None and not look.outside.drawn:
                 run = put_back_before(run, self.module, config.loss)
@@ -581,7 +582,7 @@ class Builder:
     def _rows(self, config: TrainConfig, run: Callable[[Any], Any], look: FirstRuns) -> dict[str, Any]:
         """Return what couples the rows of a batch, and what weighs them, as attributes of Options."""
         with suppress(Exception), undrawn():  # an error of the data is reported when it is read to train
-            sample = config.sample() if config.sample is not None else Sample(config.example)
+            sample = config.sample() if config.sample is not None else Sample(config.hints.example)
             if sample is not None:
                 self._many = sample.batch
                 seen = examine(self.module, run, config.loss, sample, config.inputs, look=look)
@@ -599,7 +600,7 @@ class Builder:
         if self.world_size > 1 or self.options.cut:
             return
         self._first_batches.part()
-        if self.config.example is not None:
+        if self.config.hints.example is not None:
             look = FirstRuns(self.options.draws, self._short)
             self.choose(**self._rows(self.config, lambda value: call(self.module, value), look))
 

@@ -14,6 +14,7 @@ from jobs import SEED, net, points, quiet, weighted_loss
 from ranks import run_ranks
 from torch import nn
 
+import nbkit
 from nbkit.device_speeds import of_replicas, of_stages, rows_by_speed
 from nbkit.errors import StrategyError
 from nbkit.mesh import Mesh
@@ -113,8 +114,8 @@ def losses(world: Any) -> dict[str, Any]:
     balanced = {"data": Balanced(points(52), cost=[1.0 + i % 7 for i in range(52)])}
     cases: dict[str, dict[str, Any]] = {
         "ddp": {},
-        "ddp speeds=3:1": {"microbatch_size": 2},
-        "zero3 speeds=3:1": {"microbatch_size": 2},
+        "ddp speeds=3:1": {"compute": nbkit.Compute(microbatch_size=2)},
+        "zero3 speeds=3:1": {"compute": nbkit.Compute(microbatch_size=2)},
         "zero1 speeds=1:9": {},
         "pp speeds=3:1": {},
         "pp speeds=3:1 places=1:0": {},
@@ -198,7 +199,7 @@ def slept(world: Any, path: Any, strategy: str) -> dict[str, Any]:
         batch_size=12,
         data=points(48),
         log_dir=str(path / str(world.place.world_size)),
-        balance=True,
+        recovery=nbkit.Recovery(balance=True),
     )
     trainers.append(trainer)
     trainer.job.ledger.listeners.append(lambda event: events.append(event) if isinstance(event, Rebalanced) else None)

@@ -434,7 +434,10 @@ class VocabShard(ShardedTensor):
     """Logits whose dim `along` (mostly the last) is split over `group`."""
 
     called, to_gather = "logits", "logits = logits + 0"
-    way_out = "logits = logits + 0 first, which gathers them; or tp_plan={'<the head>': 'colwise_gather'}"
+    way_out = (
+        "logits = logits + 0 first, which gathers them; or hints=nbkit.ModelHints(tp_plan={'<the head>': "
+        "'colwise_gather'})"
+    )
 
     @staticmethod
     def __new__(cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int = -1) -> VocabShard:

@@ -219,7 +219,8 @@ def not_shared(folders: Sequence[str], ranks: Sequence[int]) -> TrainingError:
     return TrainingError(
         "A checkpoint cannot be written here: the ranks do not share this folder, and none could read it.",
         numbers=f"rank 0 does not see what {named} wrote: {where if first != other else f'{first!r} is not shared'}",
-        hint="an absolute path on a file system that all hosts share: trainer.save('/shared/NAME'), save_path=",
+        hint="an absolute path on a file system that all hosts share: trainer.save('/shared/NAME'), "
+        "checkpoints=nbkit.Checkpoints(path='/shared/NAME')",
     )
 
 

@@ -34,6 +34,7 @@ from nbkit.rank.train.estimate.state_bytes import StateBytes
 from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy
+from nbkit.trainer_options import ModelHints
 
 LARGEST = 4 << 30
 """Largest model that is run here, in bytes of parameters."""
@@ -104,7 +105,7 @@ def describe(
     options = replace(options, looked=None)  # no job looks later for what is lacking, such as seconds of the blocks
     made = OptimizerSpec(optimizer or (lambda m: torch.optim.AdamW(m.parameters())), module=module)
     skeleton = skeleton_of(module)
-    config = TrainConfig(loss, inputs=inputs, precision=precision, example=example)
+    config = TrainConfig(loss, inputs=inputs, precision=precision, hints=ModelHints(example=example))
     layouts = ShardLayouts(skeleton, options)
     return ModelPieces(MeasuredModel(skeleton, options, config, made, layouts, torch.device("cpu")), say)
 

@@ -26,7 +26,7 @@ from nbkit.records.events import Switched
 from nbkit.schedules import ScheduleType
 from nbkit.strategy import Strategy
 
-_HINT = "what a new process can import, or what a cell has defined; or on_failure='stop'"
+_HINT = "what a new process can import, or what a cell has defined; or recovery=nbkit.Recovery(on_failure='stop')"
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:
         raise TrainingError(
             f"The model or the loss keeps {', '.join(map(repr, lost[:3]))}, which a new process cannot be given.",
             numbers="changed in each pass, and read in the next",
-            hint="register_buffer, which it is given; or on_failure='stop'",
+            hint="register_buffer, which it is given; or recovery=nbkit.Recovery(on_failure='stop')",
         )
     try:
         return dumps(handed_by(trainer, strategy))

@@ -12,6 +12,7 @@ from pretend import join
 from ranks import run_ranks
 from torch import Tensor, nn
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.train.out_of_memory import tensor_limit
 from nbkit.rank.train.out_of_memory.rescue import LEVELS, DeviceMemory
@@ -70,7 +71,7 @@ def made(**more: Any) -> tuple[Trainer, list[OutOfMemory]]:
         data=points(),
         batch_size=ROWS,
         strategy="ddp",
-        on_oom="ask",
+        recovery=nbkit.Recovery(on_oom="ask"),
         **more,
     )
     heard = list[OutOfMemory]()

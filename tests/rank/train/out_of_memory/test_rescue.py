@@ -16,6 +16,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
+import nbkit
 from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.errors import TrainingError
 from nbkit.rank.models.gpt import GPT, GPTConfig
@@ -98,7 +99,7 @@ def rescued(world: Any, strategies: list[str], share: float) -> dict[str, Any]:
     """By strategy, with less memory on the last rank than it wants."""
     found = {}
     for strategy in strategies:
-        trainer = made(strategy, on_oom="fit")
+        trainer = made(strategy, recovery=nbkit.Recovery(on_oom="fit"))
         heard = events_of(trainer)
         squeezed(trainer, share, here=world.place.rank == world.place.world_size - 1)
         trainer.fit(STEPS)
@@ -141,7 +142,7 @@ def asked(world: Any) -> list[dict[str, Any]]:
     controls, found = TrainingRequestHandler(), []
     here = world.place.rank == 0
     for number, strategy in ((2, ""), (0, "zero3")):
-        trainer = made("ddp", on_oom="ask")
+        trainer = made("ddp", recovery=nbkit.Recovery(on_oom="ask"))
         heard = events_of(trainer)
         squeezed(trainer, 0.95, here=here)
         told, outer = answered(number, strategy), DETACHED.set(True)
@@ -150,7 +151,7 @@ def asked(world: Any) -> list[dict[str, Any]]:
         results = [controls.results[id]["error"] for id in "ab"]
         changes = [event.changes for event in heard]
         found.append({**told, "results": results, "changes": changes, "losses": losses(trainer)})
-    trainer = made("ddp", on_oom="ask")
+    trainer = made("ddp", recovery=nbkit.Recovery(on_oom="ask"))
     squeezed(trainer, 0.95, here=here)
     with pytest.raises(TrainingError) as caught:
         trainer.fit(STEPS)
@@ -214,7 +215,11 @@ def failing(world: Any, strategies: list[str]) -> dict[str, Any]:
     found = {}
     for strategy in strategies:
         Failing.fails = world.place.rank == 1
-        trainer = made(strategy, optimizer=lambda m: Failing(m.parameters(), lr=0.01), on_oom="fit", backup_every=1)
+        trainer = made(
+            strategy,
+            optimizer=lambda m: Failing(m.parameters(), lr=0.01),
+            recovery=nbkit.Recovery(on_oom="fit", backup_every=1),
+        )
         trainer.fit(STEPS)
         found[strategy] = losses(trainer), [record["step"] for record in trainer.history]
     return found

@@ -10,6 +10,7 @@ import torch
 from jobs import Recording, mean_loss, net, points, quiet
 from ranks import run_ranks
 
+import nbkit
 from nbkit.errors import NotFinite, SwitchError
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.job import prepare
@@ -22,7 +23,7 @@ from nbkit.records.records import EventRecord
 def failing(world: Any, folder: str) -> dict[str, Any]:
     data = points()
     data[9] = (torch.full((6,), float("nan")), data[9][1])
-    trainer = quiet(data=data, shuffle=False, log_dir=folder)
+    trainer = quiet(data=data, loading=nbkit.Loading(shuffle=False), log_dir=folder)
     with pytest.raises(NotFinite):
         trainer.fit(3)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SwitchError):

@@ -10,6 +10,7 @@ import torch
 from jobs import flat, net, points, quiet
 from ranks import run_ranks
 
+import nbkit
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.notebook.cluster.training_control import ControlResult
 from nbkit.rank.train.switch import compare
@@ -61,7 +62,7 @@ def compared(world: Any) -> dict[str, Any]:
     refused = []
     for act, kind in (
         (lambda: tried.compare("tp=3"), StrategyError),
-        (lambda: quiet(data=iter(points()), example=None).compare("zero3"), TrainingError),
+        (lambda: quiet(data=iter(points()), hints=nbkit.ModelHints(example=None)).compare("zero3"), TrainingError),
     ):
         with pytest.raises(kind) as error:
             act()

@@ -16,6 +16,7 @@ from jobs import asked_for, mean_loss, points, quiet
 from ranks import next_generation, run_ranks
 from torch import Tensor, nn
 
+import nbkit
 from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.data.batch import shard_of
@@ -105,7 +106,10 @@ def trainer_of(model: Any = drawing, **changed: Any) -> Trainer:
     plans.clear()
     random.seed(5)
     if model is in_stages:
-        changed = {"stages": ["3"], **changed}  # by cost, which is measured, it would lie here or there
+        changed = {
+            "hints": nbkit.ModelHints(stages=["3"]),
+            **changed,
+        }  # by cost, which is measured, it would lie here or there
     return quiet(**({"model": model, "optimizer": Adam, "data": points(40), "clip_norm": 1.0} | changed))
 
 

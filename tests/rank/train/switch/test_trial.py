@@ -12,6 +12,7 @@ import torch
 from jobs import flat, one_process, points, quiet
 from ranks import run_ranks
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.train.switch.compare import try_out
 
@@ -28,8 +29,7 @@ def tried(world: Any, folder: str) -> dict[str, Any]:
         optimizer=adam,
         eval_data=points(8),
         eval_every=2,
-        save_every=3,
-        save_path=Path(folder) / "saved",
+        checkpoints=nbkit.Checkpoints(every=3, path=Path(folder) / "saved"),
         callbacks=[lambda trainer, record: called.append(record["step"])],
     )
     trainer.fit(2)
