@@ -9,6 +9,9 @@ from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD
 
 import nbkit
 from nbkit.errors import NbkitError, TrainingError, UsageError
@@ -53,6 +56,21 @@ def test_what_is_allowed_is_taken() -> None:
     assert nbkit.Recovery(backup_every=0).backup_every == 0
     with pytest.raises(FrozenInstanceError):
         nbkit.Recovery().on_oom = "fit"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"recovery": nbkit.Recovery(on_oom="fit", backup_every=2)}, "recovery=nbkit.Recovery(backup_every=2)"),
+        ({"recovery": nbkit.Recovery(on_failure="shrink")}, "recovery=nbkit.Recovery(on_failure='replace')"),
+        ({"compute": nbkit.Compute(grad_norm_every=5)}, "job.grad_norm()"),
+    ],
+)
+def test_a_loop_of_ones_own_refuses_what_only_a_trainer_does(given: dict[str, Any], hint: str) -> None:
+    with pytest.raises(TrainingError) as refused:
+        nbkit.prepare(nn.Linear(2, 2), lambda model: SGD(model.parameters(), lr=0.1), loss=mse_loss, **given)
+
+    assert hint in refused.value.hint
 
 
 def test_the_repr_is_the_line_to_type() -> None:

@@ -1,4 +1,4 @@
-"""A rank that falls to half its speed while it trains with `nbkit.Recovery(balance=True)`, beside the best division that there is.
+"""A rank that falls to half its speed under `nbkit.Recovery(balance=True)`, beside the best division that there is.
 
 Blocks sleep instead of computing: load of the machine touches both alike. The best division is found by trying every
 number of rows for each replica and of blocks for each stage, in a simulation of the step; the first three train beside,
