@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import inspect
+import json
+import re
+import subprocess
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +24,7 @@ from nbkit.errors import NbkitError, TrainingError, UsageError
 from nbkit.old_keywords import OLD_KEYWORDS, regrouped
 from nbkit.trainer_options import OPTIONS, check_options
 
+ROOT = Path(__file__).resolve().parents[1]
 WRONG: dict[str, tuple[Callable[[], object], str, str, str]] = {
     "no number of steps": (lambda: nbkit.Checkpoints(every=0), "a whole number", "every=0", "Checkpoints(every="),
     "no time": (lambda: nbkit.Checkpoints(every="soon"), "'soon' is no length of time", "seconds", "10min"),
@@ -150,6 +157,32 @@ def test_every_call_warns_where_it_was_made(call: Callable[..., Any]) -> None:
         call(stages=["1"], no_such_argument=1)
 
     assert [(each.category, each.filename) for each in told] == [(DeprecationWarning, __file__)]
+
+
+def sources() -> Iterator[tuple[Path, str]]:
+    """The code of this tree, of its notebooks' code cells, and of the pages' blocks."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for path in map(ROOT.joinpath, tracked.splitlines()):
+        if path.suffix == ".py" and path != Path(__file__):
+            yield path, path.read_text()
+        elif path.suffix == ".ipynb":
+            cells = (cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code")
+            yield from ((path, re.sub(r"(?m)^[%!].*$", "", "".join(cell["source"]))) for cell in cells)
+        elif path.suffix == ".md" and path.name != "CHANGELOG.md":
+            blocks = re.findall(r"```\w+\n(.*?)```", path.read_text(), re.DOTALL)
+            yield from ((path, line) for block in blocks for line in (block, *block.splitlines()))
+
+
+def test_no_code_of_ours_types_an_old_keyword() -> None:
+    found = []
+    for path, source in sources():
+        if re.search(r"\b(Trainer|prepare)\(", source):
+            with contextlib.suppress(SyntaxError):  # text of a page
+                calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+                made = [call for call in calls if ast.unparse(call.func).split(".")[-1] in ("Trainer", "prepare")]
+                found += [(path, word.arg) for call in made for word in call.keywords if word.arg in OLD_KEYWORDS]
+
+    assert found == []
 
 
 @pytest.mark.parametrize(
