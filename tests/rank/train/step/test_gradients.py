@@ -36,7 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ranks without rows": ({"data": points(18), "compute": nbkit.Compute(microbatch_size=2)}, {"data": points(18)}),
     "dropped": (
         {"data": points(21), "loading": nbkit.Loading(drop_last=True)},
-        {"data": points(21), "loading": nbkit.Loading(drop_last=True)},
+        {"data": points(21), "drop_last": True},
     ),
     "weighted": ({"loss": weighted_loss}, {"loss": weighted_loss}),
     "weighted, accumulated, ragged": (
