@@ -21,7 +21,7 @@ import pytest
 
 import nbkit
 from magics.arguments import EXAMPLES, PARSERS, HelpShown, MagicParser, parse
-from nbkit import schedules
+from nbkit import schedules, techniques
 from nbkit.commands import prepare_parser, subcommands
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cells.handle import CellHandle
@@ -31,15 +31,16 @@ from nbkit.rank.train.job import Job
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world.rank_place import RankPlace
 from nbkit.rank.world.world import World
-from nbkit.strategy import _KEYS
+from nbkit.strategy import keys
 from nbkit.trainer_options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "nbkit").rglob("*.py"), *(ROOT / "magics").rglob("*.py")])
 OBJECTS = {"trainer": Trainer, "job": Job, "handle": CellHandle, "cluster": Cluster, "world": World}
-CALLED = [getattr(nbkit, name) for name in nbkit.__all__ if name != "schedules"]
+CALLED = [getattr(nbkit, name) for name in nbkit.__all__ if name not in ("schedules", "techniques")]
 CALLED += [
     schedules.register,
+    techniques.register,
     Cluster.start,
     Cluster.run,
     Trainer.fit,
@@ -49,7 +50,7 @@ CALLED += [
     RankPlace,
     partition,
 ]
-ARGUMENTS = {*_KEYS, "net", *(name for called in CALLED for name in inspect.signature(called).parameters)}
+ARGUMENTS = {*keys(), "net", *(name for called in CALLED for name in inspect.signature(called).parameters)}
 OPTION_OF = {field.name: kind.__name__ for kind in OPTIONS.values() for field in fields(kind)}
 ALSO_OF_OTHERS = {"shuffle", "example"}  # of DataLoader; of nbkit.plan
 OF_OTHERS = {

@@ -29,7 +29,7 @@ from nbkit.rank.data.stream import Stream, is_map_style
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.model_facts import ModelRuns
+from nbkit.rank.parallel.find_facts import ModelRuns
 from nbkit.rank.train.control.active_job import DETACHED
 from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy
@@ -73,6 +73,7 @@ class TrainConfig:
             brief=lambda: call(module, pair(few, self.inputs)[0]),
             brief_loss=lambda output: loss(output, few),
             stages=self.hints.stages,
+            tp_plan=self.hints.tp_plan,
             autocast=PRECISIONS.get(self.precision or ""),
         )
 
