@@ -25,6 +25,7 @@ from nbkit.errors import ClusterNotFound, NbkitError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.hosts.launcher import LauncherStatus
 from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest, moment, parsed
+from nbkit.wire.messages import GetStatus
 
 SETUP = """
 import time
@@ -57,7 +58,7 @@ def training(name: str, folder: Path, pause: float = 0.05, **options: Any) -> tu
     cluster = Cluster.start(name=name, on=SlurmRequest(2, nodes=2, cpu=True, **options), ttl=600)
     cluster.run(SETUP)
     handle = cluster.run(f"trainer = made({str(folder)!r}, {pause})\ntrainer.fit(100_000)", detach=True)
-    until(lambda: cluster.connection.client.ask([0], "status").get(0, {}).get("progress", {}).get("step", 0) > 2)
+    until(lambda: cluster.connection.client.ask([0], GetStatus()).get(0, {}).get("progress", {}).get("step", 0) > 2)
     return cluster, handle
 
 
@@ -189,7 +190,7 @@ def test_a_cluster_with_requeue_asks_for_hosts_again_and_its_training_goes_on_by
         cluster.run("print('said once'); WIDTH = 3")
         first, job = cluster.connection, job_of(slurm, "returns")
         handle = cluster.run(GOES_ON, detach=True)
-        until(lambda: first.client.ask([0], "status").get(0, {}).get("progress", {}).get("step", 0) > 2)
+        until(lambda: first.client.ask([0], GetStatus()).get(0, {}).get("progress", {}).get("step", 0) > 2)
         slurm.command("scontrol", "requeue", job)
         with pytest.raises(NbkitError, match=r"has ended after step"):
             handle.wait(timeout=PATIENCE)

@@ -51,6 +51,7 @@ from nbkit.notebook.cluster.why import Why, ask_why
 from nbkit.notebook.tracing import TraceFile
 from nbkit.wire import parcel
 from nbkit.wire.cells import CellRequest, ranks_text
+from nbkit.wire.messages import GetStatus
 
 
 def push(
@@ -503,7 +504,7 @@ class Cluster:
 
     def status(self) -> Status:
         """Return a table of the ranks: pid, device, memory, state, current cell, age."""
-        answers = self.connection.client.ask(range(self.entry.n), "status")
+        answers = self.connection.client.ask(range(self.entry.n), GetStatus())
         entry = repinned(self.entry)
         rows = rank_rows(entry, answers, self.connection.deaths)
         return Status(entry, rows, self.connection.generation.number, self.notes)

@@ -12,9 +12,9 @@ import psutil
 
 from nbkit.durations import text_of
 from nbkit.notebook.cluster.machine.gpus import find_gpus
-from nbkit.notebook.cluster.output.root_cause import Death
 from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.wire.cells import first_line
+from nbkit.wire.messages import Death
 
 COLUMNS = ("rank", "pid", "device", "memory", "state", "cell", "age")
 

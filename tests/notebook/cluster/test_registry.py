@@ -54,7 +54,13 @@ def test_the_progress_of_a_start_by_another_release_is_read_too(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("changed", "says"),
-    [({"format": 2}, "format 2; this release reads 1"), ({"format": None}, "format none"), ({"n": None}, "not whole")],
+    [
+        ({"format": 2}, "format 2; this release reads 1"),
+        ({"format": None}, "format none"),
+        ({"n": None}, "not whole"),
+        ({"protocol": "another"}, "protocol another; this release has"),
+        ({"protocol": None}, "protocol none"),
+    ],
 )
 def test_an_entry_of_another_format_is_refused_by_name_and_disturbs_no_other(
     changed: dict[str, object], says: str, capsys: pytest.CaptureFixture[str]

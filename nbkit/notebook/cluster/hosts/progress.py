@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nbkit.errors import ClusterError
+from nbkit.wire.messages import HostJoined
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,13 @@ class StartProgress:
             raise ClusterError(self.what or self.words, numbers=self.numbers, hint=self.hint)
 
 
-def with_devices(progress: StartProgress, hosts: Sequence[dict[str, Any]]) -> StartProgress:
+def with_devices(progress: StartProgress, hosts: Sequence[HostJoined]) -> StartProgress:
     """Return `state` with labels, reasons and spares. hosts: what the agents reported."""
     return replace(
         progress,
-        labels=tuple(f"{one['host']}: {label}" for one in hosts for label in one["labels"]),
-        reasons=tuple(f"{one['host']}, {why}" for one in hosts for why in one["reasons"]),
-        spares=tuple(f"{one['host']}: {label}" for one in hosts for label in one["spares"]),
+        labels=tuple(f"{one.host}: {label}" for one in hosts for label in one.labels),
+        reasons=tuple(f"{one.host}, {why}" for one in hosts for why in one.reasons),
+        spares=tuple(f"{one.host}: {label}" for one in hosts for label in one.spares),
     )
 
 

@@ -41,6 +41,7 @@ from nbkit.notebook.cluster.registry import DETACHED, ClusterEntry
 from nbkit.notebook.cluster.world_generation import form
 from nbkit.notebook.user_files import uninterrupted
 from nbkit.wire.cells import ranks_named
+from nbkit.wire.messages import GetStatus
 from nbkit.wire.own_modules import OWN_MODULES
 from nbkit.wire.processes import Process
 
@@ -236,7 +237,8 @@ def _missing(entry: ClusterEntry, client: Client, state: StartProgress) -> Clust
 def _form_world(entry: ClusterEntry, client: Client) -> None:
     try:
         # A notebook that ended while it waited may have formed one.
-        form(client, entry.n, 1 + max(state["generation"] for state in client.ask(range(entry.n), "status").values()))
+        states = client.ask(range(entry.n), GetStatus())
+        form(client, entry.n, 1 + max(state["generation"] for state in states.values()))
     except Exception as error:
         _check(entry)
         raise ClusterError(
