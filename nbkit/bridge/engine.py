@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from nbkit.bridge.user_programs import hide_the_world, run_launched_in_place, wa
 from nbkit.errors import ClusterError
 from nbkit.mpi_variables import forget_mpi
 from nbkit.rank.comm.background_creation import forming
+from nbkit.rank.telemetry import sinks
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.replace import resume_fit, stages
 from nbkit.rank.world import failure_alarm, world
@@ -81,6 +83,7 @@ class Ending:
         self._why = why
         trains = step_boundary.training() is not None
         if now and not trains and not self._began:
+            sinks.close_all()
             os._exit(1)
         if trains and cluster_end.read(self.folder) is None:
             cluster_end.write(self.folder, ClusterEnd(why))
@@ -97,6 +100,7 @@ class Ending:
     def _end(self) -> None:
         for running in list(self.runner.running):
             running.ended.wait()
+        sinks.close_all()
         self._loop.add_callback(self._loop.call_later, SEND_SECONDS, os._exit, 1)
 
     # A fork of this rank, such as a pool's worker, ends by these signals like any process. If a handler is set, Python
@@ -170,6 +174,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         self.survivor = resume_fit.host = SurvivingRank(self.runner)
         self.newcomer = ReplacementRank(self.runner) if self.replaces else None
         self.link.listen(self._from_parent, self._orphaned)
+        sinks.announce = partial(self.link.send, event="has_sinks")
         self.link.send(event="ready")
         if self.newcomer is not None:
             self.newcomer.announce()
@@ -182,6 +187,9 @@ class RankEngine(IPEngine):  # type: ignore[misc]
             self.loop.add_callback(self._take_over, newcomer, message)
         elif message["do"] == "end_training":
             self.ending.end_training(message["why"])
+        elif message["do"] == "close_sinks":
+            sinks.close_all()
+            os._exit(0)
         elif message["do"] == "end":
             self.ending.begin(message["why"], now=message["now"])
         elif message["do"] in ("form", "kept", "leave") or message.get("replaced"):

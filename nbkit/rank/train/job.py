@@ -39,8 +39,9 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import SHARED
+from nbkit.rank.telemetry import sinks as telemetry_sinks
 from nbkit.rank.telemetry.phases import phase
-from nbkit.rank.telemetry.sinks import Sink, SinkListener, check_sinks
+from nbkit.rank.telemetry.sinks import InThread, Sink, check_sinks
 from nbkit.rank.train import argument_checks, runs_dir
 from nbkit.rank.train.builder import Blueprint, Builder, Model, Optimizer
 from nbkit.rank.train.config import OWN_LOOP, TrainConfig
@@ -185,7 +186,7 @@ class Job(Switchable):
         if log_dir is not None:
             self.run_dir = record_run(
                 self.recorder,
-                self.ledger.listeners,
+                self.ledger.bus,
                 str(user_path(log_dir)),
                 name=None if name is None else str(name),
                 batch=batch,
@@ -196,7 +197,11 @@ class Job(Switchable):
             )
 
     def listen(self, sinks: Sequence[Sink], *, name: str | None) -> None:
-        """Hand all events to these sinks on rank 0. The events are the same on the other ranks."""
+        """Hand all events to these sinks on rank 0. The other ranks keep theirs for a process that replaces rank 0."""
+        self.sinks = tuple(sinks)
+        if self.rank != 0:
+            return
+        self.sinks = tuple(sink if isinstance(sink, InThread) else InThread(sink) for sink in sinks)
         run = {
             "name": name,
             "run_dir": None if self.run_dir is None else str(self.run_dir),
@@ -204,8 +209,10 @@ class Job(Switchable):
             "world_size": self.world_size,
             "parameters": sum(parameter.numel() for parameter in self.builder.skeleton.parameters()),
         }
-        if self.rank == 0:
-            self.ledger.listeners += [SinkListener(sink, run) for sink in sinks]
+        for sink in self.sinks:
+            self.ledger.bus.add(sink, run=run)
+        if self.sinks:
+            telemetry_sinks.announce()
 
     def record_on(self, run_dir: Path | None) -> None:
         """Record into the directory of a running training that this process joins. Collective: see `record_into`."""
@@ -214,7 +221,7 @@ class Job(Switchable):
             record_into(
                 run_dir,
                 self.recorder,
-                self.ledger.listeners,
+                self.ledger.bus,
                 strategy=str(self.strategy),
                 rank=self.rank,
                 world_size=self.world_size,

@@ -20,16 +20,17 @@ from torch import nn
 from nbkit.errors import NbkitError, TrainingError, UsageError
 from nbkit.planner import forecast
 from nbkit.quoting import path_part
+from nbkit.rank.telemetry import tensorboard
 from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.health import bytes_held, memory_of, reset_peak
 from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, clock, phase
 from nbkit.rank.telemetry.session import FIRST_IN_DETAIL, Session
-from nbkit.rank.telemetry.tensorboard import BoardWriter, ScalarWriter
+from nbkit.rank.telemetry.sinks import Bus
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.runs_dir import check_room, note_name
 from nbkit.rank.world import world
-from nbkit.records.events import Event, RunStarted, Switched
+from nbkit.records.events import RunStarted, Switched
 from nbkit.records.records import StepRecord
 from nbkit.strategy import Strategy
 
@@ -65,12 +66,12 @@ class Recorder:
         """The most bytes that this process has ever held. torch and the kernel count only since the last strategy."""
         return max(self._peak, bytes_held(self._device)[1])
 
-    def __call__(self, event: Event) -> None:
+    def write(self, event: dict[str, Any]) -> None:
         """Take an event. The memory that a strategy needs is known two steps after it came into force."""
-        if isinstance(event, RunStarted | Switched):
-            self._due, self._since = event.step + 2, event.step
-        if isinstance(event, RunStarted):
-            self._marked = event.step
+        if event["kind"] in (RunStarted.kind, Switched.kind):
+            self._due, self._since = event["step"] + 2, event["step"]
+        if event["kind"] == RunStarted.kind:
+            self._marked = event["step"]
 
     def after_step(
         self,
@@ -137,7 +138,7 @@ class Recorder:
 
 def record_run(
     recorder: Recorder,
-    listeners: list[Callable[[Event], None]],
+    bus: Bus,
     log_dir: str,
     *,
     name: str | None,
@@ -149,7 +150,7 @@ def record_run(
 ) -> Path:
     """Record everything that a job does in a new directory under `log_dir`. Collective.
 
-    Returns that directory, the same on every rank, and adds its writers to `listeners`. Raises TrainingError, on every
+    Returns that directory, the same on every rank, and puts its sinks on `bus`. Raises TrainingError, on every
     rank, if rank 0 cannot make it or max_disk is reached. A rank on a host that cannot write there warns, and trains
     without records.
     """
@@ -162,14 +163,14 @@ def record_run(
     if problem:
         raise TrainingError("There is nowhere to record the run.", numbers=problem, hint="log_dir=None, or another one")
     run_dir = Path(folder)
-    record_into(run_dir, recorder, listeners, strategy=strategy, rank=rank, world_size=world_size, device=device)
+    record_into(run_dir, recorder, bus, strategy=strategy, rank=rank, world_size=world_size, device=device)
     return run_dir
 
 
 def record_into(
     run_dir: Path,
     recorder: Recorder,
-    listeners: list[Callable[[Event], None]],
+    bus: Bus,
     *,
     strategy: str,
     rank: int,
@@ -181,7 +182,7 @@ def record_into(
     A process that takes over a rank writes into a further part of that rank's file.
     """
     if rank == 0:
-        listeners.append(BoardWriter(run_dir))
+        bus.add(tensorboard.job_sink(run_dir))
     if mode() == "off":
         return
     offset, here = clock_offset(), world.current()
@@ -201,7 +202,8 @@ def record_into(
         return
     recorder.begin(session, run_dir, forecasts=rank == 0)
     # In this order: the scalars are read from what the session has written.
-    listeners += [session, recorder, ScalarWriter(run_dir, rank)]
+    for sink in (session, recorder, tensorboard.rank_sink(run_dir, rank)):
+        bus.add(sink)
 
 
 def _new_run_dir(log_dir: str, name: str | None, strategy: str, batch: int | None) -> tuple[str, str]:
