@@ -266,8 +266,8 @@ class RecordThread:
         self.groups += groups
         self._write(groups)
         for call in calls:
-            if call.cuda is not None:
-                call.cuda.resolve()
+            if call.on_device is not None:
+                call.on_device.resolve()
         return calls, lost
 
     def _pass(self, step: StepPhases) -> bool:
@@ -317,11 +317,11 @@ class Session:
         first_of_host: bool = True,
     ) -> None:
         self.path = record_path(run_dir, rank)
-        self._cuda = cuda = accelerator().holds(device)
+        self._on_device = on_device = accelerator().holds(device)
         self._detail_every, self._until = detail_every, FIRST_IN_DETAIL
         self._made_steps, self._next = 0, 1
         begun, unix = now(), time.time()
-        base = 0 if self._cuda else bytes_held(device)[0] if base_bytes is None else base_bytes
+        base = 0 if on_device else bytes_held(device)[0] if base_bytes is None else base_bytes
 
         def head(part: int) -> Sequence[Record]:  # kept by the thread: it must not hold this object
             header = Header(
@@ -329,7 +329,7 @@ class Session:
                 world_size,
                 part,
                 host=node_name(),
-                clock="cuda" if cuda else "host",
+                clock=accelerator().kind if on_device else "host",
                 strategy=strategy,
                 clock_ns=begun,
                 offset_ns=offset_ns,
@@ -372,7 +372,7 @@ class Session:
         if self._made not in clock.listeners:
             clock.listeners.append(self._made)
         self._writing.put(StepMark(None, ring.end, time.process_time_ns(), own_ns()))
-        clock.begin(cuda=self._cuda)
+        clock.begin(on_device=self._on_device)
         self._look()
         self._health.run(True)
 

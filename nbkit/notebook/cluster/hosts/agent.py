@@ -227,7 +227,7 @@ def _awaited(link: SignedLink, address: str) -> dict[str, Any]:
 def _facts(pinning: Pinning) -> dict[str, Any]:
     return {
         "versions": versions_here(),
-        "device": "cuda" if pinning.pins[0].kind == "gpu" else "cpu",
+        "device": pinning.device,
         "backend": pinning.backend,
         "labels": [pin.label for pin in pinning.pins],
         "reasons": [pin.why for pin in pinning.pins],
