@@ -56,7 +56,7 @@ def two(nbkit_home: Path) -> Any:
         cluster.stop()
 
 
-def test_it_is_opened_again_on_a_new_rank_0_and_closed_by_stop(
+def test_it_is_opened_again_on_a_new_rank_0_and_stays_until_stop_closes_it(
     two: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept, lost = tmp_path / "kept.jsonl", tmp_path / "lost.jsonl"
@@ -87,6 +87,12 @@ def test_it_is_opened_again_on_a_new_rank_0_and_closed_by_stop(
         time.sleep(0.05)
         captured = capsys.readouterr()
         said += captured.out + captured.err
+
+    # The number of ranks changes, and the sink stays as it is.
+    two.resize(1)
+    two.run("trainer.fit(2)")
+    after = [one["kind"] for one in lines(kept)[len(told) :]]
+    assert after.count("step") == 2 and "resized" in after and not {"open", "close"} & {*after}
 
     two.stop()
     assert lines(kept)[-1]["kind"] == "close"

@@ -50,6 +50,7 @@ from nbkit.bridge.parent.other_hosts import CoordinatorLine, OtherHosts, RankEls
 from nbkit.bridge.parent.replacement import Replacer, Resizer, Seat
 from nbkit.bridge.parent.spec import EngineSpec, write_pins
 from nbkit.private_symbols import LACKING
+from nbkit.rank.telemetry.sinks import CLOSE_SECONDS
 from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import interrupts
 from nbkit.wire.link import Link
@@ -226,7 +227,6 @@ def _counted(count: int) -> str:
 START_SECONDS = 180.0  # for the controller to write its address; the notebook waits as long
 GRACE_SECONDS = 0.25  # in which the other ranks of a failed cell may end by themselves
 TICK_SECONDS = 1.0
-CLOSE_SECONDS = 3.0  # for sinks of the user's at the end; the notebook that stops a cluster waits 5 s
 FAILED_KEPT = 50  # cells; all ranks begin a cell at nearly the same time
 _COORDINATOR = "coordinator"  # its key in the selector, beside the ranks
 

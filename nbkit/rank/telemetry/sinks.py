@@ -38,6 +38,9 @@ from nbkit.records.events import Event, RunStopped
 _LAST_SECONDS = 10.0
 """The end of a run, and the end of the process, wait so long for a sink."""
 
+CLOSE_SECONDS = 3.0
+"""Stop of the cluster waits so long for all sinks. The notebook waits 5 s for the end of a cluster."""
+
 
 @runtime_checkable
 class Sink(Protocol):
@@ -108,7 +111,7 @@ class InThread:
         name = type(sink).__name__
         what = what or f"given to the sink {name}"
         self._writing = Background(inner.take, inner.close, name=f"nbkit-{name}", what=what, pace_s=pace_s)
-        self._end = weakref.finalize(self, self._writing.end, seconds=self._wait_s)
+        weakref.finalize(self, self._writing.end, seconds=self._wait_s)
         _in_threads.add(self)
 
     def open(self, run: dict[str, Any]) -> None:
@@ -121,9 +124,9 @@ class InThread:
         if event["kind"] == RunStopped.kind:
             self._writing.flush(self._wait_s)
 
-    def close(self) -> None:
-        """Hand over what is there, and close the sink. Waits for it a while."""
-        self._end()
+    def close(self, *, seconds: float = _LAST_SECONDS) -> None:
+        """Hand over what is there, and close the sink. Waits for it, at most `seconds`."""
+        self._writing.end(seconds=seconds)
 
 
 class _Opened:
@@ -152,10 +155,16 @@ announce: Callable[[], None] = _nothing
 """Called when a job has sinks of the user's. The bridge sets it, so that Stop of the cluster waits for `close_all`."""
 
 
-def close_all() -> None:
-    """Close the sinks that have threads, because this process is about to end without cleaning up. From any thread."""
-    for sink in list(_in_threads):
-        sink.close()
+def close_all(seconds: float = CLOSE_SECONDS) -> None:
+    """Close the sinks that have threads, because this process is about to end without cleaning up. From any thread.
+
+    They close at the same time. Waits for them, at most `seconds`.
+    """
+    sinks, until = list(_in_threads), time.monotonic() + seconds
+    for sink in sinks:
+        sink.close(seconds=0.0)
+    for sink in sinks:
+        sink.close(seconds=max(until - time.monotonic(), 0.0))
 
 
 IDLE = ()
