@@ -51,7 +51,7 @@ from nbkit.rank.train.control.rank_agreement import EVERY, compare_ranks
 from nbkit.rank.train.control.switch_plan import SwitchPlan, SwitchSchedule
 from nbkit.rank.train.own_loop import own_gradients, torch_clip
 from nbkit.rank.train.replace import resume_fit
-from nbkit.rank.train.run_recorder import record_into, record_run
+from nbkit.rank.train.run_recorder import new_run_dir
 from nbkit.rank.train.step.step_stats import StepResult
 from nbkit.rank.train.switch.switch import Switchable
 from nbkit.rank.world import meeting, world
@@ -182,11 +182,9 @@ class Job(Switchable):
         own_gradients.watch(self)
 
     def record(self, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> None:
-        """Record everything from now on in a new directory under `log_dir`; None: nothing. See record_run."""
+        """Record everything from now on in a new directory under `log_dir`; None: nothing. Collective."""
         if log_dir is not None:
-            self.run_dir = record_run(
-                self.recorder,
-                self.ledger.bus,
+            made = new_run_dir(
                 str(user_path(log_dir)),
                 name=None if name is None else str(name),
                 batch=batch,
@@ -194,6 +192,15 @@ class Job(Switchable):
                 rank=self.rank,
                 world_size=self.world_size,
                 device=self.device,
+            )
+            self.record_on(made)
+
+    def record_on(self, run_dir: Path | None) -> None:
+        """Record into a directory that exists, such as that of a training that this process joins. Collective."""
+        self.run_dir = run_dir
+        if run_dir is not None:
+            self.recorder.record_into(
+                run_dir, self.ledger.bus, strategy=str(self.strategy), rank=self.rank, world_size=self.world_size
             )
 
     def listen(self, sinks: Sequence[Sink], *, name: str | None) -> None:
@@ -213,20 +220,6 @@ class Job(Switchable):
             self.ledger.bus.add(sink, run=run)
         if self.sinks:
             telemetry_sinks.announce()
-
-    def record_on(self, run_dir: Path | None) -> None:
-        """Record into the directory of a running training that this process joins. Collective: see `record_into`."""
-        self.run_dir = run_dir
-        if run_dir is not None:
-            record_into(
-                run_dir,
-                self.recorder,
-                self.ledger.bus,
-                strategy=str(self.strategy),
-                rank=self.rank,
-                world_size=self.world_size,
-                device=self.device,
-            )
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -52,9 +52,35 @@ class Recorder:
         self._due = self._since = self._marked = 0
         self._foreseen, self._forecasts = "", False
 
-    def begin(self, session: Session, run_dir: Path, *, forecasts: bool) -> None:
-        """Record from here on. forecasts: this rank writes the forecast."""
-        self._session, self._run_dir, self._forecasts = session, run_dir, forecasts
+    def record_into(self, run_dir: Path, bus: Bus, *, strategy: str, rank: int, world_size: int) -> None:
+        """Record everything that a job does in `run_dir`, which exists. Collective: see clock_offset.
+
+        A process that takes over a rank writes into a further part of that rank's file. A rank on a host that cannot
+        write there warns, and trains without records.
+        """
+        if rank == 0:
+            bus.add(tensorboard.job_sink(run_dir))
+        if mode() == "off":
+            return
+        offset, here = clock_offset(), world.current()
+        try:
+            session = Session(
+                run_dir,
+                rank=rank,
+                world_size=world_size,
+                device=self._device,
+                strategy=strategy,
+                offset_ns=offset,
+                base_bytes=self.base_bytes,
+                first_of_host=here is None or rank % here.place.local_world_size == 0,
+            )
+        except OSError as error:
+            warnings.warn(f"rank {rank} records nothing: {type(error).__name__}: {error}", stacklevel=4)
+            return
+        self._session, self._run_dir, self._forecasts = session, run_dir, rank == 0
+        # In this order: the scalars are read from what the session has written.
+        for sink in (session, self, tensorboard.rank_sink(run_dir, rank)):
+            bus.add(sink)
 
     @property
     def recent(self) -> list[StepRecord]:
@@ -136,9 +162,7 @@ class Recorder:
             clock.step(step)
 
 
-def record_run(
-    recorder: Recorder,
-    bus: Bus,
+def new_run_dir(
     log_dir: str,
     *,
     name: str | None,
@@ -148,65 +172,22 @@ def record_run(
     world_size: int,
     device: torch.device,
 ) -> Path:
-    """Record everything that a job does in a new directory under `log_dir`. Collective.
+    """Make a new directory under `log_dir` for the records of a run. Return it, the same on every rank. Collective.
 
-    Returns that directory, the same on every rank, and puts its sinks on `bus`. Raises TrainingError, on every
-    rank, if rank 0 cannot make it or max_disk is reached. A rank on a host that cannot write there warns, and trains
-    without records.
+    Raises TrainingError, on every rank, if rank 0 cannot make it or max_disk is reached.
     """
     runs = Path(log_dir).absolute()
     check_room(runs, runs, "no run is begun")
-    made = [_new_run_dir(log_dir, name, strategy, batch) if rank == 0 else ("", "")]
+    made = [_made_dir(log_dir, name, strategy, batch) if rank == 0 else ("", "")]
     if world_size > 1:
         dist.broadcast_object_list(made, src=0, device=device)
     folder, problem = made[0]
     if problem:
         raise TrainingError("There is nowhere to record the run.", numbers=problem, hint="log_dir=None, or another one")
-    run_dir = Path(folder)
-    record_into(run_dir, recorder, bus, strategy=strategy, rank=rank, world_size=world_size, device=device)
-    return run_dir
+    return Path(folder)
 
 
-def record_into(
-    run_dir: Path,
-    recorder: Recorder,
-    bus: Bus,
-    *,
-    strategy: str,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-) -> None:
-    """Record everything that a job does in `run_dir`, which exists. Collective: see clock_offset.
-
-    A process that takes over a rank writes into a further part of that rank's file.
-    """
-    if rank == 0:
-        bus.add(tensorboard.job_sink(run_dir))
-    if mode() == "off":
-        return
-    offset, here = clock_offset(), world.current()
-    try:
-        session = Session(
-            run_dir,
-            rank=rank,
-            world_size=world_size,
-            device=device,
-            strategy=strategy,
-            offset_ns=offset,
-            base_bytes=recorder.base_bytes,
-            first_of_host=here is None or rank % here.place.local_world_size == 0,
-        )
-    except OSError as error:
-        warnings.warn(f"rank {rank} records nothing: {type(error).__name__}: {error}", stacklevel=4)
-        return
-    recorder.begin(session, run_dir, forecasts=rank == 0)
-    # In this order: the scalars are read from what the session has written.
-    for sink in (session, recorder, tensorboard.rank_sink(run_dir, rank)):
-        bus.add(sink)
-
-
-def _new_run_dir(log_dir: str, name: str | None, strategy: str, batch: int | None) -> tuple[str, str]:
+def _made_dir(log_dir: str, name: str | None, strategy: str, batch: int | None) -> tuple[str, str]:
     """Make log_dir/<name or time>-<strategy>[-b<batch>], with a number if that exists already.
 
     Returns (its path, "") or ("", the problem).
