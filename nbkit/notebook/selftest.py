@@ -389,7 +389,8 @@ def _without_home(text: str) -> str:
 TTL_SECONDS = 60
 _DEVICES = """
 from nbkit.rank.device import accelerator
-f"{accelerator().described(device)}, {dist.get_backend()}, {torch.get_num_threads()} threads"
+version = "" if device.type == "cpu" else f" {accelerator().backend_version()}"
+f"{accelerator().name(device)}, {dist.get_backend()}{version}, {torch.get_num_threads()} threads"
 """
 
 

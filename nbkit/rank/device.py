@@ -356,12 +356,13 @@ class Accelerator:
         return torch.get_device_module(device).default_generators[device.index]  # type: ignore[no-any-return]
 
     def name(self, device: torch.device) -> str:
-        """Return the maker's name of `device`, such as "Tesla T4"."""
-        return _kinds[device.type].title(device)
+        """Return the maker's name of `device`, such as "Tesla T4"; "CPU" for the CPU."""
+        return _kinds[device.type].title(device) if self.holds(device) else "CPU"
 
-    def described(self, device: torch.device) -> str:
-        """Return the maker's name of `device` and the version of its backend; "CPU" for the CPU."""
-        return f"{self.name(device)} {_kinds[device.type].backend_version()}" if self.holds(device) else "CPU"
+    def backend_version(self) -> str:
+        """Return the version of the backend between such devices; "" if there are none, or if it is not known."""
+        kind = find_kind(self.kind)
+        return "" if kind is None else kind.backend_version()
 
     def uuid(self, device: torch.device) -> str:
         """Return the UUID of `device`; "" for the CPU, or if it is not known."""
