@@ -29,7 +29,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from nbkit.errors import TrainingError
@@ -108,9 +109,9 @@ class InThread:
         self._wait_s = _LAST_SECONDS if wait_s is None else wait_s
         # The thread does not refer to this object, so that it ends with it, or with the process.
         self._inner = inner = _Opened(sink)
-        name = type(sink).__name__
-        what = what or f"given to the sink {name}"
-        self._writing = Background(inner.take, inner.close, name=f"nbkit-{name}", what=what, pace_s=pace_s)
+        self.name = type(sink).__name__
+        what = what or f"given to the sink {self.name}"
+        self._writing = Background(inner.take, inner.close, name=f"nbkit-{self.name}", what=what, pace_s=pace_s)
         weakref.finalize(self, self._writing.end, seconds=self._wait_s)
         _in_threads.add(self)
 
@@ -149,10 +150,35 @@ class _Opened:
             getattr(self._sink, "close", _nothing)()
 
 
+@dataclass(frozen=True)
+class AbsentSink:
+    """Stands for a sink of the user's that this process does not have, because it joined the training later."""
+
+    name: str
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
 _in_threads: weakref.WeakSet[InThread] = weakref.WeakSet()
 
 announce: Callable[[], None] = _nothing
 """Called when a job has sinks of the user's. The bridge sets it, so that Stop of the cluster waits for `close_all`."""
+
+
+def add_users(bus: Bus, sinks: Iterable[Sink], run: dict[str, Any]) -> tuple[Sink, ...]:
+    """Put sinks of the user's on the bus, each in a thread, and open them for `run`. Return what is on the bus.
+
+    Those that are in threads already stay as they are.
+    """
+    added = [
+        each if isinstance(each, InThread) else InThread(each) for each in sinks if not isinstance(each, AbsentSink)
+    ]
+    for sink in added:
+        bus.add(sink, run=run)
+    if added:
+        announce()
+    return tuple(added)
 
 
 def close_all(seconds: float = CLOSE_SECONDS) -> None:

@@ -39,9 +39,8 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import SHARED
-from nbkit.rank.telemetry import sinks as telemetry_sinks
 from nbkit.rank.telemetry.phases import phase
-from nbkit.rank.telemetry.sinks import InThread, Sink, check_sinks
+from nbkit.rank.telemetry.sinks import Sink, add_users, check_sinks
 from nbkit.rank.train import argument_checks, runs_dir
 from nbkit.rank.train.builder import Blueprint, Builder, Model, Optimizer
 from nbkit.rank.train.config import OWN_LOOP, TrainConfig
@@ -208,7 +207,6 @@ class Job(Switchable):
         self.sinks = tuple(sinks)
         if self.rank != 0:
             return
-        self.sinks = tuple(sink if isinstance(sink, InThread) else InThread(sink) for sink in sinks)
         run = {
             "name": name,
             "run_dir": None if self.run_dir is None else str(self.run_dir),
@@ -216,10 +214,7 @@ class Job(Switchable):
             "world_size": self.world_size,
             "parameters": sum(parameter.numel() for parameter in self.builder.skeleton.parameters()),
         }
-        for sink in self.sinks:
-            self.ledger.bus.add(sink, run=run)
-        if self.sinks:
-            telemetry_sinks.announce()
+        self.sinks = add_users(self.ledger.bus, sinks, run)
 
     @property
     def history(self) -> list[dict[str, Any]]:

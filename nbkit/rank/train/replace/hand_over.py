@@ -16,7 +16,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.parallel.reshard.plain_attributes import Attributes, put, set_since
 from nbkit.rank.parallel.sharded_model import ShardedModel
-from nbkit.rank.telemetry.sinks import Sink
+from nbkit.rank.telemetry.sinks import AbsentSink, InThread, Sink
 from nbkit.rank.train.builder import Blueprint
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
 from nbkit.rank.train.control.switch_plan import SwitchPlan
@@ -36,8 +36,8 @@ class TrainingHandover:
     """A training as the survivors have it.
 
     It is the same on all of them, except for what a forward sets in the parts that it runs. attributes: of the model,
-    set since its strategy began. schedules: those that the user has registered. sinks: those of
-    rank 0.
+    set since its strategy began. schedules: those that the user has registered. sinks: see
+    `_sinks_for_new`.
     """
 
     blueprint: Blueprint
@@ -127,7 +127,7 @@ def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> TrainingHandove
 
 
 def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy, *, first: bool = False) -> bytes:
-    """Return the bytes that `hand_over` sends. first: rank 0 is a new process, which gets sinks.
+    """Return the bytes that `hand_over` sends. first: rank 0 is a new process.
 
     Raises TrainingError for data that cannot begin again, for state of the model that cannot be given to a new process,
     and for what cannot be pickled.
@@ -148,26 +148,32 @@ def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy, *, first: boo
             hint="register_buffer, which it is given; or on_failure='stop'",
         )
     try:
-        return dumps(replace(handed_by(trainer, strategy), sinks=_sinks_for_new(job) if first else ()))
+        return dumps(replace(handed_by(trainer, strategy), sinks=_sinks_for_new(job, first=first)))
     except Exception:
         named: dict[str, Any] = {"model": blueprint.skeleton, "optimizer": blueprint.template}
         _name_unpicklable(named | vars(loop) | vars(blueprint.config))
         raise
 
 
-def _sinks_for_new(job: Job) -> list[Sink]:
-    """Return this rank's own sinks, which are not open, for a process that replaces rank 0.
+def _sinks_for_new(job: Job, *, first: bool) -> list[Sink]:
+    """Return what a new process gets of the sinks: this rank's own, which are not open; rank 0 keeps its open ones.
 
-    Warns of sinks that cannot be pickled.
+    first: the new process is rank 0, so warn of sinks that it does not get.
     """
     sinks = list[Sink]()
     for sink in job.sinks:
-        try:
-            dumps(sink)
-            sinks.append(sink)
-        except Exception as error:
-            why = f"rank 0 is a new process, and cannot be given it: {type(error).__name__}: {error}"
-            warnings.warn(f"nothing more is given to the sink {type(sink).__name__}: {why}", stacklevel=2)
+        why = "no rank that is left has it"
+        if job.rank != 0 and not isinstance(sink, AbsentSink):
+            try:
+                dumps(sink)
+                sinks.append(sink)
+                continue
+            except Exception as error:
+                why = f"it cannot be given to a new process: {type(error).__name__}: {error}"
+        name = sink.name if isinstance(sink, AbsentSink | InThread) else type(sink).__name__
+        sinks.append(AbsentSink(name))
+        if first:
+            warnings.warn(f"nothing more is given to the sink {name}: rank 0 is a new process; {why}", stacklevel=2)
     return sinks
 
 
