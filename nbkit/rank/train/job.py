@@ -40,7 +40,7 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import SHARED
 from nbkit.rank.telemetry.phases import phase
-from nbkit.rank.telemetry.sinks import Sink, SinkListener, check_sinks
+from nbkit.rank.telemetry.sinks import Sink, add_users, check_sinks
 from nbkit.rank.train import argument_checks, runs_dir
 from nbkit.rank.train.builder import Blueprint, Builder, Model, Optimizer
 from nbkit.rank.train.config import OWN_LOOP, TrainConfig
@@ -50,7 +50,7 @@ from nbkit.rank.train.control.rank_agreement import EVERY, compare_ranks
 from nbkit.rank.train.control.switch_plan import SwitchPlan, SwitchSchedule
 from nbkit.rank.train.own_loop import own_gradients, torch_clip
 from nbkit.rank.train.replace import resume_fit
-from nbkit.rank.train.run_recorder import record_into, record_run
+from nbkit.rank.train.run_recorder import new_run_dir
 from nbkit.rank.train.step.step_stats import StepResult
 from nbkit.rank.train.switch.switch import Switchable
 from nbkit.rank.world import meeting, world
@@ -174,11 +174,9 @@ class Job(Switchable):
         own_gradients.watch(self)
 
     def record(self, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> None:
-        """Record everything from now on in a new directory under `log_dir`; None: nothing. See record_run."""
+        """Record everything from now on in a new directory under `log_dir`; None: nothing. Collective."""
         if log_dir is not None:
-            self.run_dir = record_run(
-                self.recorder,
-                self.ledger.listeners,
+            made = new_run_dir(
                 str(user_path(log_dir)),
                 name=None if name is None else str(name),
                 batch=batch,
@@ -187,9 +185,21 @@ class Job(Switchable):
                 world_size=self.world_size,
                 device=self.device,
             )
+            self.record_on(made)
+
+    def record_on(self, run_dir: Path | None) -> None:
+        """Record into a directory that exists, such as that of a training that this process joins. Collective."""
+        self.run_dir = run_dir
+        if run_dir is not None:
+            self.recorder.record_into(
+                run_dir, self.ledger.bus, strategy=str(self.strategy), rank=self.rank, world_size=self.world_size
+            )
 
     def listen(self, sinks: Sequence[Sink], *, name: str | None) -> None:
-        """Hand all events to these sinks on rank 0. The events are the same on the other ranks."""
+        """Hand all events to these sinks on rank 0. The other ranks keep theirs for a process that replaces rank 0."""
+        self.sinks = tuple(sinks)
+        if self.rank != 0:
+            return
         run = {
             "name": name,
             "run_dir": None if self.run_dir is None else str(self.run_dir),
@@ -197,22 +207,7 @@ class Job(Switchable):
             "world_size": self.world_size,
             "parameters": sum(parameter.numel() for parameter in self.builder.skeleton.parameters()),
         }
-        if self.rank == 0:
-            self.ledger.listeners += [SinkListener(sink, run) for sink in sinks]
-
-    def record_on(self, run_dir: Path | None) -> None:
-        """Record into the directory of a running training that this process joins. Collective: see `record_into`."""
-        self.run_dir = run_dir
-        if run_dir is not None:
-            record_into(
-                run_dir,
-                self.recorder,
-                self.ledger.listeners,
-                strategy=str(self.strategy),
-                rank=self.rank,
-                world_size=self.world_size,
-                device=self.device,
-            )
+        self.sinks = add_users(self.ledger.bus, sinks, run)
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -1,8 +1,5 @@
 """The Trainer: a complete training loop, the same in a cell and in a script under torchrun.
 
-ProgressLine prints the one moving line of a training: `step 120/500 · loss 2.314 · 12,300 tokens/s · 31 s to go`. The
-step count includes earlier runs.
-
 Snapshots keeps copies of a training in host memory, every so many steps, and goes back to one of them. As in a
 checkpoint, each element is kept once, by a rank that holds it. One exchange restores it under the strategy in force at
 that time. A rank that joins later holds no part of the snapshots, so all ranks drop theirs.
@@ -11,7 +8,6 @@ that time. A rank that joins later holds no part of the snapshots, so all ranks 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -22,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nbkit.durations import text_of
 from nbkit.errors import NotFinite, TrainingError
-from nbkit.figures import figure
 from nbkit.quoting import user_path
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.data.balanced.balanced import check_packed
@@ -38,6 +32,7 @@ from nbkit.rank.parallel.reshard.redistribute import Exchange, plan_collectively
 from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.phases import phase
+from nbkit.rank.telemetry.progress_line import ProgressLine
 from nbkit.rank.telemetry.sinks import Sink, check_sinks
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.argument_checks import check_clip_norm, check_counts, check_places, fit_call, trainer_call
@@ -63,55 +58,9 @@ from nbkit.rank.train.step.lr_schedule import LrSchedule
 from nbkit.rank.train.step.optimizer_state import forget, take_settings
 from nbkit.rank.train.switch.compare import compare, try_out
 from nbkit.rank.world import meeting
-from nbkit.records.events import Checkpointed, Event, LrChanged, RunStarted, RunStopped, StepDone, Switched
+from nbkit.records.events import Checkpointed, LrChanged, Switched
 from nbkit.strategy import Strategy
 from nbkit.trainer_options import Checkpoints, Compute, Loading, ModelHints, Recovery, check_options
-
-_PERIOD_S = 0.25
-
-
-class ProgressLine:
-    """A listener that rewrites its line at most four times a second, and ends it when the run stops."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-        self._width = 0
-
-    def __call__(self, event: Event) -> None:
-        """Take an event."""
-        if isinstance(event, RunStarted):
-            self._last, self._width = 0.0, 0
-            if event.arithmetic:
-                print(event.arithmetic, flush=True)
-        elif isinstance(event, StepDone):
-            if (now := time.monotonic()) - self._last >= _PERIOD_S:
-                self._last = now
-                self._show()
-        elif isinstance(event, Switched) and event.in_place:
-            print(f"\r{event.new} in place: memory does not hold it beside {event.old}".ljust(self._width), flush=True)
-        elif isinstance(event, RunStopped) and "loss" in step_boundary.progress():
-            self._show()
-            print(flush=True)
-
-    def _show(self) -> None:
-        line = progress_line()
-        sys.stdout.write("\r" + line.ljust(self._width))
-        sys.stdout.flush()
-        self._width = len(line)
-
-
-def progress_line() -> str:
-    """Return the line as it stands now."""
-    now = step_boundary.progress()
-    parts = [f"step {now.get('step', 0)}" + (f"/{now['goal']}" if now.get("goal") else "")]
-    if "loss" in now:
-        parts.append(f"loss {now['loss']:.3f}")
-    if now.get("tokens_per_s"):
-        parts.append(f"{figure(now['tokens_per_s'])} {now['unit']}/s")
-    if now.get("eta_s") is not None:
-        parts.append(f"{text_of(now['eta_s'])} to go")
-    return " · ".join(parts)
-
 
 _SHARE_OF_FREE = 0.25  # part of a host's free memory that snapshots may take
 
@@ -337,8 +286,8 @@ class Trainer:
     def _listen(self) -> None:
         self.run_dir = self.job.run_dir
         if self.job.rank == 0 and self.loop.progress:
-            self.job.ledger.listeners.append(ProgressLine())
-        self.job.ledger.listeners.append(self._call_back)
+            self.job.ledger.bus.add(ProgressLine(step_boundary.progress))
+        self.job.ledger.after_step = self._call_back
         stream, moves = self._stream, (self._position, self._go_to, self._cut_for, self._recut)
         self.job.feed = DataHooks(*moves, stream.goes_back, stream.after, where=lambda: self._stream.where())
         note(self)
@@ -580,12 +529,12 @@ class Trainer:
         self._rate.restore(position["base_lr"], self.job.step)
         self._stream.seek(position["epoch"], position["offset"])
 
-    def _call_back(self, event: Event) -> None:
+    def _call_back(self, record: dict[str, Any]) -> None:
         # After an error only this rank has the record: a callback that communicates would wait forever.
-        if isinstance(event, StepDone) and not self.job.integrity.broken_off:
-            self.saves.trained(event.record["seconds"])
+        if not self.job.integrity.broken_off:
+            self.saves.trained(record["seconds"])
             for callback in self._callbacks:
-                callback(self, event.record)
+                callback(self, record)
 
     def __repr__(self) -> str:
         kind = type(self.model).__name__

@@ -7,22 +7,22 @@ import io
 import re
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import SEED, dict_loss, flat, mean_loss, net, one_process, points, quiet, weighted_loss
+from jobs import SEED, dict_loss, flat, heard, mean_loss, net, one_process, points, quiet, weighted_loss
 from ranks import run_ranks
 from torch import nn
 
 import nbkit
 from nbkit.errors import TrainingError
+from nbkit.rank.telemetry.progress_line import progress_line
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.checkpoint import autosave
+from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import DETACHED
-from nbkit.rank.train.trainer import progress_line
 from nbkit.records import tags
 from nbkit.records.events import Event
 
@@ -40,7 +40,7 @@ def seen_by_a_user(world: Any, folder: Path) -> dict[str, Any]:
         clip_norm=1.0,
         callbacks=[lambda trainer, record: records.append(record["step"])],
     )
-    trainer.job.ledger.listeners.append(events.append)
+    events = heard(trainer)
     with contextlib.redirect_stdout(printed):
         trainer.fit(3)
         trainer.lr = 0.05
@@ -131,7 +131,7 @@ def counted(world: Any, folder: Path) -> list[str]:
     seen: list[str] = []
 
     def note(trainer: Any, record: dict[str, Any]) -> None:
-        seen.append(progress_line().partition(" · ")[0])
+        seen.append(progress_line(step_boundary.progress()).partition(" · ")[0])
         if len(seen) == 7:
             trainer.load(folder)
 
@@ -211,12 +211,11 @@ class Slow(torch.utils.data.Dataset[Any]):
 
 
 def saved_by_time(world: Any, folder: Path) -> list[Any]:
-    saved: list[int] = []
     trainer = quiet(data=Slow(), checkpoints=nbkit.Checkpoints(every="0.05s", path=folder))
-    trainer.job.ledger.listeners.append(lambda event: saved.append(event.step) if event.kind == "checkpoint" else None)
+    saved = heard(trainer, "checkpoint")
     for _ in range(3):
         trainer.fit(6)
-    return [saved, [record["seconds"] for record in trainer.history]]
+    return [[event.step for event in saved], [record["seconds"] for record in trainer.history]]
 
 
 def test_a_checkpoint_is_due_after_so_much_time_on_every_rank_at_the_same_step(tmp_path: Path) -> None:
@@ -240,23 +239,17 @@ def saved_by_default(world: Any, folder: Path) -> list[Any]:
         (True, {"log_dir": str(folder / "runs"), "checkpoints": nbkit.Checkpoints(every=False)}),
         (False, {"log_dir": str(folder / "runs")}),
     ):
-        saved: list[int] = []
         printed = io.StringIO()
         outer = DETACHED.set(detached)
         runs_dir.MAX_BYTES = 1 if asked.get("log_dir", "").endswith("full") else 0
         with contextlib.redirect_stdout(printed), warnings.catch_warnings(action="error"):
             trainer = quiet(data=Slow(), **asked)
-            trainer.job.ledger.listeners.append(partial(_note_checkpoint, saved))
+            saved = heard(trainer, "checkpoint")
             trainer.fit(6)
             trainer.fit(6)
         DETACHED.reset(outer)
         told.append([len(saved) >= 2, trainer.step, printed.getvalue(), str(trainer.run_dir)])
     return told
-
-
-def _note_checkpoint(saved: list[int], event: Event) -> None:
-    if event.kind == "checkpoint":
-        saved.append(event.step)
 
 
 def test_a_detached_training_saves_now_and_then_without_being_told(tmp_path: Path) -> None:

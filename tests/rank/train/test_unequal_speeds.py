@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import SEED, net, points, quiet, weighted_loss
+from jobs import SEED, heard, net, points, quiet, weighted_loss
 from ranks import run_ranks
 from torch import nn
 
@@ -23,7 +23,6 @@ from nbkit.rank.data.balanced.balanced import Balanced
 from nbkit.rank.data.balanced.equal_shares import equal_shares
 from nbkit.rank.parallel.pipeline.stage_module import Absent
 from nbkit.rank.train.control.rebalance import better
-from nbkit.records.events import Rebalanced
 from nbkit.strategy import Strategy
 
 
@@ -180,7 +179,6 @@ def test_losses_are_those_of_one_process_whatever_the_speeds_and_when_they_chang
 
 def slept(world: Any, path: Any, strategy: str) -> dict[str, Any]:
     """Each row takes 4 ms in each block; from step 5 to step 14 rank 1 takes twice as long."""
-    events: list[Any] = []
 
     class Slow(nn.Module):
         def __init__(self) -> None:
@@ -202,7 +200,7 @@ def slept(world: Any, path: Any, strategy: str) -> dict[str, Any]:
         recovery=nbkit.Recovery(balance=True),
     )
     trainers.append(trainer)
-    trainer.job.ledger.listeners.append(lambda event: events.append(event) if isinstance(event, Rebalanced) else None)
+    events = heard(trainer, "rebalanced")
     trainer.fit(24 if world.place.world_size > 1 else 1)
     return {
         "events": [(event.step, event.speeds, event.gain) for event in events],

@@ -255,7 +255,7 @@ def shown(world: Any) -> tuple[list[list[str]], float]:
     trainer = trained("zero1 bucket=1kb", loss=loss)
     clock.begin()
     try:
-        trainer.job.ledger.listeners.append(lambda event: clock.step(trainer.step))
+        trainer.job.ledger.after_step = lambda record: clock.step(trainer.step)
         trainer.fit(STEPS)
     finally:
         clock.end()

@@ -55,12 +55,15 @@ def beside(world: Any, folder: Path) -> dict[str, Any]:
         if record["step"] == 3:
             go.set()
 
+    class Saves:
+        def write(self, event: dict[str, Any]) -> None:
+            if event["kind"] == "checkpoint":
+                order.append(event["path"][-6:])
+
     told: dict[str, Any] = {}
     with contextlib.redirect_stdout(printed):
         whole = trained(folder / "kept", callbacks=[record], keep=2)
-        whole.job.ledger.listeners.append(
-            lambda event: order.append(event.path[-6:]) if event.kind == "checkpoint" else None
-        )
+        whole.job.ledger.bus.add(Saves())
         dcp_io.DcpWriter.write = late  # type: ignore[method-assign]
         whole.fit(4)
         dcp_io.DcpWriter.write = full  # type: ignore[method-assign]

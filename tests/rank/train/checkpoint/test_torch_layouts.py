@@ -106,7 +106,7 @@ def there_and_back(world: Any, folder: Path) -> dict[str, list[float]]:
     """Losses of the steps after STEPS, by who made them."""
     import torch.distributed.checkpoint as dcp
 
-    from nbkit.rank.train.checkpoint.torch_layouts.convert import convert
+    from nbkit.rank.train.checkpoint.torch_layouts import convert
 
     plain = Plain()
     plain.steps(0, STEPS)

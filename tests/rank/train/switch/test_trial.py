@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import flat, one_process, points, quiet
+from jobs import flat, heard, one_process, points, quiet
 from ranks import run_ranks
 
 import nbkit
@@ -23,7 +23,6 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def tried(world: Any, folder: str) -> dict[str, Any]:
     called: list[int] = []
-    events: list[str] = []
     trainer = quiet(
         data=points(40),
         optimizer=adam,
@@ -33,14 +32,14 @@ def tried(world: Any, folder: str) -> dict[str, Any]:
         callbacks=[lambda trainer, record: called.append(record["step"])],
     )
     trainer.fit(2)
-    trainer.job.ledger.listeners.append(lambda event: events.append(event.kind))
+    events = heard(trainer)
     before = flat(trainer.model)
     trainer.try_out("zero1", steps=4)
     trainer.try_out("ddp", steps=2)
     found = {
         "weights kept": torch.equal(flat(trainer.model), before),
         "called": list(called),
-        "events": list(events),
+        "events": [event.kind for event in events],
         "saved": (Path(folder) / "saved").exists(),
     }
 
