@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import SHARED
 from nbkit.rank.telemetry.phases import phase
-from nbkit.rank.telemetry.sinks import Sink, SinkListener, check_sinks
+from nbkit.rank.telemetry.sinks import Sink, add_users, check_sinks
 from nbkit.rank.train import argument_checks, runs_dir
 from nbkit.rank.train.builder import Blueprint, Builder, Model, Optimizer
 from nbkit.rank.train.checkpoint import job_checkpoint
@@ -60,7 +60,7 @@ from nbkit.rank.train.estimate.recommend import AUTO, ordered, recommend
 from nbkit.rank.train.own_loop import user_gradients
 from nbkit.rank.train.replace import resume_fit
 from nbkit.rank.train.replace.backup import Backups
-from nbkit.rank.train.run_recorder import Recorder, record_into, record_run
+from nbkit.rank.train.run_recorder import Recorder, new_run_dir
 from nbkit.rank.train.step.history import History
 from nbkit.rank.train.step.model_handle import ModelHandle, show_again, shown_by
 from nbkit.rank.train.step.optimizer_state import OptimizerHandle, settings_of
@@ -73,6 +73,7 @@ from nbkit.rank.world import meeting, world
 from nbkit.rank.world.world import World
 from nbkit.records.events import RunStarted, RunStopped, Switched
 from nbkit.strategy import Strategy
+from nbkit.trainer_options import Compute, ModelHints, Recovery, check_options
 
 
 def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any]) -> float:
@@ -110,42 +111,34 @@ def prepare(
     *,
     loss: Loss,
     strategy: str = "ddp",
-    seed: int = 0,
-    inputs: Sequence[str] | None = None,
     precision: str | None = None,
-    microbatch_size: int | None = None,
-    example: Any = None,
-    stages: Sequence[str] | None = None,
-    tp_plan: Mapping[str, str] | None = None,
-    recompute: bool = False,
-    offload: str | None = None,
-    compile: bool | str = False,
-    dropout: str | None = None,
-    log_dir: str | None = runs_dir.DEFAULT,
+    inputs: Sequence[str] | None = None,
+    seed: int = 0,
     name: str | None = None,
+    log_dir: str | None = runs_dir.DEFAULT,
     sinks: Sequence[Sink] = (),
+    compute: Compute = Compute(),
+    recovery: Recovery = Recovery(),
+    hints: ModelHints = ModelHints(),
     switches: SwitchSchedule = None,
-    on_failure: str = "replace",
-    backup_every: int | None = None,
 ) -> Job:
     """Return a job for a user who has a loop of their own. Collective: every rank calls it.
 
     model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is a
     module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight). inputs: the names of the
     entries of a dict batch that the model takes; loss then gets (output, batch). precision: None, "bf16" or "fp16".
-    microbatch_size: rows per rank and forward, None for all at once. example: a small batch to run the model on.
-    Pipelines and context parallelism need it, and so does tensor parallelism for all but well-known classes.
-    on_failure: "replace" a rank that dies in a loop over `batches` by one that helps to save the job
+    hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on, which pipelines and context
+    parallelism need, and tensor parallelism for all but well-known classes. recovery: `nbkit.Recovery` with on_failure
+    "replace", where a rank that dies in a loop over `batches` is replaced by one that helps to save the job
     (docs/clusters.md), or "stop". For all other arguments see Trainer.
     Raises TrainingError or StrategyError if it could not train as asked.
     """
-    config = TrainConfig(
-        loss, seed, inputs, precision, microbatch_size, example, stages, tp_plan, recompute, offload, compile, dropout
-    )
-    argument_checks.check_own_loop(on_failure, backup_every)
+    check_options(compute=compute, hints=hints, recovery=recovery)
+    config = TrainConfig(loss, seed, inputs, precision, compute, hints)
+    argument_checks.check_own_loop(recovery, compute)
     check_sinks(sinks)
     job = Job(model, optimizer, config, strategy=strategy, switches=switches)
-    job.own_loop = replace(OWN_LOOP, on_failure=on_failure, backup_every=backup_every)
+    job.own_loop = replace(OWN_LOOP, recovery=replace(recovery, on_oom="raise"))
     job.check_plan()
     job.record(log_dir, name=name)
     job.listen(sinks, name=name)
@@ -346,9 +339,10 @@ class Job:
         self.training_step.reseed(seed)
 
     def configure(self, **changed: Any) -> None:
-        """Train with other settings from the next step on. changed: fields of TrainConfig."""
-        self.config = self.builder.config = replace(self.builder.config, **changed)
-        self.training_step.microbatch_size = self.config.microbatch_size
+        """Compute in another way from the next step on. changed: fields of nbkit.Compute."""
+        compute = replace(self.config.compute, **changed)
+        self.config = self.builder.config = replace(self.config, compute=compute)
+        self.training_step.microbatch_size = compute.microbatch_size
 
     @property
     def waits_for_update(self) -> bool:
@@ -368,11 +362,9 @@ class Job:
         )
 
     def record(self, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> None:
-        """Record everything from now on in a new directory under `log_dir`; None: nothing. See record_run."""
+        """Record everything from now on in a new directory under `log_dir`; None: nothing. Collective."""
         if log_dir is not None:
-            self.run_dir = record_run(
-                self.recorder,
-                self.ledger.listeners,
+            made = new_run_dir(
                 str(user_path(log_dir)),
                 name=None if name is None else str(name),
                 batch=batch,
@@ -381,9 +373,21 @@ class Job:
                 world_size=self.world_size,
                 device=self.device,
             )
+            self.record_on(made)
+
+    def record_on(self, run_dir: Path | None) -> None:
+        """Record into a directory that exists, such as that of a training that this process joins. Collective."""
+        self.run_dir = run_dir
+        if run_dir is not None:
+            self.recorder.record_into(
+                run_dir, self.ledger.bus, strategy=str(self.strategy), rank=self.rank, world_size=self.world_size
+            )
 
     def listen(self, sinks: Sequence[Sink], *, name: str | None) -> None:
-        """Hand all events to these sinks on rank 0. The events are the same on the other ranks."""
+        """Hand all events to these sinks on rank 0. The other ranks keep theirs for a process that replaces rank 0."""
+        self.sinks = tuple(sinks)
+        if self.rank != 0:
+            return
         run = {
             "name": name,
             "run_dir": None if self.run_dir is None else str(self.run_dir),
@@ -391,22 +395,7 @@ class Job:
             "world_size": self.world_size,
             "parameters": sum(parameter.numel() for parameter in self.builder.skeleton.parameters()),
         }
-        if self.rank == 0:
-            self.ledger.listeners += [SinkListener(sink, run) for sink in sinks]
-
-    def record_on(self, run_dir: Path | None) -> None:
-        """Record into the directory of a running training that this process joins. Collective: see `record_into`."""
-        self.run_dir = run_dir
-        if run_dir is not None:
-            record_into(
-                run_dir,
-                self.recorder,
-                self.ledger.listeners,
-                strategy=str(self.strategy),
-                rank=self.rank,
-                world_size=self.world_size,
-                device=self.device,
-            )
+        self.sinks = add_users(self.ledger.bus, sinks, run)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -470,7 +459,8 @@ class Job:
             raise TrainingError(
                 "backward() twice in one step: the gradients hold the sum over all ranks already.",
                 numbers=f"step {self.step + 1}",
-                hint="job.optimizer.step(); job.optimizer.zero_grad()   (to accumulate: microbatch_size=)",
+                hint="job.optimizer.step(); job.optimizer.zero_grad()   "
+                "(to accumulate: compute=nbkit.Compute(microbatch_size=...))",
             )
         if not self.is_running:
             self.ledger.settle(keep=1)

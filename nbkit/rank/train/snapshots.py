@@ -99,7 +99,9 @@ class Snapshots:
             raise TrainingError(
                 f"There is no snapshot of step {step} or before.",
                 numbers=f"snapshots of steps {', '.join(map(str, self.steps))}" if self._kept else "there are none",
-                hint=f"trainer.rewind({self.steps[0]})" if self._kept else "Trainer(snapshot_every=50)",
+                hint=f"trainer.rewind({self.steps[0]})"
+                if self._kept
+                else "checkpoints=nbkit.Checkpoints(snapshot_every=50)",
             )
         del self._kept[at + 1 :]
         self._kept[at].restore_all(job)
