@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import ZOO, exact, hf_gpt2, hf_llama, next_tokens, object_cross_entropy
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from nbkit.rank.train.trainer import Trainer
+from verify.models.specimens import ZOO, exact, hf_gpt2, hf_llama, next_tokens, object_cross_entropy
 
 ROWS, STEPS = 8, 2
 # Every axis but cp with parameters that are frozen whole, or with adapters.

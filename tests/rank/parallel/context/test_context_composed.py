@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models_zoo import ZOO, gpt
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -24,6 +23,7 @@ from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.tensor_layout import Layout
+from verify.models.specimens import ZOO, gpt
 
 
 def build(name: str) -> nn.Module:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from odd_models import HEADS, LENGTH, LM, MLP, WIDTH, Block, NanoGPT, built, doing, penalised, penalty, rows, verdict
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +16,21 @@ import nbkit
 from nbkit.rank.parallel.context.attention import argument_names
 from nbkit.rank.parallel.context.positionwise import try_in_parts
 from nbkit.rank.parallel.tensor.layers import Around, put_around
+from verify.models.odd import (
+    HEADS,
+    LENGTH,
+    LM,
+    MLP,
+    WIDTH,
+    Block,
+    NanoGPT,
+    built,
+    doing,
+    penalised,
+    penalty,
+    rows,
+    verdict,
+)
 
 
 class Mixing(Block):

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import ZOO, Encoder, exact, gpt, hf_gpt2
 from ranks import run_ranks
-from tensor_cases import axes_of, fill, specimen, whole_gradients
 from torch import nn
 
 from nbkit.rank.data.batch import call
@@ -17,6 +15,8 @@ from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.module.forward_wrapper import recompute
 from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from verify.models.specimens import ZOO, Encoder, exact, gpt, hf_gpt2
+from verify.tensor_split import axes_of, fill, specimen, whole_gradients
 
 LIMIT = 1e-12
 MODELS = ["gpt", "gpt2_padded", "llama_tied", "qwen2", "encoder", "uneven", "pairs", "sequential"]
@@ -72,7 +72,7 @@ def dropping(name: str) -> nn.Module:
     if name == "gpt":
         return gpt(2, dropout=0.2)
     if name == "llama":
-        from oddities import lora_llama
+        from verify.models.tensor_odd import lora_llama
 
         return lora_llama(lora_dropout=0.2)
     return hf_gpt2(2, resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2)

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import ZOO
 from ranks import run_ranks
-from tensor_cases import axes_of, fill, shortened, whole_gradients
 from torch import Tensor
 
 from nbkit.rank.data.batch import call
@@ -18,6 +16,8 @@ from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
+from verify.models.specimens import ZOO
+from verify.tensor_split import axes_of, fill, shortened, whole_gradients
 
 
 def staged(

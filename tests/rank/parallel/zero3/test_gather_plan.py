@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from odd_models import (
+from ranks import run_ranks
+from torch import nn
+
+import nbkit
+from nbkit.errors import TrainingError
+from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
+from nbkit.rank.train.trainer import Trainer
+from verify.models.odd import (
     LM,
     WIDTH,
     Again,
@@ -49,13 +56,6 @@ from odd_models import (
     verdict,
     without_gradient_first,
 )
-from ranks import run_ranks
-from torch import nn
-
-import nbkit
-from nbkit.errors import TrainingError
-from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
-from nbkit.rank.train.trainer import Trainer
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "a penalty on the weights of blocks": doing(penalty),

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from models_zoo import HEADS, VOCAB, WIDTH, hf_gpt2, hf_llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.rank.models.gpt import Block
+from verify.models.specimens import HEADS, VOCAB, WIDTH, hf_gpt2, hf_llama
 
 
 def lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:

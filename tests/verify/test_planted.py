@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from parity.planted import BUGS, unseen
+from verify.planted import BUGS, unseen
 
 # A sum over stages; how losses are averaged; what each rank knows of the others' positions.
 SAMPLE = (

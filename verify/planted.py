@@ -1,13 +1,13 @@
 """Bugs that parallel training is known for, put into the ranks one at a time: each has to turn the parity red.
 
 A comparison that no bug disturbs proves nothing. Each bug is a patch of the running code, a mistake that somebody could
-make there, and comes with the cell that has to show it.
+make there, and comes with the case that has to show it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from nbkit.errors import StrategyError
 from nbkit.rank.loss.row_weights import Weighed
 from nbkit.rank.parallel import grad_norm, micro_batch
 from nbkit.rank.parallel.context.attention import ContextAttentionMode
@@ -32,33 +31,28 @@ from nbkit.rank.parallel.tensor.collectives import _GatherSum, _own
 from nbkit.rank.parallel.tensor.layers import PairState
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.train.step.step import TrainingStep
-from parity.cells import Cell
-from parity.figures import BARS, compared
-from parity.rounds import truths
-from parity.training import Outcome, ours
+from verify.cases import Case
+from verify.compare import judged
+from verify.rank_sets import truths
+from verify.training import Outcome, train
 
 Plant = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class Bug:
-    """what: the mistake. cell: where it shows. plant: makes it, for as long as the context is open."""
+    """what: the mistake. case: where it shows. plant: makes it, for as long as the context is open."""
 
     what: str
-    cell: Cell
+    case: Case
     plant: Plant
-
-    @property
-    def ranks(self) -> int:
-        """How many it takes."""
-        return 4 if "hsdp" in self.cell.strategy else 2
 
 
 def unseen(bugs: Collection[Bug]) -> tuple[list[str], list[str]]:
-    """(those of `bugs`, all out of BUGS, that the parity does not see; cells that are off without their bug)."""
+    """(those of `bugs`, all out of BUGS, that the parity does not see; cases that are off without their bug)."""
     green, red = [], []
     for num_ranks in (2, 4):
-        numbers = [i for i, bug in enumerate(BUGS) if bug in bugs and bug.ranks == num_ranks]
+        numbers = [i for i, bug in enumerate(BUGS) if bug in bugs and bug.case.ranks == num_ranks]
         if numbers:
             blind, off = _unseen(numbers, num_ranks)
             green += blind
@@ -67,27 +61,26 @@ def unseen(bugs: Collection[Bug]) -> tuple[list[str], list[str]]:
 
 
 def _unseen(numbers: Sequence[int], num_ranks: int) -> tuple[list[str], list[str]]:
-    known = truths(BUGS[i].cell for i in numbers)
+    known = truths(BUGS[i].case for i in numbers)
     ranks = run_ranks(_with_and_without, num_ranks, numbers, timeout=600)
     green, red = [], []
     for place, number in enumerate(numbers):
         bug = BUGS[number]
-        bad, good = ([rank[place][i] for rank in ranks] for i in (0, 1))
-        if None not in bad and not compared(bad, known[bug.cell.truth]).missed(BARS[bug.cell.dtype]):
+        bad, good = (judged(bug.case, [rank[place][i] for rank in ranks], known[bug.case.truth]) for i in (0, 1))
+        if bad.kind == "equal":
             green.append(bug.what)
-        if missed := compared(good, known[bug.cell.truth]).missed(BARS[bug.cell.dtype]):
-            red.append(f"{bug.cell}: {missed}")
+        if good.kind != "equal":
+            red.append(f"{bug.case}: {good.kind} {good.text}")
     return green, red
 
 
-def _with_and_without(world: Any, bugs: Sequence[int]) -> list[tuple[Outcome | None, Outcome]]:
-    """Of each of BUGS that `bugs` numbers, on a rank: with it, None where it is refused; then without."""
+def _with_and_without(world: Any, bugs: Sequence[int]) -> list[tuple[Outcome, Outcome]]:
+    """Of each of BUGS that `bugs` numbers, on a rank: with it, then without."""
     found = []
     for number in bugs:
-        bad = None
-        with BUGS[number].plant(), suppress(StrategyError):
-            bad = ours(BUGS[number].cell)
-        found.append((bad, ours(BUGS[number].cell)))
+        with BUGS[number].plant():
+            bad = train(BUGS[number].case)
+        found.append((bad, train(BUGS[number].case)))
     return found
 
 
@@ -192,45 +185,45 @@ def _local_norm(_: Any) -> Any:
     return lambda self, device: grad_norm.grad_norm(self.held, {}, device=device, world_size=1)
 
 
-def _cell(strategy: str, *extras: str, subject: str = "gpt") -> Cell:
-    return Cell(subject, strategy, steps=2, extras=frozenset(extras))
+def _case(strategy: str, *extras: str, model: str = "gpt", ranks: int = 2) -> Case:
+    return Case(model, strategy, steps=2, extras=frozenset(extras), ranks=ranks)
 
 
 BUGS = (
-    Bug("the gradient of a tied weight is not summed over its stages", _cell("pp", subject="gpt_tied"),
+    Bug("the gradient of a tied weight is not summed over its stages", _case("pp", model="gpt_tied"),
         _around(ShardedModel, "_sum_partial", _without("ties"))),
-    Bug("uneven losses are averaged over micro-batches and ranks as if they were even", _cell("dp=2", "mask"),
+    Bug("uneven losses are averaged over micro-batches and ranks as if they were even", _case("dp=2", "mask"),
         _around(micro_batch, "weigh", _mean_of_means)),
-    Bug("a short last batch is averaged over ranks as if each had as many rows", _cell("dp=2", "ragged"),
+    Bug("a short last batch is averaged over ranks as if each had as many rows", _case("dp=2", "ragged"),
         _around(TrainingStep, "backward", _rows_of_equal_ranks)),
-    Bug("the norms between split positions are not summed over the tensor axis", _cell("tp"),
+    Bug("the norms between split positions are not summed over the tensor axis", _case("tp"),
         _around(ShardedModel, "_sum_partial", _without("partial"))),
-    Bug("the parameters of blocks are not summed over the context axis", _cell("cp=2"),
+    Bug("the parameters of blocks are not summed over the context axis", _case("cp=2"),
         _around(ShardedModel, "_sum_partial", _without("partial"))),
-    Bug("the gradient that a stage sends is scaled", _cell("pp"), _around(_Run, "_backward", _scaled_stage)),
-    Bug("a weight's gradient that was put off is forgotten", _cell("pp schedule=zb"),
+    Bug("the gradient that a stage sends is scaled", _case("pp"), _around(_Run, "_backward", _scaled_stage)),
+    Bug("a weight's gradient that was put off is forgotten", _case("pp schedule=zb"),
         _around(Deferred, "run", _lost_weight_gradient)),
-    Bug("the bias of a row-parallel map is added by every rank", _cell("tp"),
+    Bug("the bias of a row-parallel map is added by every rank", _case("tp"),
         _around(PairState, "end", _bias_on_every_rank)),
-    Bug("the gradient of a column-parallel map's input is not summed", _cell("tp"),
+    Bug("the gradient of a column-parallel map's input is not summed", _case("tp"),
         _around(_GatherSum, "backward", lambda _: staticmethod(
             lambda ctx, grad: (_own(grad, ctx.group, ctx.dim), None, None, None)))),
-    Bug("queries attend to another rank's key-value heads", _cell("tp", subject="llama"),
+    Bug("queries attend to another rank's key-value heads", _case("tp", model="llama_of_8_heads"),
         _around(_Surgery, "_cut_columns", _another_ranks_keys)),
-    Bug("a shard is updated from a gradient that was not summed", _cell("dp=2 zero=2"),
+    Bug("a shard is updated from a gradient that was not summed", _case("dp=2 zero=2"),
         _around(buckets, "reduce_scatter", _own_gradient)),
-    Bug("the other parts of a weight stay as they were after an update", _cell("dp=2 zero=1"),
+    Bug("the other parts of a weight stay as they were after an update", _case("dp=2 zero=1"),
         _around(ShardedOptimizer, "after_step", lambda _: lambda self: None)),
-    Bug("dropout draws from each rank's own stream", _cell("dp=2", "dropout"),
+    Bug("dropout draws from each rank's own stream", _case("dp=2", "dropout"),
         _around(KeyedDropout, "step", lambda _: lambda self, *args: nullcontext())),
-    Bug("gradients are clipped by the norm of what a rank holds", _cell("pp", "clip"),
+    Bug("gradients are clipped by the norm of what a rank holds", _case("pp", "clip"),
         _around(ShardedModel, "grad_norm", _local_norm)),
-    Bug("the norm counts what several ranks hold several times", _cell("tp", "clip"),
+    Bug("the norm counts what several ranks hold several times", _case("tp", "clip"),
         _around(ShardedModel, "grad_norm", _without("replication"))),
-    Bug("the causal mask is off by one on later ranks", _cell("cp=2"),
+    Bug("the causal mask is off by one on later ranks", _case("cp=2"),
         _around(ContextAttentionMode, "_attend", _mask_too_early)),
-    Bug("the last micro-batch is dropped", _cell("pp"), _around(TrainingStep, "_cut", lambda cut: lambda self, shard: (
+    Bug("the last micro-batch is dropped", _case("pp"), _around(TrainingStep, "_cut", lambda cut: lambda self, shard: (
         cut(self, shard)[:-1]))),
-    Bug("the replicas of sharding groups are not summed", _cell("hsdp"), _around(Reduction, "cross", lambda _: (
-        lambda self: None))),
+    Bug("the replicas of sharding groups are not summed", _case("hsdp", ranks=4),
+        _around(Reduction, "cross", lambda _: lambda self: None)),
 )  # fmt: skip

@@ -9,9 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from models_zoo import WIDTH, Specimen, classes, cross_entropy
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from verify.models.specimens import WIDTH, Specimen, classes, cross_entropy
 
 
 class BasicBlock(nn.Module):
@@ -191,11 +192,11 @@ def _timm() -> dict[str, Callable[[], nn.Module]]:
 
 
 IMAGES: dict[str, Specimen] = {
-    "resnet": Specimen(ResNet, classes(3, 16, 16), cross_entropy, ()),
-    "unet": Specimen(UNet, _to_images(16), F.mse_loss, ()),
-    "dit": Specimen(DiT, _noised, F.mse_loss, ()),
-    "mixer": Specimen(Mixer, classes(3, 16, 16), cross_entropy, ()),
-    "autoencoder": Specimen(Autoencoder, _to_images(16), F.mse_loss, ()),
+    "resnet": Specimen(ResNet, classes(3, 16, 16), cross_entropy),
+    "unet": Specimen(UNet, _to_images(16), F.mse_loss),
+    "dit": Specimen(DiT, _noised, F.mse_loss),
+    "mixer": Specimen(Mixer, classes(3, 16, 16), cross_entropy),
+    "autoencoder": Specimen(Autoencoder, _to_images(16), F.mse_loss),
 }
 
 
@@ -225,11 +226,11 @@ MISSING = tuple(_missing())
 sys.path.pop()
 
 if "torchvision" not in MISSING:
-    IMAGES |= {name: Specimen(make, classes(3, 16, 16), cross_entropy, ()) for name, make in _torchvision().items()}
+    IMAGES |= {name: Specimen(make, classes(3, 16, 16), cross_entropy) for name, make in _torchvision().items()}
 if "timm" not in MISSING:
     # Three times halved, after patches of four.
     sizes = {"timm_convnext": 32}
     IMAGES |= {
-        name: Specimen(make, classes(3, sizes.get(name, 16), sizes.get(name, 16)), cross_entropy, ())
+        name: Specimen(make, classes(3, sizes.get(name, 16), sizes.get(name, 16)), cross_entropy)
         for name, make in _timm().items()
     }

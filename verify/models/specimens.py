@@ -1,4 +1,4 @@
-"""Models written without any of this in mind, small, and the one-process truth about each: what the tests share.
+"""Models written without any of this in mind, small, and what one process computes with each.
 
 `ZOO[name]` is a Specimen; `build()` gives the same weights every time, `batch(rows)` an input and a target. Sizes:
 vocabulary 96, width 32, 4 heads (2 key-value heads where there are groups), T = 16 positions.
@@ -26,27 +26,37 @@ VOCAB, WIDTH, HEADS, KV_HEADS, LENGTH = 96, 32, 4, 2, 16
 class Specimen:
     """A model and its data.
 
-    make: builds it. sample: (rows, generator) -> (model input, target). loss: (output, target) -> mean over rows (and
-    positions). blocks: the modules that can begin a stage.
+    make: builds it; some take `layers` and `dropout`. sample: (rows, generator) -> (model input, target). loss:
+    (output, target) -> mean over rows (and positions). blocks: the modules that can begin a stage. padded: as sample,
+    with padding, where the model takes a mask for it.
     """
 
-    make: Callable[[], nn.Module]
+    make: Callable[..., nn.Module]
     sample: Callable[[int, torch.Generator], tuple[Any, Any]]
     loss: Callable[[Any, Any], Tensor]
-    blocks: tuple[str, ...]
+    blocks: tuple[str, ...] = ()
+    padded: Callable[[int, torch.Generator], tuple[Any, Any]] | None = None
 
-    def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+    def build(self, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
         """The model in training mode, initialised from seed 0; with float64 it computes in float64 throughout."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = self.make()
+            model = self.make(**settings)
             _disturb(model)
         return exact(model.to(dtype)) if dtype == torch.float64 else model.to(dtype)
 
-    def batch(self, rows: int = 4, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-        """(model input, target) of `rows` rows."""
-        value, target = self.sample(rows, torch.Generator().manual_seed(seed))
+    def batch(
+        self, rows: int = 4, *, seed: int = 0, dtype: torch.dtype = torch.float32, padded: bool = False
+    ) -> tuple[Any, Any]:
+        """(model input, target) of `rows` rows; padded: with padding where the model takes a mask for it."""
+        sample = (self.padded if padded else None) or self.sample
+        value, target = sample(rows, torch.Generator().manual_seed(seed))
         return _as(value, dtype), _as(target, dtype)
+
+    def rows(self, num: int, *, dtype: torch.dtype, padded: bool = False) -> list[tuple[Any, Any]]:
+        """`num` samples, (model input, target) of one row each."""
+        value, target = self.batch(num, dtype=dtype, padded=padded)
+        return [(_row(value, i), target[i]) for i in range(num)]
 
     def gradients(self, model: nn.Module, value: Any, target: Any) -> tuple[Any, dict[str, Tensor | None]]:
         """(output, name -> gradient) of `model` in one process."""
@@ -62,6 +72,12 @@ def _as(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, dict):
         return {key: _as(part, dtype) for key, part in value.items()}
     return tuple(_as(part, dtype) for part in value) if isinstance(value, tuple) else value
+
+
+def _row(value: Any, i: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _row(part, i) for key, part in value.items()}
+    return tuple(_row(part, i) for part in value) if isinstance(value, tuple) else value[i]
 
 
 @torch.no_grad()
@@ -94,13 +110,13 @@ def gpt(layers: int = 4, **changed: Any) -> nn.Module:
     return GPT(GPTConfig(**(sizes | changed)))
 
 
-def gpt_tied() -> nn.Module:
-    model = gpt()
+def gpt_tied(layers: int = 4, **changed: Any) -> nn.Module:
+    model = gpt(layers, **changed)
     model.head.weight = model.tokens.weight
     return model
 
 
-def hf_gpt2(layers: int = 4, **changed: Any) -> nn.Module:
+def hf_gpt2(layers: int = 4, dropout: float = 0.0, **changed: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes: dict[str, Any] = {
@@ -109,9 +125,9 @@ def hf_gpt2(layers: int = 4, **changed: Any) -> nn.Module:
         "n_embd": WIDTH,
         "n_head": HEADS,
         "n_layer": layers,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "attn_pdrop": dropout,
         "attn_implementation": "sdpa",
         "use_cache": False,
         "bos_token_id": None,
@@ -138,10 +154,15 @@ def _llama_sizes(layers: int, **changed: Any) -> dict[str, Any]:
     return sizes | changed
 
 
-def hf_llama(layers: int = 4, **changed: Any) -> nn.Module:
+def hf_llama(layers: int = 4, dropout: float = 0.0, **changed: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_llama_sizes(layers, **changed))).train()
+    return LlamaForCausalLM(LlamaConfig(**_llama_sizes(layers, attention_dropout=dropout, **changed))).train()
+
+
+def hf_llama_of_8_heads(layers: int = 4, **changed: Any) -> nn.Module:
+    """Two query heads for each of the key-value heads, which four ranks divide."""
+    return hf_llama(layers, num_attention_heads=8, num_key_value_heads=4, **changed)
 
 
 def hf_qwen2(layers: int = 4, **changed: Any) -> nn.Module:
@@ -154,11 +175,11 @@ def hf_qwen2(layers: int = 4, **changed: Any) -> nn.Module:
 class Encoder(nn.Module):
     """Token ids (B, T) and what is padding (B, T) -> class scores (B, 5), through an nn.TransformerEncoder."""
 
-    def __init__(self, layers: int = 4) -> None:
+    def __init__(self, layers: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, WIDTH)
         self.positions = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=dropout, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers)
         self.head = nn.Linear(WIDTH, 5)
         for param in self.encoder.parameters():  # the stack's layers are copies: make them differ
@@ -284,11 +305,18 @@ def _named(path: str, num: int) -> tuple[str, ...]:
 ZOO: dict[str, Specimen] = {
     "gpt": Specimen(gpt, next_tokens, cross_entropy, _named("blocks", 4)),
     "gpt_tied": Specimen(gpt_tied, next_tokens, cross_entropy, _named("blocks", 4)),
-    "gpt2": Specimen(hf_gpt2, next_tokens, object_cross_entropy, _named("transformer.h", 4)),
+    "gpt2": Specimen(hf_gpt2, next_tokens, object_cross_entropy, _named("transformer.h", 4), padded_tokens),
     "gpt2_padded": Specimen(hf_gpt2, padded_tokens, object_cross_entropy, _named("transformer.h", 4)),
     "llama": Specimen(hf_llama, next_tokens, object_cross_entropy, _named("model.layers", 4)),
     "llama_tied": Specimen(
         lambda: hf_llama(tie_word_embeddings=True), padded_tokens, object_cross_entropy, _named("model.layers", 4)
+    ),
+    "llama_of_8_heads": Specimen(hf_llama_of_8_heads, next_tokens, object_cross_entropy, padded=padded_tokens),
+    "llama_of_8_heads_tied": Specimen(
+        lambda **settings: hf_llama_of_8_heads(tie_word_embeddings=True, **settings),
+        next_tokens,
+        object_cross_entropy,
+        padded=padded_tokens,
     ),
     "qwen2": Specimen(hf_qwen2, next_tokens, object_cross_entropy, _named("model.layers", 4)),
     "encoder": Specimen(Encoder, encoder_rows, cross_entropy, _named("encoder.layers", 4)),

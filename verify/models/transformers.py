@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models_zoo import LENGTH, VOCAB, WIDTH, Specimen, classes, next_tokens, object_cross_entropy
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from verify.models.specimens import LENGTH, VOCAB, WIDTH, ZOO, Specimen, classes, next_tokens, object_cross_entropy
 
 _SIZES = {
     "vocab_size": VOCAB,
@@ -69,22 +70,21 @@ def _made(config: str, model: str, **changed: Any) -> Callable[[], nn.Module]:
 
 def _causal(name: str, **changed: Any) -> Specimen:
     config = f"{name}TextConfig" if name == "Gemma3" else f"{name}Config"
-    kind = f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
-    return Specimen(_made(config, kind, **changed), next_tokens, object_cross_entropy, ())
+    return Specimen(_made(config, f"{name}ForCausalLM", **changed), next_tokens, object_cross_entropy)
 
 
 def _masked(name: str, **changed: Any) -> Specimen:
-    return Specimen(_made(f"{name}Config", f"{name}ForMaskedLM", **changed), _ids_and_mask, object_cross_entropy, ())
+    return Specimen(_made(f"{name}Config", f"{name}ForMaskedLM", **changed), _ids_and_mask, object_cross_entropy)
 
 
 def _classifier(name: str, **changed: Any) -> Specimen:
     make = _made(f"{name}Config", f"{name}ForImageClassification", num_labels=5, **changed)
-    return Specimen(make, classes(3, 16, 16), object_cross_entropy, ())
+    return Specimen(make, classes(3, 16, 16), object_cross_entropy)
 
 
 def _seq2seq(name: str, sample: Any = None, **changed: Any) -> Specimen:
     make = _made(f"{name}Config", f"{name}ForConditionalGeneration", **changed)
-    return Specimen(make, sample or _source_and_target, object_cross_entropy, ())
+    return Specimen(make, sample or _source_and_target, object_cross_entropy)
 
 
 def _ids_and_mask(rows: int, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
@@ -131,12 +131,12 @@ def _checkpointed() -> nn.Module:
 
 
 TRANSFORMERS: dict[str, Specimen] = {
-    "gpt2": _causal("GPT2"),
+    "gpt2": ZOO["gpt2"],
     "gpt_neo": _causal("GPTNeo", attention_types=[[["global", "local"], 1]], window_size=8),
     "gptj": _causal("GPTJ", rotary_dim=4),
     "neox": _causal("GPTNeoX"),
-    "llama": _causal("Llama"),
-    "llama_checkpoint": Specimen(_checkpointed, next_tokens, object_cross_entropy, ()),
+    "llama": ZOO["llama"],
+    "llama_checkpoint": Specimen(_checkpointed, next_tokens, object_cross_entropy),
     "mistral": _causal("Mistral", sliding_window=8),
     "qwen2": _causal("Qwen2", tie_word_embeddings=True),
     "qwen3": _causal("Qwen3", head_dim=8),
@@ -160,7 +160,7 @@ TRANSFORMERS: dict[str, Specimen] = {
     "dinov2": _classifier("Dinov2", **_IMAGES),
     "swin": _classifier("Swin", **_SWIN),
     "convnext": _classifier("ConvNext", hidden_sizes=(8, 16, 32, 32), depths=(1, 1, 2, 1), num_stages=4, patch_size=2),
-    "clip": Specimen(_clip, _texts_and_images, _likeness, ()),
+    "clip": Specimen(_clip, _texts_and_images, _likeness),
     "t5": _seq2seq("T5", **_T5),
     "bart": _seq2seq("Bart", **_SEQ2SEQ),
     "whisper": _seq2seq("Whisper", _sound_and_target, **_SEQ2SEQ, **_WHISPER),

@@ -1,24 +1,21 @@
 """Models drawn at random, split over two ranks as the proof says, beside one process.
 
-python -m tests.support.fuzz_tp 500          as make fuzz-tp; the seeds that are not as on one process are printed
+python -m verify fuzz 500          as make fuzz-tp; the seeds that are not as on one process are printed
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-for _folder in ("support", "models"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / _folder))
+import torch
+from ranks import run_ranks
+from torch.nn import functional as F
 
-import torch  # noqa: E402
-from random_blocks import LENGTH, VOCAB, random_model  # noqa: E402
-from ranks import run_ranks  # noqa: E402
-from tensor_cases import compared  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+from verify.models.random_blocks import LENGTH, VOCAB, random_model
+from verify.tensor_split import compared
 
 IDS = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 TARGET = IDS.roll(-1, 1).flatten()
@@ -59,7 +56,7 @@ def told(found: dict[int, Answer]) -> str:
     return "\n".join([f"{len(found)} models, {len(wrong)} wrong or failed", *wrong, share, f"less: {less} {short}"])
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Returns the exit status: 1 when a model is not as one process."""
     many = int(arguments[0]) if arguments else 500
     first = int(arguments[1]) if len(arguments) > 1 else 0
@@ -68,7 +65,3 @@ def main(arguments: list[str]) -> int:
         found |= run_ranks(tried, 2, list(range(start, min(start + 50, first + many))), timeout=1500)[0]
         print(told(found), flush=True)
     return int(any(why for why, _, _ in found.values()))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

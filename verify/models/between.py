@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models_zoo import HEADS, LENGTH, VOCAB, WIDTH
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from verify.models.specimens import HEADS, LENGTH, VOCAB, WIDTH
 
 INNER = 2 * WIDTH
 HEAD = WIDTH // HEADS

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models_zoo import ZOO, Specimen
 from torch import Tensor, nn
 
 from nbkit.mesh import Mesh
@@ -18,6 +17,7 @@ from nbkit.rank.parallel.tensor.apply import TensorSplit, tensor_parallel
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.prove import prove
+from verify.models.specimens import ZOO, Specimen
 
 
 def axes_of(world: Any) -> Axes:

@@ -6,10 +6,21 @@ import math
 from typing import Any
 
 import torch
-from models_zoo import HEADS, LENGTH, VOCAB, WIDTH, Specimen, cross_entropy, hf_gpt2, next_tokens, object_cross_entropy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from verify.models.specimens import (
+    HEADS,
+    LENGTH,
+    VOCAB,
+    WIDTH,
+    Specimen,
+    cross_entropy,
+    hf_gpt2,
+    next_tokens,
+    object_cross_entropy,
+)
 
 
 class CausalSelfAttention(nn.Module):
@@ -263,15 +274,15 @@ def _first(output: Any, target: Tensor) -> Tensor:
     return cross_entropy(output[0], target)
 
 
-PLAIN: dict[str, Specimen] = {
-    "nanogpt": Specimen(lambda: NanoGPT(pairs=True), next_tokens, _first, ()),
-    "nanogpt_by_hand": Specimen(lambda: NanoGPT(flash=False), next_tokens, cross_entropy, ()),
-    "nanogpt_checkpoint": Specimen(lambda: NanoGPT(recompute=True), next_tokens, cross_entropy, ()),
-    "llama_by_hand": Specimen(Llama, next_tokens, cross_entropy, ()),
-    "translator": Specimen(Translator, _source_and_target, cross_entropy, ()),
-    "moe_by_hand": Specimen(_moe, next_tokens, cross_entropy, ()),
-    "lstm": Specimen(TiedRecurrent, next_tokens, cross_entropy, ()),
-    "universal": Specimen(Universal, next_tokens, cross_entropy, ()),
-    "towers": Specimen(Towers, _scored_pairs, F.mse_loss, ()),
-    "lora": Specimen(_lora, next_tokens, object_cross_entropy, ()),
+BY_HAND: dict[str, Specimen] = {
+    "nanogpt": Specimen(lambda: NanoGPT(pairs=True), next_tokens, _first),
+    "nanogpt_by_hand": Specimen(lambda: NanoGPT(flash=False), next_tokens, cross_entropy),
+    "nanogpt_checkpoint": Specimen(lambda: NanoGPT(recompute=True), next_tokens, cross_entropy),
+    "llama_by_hand": Specimen(Llama, next_tokens, cross_entropy),
+    "translator": Specimen(Translator, _source_and_target, cross_entropy),
+    "moe_by_hand": Specimen(_moe, next_tokens, cross_entropy),
+    "lstm": Specimen(TiedRecurrent, next_tokens, cross_entropy),
+    "universal": Specimen(Universal, next_tokens, cross_entropy),
+    "towers": Specimen(Towers, _scored_pairs, F.mse_loss),
+    "lora": Specimen(_lora, next_tokens, object_cross_entropy),
 }
