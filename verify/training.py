@@ -25,12 +25,30 @@ from nbkit.tensor_layout import Layout
 from verify.cases import LONGEST, Case, zoo_ranks
 from verify.models.by_hand import BY_HAND
 from verify.models.images import IMAGES
-from verify.models.specimens import ZOO, Specimen
+from verify.models.specimens import (
+    ZOO,
+    Specimen,
+    cross_entropy,
+    gpt_frozen,
+    hf_llama,
+    lora,
+    next_tokens,
+    object_cross_entropy,
+)
 from verify.models.transformers import TRANSFORMERS
 
 ARCHITECTURES: dict[str, Specimen] = {**BY_HAND, **IMAGES, **TRANSFORMERS}
 """Those of `make zoo`."""
-MODELS: dict[str, Specimen] = {**ZOO, **ARCHITECTURES}
+FINE_TUNED: dict[str, Specimen] = {
+    "gpt_frozen": Specimen(gpt_frozen, next_tokens, cross_entropy),
+    "llama_lora": Specimen(
+        lambda: lora(hf_llama(2), ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]),
+        next_tokens,
+        object_cross_entropy,
+    ),
+}
+"""Parameters that are frozen whole, and adapters."""
+MODELS: dict[str, Specimen] = {**ZOO, **ARCHITECTURES, **FINE_TUNED}
 
 SEED, BATCH, RAGGED, CLIP, DROP = 5, 16, 3, 0.1, 0.1
 LR, ZOO_BATCH, ZOO_LR = 3e-4, 8, 0.05

@@ -34,7 +34,12 @@ def _with(model: str, strategy: str, *extras: str, dtype: str = "float64") -> Ca
     return Case(model, strategy, dtype, 2, frozenset(extras))
 
 
-SMALL = [*(Case("gpt", strategy, steps=2) for strategy in ("hsdp", "cp=4", "zero=3 dp=2 tp=2"))]
+SMALL = [
+    *(Case("gpt", strategy, steps=2) for strategy in ("hsdp", "cp=4", "zero=3 dp=2 tp=2")),
+    _with("gpt_tied", "cp=2 pp=2", "dropout", "recompute"),
+    _with("gpt_frozen", "dp=2 pp=2 schedule=zbv", "sgd", "clip"),
+    _with("lora", "tp=2 pp=2", "sgd", "clip"),
+]
 
 SCHEDULES = [
     Case("gpt", "pp schedule=dualpipev", steps=2),
@@ -51,8 +56,15 @@ DEAR = [
 ]
 
 
-def test_the_families_on_four_ranks() -> None:
-    assert _off(SMALL, 4) == []
+FINE_TUNED = [
+    *(_with("gpt_frozen", strategy, "sgd", "clip") for strategy in ("cp=2 tp=2", "zero1")),
+    *(_with("llama_lora", strategy, "sgd", "clip") for strategy in ("zero=3 dp=2 tp=2", "dp=2 pp=2")),
+]
+
+
+@pytest.mark.parametrize("cases", [SMALL, pytest.param(FINE_TUNED, marks=pytest.mark.long)])
+def test_the_families_on_four_ranks(cases: list[Case]) -> None:
+    assert _off(cases, 4) == []
 
 
 @pytest.mark.long
@@ -60,7 +72,7 @@ def test_schedules_and_what_comes_besides() -> None:
     assert _off(SCHEDULES, 2) == []
 
 
-# In tests/rank/parallel: unmodified models in jobs, test_fine_tuning.py; a step on eight ranks, test_whole_step.py.
+# In tests/rank/parallel: a step on eight ranks, test_whole_step.py.
 # Half precision beside one process: tests/rank/train/step/test_precision.py.
 @pytest.mark.long
 def test_unmodified_models_bfloat16_and_three_axes() -> None:

@@ -18,6 +18,7 @@ from verify.models.specimens import (
     Specimen,
     cross_entropy,
     hf_gpt2,
+    lora,
     next_tokens,
     object_cross_entropy,
 )
@@ -253,13 +254,6 @@ def _moe() -> nn.Module:
     return model
 
 
-def _lora() -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=3, lora_alpha=6, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
-    return get_peft_model(hf_gpt2(2), config).train()
-
-
 def _source_and_target(rows: int, draw: torch.Generator) -> tuple[tuple[Tensor, Tensor], Tensor]:
     source, target = (torch.randint(VOCAB, (rows, LENGTH), generator=draw) for _ in range(2))
     return (source, target.roll(1, 1)), target
@@ -284,5 +278,5 @@ BY_HAND: dict[str, Specimen] = {
     "lstm": Specimen(TiedRecurrent, next_tokens, cross_entropy),
     "universal": Specimen(Universal, next_tokens, cross_entropy),
     "towers": Specimen(Towers, _scored_pairs, F.mse_loss),
-    "lora": Specimen(_lora, next_tokens, object_cross_entropy),
+    "lora": Specimen(lambda: lora(hf_gpt2(2), ["c_attn", "c_fc"]), next_tokens, object_cross_entropy),
 }

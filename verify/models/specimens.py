@@ -172,6 +172,29 @@ def hf_qwen2(layers: int = 4, **changed: Any) -> nn.Module:
     return Qwen2ForCausalLM(Qwen2Config(**_llama_sizes(layers, tie_word_embeddings=True, **changed))).train()
 
 
+def lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
+    """`model` under peft's adapters, none of them zero."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    conv = any(type(part).__name__ == "Conv1D" for part in model.modules())
+    wrapped: Any = get_peft_model(
+        model, LoraConfig(r=3, lora_alpha=6, target_modules=targets, fan_in_fan_out=conv, **options)
+    )
+    for name, p in wrapped.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
+    return wrapped.train()  # type: ignore[no-any-return]
+
+
+def gpt_frozen() -> nn.Module:
+    """The embedding and the first half of the blocks are frozen, as is every bias behind them."""
+    model = gpt()
+    for name, p in model.named_parameters():
+        p.requires_grad_(not (name.startswith(("tokens", "blocks.0", "blocks.1")) or name.endswith("bias")))
+    return model
+
+
 class Encoder(nn.Module):
     """Token ids (B, T) and what is padding (B, T) -> class scores (B, 5), through an nn.TransformerEncoder."""
 

@@ -10,31 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.rank.models.gpt import Block
-from verify.models.specimens import HEADS, VOCAB, WIDTH, hf_gpt2, hf_llama
-
-
-def lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
-    """`model` under peft's adapters, none of them zero."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(1)
-    conv = any(type(part).__name__ == "Conv1D" for part in model.modules())
-    wrapped = get_peft_model(
-        model, LoraConfig(r=3, lora_alpha=6, target_modules=targets, fan_in_fan_out=conv, **options)
-    )
-    for name, p in wrapped.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(p, std=0.1)
-    return wrapped.double().train()
+from verify.models.specimens import HEADS, VOCAB, WIDTH, hf_gpt2, hf_llama, lora
 
 
 def lora_llama(**options: Any) -> nn.Module:
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"]
-    return lora(hf_llama(2), options.pop("targets", targets), **options)
+    return lora(hf_llama(2), options.pop("targets", targets), **options).double()
 
 
 def lora_gpt2() -> nn.Module:
-    return lora(hf_gpt2(2), ["c_attn", "c_proj"])
+    return lora(hf_gpt2(2), ["c_attn", "c_proj"]).double()
 
 
 class Packed(nn.Module):

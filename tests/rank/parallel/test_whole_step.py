@@ -42,6 +42,7 @@ COMPOSED = {
     "pp=2 schedule=dualpipev": 2,
     "pp=2 tp=2": 4,
     "cp=2 tp=2": 4,
+    "dp=2 cp=2 zero=3": 4,
     "dp=2 tp=2 pp=2": 8,
 }
 
