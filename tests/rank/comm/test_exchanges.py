@@ -1,4 +1,4 @@
-"""A reduce-scatter over gloo gives what torch's gives, at half of its bytes."""
+"""Over gloo, an all-gather of two ranks is one exchange, and a reduce-scatter sends half of what gloo's sends."""
 
 from __future__ import annotations
 
@@ -15,6 +15,73 @@ from spied_group import on_the_wire
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.world import sockets
 from nbkit.rank.world.world import World
+
+DTYPES = (torch.float64, torch.bfloat16, torch.int32, torch.bool, torch.complex64)
+
+
+def part_of(rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(rank)).mul(100).to(dtype)
+
+
+def all_gathers(world: World) -> dict[str, bool]:
+    warnings.simplefilter("ignore", FutureWarning)
+    rank, n, right = world.place.rank, dist.get_world_size(), {}
+    whole = torch.cat([part_of(r) for r in range(n)])
+    for dtype in DTYPES:
+        dist.all_gather_into_tensor(out := torch.zeros(3 * n, 5, dtype=dtype), part_of(rank, dtype))
+        right[str(dtype)] = torch.equal(out, torch.cat([part_of(r, dtype) for r in range(n)]))
+    rows = torch.zeros(n, 3, 5, dtype=torch.float64)
+    rows[rank] = part_of(rank)
+    works = [
+        dist.all_gather_into_tensor(rows.view(-1), rows[rank].view(-1), async_op=True),
+        dist.all_gather_into_tensor(far := torch.zeros_like(whole), part_of(rank), async_op=True),
+    ]
+    for work in reversed(works):
+        work.wait()
+        work.wait()
+    right["in place"] = torch.equal(rows.view(-1, 5), whole)
+    right["asynchronous"] = torch.equal(far, whole)
+    work = dist.all_gather_into_tensor(polled := torch.zeros_like(whole), part_of(rank), async_op=True)
+    while not work.is_completed():
+        pass
+    right["polled"] = torch.equal(polled, whole) and work.is_success()
+    work = dist.all_gather_into_tensor(later := torch.zeros_like(whole), part_of(rank), async_op=True)
+    work.get_future().wait()
+    right["future"] = torch.equal(later, whole)
+    dist.all_gather_into_tensor(out := torch.zeros_like(whole), part_of(rank).t().contiguous().t())
+    right["not contiguous"] = torch.equal(out, whole)
+    # On one rank alone: what goes over the wire must not depend on how a tensor lies.
+    turned = part_of(rank).t().contiguous().t() if rank == 0 else part_of(rank)
+    dist.all_gather_into_tensor(out := torch.zeros_like(whole), turned)
+    right["input not contiguous on one rank"] = torch.equal(out, whole)
+    out = torch.zeros(5, 3 * n, dtype=torch.float64).t() if rank == 0 else torch.zeros_like(whole)
+    dist.all_gather_into_tensor(out, part_of(rank))
+    right["output not contiguous on one rank"] = torch.equal(out, whole)
+    with torch.no_grad():
+        dist.all_gather_into_tensor(out := torch.zeros_like(whole), part_of(rank).requires_grad_())
+    right["input with gradient"] = torch.equal(out, whole) and not out.requires_grad
+    right["functional"] = torch.equal(funcol.all_gather_tensor(part_of(rank), 0, dist.group.WORLD) + 0, whole)
+    return right
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_form_gives_the_parts_of_all_ranks(n: int) -> None:
+    for right in run_ranks(all_gathers, n):
+        assert [name for name, good in right.items() if not good] == []
+
+
+def all_gather_sent(world: World) -> Any:
+    out = torch.zeros(3 * dist.get_world_size(), 5, dtype=torch.float64)
+    return on_the_wire(lambda group: dist.all_gather_into_tensor(out, part_of(world.place.rank), group=group))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_it_is_an_exchange_between_two_ranks_and_counted_as_one_all_gather(n: int) -> None:
+    for called, heard, count in run_ranks(all_gather_sent, n):
+        assert [call for call in called if call[0] == "alltoall_base"] == [("alltoall_base", 3 * 5 * 8)] * (n == 2)
+        assert heard == [("all_gather", "world", 3 * 5 * 8)]
+        assert count == 1
+
 
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -39,7 +106,7 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool(torch.allclose(found, wanted, rtol=1e-2 if wanted.dtype == torch.bfloat16 else 1e-14, atol=0))
 
 
-def every_form(world: World) -> dict[str, bool]:
+def reduce_scatters(world: World) -> dict[str, bool]:
     warnings.simplefilter("ignore", FutureWarning)
     rank, n, right = world.place.rank, dist.get_world_size(), {}
     for name, op in OPS.items():
@@ -92,11 +159,11 @@ def every_form(world: World) -> dict[str, bool]:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_every_form_gives_the_sums_average_and_extremes(n: int) -> None:
-    for right in run_ranks(every_form, n):
+    for right in run_ranks(reduce_scatters, n):
         assert [name for name, good in right.items() if not good] == []
 
 
-def sent(world: World) -> Any:
+def reduce_scatter_sent(world: World) -> Any:
     out, whole = torch.empty(2, 5, dtype=torch.float64), given(world.place.rank, dist.get_world_size())
     return on_the_wire(lambda group: group._reduce_scatter_base(out, whole, dist.ReduceScatterOptions()).wait())
 
@@ -104,20 +171,24 @@ def sent(world: World) -> Any:
 @pytest.mark.parametrize("n", [2, 3])
 def test_it_is_one_exchange_of_what_others_keep_and_counted_as_one_reduce_scatter(n: int) -> None:
     nbytes = 2 * n * 5 * 8
-    for called, heard, count in run_ranks(sent, n):
+    for called, heard, count in run_ranks(reduce_scatter_sent, n):
         # Of two ranks what a rank keeps stays where it is.
         assert called == [("alltoall_base", nbytes if n > 2 else nbytes // 2)]
         assert heard == [("reduce_scatter", "world", nbytes)]
         assert count == 1
 
 
-def peer_gone(world: World) -> bool:
+def peer_gone(world: World, gathers: bool) -> bool:
     if world.place.rank == 1:
         group = dist.group.WORLD
         assert isinstance(group, delegating_group.DelegatingGroup)
         sockets.shut(group.sockets)
         return True
-    work = dist.reduce_scatter_tensor(torch.empty(1 << 18), torch.zeros(2 << 18), async_op=True)
+    part, whole = torch.zeros(1 << 18), torch.zeros(2 << 18)
+    if gathers:
+        work = dist.all_gather_into_tensor(whole, part, async_op=True)
+    else:
+        work = dist.reduce_scatter_tensor(part, whole, async_op=True)
     try:
         work.wait()
     except RuntimeError:
@@ -125,5 +196,6 @@ def peer_gone(world: World) -> bool:
     return False
 
 
-def test_a_broken_exchange_raises() -> None:
-    assert run_ranks(peer_gone, 2) == [True, True]
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_broken_exchange_raises(gathers: bool) -> None:
+    assert run_ranks(peer_gone, 2, gathers) == [True, True]
