@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from verify.models.specimens import Specimen
+
 FAMILIES = {
     "data": ("ddp", "zero1", "zero2", "zero3", "hsdp"),
     "tensor": ("tp",),
@@ -34,12 +36,13 @@ ZOO_STEPS, LONGEST = 3, len(CHAIN)
 class Case:
     """One training to compare with one process.
 
-    strategy: one, or several with " > " between them, which are switched to. dtype: of the weights. layers: of the
-    model, where it has any number of them; a stage takes one at least. extras: of EXTRAS, and "bf16": forward and loss
-    under autocast; "sgd": with momentum, which shows in the weights what AdamW hides, and the data in order.
+    model: the name of one of `verify.training.MODELS`, or another one. strategy: one, or several with " > " between
+    them, which are switched to. dtype: of the weights. layers: of the model, where it has any number of them; a stage
+    takes one at least. extras: of EXTRAS, and "bf16": forward and loss under autocast; "sgd": with momentum, in whose
+    weights shows what AdamW hides, and the data in order; "evaluate": on all data afterwards.
     """
 
-    model: str
+    model: str | Specimen
     strategy: str
     dtype: str = "float64"
     steps: int = 3

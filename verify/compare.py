@@ -74,7 +74,7 @@ def compared(ranks: Sequence[Outcome], known: Truth) -> Figures:
     return Figures(
         grads=_norm(grads.values()) / _norm(known.grads.values()),
         largest=_largest(grads) / _largest(known.grads),
-        losses=_relative(first.losses, known.losses),
+        losses=_relative([*first.evaluated, *first.losses], [*known.evaluated, *known.losses]),
         norms=_relative(first.norms, known.norms),
         moved=_worst(_moved(rank.state, known, made) for rank in ranks),
         wrong="; ".join(wrong),
@@ -255,7 +255,7 @@ def _short(text: str, most: int = 160) -> str:
 
 def parity_row(case: Case, verdict: Verdict) -> list[str]:
     """A row of the table of figures; see PARITY_HEAD."""
-    row = [case.model, case.strategy, case.dtype, " ".join(sorted(case.extras)), str(case.steps)]
+    row = [str(case.model), case.strategy, case.dtype, " ".join(sorted(case.extras)), str(case.steps)]
     figures = verdict.figures
     row += ["", "", "", ""] if figures is None else [
         f"{n:.1e}" for n in (figures.grads, figures.largest, figures.losses, figures.norms)

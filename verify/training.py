@@ -70,6 +70,7 @@ class Truth:
     grads: dict[str, Tensor]
     states: dict[int, dict[str, Tensor]]
     rounds: bool = False
+    evaluated: tuple[float, ...] = ()
     checks: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
@@ -85,8 +86,13 @@ class Outcome:
     grads: Pieces = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
     made: int = 0
+    evaluated: tuple[float, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     late: str = ""
+
+
+def _specimen(case: Case) -> Specimen:
+    return MODELS[case.model] if isinstance(case.model, str) else case.model
 
 
 def _items(case: Case) -> list[tuple[Any, Any]]:
@@ -94,7 +100,7 @@ def _items(case: Case) -> list[tuple[Any, Any]]:
         num = ZOO_BATCH * LONGEST
     else:
         num = BATCH + RAGGED if "ragged" in case.extras else 4 * BATCH
-    return MODELS[case.model].rows(num, dtype=getattr(torch, case.dtype), padded="mask" in case.extras)
+    return _specimen(case).rows(num, dtype=getattr(torch, case.dtype), padded="mask" in case.extras)
 
 
 def _build(case: Case) -> nn.Module:
@@ -102,7 +108,7 @@ def _build(case: Case) -> nn.Module:
     settings: dict[str, Any] = {} if case.layers is None else {"layers": case.layers}
     if "dropout" in case.extras:
         settings["dropout"] = DROP
-    model = MODELS[case.model].build(dtype, **settings)
+    model = _specimen(case).build(dtype, **settings)
     return (model if dtype == torch.float64 else _smooth(model)).train()
 
 
@@ -125,8 +131,12 @@ def _optimizer(case: Case) -> Any:
     return lambda model: torch.optim.AdamW(model.parameters(), lr=LR)
 
 
-def _loss(case: Case) -> Any:
-    return weighted if "mask" in case.extras else MODELS[case.model].loss
+def _loss(case: Case, model: nn.Module | None = None) -> Any:
+    """model: the one that is trained, where there is one already."""
+    specimen = _specimen(case)
+    if specimen.loss_of is not None and model is not None:
+        return specimen.loss_of(model)
+    return weighted if "mask" in case.extras else specimen.loss
 
 
 def weighted(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,14 +173,17 @@ def train(case: Case) -> Outcome:
             found.losses = [record["loss"] for record in trainer.history]
             found.norms = [record["grad_norm"] for record in trainer.history]
             found.state = trainer.full_state_dict()
+            if "evaluate" in case.extras:
+                found.evaluated = (trainer.evaluate(_items(case)),)
     return found
 
 
 def trainer_of(case: Case, **changed: Any) -> Trainer:
     """The job of `case` under its first strategy."""
+    model = None if _specimen(case).loss_of is None else _build(case)
     asked: dict[str, Any] = {
-        "model": lambda: _build(case),
-        "loss": _loss(case),
+        "model": (lambda: _build(case)) if model is None else model,
+        "loss": _loss(case, model),
         "optimizer": _optimizer(case),
         "data": _items(case),
         "batch_size": ZOO_BATCH if "sgd" in case.extras else BATCH,
@@ -244,7 +257,7 @@ def _chosen(case: Case, num: int) -> Iterator[list[int]]:
 def truth(case: Case, *, rows: int = BATCH, wrap: Any = nullcontext, device: str = "cpu") -> Truth:
     """Trained by a loop in plain torch, in this process. rows: per forward; wrap: a context around the passes."""
     model, data = _build(case).to(device), _items(case)
-    optimizer, loss_of, casts = _optimizer(case)(model), _loss(case), _Casts()
+    optimizer, loss_of, casts = _optimizer(case)(model), _loss(case, model), _Casts()
     keyed = KeyedDropout(model, SEED) if "dropout" in case.extras else None
     losses: list[float] = []
     norms: list[float] = []
@@ -282,7 +295,12 @@ def truth(case: Case, *, rows: int = BATCH, wrap: Any = nullcontext, device: str
         norms.append(float(norm))
         if "sgd" in case.extras or len(losses) == case.steps:
             states[len(losses)] = _state(model)
-    return Truth(losses, norms, grads, states, casts.seen)
+    evaluated: tuple[float, ...] = ()
+    if "evaluate" in case.extras:
+        value, target = default_collate(data)
+        with torch.no_grad():
+            evaluated = (float(loss_of(call(model.eval(), value), target)),)
+    return Truth(losses, norms, grads, states, casts.seen, evaluated)
 
 
 class _Casts(TorchDispatchMode):

@@ -5,21 +5,21 @@ Token ids (rows, LENGTH) -> logits (rows, LENGTH, VOCAB). Used by the tests of Z
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nbkit.errors import NbkitError
 from nbkit.rank.parallel.whole_step import StepProof
 from nbkit.rank.train import builder
 from nbkit.rank.train import trainer as training
-from nbkit.rank.train.trainer import Trainer
+from verify.cases import Case
+from verify.models.specimens import Specimen
 
 VOCAB, WIDTH, HEADS, LENGTH = 24, 16, 4, 12
 
@@ -379,13 +379,6 @@ def cross_entropy(output: Any, target: Tensor) -> Tensor:
     return F.cross_entropy(getattr(output, "logits", output).flatten(0, 1), target.flatten())
 
 
-Loss = Callable[[nn.Module], Callable[[Any, Tensor], Tensor]]
-
-
-def plain_loss(_: nn.Module) -> Callable[[Any, Tensor], Tensor]:
-    return cross_entropy
-
-
 def penalised(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
     return lambda output, target: cross_entropy(output, target) * squares(model.parameters())
 
@@ -395,63 +388,39 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
     return make().double()
 
 
-def one_process(make: Callable[[], nn.Module], loss: Loss) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-    """(weights before, after two steps of SGD, loss on the rows afterwards)."""
-    model = built(make)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    compute, optimizer = loss(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    for first in (0, 4):
-        x, y = (torch.stack(part) for part in zip(*rows(8)[first : first + 4], strict=True))
-        optimizer.zero_grad()
-        compute(model(x), y).backward()
-        optimizer.step()
-    model.eval()
-    x, y = (torch.stack(part) for part in zip(*rows(8), strict=True))
-    with torch.no_grad():
-        after = float(compute(model(x), y))
-    return before, {name: p.detach() for name, p in model.named_parameters()}, after
+def _sample(num: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    ids, targets = (torch.randint(VOCAB, (num, LENGTH), generator=draw) for _ in range(2))
+    return ids, targets
 
 
 def verdict(
-    make: Callable[[], nn.Module], strategy: str, *, loss: Loss = plain_loss, seen: bool = True, first: str = ""
+    make: Callable[[], nn.Module], strategy: str, *, loss_of: Any = None, seen: bool = True, first: str = ""
 ) -> tuple[str, str]:
-    """("equal" to one process, or "wrong", by how much), or ("refused" | "refused in a step" | "crashed", the text).
+    """("equal" to one process, or "wrong", by how much), or ("refused" | "late" | "crash", the text), on each rank.
 
     Of the proofs the job has what `strategy` asks for. No whole step is made beforehand: what it would refuse shows.
-    seen: the job has an example of the data. first: the strategy it begins with, before it switches.
+    seen: the job has an example of the data. first: the strategy of a first step, before it switches.
     """
-    before, after, evaluated = one_process(make, loss)
-    model, example_of = built(make), training.example_of
-    stage = "refused"
+    from verify.compare import judged
+    from verify.training import train, truth
+
+    specimen = Specimen(make, _sample, cross_entropy, loss_of=loss_of)
+    chain = f"{first} > {strategy}" if first else strategy
+    case = Case(specimen, chain, steps=3 if first else 2, extras=frozenset({"sgd", "evaluate"}), ranks=2)
+    found: Any
     try:
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(builder, "prove_step", lambda *_, **__: StepProof())
-            warnings.simplefilter("ignore")
             if not seen:
-                training.example_of = lambda *_: None
-            job = Trainer(
-                model=model,
-                loss=loss(model),
-                optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-                data=rows(8),
-                batch_size=4,
-                shuffle=False,
-                log_dir=None,
-                progress=False,
-                strategy=first or strategy,
-            )
-            if first:
-                job.switch(strategy)
-            stage = "refused in a step"
-            job.fit(2)
-            found = job.full_state_dict()
-            moved = sum(float((after[name] - p).square().sum()) for name, p in before.items())
-            wrong = sum(float((found[name] - p).square().sum()) for name, p in after.items())
-            apart = max((wrong / moved) ** 0.5, abs(job.evaluate(rows(8)) - evaluated))
-        return ("equal" if apart < 1e-9 else "wrong"), f"{apart:.3g}"
-    except NbkitError as error:
-        return stage, str(error)
+                patch.setattr(training, "example_of", lambda *_: None)
+            found = train(case)
     except Exception as error:
-        return "crashed", f"{type(error).__name__}: {error}"
-    finally:
-        training.example_of = example_of
+        found = f"{type(error).__name__}: {error}"
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    if text := next((each for each in every if isinstance(each, str)), ""):
+        return "crash", text
+    if refused := found.refused.get(strategy):
+        return "refused", refused
+    told = judged(case, every, truth(case))
+    return told.kind, told.text

@@ -28,7 +28,7 @@ class Specimen:
 
     make: builds it; some take `layers` and `dropout`. sample: (rows, generator) -> (model input, target). loss:
     (output, target) -> mean over rows (and positions). blocks: the modules that can begin a stage. padded: as sample,
-    with padding, where the model takes a mask for it.
+    with padding, where the model takes a mask for it. loss_of: model -> its loss, where that reads the model.
     """
 
     make: Callable[..., nn.Module]
@@ -36,6 +36,7 @@ class Specimen:
     loss: Callable[[Any, Any], Tensor]
     blocks: tuple[str, ...] = ()
     padded: Callable[[int, torch.Generator], tuple[Any, Any]] | None = None
+    loss_of: Callable[[nn.Module], Callable[[Any, Any], Tensor]] | None = None
 
     def build(self, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
         """The model in training mode, initialised from seed 0; with float64 it computes in float64 throughout."""

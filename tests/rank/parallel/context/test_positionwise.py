@@ -305,7 +305,7 @@ REST = [name for name in EQUAL if name not in SAMPLE]
 def table(world: Any, equal: list[str], refused: tuple[str, ...]) -> dict[str, tuple[str, str]]:
     found = {name: verdict(EQUAL[name], "cp=2") for name in equal}
     found |= {name: verdict(REFUSED[name][0], "cp=2") for name in refused}
-    found["a penalty in the loss"] = verdict(LM, "cp=2", loss=penalised)
+    found["a penalty in the loss"] = verdict(LM, "cp=2", loss_of=penalised)
     found["switched"] = verdict(mixing(MIXED["the mean"][0]), "cp=2", first="ddp")
     return found
 
