@@ -62,7 +62,8 @@ class Truth:
 
     states: steps -> state of the model then: at the start, at the end, and of a case with SGD after each step.
     rounds: what the model computes passes through float32 on the way, which is looked for in cases with SGD.
-    checks: strategy -> ("fits" | "refused" | "crash", text), as `nbkit.check` says.
+    checks: strategy -> ("fits" | "refused" | "crash", text), as `nbkit.check` says. evaluated: the loss of all data at the
+    end, of a case that evaluates.
     """
 
     losses: list[float]
@@ -70,15 +71,15 @@ class Truth:
     grads: dict[str, Tensor]
     states: dict[int, dict[str, Tensor]]
     rounds: bool = False
-    evaluated: tuple[float, ...] = ()
     checks: dict[str, tuple[str, str]] = field(default_factory=dict)
+    evaluated: tuple[float, ...] = ()
 
 
 @dataclass
 class Outcome:
     """Of one rank. made: steps; grads: its pieces of those of the first step; state: of the whole model at the end.
 
-    refused: strategy -> why; late: the refusal that ended the training after a step.
+    refused: strategy -> why; late: the refusal that ended the training after a step. evaluated: see Truth.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -86,9 +87,9 @@ class Outcome:
     grads: Pieces = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
     made: int = 0
-    evaluated: tuple[float, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     late: str = ""
+    evaluated: tuple[float, ...] = ()
 
 
 def _specimen(case: Case) -> Specimen:
@@ -300,7 +301,7 @@ def truth(case: Case, *, rows: int = BATCH, wrap: Any = nullcontext, device: str
         value, target = default_collate(data)
         with torch.no_grad():
             evaluated = (float(loss_of(call(model.eval(), value), target)),)
-    return Truth(losses, norms, grads, states, casts.seen, evaluated)
+    return Truth(losses, norms, grads, states, casts.seen, evaluated=evaluated)
 
 
 class _Casts(TorchDispatchMode):
