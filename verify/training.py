@@ -62,8 +62,8 @@ class Truth:
 
     states: steps -> state of the model then: at the start, at the end, and of a case with SGD after each step.
     rounds: what the model computes passes through float32 on the way, which is looked for in cases with SGD.
-    checks: strategy -> ("fits" | "refused" | "crash", text), as `nbkit.check` says. evaluated: the loss of all data at the
-    end, of a case that evaluates.
+    checks: strategy -> ("fits" | "refused" | "crash", text), as `nbkit.check` says.
+    evaluated: the loss of all data at the end, of a case that evaluates.
     """
 
     losses: list[float]

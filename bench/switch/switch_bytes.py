@@ -139,11 +139,6 @@ def main(port: int, rank: int, ranks: int, width: int, layers: int, out: Path) -
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    numbers, path = [int(word) for word in sys.argv[1:6]], Path(sys.argv[6])
-    main(*numbers, path)
-
-
 RANKS = (4, 8)
 WIDTH, LAYERS, QUICK_WIDTH = 320, 8, 64
 BYTES_FACTOR, BYTES_PER_RANK = 1.02, 64 << 10
@@ -257,3 +252,8 @@ def _rows(ranks: int, measured: Measured, bounds: dict[tuple[str, str], int]) ->
             all(same),
         ),
     ]
+
+
+if __name__ == "__main__":
+    numbers, path = [int(word) for word in sys.argv[1:6]], Path(sys.argv[6])
+    main(*numbers, path)
