@@ -262,7 +262,7 @@ class Worker:
             log_dir=None,
         )
         # While its blocks sleep: what they cost is measured here.
-        self._job.builder.learn(Strategy.every(4, schedules=("1f1b",)))
+        self._job.builder.finder.sync(Strategy.every(4, schedules=("1f1b",)))
         _Sleeping.seconds = 0.0
         self._rate: Rate | None = None
         self._peaks: PeakBytes | None = None

@@ -1,7 +1,8 @@
 """Checks the first batches of a user's own loop, and of data that can only be iterated, as they arrive.
 
-Data that is known beforehand is checked when the job is made (see builder.py). Here the model is already split. If each
-rank has the whole model, rank 0 checks and tells the others. Otherwise all ranks compute the same, in evaluation mode.
+Data that is known beforehand is checked when the job is made (see fact_finder.py). Here the model is already split. If
+each rank has the whole model, rank 0 checks and tells the others. Otherwise all ranks compute the same, in evaluation
+mode.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ from nbkit.rank.loss.row_trial import (
     spread_rows,
 )
 from nbkit.rank.loss.row_weights import Loss
+from nbkit.rank.parallel.model_facts import Coupled
 from nbkit.rank.parallel.module.block_discovery import mixtures
-from nbkit.rank.parallel.options import Coupled
 from nbkit.rank.parallel.proof.observe import gap, watched
 from nbkit.rank.parallel.proof.short_example import FirstRuns
 from nbkit.rank.parallel.proof.unchanged import Draws, DroppingNothing, unchanged

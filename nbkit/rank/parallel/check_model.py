@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbkit.errors import NbkitError, StrategyError, TrainingError
+from nbkit.errors import StrategyError, TrainingError
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.stages import ranks_of_stages, spelled, stage_ranges
 from nbkit.planner.validate import Finding, refuse, validate
@@ -28,7 +28,8 @@ from nbkit.rank.data.batch import call, check_inputs, on_device, pair, rows_of, 
 from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.loss.loss_check import examine
 from nbkit.rank.loss.row_weights import Loss
-from nbkit.rank.parallel.context.positionwise import try_in_parts
+from nbkit.rank.parallel.find_facts import ModelRuns, find_facts
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes, needed_facts
 from nbkit.rank.parallel.module.batch_norm import batch_norms
 from nbkit.rank.parallel.module.block_discovery import experts_in, structural_blocks
 from nbkit.rank.parallel.module.compile import not_compiled
@@ -40,93 +41,77 @@ from nbkit.rank.parallel.module.copies import (
     hooked_gradient,
     skeleton_of,
 )
-from nbkit.rank.parallel.options import (
-    Options,
-    keeps_whole,
-    need_chain,
-    need_copies,
-    need_gathers,
-    need_outside,
-    need_positionwise,
-    need_rows,
-    need_whole_gradients,
-    parts_rows,
-)
-from nbkit.rank.parallel.pipeline.layer_chain import LayerChain, find_chain
+from nbkit.rank.parallel.options import JobOptions
+from nbkit.rank.parallel.plan import ParallelPlan, parts_rows, refusals
 from nbkit.rank.parallel.proof.own_parts import look_at_copies
 from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
-from nbkit.rank.parallel.tensor.proof.prove import prove
-from nbkit.rank.parallel.tensor.proof.verdict import Proof
 from nbkit.rank.parallel.whole_step import Reference, prove_step
-from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
-from nbkit.rank.rng.keyed_dropout import repeating
 from nbkit.rank.torch_private import DropoutNd
 from nbkit.strategy import Strategy
+from nbkit.techniques import DEGREES
 
 
-def facts_of(
-    model: nn.Module, strategy: Strategy, options: Options, *, batch: int | None = None, world: int | None = None
-) -> Facts:
+def planner_facts(plan: ParallelPlan, *, batch: int | None = None, world: int | None = None) -> Facts:
     """Return the facts that the planner needs. Heads and vocabulary are those of the tensor plan.
 
     The blocks are those of the chain, or are guessed by structure if there is no chain.
     """
+    strategy, model = plan.strategy, plan.facts.shapes.skeleton
     heads = kv_heads = vocab = None
     if strategy.tp > 1:
-        plan = options.plan(model, 1)
-        counted = [pair.heads for pair in plan.pairs if pair.heads is not None]
+        undivided = plan.facts.tensor_plan(1, plan.options.tp_plan)
+        counted = [pair.heads for pair in undivided.pairs if pair.heads is not None]
         # If there are several attentions, take one whose heads do not divide.
         counted.sort(key=lambda each: not (each.heads % strategy.tp or each.kv_heads % strategy.tp))
         if counted:
             heads = counted[0].heads
             kv_heads = None if counted[0].kv_heads == heads else counted[0].kv_heads
-        tables = [model.get_submodule(path) for path, role in plan.singles.items() if role == "vocab"]
+        tables = [model.get_submodule(path) for path, role in undivided.singles.items() if role == "vocab"]
         vocab = min((part.num_embeddings for part in tables if isinstance(part, nn.Embedding)), default=None)
-    chain: LayerChain | None = options.chain
+    chain = plan.facts.chain
     blocks = len(chain) if chain is not None else len(structural_blocks(model)) or None
     return Facts(heads=heads, kv_heads=kv_heads, vocab=vocab, blocks=blocks, batch=batch, world=world)
 
 
-def findings(
-    model: nn.Module, strategy: Strategy, options: Options, *, batch: int | None = None, world: int | None = None
-) -> list[Finding]:
+def findings(plan: ParallelPlan, *, batch: int | None = None, world: int | None = None) -> list[Finding]:
     """Return all findings, errors first. A model that cannot be split at all also gives a finding."""
     try:
-        found = validate(strategy, facts_of(model, strategy, options, batch=batch, world=world))
-        return [*found, *_unproven(model, strategy, options)]
+        found = validate(plan.strategy, planner_facts(plan, batch=batch, world=world))
+        return [*found, *_unproven(plan)]
     except StrategyError as error:
         return [Finding(True, error.what, error.numbers or "", error.hint or "")]
 
 
-def _unproven(model: nn.Module, strategy: Strategy, options: Options) -> Iterator[Finding]:
+def _unproven(plan: ParallelPlan) -> Iterator[Finding]:
     """Yield findings for what stays whole although a tensor axis looks able to split it.
 
     Modules of one list that are alike are named once.
     """
-    if strategy.tp == 1:
+    if plan.strategy.tp == 1:
         return
     said: dict[str, list[str]] = {}
-    for path, why in options.plan(model, 1).unproven.items():
-        said.setdefault(why, []).append(folded(path) or type(model).__name__)
+    for path, why in plan.facts.tensor_plan(1, plan.options.tp_plan).unproven.items():
+        said.setdefault(why, []).append(folded(path) or type(plan.facts.shapes.skeleton).__name__)
     for why, paths in said.items():
         names = list(dict.fromkeys(paths))
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        if options.proof.of(1) is None:
+        if plan.facts.proof.of(1) is None:
             hint = "example=batch, for prepare() and the Trainer; nbkit.check(model, strategy, batch)"
         else:
             hint = f"to split its weights all the same: tp_plan={{'{names[0]}.*': 'colwise_gather'}}"
         yield Finding(False, f"{shown}: whole on every rank of the tensor axis.", why, hint)
 
 
-def warn_of(model: nn.Module, strategy: Strategy, options: Options) -> None:
+def warn_of(plan: ParallelPlan) -> None:
     """Warn of findings that do not stop the run. Raise StrategyError, with the arithmetic, for what cannot run."""
-    found = [*refuse(strategy, facts_of(model, strategy, options)), *_unproven(model, strategy, options)]
+    strategy, options = plan.strategy, plan.options
+    found = [*refuse(strategy, planner_facts(plan)), *_unproven(plan)]
     if strategy.microbatches is not None and options.cut:
         numbers = f"microbatch_size= has no effect under {strategy}: a pipeline cuts into as many as microbatches= says"
         found.append(Finding(False, "A setting has no effect.", numbers))
-    found += [*warn_of_coupled(options, strategy), *warn_of_draws(options, strategy)]
-    dropping = any(isinstance(part, DropoutNd) and part.p > 0 for part in model.modules())
+    found += [*warn_of_coupled(plan), *warn_of_draws(plan)]
+    dropping = any(isinstance(part, DropoutNd) and part.p > 0 for part in plan.facts.shapes.skeleton.modules())
     why = "with dropout, which is keyed by sample" if dropping else not_compiled(options, strategy)
     if options.compile and why:
         numbers = f"compile= has no effect {why}: the blocks run as they are"
@@ -135,22 +120,23 @@ def warn_of(model: nn.Module, strategy: Strategy, options: Options) -> None:
         warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=2)
 
 
-def warn_of_draws(options: Options, strategy: Strategy) -> list[Finding]:
+def warn_of_draws(plan: ParallelPlan) -> list[Finding]:
     """Return findings about random numbers that each rank and each forward draws by itself."""
-    unkeyed = options.draws.unkeyed if options.draws is not None else ()
-    if not unkeyed or (strategy.mesh.size == 1 and not options.cut):
+    draws = plan.facts.draws
+    unkeyed = draws.unkeyed if draws is not None else ()
+    if not unkeyed or (plan.strategy.mesh.size == 1 and not plan.options.cut):
         return []
     what = "The model draws random numbers that are not keyed by row: ranks and micro-batches draw their own."
     shown = ", ".join(unkeyed[:4]) + (f" and {len(unkeyed) - 4} more" if len(unkeyed) > 4 else "")
     return [Finding(False, what, shown, "torch.rand, randn, randint, bernoulli and their kin, without generator=")]
 
 
-def warn_of_coupled(options: Options, strategy: Strategy) -> list[Finding]:
-    """Return findings about an auxiliary term that `strategy` computes in parts."""
-    found = options.coupled
-    if found is None or not found.trains or not parts_rows(options, strategy):
+def warn_of_coupled(plan: ParallelPlan) -> list[Finding]:
+    """Return findings about an auxiliary term that the strategy computes in parts."""
+    found = plan.facts.coupled
+    if found is None or not found.trains or not parts_rows(plan.strategy, plan.options):
         return []
-    what = f"{found.what}: under {strategy} it is the mean of what each forward gives for its rows."
+    what = f"{found.what}: under {plan.strategy} it is the mean of what each forward gives for its rows."
     return [Finding(False, what, found.numbers)]
 
 
@@ -241,46 +227,27 @@ def _checked(
     chosen, misfit = _chosen(strategy, world)
     module = model if isinstance(model, nn.Module) else model()
     found, rows = list(misfit), batch if isinstance(batch, int) else None
-    example = None
-    chain, why, proof, gathers, positionwise, look = None, "", Proof(), None, None, FirstRuns()
+    skeleton, example, look = skeleton_of(module), None, FirstRuns()
+    options = JobOptions(tp_plan=tp_plan)
+    facts = ModelFacts(ModelShapes(skeleton), experts=experts_in(module), hooked=hooked_gradient(module))
     if batch is not None and rows is None:
         rows = rows_of(batch)
         example = take(batch, 0, min(2, rows), rows=rows)
         parts = chosen.tp * (2 * chosen.cp if chosen.cp > 1 else 1)
         look = first_runs(module, example, inputs=inputs, loss=loss, parts=parts)
+        facts = replace(facts, draws=look.draws, outside=look.outside, changes=look.changes)
         run = _runner(module, example, inputs)
         brief = run if look.short is None else _runner(module, look.short, inputs)
+        runs = ModelRuns(example, run, None, brief, None, stages, tp_plan)
+        wanted = needed_facts(chosen) - {"costs"} - (set() if chosen.pp > 1 or chosen.cp > 1 else {"chain"})
         try:
-            if chosen.tp > 1:
-                proof = prove(module, run, [chosen.tp], tp_plan, brief=brief)
-            if chosen.zero == 3:
-                with suppress(Exception):
-                    gathers = plan_gathers(module, run, brief=brief)
-            if chosen.pp > 1 or chosen.cp > 1 or (chosen.zero == 3 and gathers is None):
-                with repeating(module, look.draws, example) as drawing:
-                    chain = find_chain(module, lambda: drawing(run), stages=stages, brief=lambda: drawing(brief))
-                    if chosen.cp > 1:
-                        positionwise = try_in_parts(module, chain.units, lambda: drawing(run))
+            facts = facts.updated(find_facts(module, runs, facts, wanted) | {"looked": None})
         except Exception as error:
-            why = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
+            facts = replace(facts, no_chain=f"{type(error).__name__}: {error}")
     elif chosen.pp > 1:
         found.append(
             Finding(False, "The stages are guessed by structure.", "no batch to run", "check(..., batch=batch)")
         )
-    skeleton = skeleton_of(module)
-    options = Options(
-        chain,
-        why,
-        tp_plan=tp_plan,
-        experts=experts_in(module),
-        hooked=hooked_gradient(module),
-        proof=proof,
-        gathers=gathers,
-        positionwise=positionwise,
-        draws=look.draws,
-        outside=look.outside,
-        changes=look.changes,
-    )
     reference = None
     if example is not None:
         with suppress(TrainingError):
@@ -289,52 +256,36 @@ def _checked(
         try:
             astray, *again = look_at_copies(module, skeleton, copies, lambda each: _runner(each, example, inputs)())
             if again != [""]:
-                reference, options = None, replace(options, astray=astray)
+                reference, facts = None, replace(facts, astray=astray)
             elif astray:
                 build_again(skeleton, partial(built_again, model))  # type: ignore[arg-type]
         except TrainingError as error:
             found.append(Finding(True, error.what, error.numbers or "", error.hint or ""))
         except Exception:
             reference = None  # the model does not run; training will report it
-    if batch is not None and not isinstance(batch, int) and parts_rows(options, chosen):
+    if example is not None and parts_rows(chosen, options):
         seen = examine(module, lambda value: call(module, value), loss, Sample(batch), inputs, look=look)
-        options = replace(options, coupled=seen.coupled, counted=seen.counted)
+        facts = replace(facts, coupled=seen.coupled, counted=seen.counted)
     if here.heard:
-        options = replace(options, collectives=here.heard[0], coupled=None)
-    found += [*findings(skeleton, chosen, options, batch=rows), *warn_of_coupled(options, chosen)]
-    found += warn_of_draws(options, chosen)
-    if gathers is not None and chosen.shard > 1:
+        facts = replace(facts, collectives=here.heard[0], coupled=None)
+    plan = ParallelPlan(chosen, facts, options)  # what make_plan refuses is among the findings
+    found += [*findings(plan, batch=rows), *warn_of_coupled(plan), *warn_of_draws(plan)]
+    if facts.gathers is not None and chosen.shard > 1:
         found += [
             Finding(False, "Some parameters are gathered for longer than one block.", note, "")
-            for note in gathers.notes
+            for note in facts.gathers.notes
         ]
-    run_too = (need_chain, need_gathers, need_positionwise) if batch is not None and not isinstance(batch, int) else ()
-    if not keeps_whole(chosen):
-        run_too = (need_copies, *run_too)
-    for needed in (need_whole_gradients, need_rows, need_outside, *run_too):
-        try:
-            needed(options, chosen)
-        except StrategyError as error:
-            found.append(Finding(True, error.what, error.numbers, error.hint))
+    refused = refusals(chosen, facts, options, guessed=example is None)
+    found += [Finding(True, error.what, error.numbers, error.hint) for error in refused]
     found += _norms(module, chosen)
     if not any(finding.error for finding in found):
         many = None if example is None else batch
-        step = prove_step(
-            skeleton,
-            chosen,
-            options,
-            example,
-            loss=loss,
-            inputs=inputs,
-            short=look.short,
-            many=many,
-            reference=reference,
-        )
+        step = prove_step(plan, example, loss=loss, inputs=inputs, short=look.short, many=many, reference=reference)
         found += [finding] if (finding := step.finding(chosen)) is not None else []
     columns = ("module", *(["tensor axis"] if chosen.tp > 1 else []), *(["stage"] if chosen.pp > 1 else []))
     columns += (*(["over dp"] if chosen.dp > 1 else []), "why not")
     found.sort(key=lambda finding: not finding.error)
-    return Check(chosen, columns, tuple(_rows(skeleton, chosen, options, found)), tuple(found))
+    return Check(chosen, columns, tuple(_rows(plan, found)), tuple(found))
 
 
 def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list[Finding]]:
@@ -349,9 +300,9 @@ def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list
         return strategy, misfit
     degrees = dict(word.split("=", 1) for word in strategy.split() if "=" in word)
     size = 1
-    for axis in ("dp", "tp", "pp", "cp"):
+    for axis in DEGREES:
         size *= int(degrees[axis]) if degrees.get(axis, "").isdecimal() else 1
-    if size == 1 and world is None and not degrees.keys() & {"dp", "tp", "pp", "cp"}:
+    if size == 1 and world is None and not degrees.keys() & DEGREES.keys():
         raise StrategyError(
             f"{strategy!r} takes the world, and there is none.", numbers="no process group", hint="world_size=4"
         )
@@ -379,19 +330,18 @@ def _norms(module: nn.Module, strategy: Strategy) -> Iterator[Finding]:
         )
 
 
-def _rows(
-    skeleton: nn.Module, strategy: Strategy, options: Options, found: Sequence[Finding]
-) -> Iterator[tuple[str, ...]]:
+def _rows(plan: ParallelPlan, found: Sequence[Finding]) -> Iterator[tuple[str, ...]]:
     """Yield one table row for each kind of module. Numbers in module paths are folded into *."""
-    plan, refused = None, {}
+    strategy, skeleton = plan.strategy, plan.facts.shapes.skeleton
+    tensor, refused = None, {}
     if strategy.tp > 1:
         try:
-            plan = replace(options.plan(skeleton, 1), size=strategy.tp)
-            refused = _undivided(plan)
+            tensor = replace(plan.facts.tensor_plan(1, plan.options.tp_plan), size=strategy.tp)
+            refused = _undivided(tensor)
         except StrategyError as error:
             refused = {"": error.what}
-    split = (plan or TensorPlan(1, (), {}, {})).describe(skeleton)
-    stages = _stages(skeleton, strategy, options)
+    split = (tensor or TensorPlan(1, (), {}, {})).describe(skeleton)
+    stages = _stages(plan)
     frozen = {folded(name.rpartition(".")[0]) for name, p in skeleton.named_parameters() if not p.requires_grad}
     for module, how, reason in split:
         cells = [module]
@@ -418,11 +368,12 @@ def _undivided(plan: TensorPlan) -> dict[str, str]:
     return found
 
 
-def _stages(skeleton: nn.Module, strategy: Strategy, options: Options) -> dict[str, str]:
+def _stages(plan: ParallelPlan) -> dict[str, str]:
     """Return folded module -> the stages that hold it."""
+    strategy, chain, skeleton = plan.strategy, plan.facts.chain, plan.facts.shapes.skeleton
     if strategy.pp == 1:
         return {}
-    chain, count = options.chain, len(ranks_of_stages(strategy))
+    count = len(ranks_of_stages(strategy))
     blocks = chain.blocks if chain is not None else tuple(structural_blocks(skeleton))
     if len(blocks) < count:
         return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -164,14 +164,16 @@ class Axes:
         shard: int | None = None,
         summed: str = "",
         node_of: Sequence[int] = (),
+        along: Mapping[str, list[tuple[int, ...]]] | None = None,
         make: MakeGroup | None = None,
     ) -> Axes:
         """Make the groups that do not exist yet. Collective over the world.
 
-        shard: the number of ranks in a sharding group (default: dp). summed, node_of: see `groups_along`.
+        shard: the number of ranks in a sharding group (default: dp). summed, node_of: see `groups_along`. along: what
+        it returns, if that is known.
         """
         shard, make = mesh.dp if shard is None else shard, make or group_of
-        along = groups_along(mesh, shard, summed=summed, node_of=node_of)
+        along = groups_along(mesh, shard, summed=summed, node_of=node_of) if along is None else along
         groups = {axis: make(axis, every, rank) for axis, every in along.items()}
         if shard in (1, mesh.dp):
             groups["shard"], groups["replicate"] = (groups["dp"], None) if shard == mesh.dp else (None, groups["dp"])
@@ -187,7 +189,7 @@ class Axes:
         edges: the channels of a pipeline. With them, a pipeline makes no collectives along pp.
         """
         halved = self.shard not in (1, self.mesh.dp)
-        axes = {"tp", "cp", *(("shard", "replicate") if halved else ("dp",)), *(() if edges else ("pp",))}
+        axes = {*AXES} - {"dp", "pp"} | {*(("shard", "replicate") if halved else ("dp",)), *(() if edges else ("pp",))}
         levels = {f"{axis} {level}" for axis in axes for level in (WITHIN, BETWEEN)} & self._groups.keys()
         axes = levels | {axis for axis in axes if f"{axis} {WITHIN}" not in levels}
         return [group for axis in sorted(axes) if (group := self._groups.get(axis)) is not None]

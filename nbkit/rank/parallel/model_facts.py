@@ -1,53 +1,266 @@
-"""Finds what strategies need to know of a model by running it. It looks only for what the requested strategies need.
+"""The facts of a model that decide how it can be spread over ranks. They are found once and are equal on every rank.
 
-Each fact is an attribute of `Options`, or several attributes that are found together. A fact is found once for a model,
-on one rank, and is sent to the others. `Options.looked` has the names of the facts that were looked for, found or not.
+Facts are found by running the model (see find_facts.py). They are values that can be sent: only the shapes of the model
+refer to modules, and every rank has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from nbkit.errors import NbkitError, StrategyError
-from nbkit.rank.parallel.context.positionwise import try_in_parts
-from nbkit.rank.parallel.module.copies import runnable
-from nbkit.rank.parallel.options import Options
-from nbkit.rank.parallel.pipeline.layer_chain import find_chain, hidden_between, measure_costs
-from nbkit.rank.parallel.proof.unchanged import DroppingNothing, set_evaluation
-from nbkit.rank.parallel.tensor.proof.prove import prove
-from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
-from nbkit.rank.rng.keyed_dropout import repeating
-from nbkit.rank.rng.seeding import generators_left_alone
+from nbkit.device_speeds import of_stages
+from nbkit.errors import StrategyError
+from nbkit.planner.stages import stage_ranges
+from nbkit.rank.loss.counted_targets import Counted
+from nbkit.rank.parallel.context.context_parallel import Positionwise
+from nbkit.rank.parallel.module.copies import homes, skeleton_of
+from nbkit.rank.parallel.pipeline.layer_chain import LayerChain
+from nbkit.rank.parallel.proof.outside_state import OutsideUse
+from nbkit.rank.parallel.tensor.apply import parts_of
+from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
+from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
+from nbkit.rank.parallel.tensor.proof.verdict import Proof
+from nbkit.rank.parallel.value_digest import digest_of
+from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
+from nbkit.rank.parallel.zero3.unit import Casts
+from nbkit.rank.rng.draw_plan import DrawPlan
+from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
 
-FOUND = ("looked", "chain", "no_chain", "costs", "hidden", "proof", "gathers", "positionwise")
-"""The attributes of Options that this module finds."""
+Layouts = dict[str, Layout]
+"""name of a parameter or buffer -> what a rank holds of it."""
 
 
 @dataclass(frozen=True)
-class ModelRuns:
-    """The ways to run the model on the example.
+class Coupled:
+    """A reason why a batch computed in parts differs from the whole batch. It is found by computing both.
 
-    batch: the example. whole: runs the model once on it. loss: the loss of that output. brief, brief_loss: the same on
-    a few positions of each row. autocast: the dtype in which the model trains, if it is another one.
+    what: the cause. numbers: the evidence. hint: what to write instead. trains: the cause is an auxiliary term. The
+    mean over the parts is taken, so the job trains with a warning.
     """
 
-    batch: Any
-    whole: Callable[[], Any]
-    loss: Callable[[Any], Tensor]
-    brief: Callable[[], Any]
-    brief_loss: Callable[[Any], Tensor]
-    stages: Sequence[str] | None = None
-    autocast: torch.dtype | None = None
+    what: str
+    numbers: str
+    hint: str
+    trains: bool = False
 
 
-def facts_for(strategy: Strategy) -> frozenset[str]:
+class ModelShapes:
+    """The shapes of a model, and the parts of its parameters that ranks can hold. Equal layouts are one object.
+
+    skeleton: the model without memory for its parameters. whole: the layouts of all parameters, undivided. buffers: of
+    the buffers that a checkpoint holds.
+    """
+
+    def __init__(self, skeleton: nn.Module) -> None:
+        self.skeleton = skeleton
+        kept = skeleton.state_dict().keys()
+        self.whole: Layouts = {n: Layout.whole(getattr(*at[0]).shape) for n, at in homes(skeleton).items()}
+        self.buffers: Layouts = {n: Layout.whole(b.shape) for n, b in skeleton.named_buffers() if n in kept}
+        self.digest = digest_of([(n, each.shape) for n, each in (*self.whole.items(), *self.buffers.items())])
+        self._plans: dict[int, tuple[Proof, Mapping[str, str] | None, TensorPlan]] = {}
+        self._parts: dict[tuple[int, int], tuple[TensorPlan, Layouts]] = {}
+        self._shards: dict[tuple[Layout, int, int], Layout] = {}
+
+    def like(self, skeleton: nn.Module) -> ModelShapes:
+        """Return the shapes of `skeleton`, a copy of this one in another dtype. What is known of them is shared."""
+        other = ModelShapes.__new__(ModelShapes)
+        other.__dict__ |= self.__dict__ | {"skeleton": skeleton}
+        return other
+
+    def copied(self) -> nn.Module:
+        """Return a copy of the skeleton, which may be changed."""
+        return skeleton_of(self.skeleton)
+
+    def tensor_plan(self, size: int, user: Mapping[str, str] | None, proof: Proof) -> TensorPlan:
+        """Return how the model is split over `size` ranks of a tensor axis; see `plan_of`."""
+        known = self._plans.get(size)
+        if known is None or known[0] is not proof or known[1] is not user:
+            known = self._plans[size] = proof, user, plan_of(self.skeleton, size, user, proof)
+        return known[2]
+
+    def parts(self, plan: TensorPlan, index: int) -> Layouts:
+        """Return what rank `index` of a tensor axis holds of every parameter.
+
+        Raises StrategyError if the model cannot be split.
+        """
+        known = self._parts.get((plan.size, index))
+        if known is None or known[0] != plan:
+            made = dict(parts_of(self.copied(), plan, plan.size, index).layouts)
+            known = self._parts[plan.size, index] = plan, made
+        return known[1]
+
+    def shard(self, layout: Layout, shards: int, index: int) -> Layout:
+        """Return part `index` of `shards` of a tensor along dp. A scalar stays whole."""
+        if not layout.local or shards == 1:
+            return layout
+        key = (layout, shards, index)
+        if key not in self._shards:
+            self._shards[key] = layout.part(0, shards, index)
+        return self._shards[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"skeleton": self.skeleton}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["skeleton"])  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class PipelineRank:
+    """The part of a model on a rank of a pipeline. parameters: their names. buffers: of its modules."""
+
+    parameters: frozenset[str]
+    buffers: Layouts
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The facts of a model. A fact that was not found has its default.
+
+    shapes: of its parameters. chain: its blocks. no_chain: why there are none. costs: the seconds of its pieces.
+    hidden: (positions, width) of the tensor that goes from block to block, None if it is not one such tensor. proof:
+    the ways to split the model over a tensor axis, found by running them. gathers: what ZeRO 3 gathers together.
+    positionwise: what running the model on parts of the positions has shown. Both are None if nothing could be run.
+    looked: the names of the facts that were looked for (see `needed_facts`), None if all were, or if nothing can run.
+
+    experts: the first mixture of experts, "" without one. hooked: the first parameter with a hook on its gradient.
+    astray: what in a copy of the model reads the original, "" if nothing does. again: the callable that built the model
+    can build it again. rebuilt: the callable builds the copies too, because no copy is right.
+
+    coupled: what couples the rows of a batch, None if nothing was found. counted: the loss weighs the targets that
+    count, None if it weighs rows. draws: what the model draws itself, None if nothing was found. collectives: the first
+    collective that the model or the loss makes itself, "" if none was seen. outside: what they change and read beside
+    parameters and buffers. changes: they change something there, whether they read it or not. caches: attributes that
+    describe what the model caches, which is made again after a switch.
+    """
+
+    shapes: ModelShapes = field(compare=False, repr=False)
+    chain: LayerChain | None = None
+    no_chain: str = ""
+    costs: tuple[float, ...] = ()
+    hidden: tuple[int, int] | None = None
+    proof: Proof = field(default_factory=Proof)
+    gathers: GatherPlan | None = None
+    positionwise: Positionwise | None = None
+    looked: frozenset[str] | None = None
+    experts: str = ""
+    hooked: str = ""
+    astray: str = ""
+    again: bool = False
+    rebuilt: bool = False
+    coupled: Coupled | None = None
+    counted: Counted | None = None
+    draws: DrawPlan | None = None
+    collectives: str = ""
+    outside: OutsideUse | None = None
+    changes: bool = False
+    caches: frozenset[tuple[str, str]] = frozenset()
+    _stages: dict[Any, list[PipelineRank]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _digests: dict[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def missing(self, strategies: Iterable[Strategy]) -> frozenset[str]:
+        """Return the facts that `strategies` need and that were not looked for; none if there is no example to run."""
+        if self.looked is None:
+            return frozenset()
+        wanted: frozenset[str] = frozenset().union(*map(needed_facts, strategies))
+        return wanted - self.looked
+
+    def require(self, strategy: Strategy) -> None:
+        """Raise StrategyError if the model was not yet run for `strategy`. It is then unknown whether it fits."""
+        if self.missing([strategy]):
+            raise StrategyError(
+                f"Whether {strategy} fits this model is not known yet.",
+                numbers="the model is run to see it, on a few rows, before a switch",
+                hint=f"%strategy {strategy}   or   trainer.switch('{strategy}')",
+            )
+
+    def sendable(self) -> dict[str, Any]:
+        """Return the facts that one rank sends to others, by name: all but the shapes, which every rank has."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init and each.name != "shapes"}
+
+    def updated(self, facts: Mapping[str, Any]) -> ModelFacts:
+        """Return these facts with `facts` in their place. Those that are equal stay the same objects."""
+        new = {name: value for name, value in facts.items() if value != getattr(self, name)}
+        return replace(self, **new) if new else self
+
+    def digest(self, name: str) -> str:
+        """Return the digest of one fact."""
+        if name not in self._digests:
+            self._digests[name] = digest_of(getattr(self, name))
+        return self._digests[name]
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Return the names of the modules with which pieces of the model begin.
+
+        These are the blocks of the chain, else the units that zero 3 gathers one at a time, else the whole model.
+        """
+        if self.chain is not None:
+            return self.chain.blocks
+        return self.gathers.units if self.gathers is not None and self.gathers.units else ("",)
+
+    def stage_ranges(self, strategy: Strategy) -> list[tuple[int, int]]:
+        """Return (first piece, one past the last) of each stage of `strategy`. There must be a chain."""
+        assert self.chain is not None
+        return stage_ranges(self.costs or [1.0] * len(self.chain), strategy)
+
+    def stages(self, strategy: Strategy) -> list[PipelineRank]:
+        """Return what each rank of the pipeline holds; [] without a pipeline.
+
+        Raises StrategyError if this was not tried.
+        """
+        if strategy.pp > 1:
+            self.require(strategy)
+        if strategy.pp == 1 or self.chain is None:
+            return []
+        speeds = of_stages(strategy.speeds, strategy.mesh) if strategy.speeds else ()
+        key = (strategy.pp, strategy.schedule, speeds)
+        if key not in self._stages:
+            self._stages[key] = self._staged(strategy, self.chain)
+        return self._stages[key]
+
+    def _staged(self, strategy: Strategy, chain: LayerChain) -> list[PipelineRank]:
+        # The ranks of stages do not depend on the number of micro-batches, and long lists take long to make.
+        schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, 2 * strategy.pp)
+        ranges, buffers = self.stage_ranges(strategy), self.shapes.buffers
+        pieces = {name: chain.piece_of(name) for name in buffers}
+        found = []
+        for rank in range(strategy.pp):
+            own = [ranges[stage] for stage in schedule.stages_of(rank)]
+            runs = {name for name, piece in pieces.items() if any(lo <= piece < hi for lo, hi in own)}
+            held = {name: layout for name, layout in buffers.items() if name in runs}
+            found.append(PipelineRank(frozenset().union(*(chain.holds(lo, hi) for lo, hi in own)), held))
+        return found
+
+    def casts(self, strategy: Strategy) -> Casts | None:
+        """Return what `strategy` gathers in the dtype of autocast.
+
+        Under tp it is None, because the split layers are not the ones that were seen.
+        """
+        if strategy.zero < 3 or strategy.shard == 1 or strategy.tp > 1 or self.gathers is None:
+            return None
+        return self.gathers.casts
+
+    def tensor_plan(self, size: int, tp_plan: Mapping[str, str] | None) -> TensorPlan:
+        """Return how the model is split over `size` ranks of a tensor axis. tp_plan: see JobOptions."""
+        return self.shapes.tensor_plan(size, tp_plan, self.proof)
+
+    def parts(self, size: int, index: int, tp_plan: Mapping[str, str] | None) -> Layouts:
+        """Return what rank `index` of `size` along tp holds of every parameter.
+
+        Raises StrategyError if the model cannot be split, or if this was not tried.
+        """
+        self.require(Strategy(tp=size))
+        return self.shapes.whole if size == 1 else self.shapes.parts(self.tensor_plan(size, tp_plan), index)
+
+
+def needed_facts(strategy: Strategy) -> frozenset[str]:
     """Return the names of the facts that building `strategy` and predicting its cost need.
 
     There are none if ranks only divide the rows.
@@ -62,119 +275,3 @@ def facts_for(strategy: Strategy) -> frozenset[str]:
     if strategy.cp > 1:
         found |= {"chain", "positionwise"}
     return frozenset(found)
-
-
-def lacking(options: Options, strategies: Iterable[Strategy]) -> frozenset[str]:
-    """Return the facts that `strategies` need and that were not looked for; none if there is no example to run."""
-    if options.looked is None:
-        return frozenset()
-    wanted: frozenset[str] = frozenset().union(*map(facts_for, strategies))
-    return wanted - options.looked
-
-
-def find_facts(module: nn.Module, runs: ModelRuns, options: Options, wanted: Collection[str]) -> dict[str, Any]:
-    """Look for the facts `wanted` and return them as attributes of Options. Failures are stored in them too.
-
-    module: whole, in training mode. It is left as it was. Other ranks must be idle meanwhile, because seconds are
-    measured.
-    """
-    found: dict[str, Any] = {"looked": (options.looked or frozenset()) | frozenset(wanted)}
-    if sizes := sorted(int(name.removeprefix("tp=")) for name in wanted if name.startswith("tp=")):
-        proof = prove(module, runs.whole, sizes, options.tp_plan, brief=runs.brief)
-        verdicts = {**options.proof.verdicts, **proof.verdicts}
-        found["proof"] = replace(proof, verdicts=verdicts, flow=proof.flow or options.proof.flow)
-    if "gathers" in wanted:
-        with suppress(Exception):
-            # Training reports in full what is wrong with the model.
-            found["gathers"] = plan_gathers(
-                module,
-                lambda: runs.loss(runs.whole()),
-                brief=lambda: runs.brief_loss(runs.brief()),
-                autocast=runs.autocast,
-            )
-    try:
-        _along_the_chain(module, runs, options, wanted, found)
-    except Exception as error:
-        found["no_chain"] = str(error) if isinstance(error, NbkitError) else f"{type(error).__name__}: {error}"
-    return found
-
-
-def _along_the_chain(
-    module: nn.Module, runs: ModelRuns, options: Options, wanted: Collection[str], found: dict[str, Any]
-) -> None:
-    chain = options.chain
-    if "chain" in wanted:
-        with repeating(module, options.draws, runs.batch) as drawing:
-            chain = find_chain(
-                module, lambda: drawing(runs.whole), stages=runs.stages, brief=lambda: drawing(runs.brief)
-            )
-        with _evaluating(module):
-            found["chain"], found["hidden"] = chain, hidden_between(module, chain, runs.whole)
-    if chain is None:
-        return
-    if "costs" in wanted:
-        with _evaluating(module):
-            found["costs"] = measure_costs(module, chain, runs.whole)
-    if "positionwise" in wanted:
-        with repeating(module, options.draws, runs.batch) as drawing:
-            found["positionwise"] = try_in_parts(module, chain.units, lambda: drawing(runs.whole), runs.loss)
-
-
-class _evaluating:
-    """Sets the module to evaluation inside. Afterwards each part is in its own mode again."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._modes = module, [(part, part.training) for part in module.modules()]
-
-    def __enter__(self) -> None:
-        set_evaluation(self._module)
-
-    def __exit__(self, *_: object) -> None:
-        for part, mode in self._modes:
-            part.training = mode
-
-
-def find_later(
-    skeleton: nn.Module,
-    runs_of: Callable[[nn.Module], ModelRuns],
-    options: Options,
-    wanted: Collection[str],
-    *,
-    beside: bool,
-) -> dict[str, Any]:
-    """Do what find_facts does when the whole model no longer exists. It uses the shapes, with weights that take no
-    memory.
-
-    beside: run in a thread beside a training, whose random numbers stay as they are. Then return {} for a model that
-    draws random numbers itself: it can only be looked at between two steps.
-    """
-    if beside and options.draws is not None:
-        return {}
-    with ExitStack() as around:
-        if beside:
-            around.enter_context(generators_left_alone())
-            around.enter_context(DroppingNothing())
-        try:
-            module = runnable(skeleton)
-            return find_facts(module, runs_of(module), options, wanted)
-        except Exception as error:
-            if beside:
-                raise
-            # The other ranks wait for an answer.
-            looked = (options.looked or frozenset()) | frozenset(wanted)
-            return {"looked": looked, "no_chain": f"{type(error).__name__}: {error}"}
-
-
-def need_facts(options: Options, strategy: Strategy) -> None:
-    """Raise StrategyError if the model was not yet looked at for `strategy`. It is then unknown whether it fits."""
-    if lacking(options, [strategy]):
-        raise StrategyError(
-            f"Whether {strategy} fits this model is not known yet.",
-            numbers="the model is run to see it, on a few rows, before a switch",
-            hint=f"%strategy {strategy}   or   trainer.switch('{strategy}')",
-        )
-
-
-def told(options: Options) -> Mapping[str, Any]:
-    """Return what one rank tells the others."""
-    return {name: getattr(options, name) for name in FOUND}

@@ -18,32 +18,31 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nbkit.planner.stages import spelled, stage_ranges
+from nbkit.planner.stages import spelled
 from nbkit.rank.parallel.context.context_parallel import context_parallel
 from nbkit.rank.parallel.data_parallel.data_axis import data_axis
+from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.parallel.module.batch_norm import synchronised
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.compile import compilable, compile_blocks
-from nbkit.rank.parallel.module.copies import homes, skeleton_of
+from nbkit.rank.parallel.module.copies import homes
 from nbkit.rank.parallel.module.forward_wrapper import mark_parts, recompute, refuse_copies
-from nbkit.rank.parallel.options import Options, casts_of, keeps_whole, need_chain, need_copies
 from nbkit.rank.parallel.pipeline.executor import Pipeline
 from nbkit.rank.parallel.pipeline.stage_module import Staged
+from nbkit.rank.parallel.plan import ParallelPlan, keeps_whole, need_chain, need_copies
 from nbkit.rank.parallel.process_groups import Connections
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
-from nbkit.rank.parallel.zero3.unit import Casts
 from nbkit.schedules import Schedule
-from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
 
 @dataclass
 class ShardedSkeleton:
-    """A module as a strategy leaves it on this rank, with shapes and without memory. It makes one sharded model."""
+    """A module as a plan leaves it on this rank, with shapes and without memory. It makes one sharded model."""
 
-    strategy: Strategy
+    plan: ParallelPlan
     connections: Connections
     module: nn.Module
     layouts: Mapping[str, Layout]
@@ -53,9 +52,6 @@ class ShardedSkeleton:
     split: bool
     partial: Mapping[str, Sequence[str]]
     notes: Sequence[str]
-    gathers: GatherPlan | None
-    casts: Casts | None
-    adaptive: bool
 
     def build(self, device: torch.device) -> ShardedModel:
         """Give the module memory, and give a pipeline its channels. It sends nothing."""
@@ -65,112 +61,100 @@ class ShardedSkeleton:
             line = axes.mesh.ranks("pp", axes.rank)
             peers = [sorted(line).index(rank) for rank in line]  # a group numbers its ranks in ascending order
             pipeline = Pipeline(self.schedule, group, index, device, edges=edges, split=self.split, peers=peers)
-        keep = pipeline is not None
-        plan = self.gathers or GatherPlan()
+        strategy, found = self.plan.strategy, self.plan.facts.gathers
+        gathers = found or GatherPlan()
         data = data_axis(
             self.module,
             self.layouts,
             axes,
-            zero=self.strategy.zero,
-            levers=self.strategy.levers,
+            zero=strategy.zero,
+            exchange=strategy.exchange,
+            settings=strategy.settings,
             units=self.units,
-            keep=keep,
-            ahead=plan.ahead,
-            rooted=plan.rooted,
-            proven=self.gathers is not None,
-            casts=self.casts,
-            adaptive=self.adaptive,
+            keep=pipeline is not None,
+            ahead=gathers.ahead,
+            rooted=gathers.rooted,
+            proven=found is not None,
+            casts=self.plan.casts,
+            adaptive=self.plan.options.adaptive,
         )
-        if self.strategy.mesh.size > self.strategy.dp or (self.strategy.zero == 3 and axes.size("shard") > 1):
-            mark_parts(self.module, str(self.strategy))
-            if self.strategy.tp > 1 or self.strategy.pp > 1 or self.strategy.zero == 3:
-                refuse_copies(self.module, str(self.strategy))
+        if strategy.mesh.size > strategy.dp or (strategy.zero == 3 and axes.size("shard") > 1):
+            mark_parts(self.module, str(strategy))
+            if strategy.tp > 1 or strategy.pp > 1 or strategy.zero == 3:
+                refuse_copies(self.module, str(strategy))
         return ShardedModel(
-            self.strategy, self.connections, self.module, data, self.staged, pipeline, self.partial, self.notes
+            self.plan, self.connections, self.module, data, self.staged, pipeline, self.partial, self.notes
         )
 
 
 def parallelize(
-    skeleton: nn.Module,
-    strategy: Strategy,
-    connections: Connections,
-    *,
-    options: Options,
-    device: torch.device,
-    own: nn.Module | None,
+    plan: ParallelPlan, connections: Connections, *, device: torch.device, own: nn.Module | None
 ) -> ShardedModel:
-    """Return a sharded model of `strategy` on this rank. Its weights are still to be filled. It sends nothing.
+    """Return a sharded model of `plan` on this rank. Its weights are still to be filled. It sends nothing.
 
     Arguments and errors: see `cut`.
     """
-    return cut(skeleton, strategy, connections, options=options, device=device, own=own).build(device)
+    return cut(plan, connections, device=device, own=own).build(device)
 
 
 def cut(
-    skeleton: nn.Module,
-    strategy: Strategy,
-    connections: Connections,
-    *,
-    options: Options,
-    device: torch.device,
-    own: nn.Module | None = None,
+    plan: ParallelPlan, connections: Connections, *, device: torch.device, own: nn.Module | None = None
 ) -> ShardedSkeleton:
-    """Return the model as `strategy` leaves it on this rank, without memory. It sends and draws nothing, in any thread.
+    """Return the model as `plan` leaves it on this rank, without memory. It sends and draws nothing, in any thread.
 
-    skeleton: the whole model's shapes. It is copied and not changed. own: the whole model itself. A strategy that
-    splits nothing uses it as it is; None if it no longer exists. Raises StrategyError or TrainingError, the same on
-    every rank, for what cannot be split.
+    own: the whole model itself. A strategy that splits nothing uses it as it is; None if it no longer exists. Otherwise
+    a copy of the skeleton is cut. Raises StrategyError or TrainingError, the same on every rank, for what cannot be
+    split.
     """
-    axes = connections.axes
+    strategy, facts, options, axes = plan.strategy, plan.facts, plan.options, connections.axes
     if (module := own if keeps_whole(strategy) else None) is None:
-        need_copies(options, strategy)
-        module = skeleton_of(skeleton)
-    need_chain(options, strategy)
-    chain, notes = options.chain, []
+        need_copies(strategy, facts)
+        module = facts.shapes.copied()
+    need_chain(strategy, facts, options)
+    chain, notes = facts.chain, []
 
     in_sequence = strategy.cp == 1  # under context parallelism the positions are spread already
     staged = schedule = None
     if strategy.pp > 1 and chain is not None:
         schedule = Schedule.of(strategy.schedule or "1f1b", strategy.pp, strategy.microbatches or 1)
-        ranges = stage_ranges(options.costs or [1.0] * len(chain), strategy)
-        notes.append(f"stages of {spelled(ranges)} blocks")
-        own_ranges = [ranges[stage] for stage in schedule.stages_of(axes.index("pp"))]
+        notes.append(f"stages of {spelled(plan.stages)} blocks")
+        own_ranges = [plan.stages[stage] for stage in schedule.stages_of(axes.index("pp"))]
         staged = Staged(module, chain, own_ranges, team=axes.group("tp") if in_sequence else None)
     module = synchronised(module, axes=axes, micros=strategy.microbatches or 1, device=device)
 
     every = chain.units if chain is not None else structural_blocks(module)
-    blocks = blocks_held(module, options, module)
-    layouts = {name: Layout.whole(getattr(*places[0]).shape) for name, places in homes(module).items()}
+    blocks = blocks_held(module, facts, module)
+    layouts = {name: facts.shapes.whole[name] for name in homes(module)}
     partial: dict[str, tuple[str, ...]] = {}
-    if strategy.tp > 1:
+    if plan.tensor is not None:
         # Plan on the whole model, because one stage may not show what belongs together.
-        plan = options.plan(skeleton, strategy.tp)
-        parts = tensor_parallel(module, axes, plan=plan, sequence=in_sequence)
+        parts = tensor_parallel(module, axes, plan=plan.tensor, sequence=in_sequence)
         layouts.update(parts.layouts)
         partial.update({name: ("tp",) for name in sorted(parts.partial)})
         notes += parts.notes
     if strategy.cp > 1:
-        context = context_parallel(module, axes, every, held=blocks, tried=options.positionwise)
+        context = context_parallel(module, axes, every, held=blocks, tried=facts.positionwise)
         partial.update({name: (*partial.get(name, ()), "cp") for name in sorted(context.partial)})
         notes += context.notes
+    gathers = plan.gathers
     if options.recompute:
         recompute(module, blocks)
-    compile_blocks(module, compilable(blocks, options, strategy), options.compile)
+    gathered = gathers.units if gathers is not None else ()
+    compile_blocks(module, compilable(blocks, options, strategy, gathered), options.compile)
 
-    if strategy.zero == 3 and options.gathers is not None:
-        blocks = [name for name in options.gathers.units if _holds(module, name)]
-        notes += options.gathers.notes
-    if (casts := casts_of(options, strategy)) is not None:
-        notes.append(casts.spelled(skeleton))
+    if gathers is not None:
+        blocks = [name for name in gathers.units if _holds(module, name)]
+        notes += gathers.notes
+    if plan.casts is not None:
+        notes.append(plan.casts.spelled(facts.shapes.skeleton))
     units = [module.get_submodule(name) for name in blocks]
-    split, gathers = not (options.recompute or (chain is not None and chain.recomputes)), options.gathers
-    made = (strategy, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes))
-    return ShardedSkeleton(*made, gathers, casts, options.adaptive)
+    split = not (options.recompute or (chain is not None and chain.recomputes))
+    return ShardedSkeleton(plan, connections, module, layouts, units, staged, schedule, split, partial, tuple(notes))
 
 
-def blocks_held(module: nn.Module, options: Options, whole: nn.Module) -> list[str]:
+def blocks_held(module: nn.Module, facts: ModelFacts, whole: nn.Module) -> list[str]:
     """Return the names of the blocks of `whole` that `module`, a part of it, holds. These can be recomputed."""
-    every = options.chain.units if options.chain is not None else structural_blocks(whole)
+    every = facts.chain.units if facts.chain is not None else structural_blocks(whole)
     return [name for name in every if _holds(module, name)]
 
 

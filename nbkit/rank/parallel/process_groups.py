@@ -1,8 +1,8 @@
-"""The process groups that a strategy uses. They are made first, because making them needs all ranks at once."""
+"""The process groups of a plan. They are made first, because making them needs all ranks at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -18,18 +18,15 @@ from nbkit.rank.parallel.device_mesh import (
     all_made,
     close_all_but,
     group_of,
-    groups_along,
     key_of,
 )
 from nbkit.rank.parallel.pipeline.p2p import Edges, edge_groups, has_met, meet, meet_all, ranks_of_edges
-from nbkit.rank.parallel.shard_layouts import RankLayouts
-from nbkit.strategy import Strategy
-from nbkit.tensor_layout import Layout
+from nbkit.rank.parallel.plan import ParallelPlan
 
 
 @dataclass(frozen=True, eq=False)
 class Connections:
-    """The process groups of one strategy on this rank.
+    """The process groups of one plan on this rank.
 
     axes: the groups of the mesh. edges: the groups of a pipeline's channels, if the backend needs them. ties: (group,
     names) of the parameters that several stages hold. replication: name -> how many ranks of the world hold the same
@@ -48,16 +45,11 @@ class Connections:
 _in_use: WeakSet[Connections] = WeakSet()
 
 
-def connect(strategy: Strategy, rank_layouts: RankLayouts, rank: int, node_of: Sequence[int] = ()) -> Connections:
-    """Make the groups that do not exist yet. Collective over the world; building a strategy needs no other collective.
-
-    node_of: the node number of each rank; () for one node.
-    """
-    axes = Axes.of(strategy.mesh, rank, shard=strategy.shard, summed=strategy.summed_axis, node_of=node_of)
-    ties = _ties(strategy, rank_layouts, rank, group_of)
-    edges = edge_groups(strategy.mesh.groups("pp"), rank)
-    keys = frozenset(group_keys(strategy, rank_layouts, node_of))
-    made = Connections(axes, edges, ties, _replication(rank_layouts), keys=keys)
+def connect(plan: ParallelPlan, rank: int) -> Connections:
+    """Make the groups of `plan` that do not exist yet. Collective over the world."""
+    axes = Axes.of(plan.strategy.mesh, rank, shard=plan.strategy.shard, along=plan.groups)
+    ties, edges = _ties(plan, rank, group_of), edge_groups(plan.strategy.mesh.groups("pp"), rank)
+    made = Connections(axes, edges, ties, plan.copies, keys=frozenset(group_keys(plan)))
     _in_use.add(made)
     return made
 
@@ -88,7 +80,7 @@ def close_unused(device: torch.device) -> None:
 
 
 def connect_threads(
-    strategy: Strategy, rank_layouts: RankLayouts, rank: int, meetings: Callable[[str, tuple[int, ...]], ThreadMeeting]
+    plan: ParallelPlan, rank: int, meetings: Callable[[str, tuple[int, ...]], ThreadMeeting]
 ) -> Connections:
     """Return the connections of a rank that is a thread of this process.
 
@@ -99,62 +91,31 @@ def connect_threads(
         ranks = next((ranks for ranks in every if rank in ranks and len(ranks) > 1), None)
         return None if ranks is None else meetings(axis, ranks).group_of(rank)
 
-    axes = Axes.of(strategy.mesh, rank, shard=strategy.shard, make=make)
-    world = make("world", [tuple(range(strategy.mesh.size))], rank)
-    ties = _ties(strategy, rank_layouts, rank, lambda _, every, rank: make("ties", every, rank))
-    return Connections(axes, {}, ties, _replication(rank_layouts), world)
+    mesh = plan.strategy.mesh
+    axes = Axes.of(mesh, rank, shard=plan.strategy.shard, along=plan.groups, make=make)
+    world = make("world", [tuple(range(mesh.size))], rank)
+    ties = _ties(plan, rank, lambda _, every, rank: make("ties", every, rank))
+    return Connections(axes, {}, ties, plan.copies, world)
 
 
-def served(strategy: Strategy, rank_layouts: RankLayouts, node_of: Sequence[int] = ()) -> bool:
-    """Return True if the groups of earlier strategies serve this one. `connect` then sends nothing."""
-    return all_made(group_keys(strategy, rank_layouts, node_of))
+def groups_exist(plan: ParallelPlan) -> bool:
+    """Return True if the groups of earlier plans serve this one. `connect` then sends nothing."""
+    return all_made(group_keys(plan))
 
 
-def group_keys(strategy: Strategy, rank_layouts: RankLayouts, node_of: Sequence[int] = ()) -> set[GroupKey]:
+def group_keys(plan: ParallelPlan) -> set[GroupKey]:
     """Return the keys of the groups of all ranks that `connect` makes or finds."""
-    along = groups_along(strategy.mesh, strategy.shard, summed=strategy.summed_axis, node_of=node_of)
-    tied = [("pp", every) for every, _ in _tied(strategy, rank_layouts)]
-    edges = ranks_of_edges(strategy.mesh.groups("pp"))
-    return {key_of(axis, ranks) for axis, every in (*along.items(), *tied, *edges) for ranks in every if len(ranks) > 1}
+    tied = [("pp", tie.groups) for tie in plan.ties]
+    edges = ranks_of_edges(plan.strategy.mesh.groups("pp"))
+    every = (*plan.groups.items(), *tied, *edges)
+    return {key_of(axis, ranks) for axis, along in every for ranks in along if len(ranks) > 1}
 
 
-def _ties(
-    strategy: Strategy, rank_layouts: RankLayouts, rank: int, make: MakeGroup
-) -> tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]:
+def _ties(plan: ParallelPlan, rank: int, make: MakeGroup) -> tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]:
     found = []
-    for every, names in _tied(strategy, rank_layouts):
-        group = make("pp", every, rank)
-        own = tuple(name for name in names if name in rank_layouts.held[rank])
+    for tie in plan.ties:
+        group = make("pp", tie.groups, rank)
+        own = tuple(name for name in tie.names if name in plan.layouts.held[rank])
         if group is not None and own:
             found.append((group, own))
     return tuple(found)
-
-
-def _tied(strategy: Strategy, rank_layouts: RankLayouts) -> list[tuple[list[tuple[int, ...]], list[str]]]:
-    """Return (groups along pp, names of the parameters that exactly these stages hold), for parameters in several
-    stages."""
-    if strategy.pp == 1:
-        return []
-    stages: dict[str, set[int]] = {}
-    for rank, held in enumerate(rank_layouts.held):
-        stage = strategy.mesh.index(rank)["pp"]
-        for name in held:
-            stages.setdefault(name, set()).add(stage)
-    found: dict[tuple[int, ...], list[str]] = {}
-    for name in sorted(stages):
-        if len(stages[name]) > 1:
-            found.setdefault(tuple(sorted(stages[name])), []).append(name)
-    lines = strategy.mesh.groups("pp")
-    return [
-        ([tuple(line[stage] for stage in where) for line in lines], names) for where, names in sorted(found.items())
-    ]
-
-
-def _replication(rank_layouts: RankLayouts) -> dict[str, int]:
-    total: dict[str, int] = {}
-    whole: dict[str, Layout] = {}
-    for held in rank_layouts.held:
-        for name, layout in held.items():
-            total[name] = total.get(name, 0) + layout.numel
-            whole[name] = layout
-    return {name: max(1, round(total[name] / max(Layout.whole(whole[name].shape).numel, 1))) for name in total}

@@ -21,6 +21,7 @@ from nbkit.rank.parallel.grad_norm import grad_norm
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper, overrides_train
 from nbkit.rank.parallel.pipeline.executor import Forward, OnOp, Pipeline
 from nbkit.rank.parallel.pipeline.stage_module import Staged
+from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.rank.parallel.process_groups import Connections
 from nbkit.rank.parallel.proof.unchanged import plain_attention
 from nbkit.rank.parallel.reshard.plain_attributes import Attributes, plain_attributes
@@ -29,14 +30,14 @@ from nbkit.strategy import Strategy
 
 @dataclass
 class ShardedModel:
-    """The model of one strategy on this rank.
+    """The model of one plan on this rank.
 
     partial: parameters whose gradients are partial sums over the named axes. notes: information for the user about how
     the model was split. no_cache: why the model keeps no keys and values while it generates; "" if it keeps them, None
     if this was not tried. built: the plain attributes of the module's parts as they were built.
     """
 
-    strategy: Strategy
+    plan: ParallelPlan
     connections: Connections
     module: nn.Module
     data: DataAxis
@@ -52,6 +53,11 @@ class ShardedModel:
         self.built = plain_attributes(self.module)
         # The user's handles later take the places of the modules. In the end they show another strategy's modules.
         self._attributes = [vars(part) for part in self.module.modules()]
+
+    @property
+    def strategy(self) -> Strategy:
+        """Return the strategy of the plan."""
+        return self.plan.strategy
 
     @property
     def axes(self) -> Axes:

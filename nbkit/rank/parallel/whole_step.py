@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import NbkitError, StrategyError
-from nbkit.levers import NONE
 from nbkit.planner.validate import Finding
 from nbkit.rank.comm.delegating_group import stand_in
 from nbkit.rank.comm.thread_group import Alone, ThreadMeeting, ThreadRanks
@@ -35,6 +34,7 @@ from nbkit.rank.loss.reads_model import ReadsParameters
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.grad_norm import clip
 from nbkit.rank.parallel.micro_batch import ForwardPass, micro_batches, most_passes, whole_of
+from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.parallel.module.batch_norm import batch_norms, check_buffers, watched
 from nbkit.rank.parallel.module.copies import (
     homes,
@@ -45,17 +45,17 @@ from nbkit.rank.parallel.module.copies import (
     skeleton_of,
     take_buffers,
 )
-from nbkit.rank.parallel.options import Options, parts_rows
 from nbkit.rank.parallel.parallelize import cut
+from nbkit.rank.parallel.plan import ParallelPlan, make_plan, parts_rows
 from nbkit.rank.parallel.process_groups import connect_threads
 from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept
 from nbkit.rank.parallel.proof.unchanged import attributes_kept
 from nbkit.rank.parallel.reshard.load_local_shards import fill_weights
 from nbkit.rank.parallel.reshard.plain_attributes import plain_attributes, put
-from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.schedules import type_of
 from nbkit.strategy import Strategy, divisors
+from nbkit.techniques import Settings
 from nbkit.tensor_layout import Layout
 
 _CPU = torch.device("cpu")
@@ -113,14 +113,14 @@ class _Rank:
     buffers: dict[str, Tensor]
 
 
-def step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
+def step_of_one(model: nn.Module, batch: Batch, facts: ModelFacts) -> Stepped:
     """Make a step by one process. It leaves the gradients and the new weights in `model`."""
     with stand_in(Alone()):
-        return _step_of_one(model, batch, options)
+        return _step_of_one(model, batch, facts)
 
 
-def _step_of_one(model: nn.Module, batch: Batch, options: Options) -> Stepped:
-    draws = KeyedDropout(model, 0, options.draws)
+def _step_of_one(model: nn.Module, batch: Batch, facts: ModelFacts) -> Stepped:
+    draws = KeyedDropout(model, 0, facts.draws)
     if batch.outside is not None:
         batch.outside.put_back()
     try:
@@ -158,21 +158,20 @@ def _buffers(module: nn.Module, kept: Collection[str] | None = None) -> dict[str
 
 def steps_of_ranks(
     model: nn.Module,
-    strategy: Strategy,
+    plan: ParallelPlan,
     batch: Batch,
-    options: Options,
     max_norm: float | None,
     *,
     updated: bool = True,
 ) -> list[Stepped]:
-    """Make a step by the ranks of `strategy`. Return the result as each rank sees it.
+    """Make a step by the ranks of `plan`. Return the result as each rank sees it.
 
-    model: the whole model, from which the ranks take their weights. max_norm: what the gradients are clipped to; None
-    takes half of their norm. updated: the optimizer makes its step. Raises what a rank raises, and StrategyError for
-    what cannot be split.
+    model: the whole model in any dtype, from which the ranks take their weights. max_norm: what the gradients are
+    clipped to; None takes half of their norm. updated: the optimizer makes its step. Raises what a rank raises, and
+    StrategyError for what cannot be split.
     """
-    skeleton = skeleton_of(model)
-    rank_layouts = ShardLayouts(skeleton, options).of(strategy)
+    strategy, facts = plan.strategy, plan.facts
+    plan = make_plan(strategy, replace(facts, shapes=facts.shapes.like(skeleton_of(model))), plan.options)
     ranks: ThreadRanks[_Rank] = ThreadRanks(strategy.mesh.size)
     if (outside := batch.outside) is not None:
         ranks = ThreadRanks(strategy.mesh.size, leave=outside.held, enter=outside.put)
@@ -189,17 +188,17 @@ def steps_of_ranks(
             return step_of_rank(rank)
 
     def step_of_rank(rank: int) -> _Rank:
-        connections = connect_threads(strategy, rank_layouts, rank, meeting)
-        sharded_model = cut(skeleton, strategy, connections, options=options, device=_CPU).build(_CPU)
+        connections = connect_threads(plan, rank, meeting)
+        sharded_model = cut(plan, connections, device=_CPU).build(_CPU)
         fill_weights(sharded_model, model)
         axes, held = sharded_model.axes, sharded_model.held
         shard = shard_of(batch.data, ranks=axes.size("dp"), rank=axes.index("dp"))
         micros = micro_batches(shard, sharded_model, batch.microbatch_size, _CPU)
-        counted = options.counted if parts_rows(options, strategy) else None
+        counted = facts.counted if parts_rows(strategy, plan.options) else None
         whole = whole_of(shard, counted, sharded_model, _CPU)
         expected = batch.rows * (counted.per_row if counted is not None else 1)
         forward_pass = ForwardPass(sharded_model, batch.loss, batch.inputs)
-        draws, sums, summed = KeyedDropout(sharded_model.module, 0, options.draws), [0.0, 0.0], False
+        draws, sums, summed = KeyedDropout(sharded_model.module, 0, facts.draws), [0.0, 0.0], False
 
         def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             nonlocal summed
@@ -233,7 +232,7 @@ def steps_of_ranks(
             batch.optimizer(held, False).step()
             data.after_step()
         weights = dict(data.weights) if updated else {}
-        return _Rank(total, weight, float(norm), gradients, weights, _buffers(module, rank_layouts.buffers[rank]))
+        return _Rank(total, weight, float(norm), gradients, weights, _buffers(module, plan.layouts.buffers[rank]))
 
     return [Stepped(r.total / r.weight, r.norm, r.gradients, r.weights, r.buffers) for r in ranks.run(of_rank)]
 
@@ -425,13 +424,13 @@ class StepProof:
 def tiny(strategy: Strategy) -> Strategy:
     """Return the smallest strategy that is composed as `strategy` is. More ranks of dp do what two of them do.
 
-    Levers are left out, because they only change how gradients are sent. If the strategy still has too many ranks to
+    Keys about how gradients are sent are left out. If the strategy still has too many ranks to
     run, it gets fewer stages and fewer parts of the positions.
     """
     groups = 2 if strategy.shard < strategy.dp else 1
     shard = min(strategy.shard, 2)
     dp = min(strategy.dp, groups * shard if strategy.zero else 2)
-    small = replace(strategy, dp=dp, shard=shard if strategy.zero else 0, speeds=(), levers=NONE)
+    small = replace(strategy, dp=dp, shard=shard if strategy.zero else 0, speeds=(), settings=Settings())
     for axis in ("pp", "cp"):
         for degree in reversed(divisors(getattr(strategy, axis))):
             if small.mesh.size > _RANKS and 1 < degree < getattr(small, axis):
@@ -441,9 +440,7 @@ def tiny(strategy: Strategy) -> Strategy:
 
 
 def prove_step(
-    skeleton: nn.Module,
-    strategy: Strategy,
-    options: Options,
+    plan: ParallelPlan,
     example: Any,
     *,
     loss: Loss | None,
@@ -454,9 +451,9 @@ def prove_step(
     many: Any = None,
     reference: Reference | None = None,
 ) -> StepProof:
-    """Compare a step of `strategy` with a step of one process. It sends nothing.
+    """Compare a step of `plan` with a step of one process. It sends nothing.
 
-    skeleton: the shapes of the model, whose weights are drawn. example: some rows of the data. loss: None takes a sum
+    The weights of the model are drawn. example: some rows of the data. loss: None takes a sum
     over the first tensor that the model gives. optimizer: None takes SGD. reference: the same model, built again, which
     makes the step of one process; None takes a copy.
 
@@ -469,26 +466,22 @@ def prove_step(
     two rows of one position BatchNorm divides by the difference of two numbers, and a rounding error grows layer by
     layer. This last attempt runs in float64.
     """
-    if options.astray:
-        return StepProof(unproven=options.astray)
+    if plan.facts.astray:
+        return StepProof(unproven=plan.facts.astray)
     how: dict[str, Any] = {"loss": loss, "inputs": inputs, "optimizer": optimizer, "microbatch_size": microbatch_size}
     how["reference"] = reference
     proof = None
     if short is not None:
-        proof = _proof(skeleton, strategy, options, short, **how)
+        proof = _proof(plan, short, **how)
     if proof != StepProof():
-        proof = _proof(skeleton, strategy, options, example, **how)
-    if proof != StepProof() and batch_norms(skeleton):
-        proof = _proof(
-            skeleton, strategy, options, example if many is None else many, each=_MANY, exact=_EXACT_NORMS, **how
-        )
+        proof = _proof(plan, example, **how)
+    if proof != StepProof() and batch_norms(plan.facts.shapes.skeleton):
+        proof = _proof(plan, example if many is None else many, each=_MANY, exact=_EXACT_NORMS, **how)
     return proof
 
 
 def _proof(
-    skeleton: nn.Module,
-    strategy: Strategy,
-    options: Options,
+    plan: ParallelPlan,
     example: Any,
     *,
     loss: Loss | None,
@@ -500,20 +493,22 @@ def _proof(
     exact: int = _EXACT,
 ) -> StepProof:
     """Prove a step with `each` rows per rank. A model of more than `exact` parameters uses one row, in float32."""
+    strategy, facts, skeleton = plan.strategy, plan.facts, plan.facts.shapes.skeleton
     small = tiny(strategy)
     if small.mesh.size == 1 and microbatch_size is None:
         return StepProof()
     size = sum(getattr(*places[0]).numel() for places in homes(skeleton).values())
-    if beforehand := _unmakeable(small, options, example, size):
+    if beforehand := _unmakeable(small, facts, example, size):
         return StepProof(unproven=f"no whole step: {beforehand}")
-    options = replace(options, compile=False)
+    # The ranks are threads of one process: on one node.
+    of_ranks = ParallelPlan(small, facts, replace(plan.options, compile=False))
     # The mean of an auxiliary term over parts of a batch is not that of the whole. So one process uses the same parts.
-    in_parts = options.coupled is not None and parts_rows(options, strategy)
+    in_parts = facts.coupled is not None and parts_rows(strategy, plan.options)
     rows = _rows(small, 1 if size > exact or in_parts else each, microbatch_size)
-    if options.collectives:
+    if facts.collectives:
         rows = max(each, 2) * small.dp * (small.microbatches or 1)  # all ranks make equal calls, on equal rows
     # The models of one process and of the ranks share the state outside of them.
-    outside = OutsideState(skeleton, loss) if options.outside is not None or options.changes else None
+    outside = OutsideState(skeleton, loss) if facts.outside is not None or facts.changes else None
     why = ""
     for dtype, positive in _DRAWS[size > exact :]:
         try:
@@ -521,7 +516,7 @@ def _proof(
             how = (loss or _sum_of_output, inputs, optimizer or _Descent, microbatch_size and 1)
             batch = Batch(data, rows, *how, outside)
             with coarsest() as seen:
-                whole = _alone(skeleton, reference, dtype, positive, batch, options, in_parts)
+                whole = _alone(of_ranks, reference, dtype, positive, batch, in_parts)
         except ReadsParameters as error:
             return StepProof(error)
         except Exception as error:
@@ -531,16 +526,16 @@ def _proof(
             why = why or f"on drawn weights the loss is {whole.loss:.3g}, the norm of its gradients {whole.norm:.3g}"
             continue
         model = drawn_model(skeleton, dtype, positive=positive)
-        refusal = _compared(model, whole, strategy, small, batch, options, seen.eps)
+        refusal = _compared(model, whole, strategy, of_ranks, batch, seen.eps)
         if refusal is None:
             return StepProof(unproven=whole.unmade and f"the optimizer makes no step on the CPU: {whole.unmade}")
         # If one process does not repeat its own step, that step says nothing about the ranks.
-        again = _alone(skeleton, reference, dtype, positive, batch, options, in_parts)
+        again = _alone(of_ranks, reference, dtype, positive, batch, in_parts)
         if not any(differences(whole, again, max(1e-9, 64 * seen.eps))):
             return StepProof(refusal)
         why = f"one process does not repeat its own step: loss {whole.loss:.6g}, then {again.loss:.6g}"
         break
-    unknown = _cuts(strategy) or options.collectives
+    unknown = _cuts(strategy) or facts.collectives
     return StepProof(_unprovable(strategy, why) if unknown else None, f"no whole step: {why}")
 
 
@@ -553,14 +548,14 @@ def _cuts(strategy: Strategy) -> bool:
     return strategy.dp < strategy.mesh.size or strategy.zero == 3
 
 
-def _unmakeable(small: Strategy, options: Options, example: Any, size: int) -> str:
+def _unmakeable(small: Strategy, facts: ModelFacts, example: Any, size: int) -> str:
     """Return why a model of `size` parameters makes no step of `small`; "" if it can."""
     if example is None:
         return (
             "no example batch to run: example=batch, for prepare() and the Trainer; nbkit.check(model, strategy, batch)"
         )
-    if options.draws is not None and options.draws.unkeyed:
-        return f"the model draws numbers that are not keyed: {options.draws.unkeyed[0]}"
+    if facts.draws is not None and facts.draws.unkeyed:
+        return f"the model draws numbers that are not keyed: {facts.draws.unkeyed[0]}"
     if small.mesh.size > _RANKS:
         return f"{small.mesh.size} ranks in one process, of which at most {_RANKS} are run"
     if size > WIDE:
@@ -592,39 +587,42 @@ def _unprovable(strategy: Strategy, why: str) -> StrategyError:
 
 
 def _alone(
-    skeleton: nn.Module,
+    plan: ParallelPlan,
     reference: Reference | None,
     dtype: torch.dtype,
     positive: bool,
     batch: Batch,
-    options: Options,
     in_parts: bool,
 ) -> Stepped:
-    """Make the step of one process. in_parts: use one forward for each row, as the ranks do."""
+    """Make the step of one process. in_parts: use one forward for each row, as the ranks of `plan` do."""
+    facts, skeleton = plan.facts, plan.facts.shapes.skeleton
     if reference is not None and not in_parts:
         with reference.drawn(skeleton, dtype, positive=positive) as model:
             # The reference is run again for the next proof.
-            with outside_kept(model) if options.outside is not None else nullcontext():
-                return step_of_one(model, batch, options)
+            with outside_kept(model) if facts.outside is not None else nullcontext():
+                return step_of_one(model, batch, facts)
     model = drawn_model(skeleton, dtype, positive=positive)
     if not in_parts:
-        return step_of_one(model, batch, options)
-    (stepped,) = steps_of_ranks(model, Strategy(), replace(batch, microbatch_size=1), replace(options, cut=True), None)
+        return step_of_one(model, batch, facts)
+    alone = ParallelPlan(Strategy(), facts, replace(plan.options, cut=True))
+    (stepped,) = steps_of_ranks(model, alone, replace(batch, microbatch_size=1), None)
     return stepped
 
 
 def _compared(
-    model: nn.Module, whole: Stepped, strategy: Strategy, small: Strategy, batch: Batch, options: Options, eps: float
+    model: nn.Module, whole: Stepped, strategy: Strategy, plan: ParallelPlan, batch: Batch, eps: float
 ) -> NbkitError | None:
+    """Return why `strategy` is refused after a step of `plan`, its smaller one; None if the step is that of `whole`."""
+    facts = plan.facts
     try:
-        ranks = steps_of_ranks(model, small, batch, options, whole.norm / 2, updated=not whole.unmade)
+        ranks = steps_of_ranks(model, plan, batch, whole.norm / 2, updated=not whole.unmade)
     except NbkitError as error:
         return error
     except Exception as error:
         return StrategyError(
             f"{strategy} does not run this model: a step of {batch.rows} rows fails.",
-            numbers=_told(error) + _called(options),
-            hint=_hint(strategy, options),
+            numbers=_told(error) + _called(facts),
+            hint=_hint(strategy, facts),
         )
     tolerance, before = max(1e-9, 64 * eps), {name: p.detach() for name, p in model.named_parameters()}
     found = [text for rank in ranks for text in differences(whole, rank, tolerance)]
@@ -634,21 +632,21 @@ def _compared(
         return None
     return StrategyError(
         f"{strategy} does not train this model as one process does.",
-        numbers=f"a step of {batch.rows} rows: {'; '.join(list(dict.fromkeys(found))[:3])}{_called(options)}",
-        hint=_hint(strategy, options),
+        numbers=f"a step of {batch.rows} rows: {'; '.join(list(dict.fromkeys(found))[:3])}{_called(facts)}",
+        hint=_hint(strategy, facts),
     )
 
 
-def _called(options: Options) -> str:
-    return f"; the model or the loss makes an {options.collectives} itself" if options.collectives else ""
+def _called(facts: ModelFacts) -> str:
+    return f"; the model or the loss makes an {facts.collectives} itself" if facts.collectives else ""
 
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _hint(strategy: Strategy, options: Options | None = None) -> str:
-    sends = options is not None and options.collectives  # on the same ranks under ddp
+def _hint(strategy: Strategy, facts: ModelFacts | None = None) -> str:
+    sends = facts is not None and facts.collectives  # on the same ranks under ddp
     if strategy.dp < strategy.mesh.size or (strategy.zero and not sends):
         return "another strategy, such as 'ddp'"
     return "%cluster start -n 1   trains it on one rank"

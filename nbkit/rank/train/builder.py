@@ -1,4 +1,4 @@
-"""Builds every sharded model of a job, from shapes, blocks, the groups of the optimizer and the options."""
+"""Build every sharded model of a job: make its plan, prove it, make its groups, and cut the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,39 +20,33 @@ from nbkit.errors import StrategyError, TrainingError
 from nbkit.planner.link_speed import WorldLinks
 from nbkit.rank.aside import NotAside, aside
 from nbkit.rank.comm.agree import agree, all_gather_objects
-from nbkit.rank.comm.delegating_group import stand_in
 from nbkit.rank.comm.link_probe import know, link_of
-from nbkit.rank.comm.thread_group import Alone
-from nbkit.rank.data.batch import Shard, call, on_device
+from nbkit.rank.data.batch import Shard
 from nbkit.rank.data.first_batches import FirstBatches
-from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.device import accelerator
-from nbkit.rank.loss.loss_check import examine, split_by_values
 from nbkit.rank.loss.reads_model import reading_no_parameter
 from nbkit.rank.models.pretrained import Pretrained, WeightlessModel
 from nbkit.rank.parallel.check_model import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
-from nbkit.rank.parallel.model_facts import ModelRuns, facts_for, find_facts, find_later, lacking, told
-from nbkit.rank.parallel.module.block_discovery import experts_in
-from nbkit.rank.parallel.module.copies import build_again, built_again, hooked_gradient, skeleton_of
-from nbkit.rank.parallel.options import Options, need_rows
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
+from nbkit.rank.parallel.module.copies import build_again, built_again, skeleton_of
+from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.parallel.parallelize import ShardedSkeleton, cut, parallelize
-from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, meet_groups, served
-from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept, put_back_before
-from nbkit.rank.parallel.proof.own_parts import look_at_copies
-from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
+from nbkit.rank.parallel.plan import ParallelPlan, make_plan, need_rows
+from nbkit.rank.parallel.process_groups import Connections, close_unused, connect, groups_exist, meet_groups
+from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept
 from nbkit.rank.parallel.reshard.load_local_shards import fill_state, fill_weights
-from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
-from nbkit.rank.parallel.whole_step import WIDE, Reference, StepProof, prove_step
+from nbkit.rank.parallel.whole_step import StepProof, prove_step
 from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control.rank_agreement import compare_ranks, constants_of
+from nbkit.rank.train.fact_finder import FactFinder
 from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.rank.train.step.optimizer_state import offload, remember
+from nbkit.rank.train.switch.exchange_cache import ExchangeCache, Kinds
 from nbkit.rank.train.switch.model_edits import Changes, follow
-from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy
 
 T = TypeVar("T")
@@ -64,17 +58,17 @@ Optimizer = torch.optim.Optimizer | Callable[[nn.Module], torch.optim.Optimizer]
 class Blueprint:
     """The findings of a Builder, the same on every rank. A process that joins a training takes them over.
 
-    proven: strategies that the ranks have agreed on. told: strategies for which every rank has the facts about the
-    model that they need. begun: the first step whose batch was looked at. Picklable if the model, the loss and the
+    proven: strategies that the ranks have agreed on. synced: strategies for which every rank has the facts about
+    the model that they need. begun: the first step whose batch was looked at. Picklable if the model, the loss and the
     example are.
     """
 
     config: TrainConfig
-    skeleton: nn.Module
     template: OptimizerSpec
-    options: Options
+    facts: ModelFacts
+    options: JobOptions
     proven: frozenset[Strategy]
-    told: frozenset[Strategy]
+    synced: frozenset[Strategy]
     begun: int | None
     link: WorldLinks | None
 
@@ -84,10 +78,6 @@ class Builder:
 
     link: the links between the ranks; None in a world of one.
     """
-
-    _short: Any = None  # a shorter example, where few positions show as much
-    _many: Any = None  # rows of the data, more than the example has
-    reference: Reference | None = None  # a second model from the user's callable, which proofs run as one process
 
     def __init__(
         self,
@@ -133,11 +123,17 @@ class Builder:
         self.template = OptimizerSpec(optimizer, module=self.module)
         OutsideState(self.module, config.loss)  # iterators that it finds can be copied and put back from now on
         self.skeleton = self._skeleton(model)
-        self.reference = self._built_again(model)
-        self.options = self._look(config, asked, model)
+        self.options = JobOptions(
+            tp_plan=config.tp_plan,
+            recompute=config.recompute,
+            cut=config.microbatch_size is not None,
+            compile=config.compile,
+            adaptive=self.template.is_adaptive(),
+        )
+        self.finder = self._finder(ModelFacts(ModelShapes(self.skeleton)))
+        self.finder.begin(None if isinstance(model, nn.Module | Pretrained) else model, asked)
         self._warned: set[Strategy] = set()
         self._agreed: set[Strategy] = set()
-        self._told = {strategy.composed for strategy in asked}
         self.link = link_of(device)
         self._begin()
 
@@ -159,9 +155,12 @@ class Builder:
         self = cls.__new__(cls)
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, blueprint.config
         self.offload, self.shells = blueprint.config.offload is not None, []
-        self.skeleton, self.template, self.options = blueprint.skeleton, blueprint.template, blueprint.options
+        self.template, self.options = blueprint.template, blueprint.options
+        self.skeleton = blueprint.facts.shapes.skeleton
         self.module = skeleton_of(self.skeleton) if module is None else module
-        self._warned, self._agreed, self._told = set(blueprint.proven), set(blueprint.proven), set(blueprint.told)
+        self.finder = self._finder(blueprint.facts)
+        self.finder.synced |= blueprint.synced
+        self._warned, self._agreed = set(blueprint.proven), set(blueprint.proven)
         before = blueprint.link.ranks if blueprint.link is not None else 1
         self.link = know(blueprint.link) if before == world_size else link_of(device)
         self._begin()
@@ -172,23 +171,30 @@ class Builder:
     def blueprint(self) -> Blueprint:
         """Return what a process that joins later takes over."""
         # Without `sample`: the data was looked at already.
-        seen = replace(self.config, sample=None), self.skeleton, self.template, self.options
-        known = frozenset(self._agreed), frozenset(self._told)
+        seen = replace(self.config, sample=None), self.template, self.facts, self.options
+        known = frozenset(self._agreed), frozenset(self.finder.synced)
         return Blueprint(*seen, *known, self._first_batches.begun, self.link)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Return what is known of the model now."""
+        return self.finder.facts
+
+    def _finder(self, facts: ModelFacts) -> FactFinder:
+        here: Any = {"rank": self.rank, "world_size": self.world_size, "device": self.device}
+        return FactFinder(self.module, facts, self.config, aside=self.aside, **here)
 
     def _begin(self) -> None:
         self.names = tuple(name for name, _ in self.skeleton.named_parameters())
-        self.shard_layouts = ShardLayouts(self.skeleton, self.options)
-        self._node_of = self.link.node_of if self.link is not None else ()
-        self.plans = PlanCache(self.shard_layouts, self.rank, self._node_of)
-        self._connected: dict[Strategy, Connections] = {}
+        self.exchanges = ExchangeCache(self.skeleton, self.rank)
+        self._plans: dict[Strategy, ParallelPlan] = {}
+        self._connected: dict[ParallelPlan, Connections] = {}
         self._connecting = threading.RLock()
         self.step_proofs: dict[Strategy, StepProof] = {}
         self.computing: weakref.ref[ShardedModel] | None = None  # the sharded model that the job uses now
         self._ready: ShardedSkeleton | None = None  # prepared for the next sharded model, if the strategy is the same
         self._beside: tuple[Strategy | None, float] = None, 0.0
         self._changes = 0  # of the skeleton
-        self._looking, self._knowing = threading.Lock(), threading.Lock()
         self._first_batches = FirstBatches(
             self.config.loss,
             self.config.inputs,
@@ -198,10 +204,19 @@ class Builder:
             device=self.device,
         )
 
+    def plan(self, strategy: Strategy) -> ParallelPlan:
+        """Return the plan of `strategy`, from what is known of the model now. From any thread; see `make_plan`."""
+        found, facts, options = self._plans.get(strategy), self.facts, self.options
+        if found is None or found.facts is not facts or found.options is not options:
+            node_of = self.link.node_of if self.link is not None else ()
+            found = self._plans[strategy] = make_plan(strategy, facts, options, node_of)
+        return found
+
     def first(self, strategy: Strategy) -> tuple[ShardedModel, torch.optim.Optimizer]:
         """Return the sharded model that a job starts with, and its optimizer."""
         own = None if self.shells else self.module
-        sharded_model, optimizer = self.build(strategy, self.connect(strategy, alike=self._alike(strategy)), own=own)
+        connections = self.connect(strategy, alike=self._alike(strategy))
+        sharded_model, optimizer = self.build(self.plan(strategy), connections, own=own)
         if self.shells:
             agree(lambda: self.shells[0].fill(sharded_model), what="The model's weights could not be read.")
             sharded_model.data.refresh()
@@ -215,7 +230,7 @@ class Builder:
 
     def build(
         self,
-        strategy: Strategy,
+        plan: ParallelPlan,
         connections: Connections,
         *,
         own: nn.Module | None = None,
@@ -226,28 +241,27 @@ class Builder:
         own: the whole model, for a strategy that splits nothing. like: the optimizer whose settings are taken.
         """
         ready, self._ready = self._ready, None
-        if ready is not None and ready.connections is connections and own is None:
+        if ready is not None and ready.plan == plan and ready.connections is connections and own is None:
             sharded_model = ready.build(self.device)
         else:
-            sharded_model = parallelize(
-                self.skeleton, strategy, connections, options=self.options, device=self.device, own=own
-            )
+            sharded_model = parallelize(plan, connections, device=self.device, own=own)
         optimizer = self.template.build(sharded_model.held, like)
         if self.offload:
             offload(optimizer)
         return sharded_model, optimizer
 
     def _alike(self, strategy: Strategy) -> bool:
-        own = self.groups_made(strategy)
+        # A strategy that does not fit is refused by `connect`, on every rank alike.
+        own = 2 * groups_made()
         stamps = all_gather_objects(own, world_size=self.world_size, device=self.device)
         return len(set(stamps)) == 1
 
-    def groups_made(self, strategy: Strategy) -> int:
-        """Return a number that counts the groups made so far, and tells whether those of `strategy` are among them.
+    def groups_made(self, plan: ParallelPlan) -> int:
+        """Return a number that counts the groups made so far, and tells whether those of `plan` are among them.
 
         It is equal on ranks that have made the same groups.
         """
-        return 2 * groups_made() + (strategy in self._connected)
+        return 2 * groups_made() + (plan in self._connected)
 
     def connect(self, strategy: Strategy, *, alike: bool) -> Connections:
         """Return the groups of `strategy`. Collective. The first call for a strategy gives its warnings.
@@ -259,16 +273,16 @@ class Builder:
             forget(self.device)
             self._connected.clear()
         self.agree_on(strategy)
-        connections = self._connections(strategy)
+        connections = self._connections(self.plan(strategy))
         # Groups from an earlier call too: in a new generation of the world their ranks have not met.
         meet_groups(connections, self.device)
         return connections
 
-    def _connections(self, strategy: Strategy) -> Connections:
+    def _connections(self, plan: ParallelPlan) -> Connections:
         with self._connecting:
-            if strategy not in self._connected:
-                self._connected[strategy] = connect(strategy, self.shard_layouts.of(strategy), self.rank, self._node_of)
-            return self._connected[strategy]
+            if plan not in self._connected:
+                self._connected[plan] = connect(plan, self.rank)
+            return self._connected[plan]
 
     def close_groups(self, *, kept: Collection[Strategy]) -> None:
         """Close the groups that no strategy of `kept` uses, if they hold memory of a device.
@@ -277,22 +291,22 @@ class Builder:
         """
         if accelerator().holds(self.device) and self.world_size > 1:
             with self._connecting:
-                self._connected = {one: made for one, made in self._connected.items() if one in kept}
-                if self._ready is not None and self._ready.strategy not in kept:
+                self._connected = {one: made for one, made in self._connected.items() if one.strategy in kept}
+                if self._ready is not None and self._ready.plan.strategy not in kept:
                     self._ready = None
                 close_unused(self.device)
 
     def agree_on(self, strategy: Strategy) -> None:
         """Prove `strategy` before its first use. All ranks get the same result or the same error. Collective."""
-        self.learn([strategy])
+        self.finder.sync([strategy])
         if strategy not in self._warned:
             self.template.check(strategy)
             self._warned.add(strategy)
-            warn_of(self.skeleton, strategy, self.options)
+            warn_of(self._unchecked(strategy))
         # The places of the ranks do not change a step. So a strategy that differs only in them needs no new proof.
         composed = strategy.composed
         if composed not in self._agreed:
-            self.shard_layouts.of(strategy)
+            self.plan(strategy)
             proofs = [self._step_proof(strategy) if self.rank == 0 else StepProof()]
             if self.world_size > 1:
                 dist.broadcast_object_list(proofs, src=0, device=self.device)
@@ -312,17 +326,15 @@ class Builder:
             config = self.config
             prove = partial(
                 prove_step,
-                self.skeleton,
-                strategy,
-                self.options,
+                self.plan(strategy),
                 config.example,
                 loss=reading_no_parameter(config.loss, strategy, self.module),
                 inputs=config.inputs,
                 optimizer=self.template.on_cpu,
                 microbatch_size=config.microbatch_size,
-                short=self._short,
-                many=self._many,
-                reference=self.reference,
+                short=self.finder.short,
+                many=self.finder.many,
+                reference=self.finder.reference,
             )
             if beside:
                 self.step_proofs[strategy] = self.aside(prove)
@@ -345,7 +357,7 @@ class Builder:
 
     def check_moves(self, old: Strategy, new: Strategy) -> None:
         """Raise StrategyError if a switch would lose state that the model keeps. See OptimizerSpec.check_moves too."""
-        if (outside := self.options.outside) is not None and outside.keyed:
+        if (outside := self.facts.outside) is not None and outside.keyed:
             raise StrategyError(
                 f"A switch to {new} would lose {outside.keyed[0]!r}, which the model sets in one pass and reads in the "
                 "next.",
@@ -359,38 +371,38 @@ class Builder:
         if follow(everyone, self.skeleton):
             self._ready, self._changes = None, self._changes + 1
 
-    def make_ready(self, old: Strategy, new: Strategy, kinds: Kinds) -> None:
+    def make_ready(self, old: ParallelPlan, new: ParallelPlan, kinds: Kinds) -> None:
         """Prepare what a switch from `old` to `new` takes from this builder. Sends nothing; from any thread.
 
-        The module is cut only if no process group is missing. Raises as `plans.exchange` and `cut` do.
+        The module is cut only if no process group is missing. Raises as `ExchangeCache.exchange` and `cut` do.
         """
         began = time.perf_counter()
-        self.plans.exchange(old, new, kinds)
+        self.exchanges.exchange(old, new, kinds)
         if self.rank == 0:
             with suppress(NotAside):  # otherwise the proof is made between two steps
-                self._step_proof(new, beside=True)  # `connect` sends it to all ranks
-        self._beside = new, time.perf_counter() - began
+                self._step_proof(new.strategy, beside=True)  # `connect` sends it to all ranks
+        self._beside = new.strategy, time.perf_counter() - began
         with self._connecting:
-            there = new in self._connected or served(new, self.shard_layouts.of(new), self._node_of)
+            there = new in self._connected or groups_exist(new)
             if there:
                 self._connections(new)  # marks them as in use, so that nobody closes them
         if there:
             self.create_groups(new)
 
-    def connected(self, strategy: Strategy) -> bool:
-        """Return True if the groups of `strategy` exist and this builder knows them."""
-        return strategy in self._connected
+    def connected(self, plan: ParallelPlan) -> bool:
+        """Return True if the groups of `plan` exist and this builder knows them."""
+        return plan in self._connected
 
-    def create_groups(self, new: Strategy) -> None:
+    def create_groups(self, new: ParallelPlan) -> None:
         """Make the groups that are missing, and cut the module with them. From any thread; collective if one is made.
 
         Raises as `connect` and `cut` do.
         """
         began, changes = time.perf_counter(), self._changes
-        ready = cut(self.skeleton, new, self._connections(new), options=self.options, device=self.device)
+        ready = cut(new, self._connections(new), device=self.device)
         if changes == self._changes:
             self._ready = ready
-        self._beside = new, self._beside[1] + time.perf_counter() - began
+        self._beside = new.strategy, self._beside[1] + time.perf_counter() - began
 
     def beside(self, new: Strategy) -> float:
         """Return the seconds that `make_ready` took for this switch, or 0 if it was not called."""
@@ -407,11 +419,11 @@ class Builder:
             return
         # Where this look cannot tell, the result of an earlier one still holds.
         known = {name: value for name, value in vars(found).items() if value is not None}
-        if self.options.collectives:
+        if self.facts.collectives:
             known.pop("coupled", None)  # a whole step has shown it
-        self._know(**known)
-        need_rows(self.options, sharded_model.strategy)
-        for finding in warn_of_coupled(self.options, sharded_model.strategy):
+        self.finder.set_facts(**known)
+        need_rows(sharded_model.strategy, self.facts, self.options)
+        for finding in warn_of_coupled(self._unchecked(sharded_model.strategy)):
             warnings.warn(f"{finding.what} {finding.numbers}", stacklevel=2)
 
     def took(self, optimizer: torch.optim.Optimizer) -> None:
@@ -433,177 +445,20 @@ class Builder:
             build_again(skeleton, partial(built_again, model))
             return skeleton
 
-    def _built_again(self, model: Model) -> Reference | None:
-        """Return a second model from the same callable, or None if the callable cannot give one.
-
-        It is built on every rank, as the first one was. `_copies_seen` checks that the first still computes as before.
-        """
-        few = sum(p.numel() for p in self.skeleton.parameters()) <= WIDE
-        if isinstance(model, nn.Module | Pretrained) or self.config.example is None or self.world_size == 1 or not few:
-            return None
-        # A model may register itself where the loss looks for it. That must stay the first model.
-        with suppress(Exception), outside_kept(self.module, self.config.loss):
-            return Reference(built_again(model, self.skeleton, first=self.module))
-        return None
-
-    def _look(self, config: TrainConfig, asked: Sequence[Strategy], model: Model) -> Options:
-        """Return the options, completed by running the model on the example: its rows, and the facts that `asked` need.
-
-        Rank 0 does this while the others wait. So they do not disturb what it times.
-        """
-        options = Options(
-            tp_plan=config.tp_plan,
-            recompute=config.recompute,
-            experts=experts_in(self.skeleton),
-            hooked=hooked_gradient(self.module),
-            cut=config.microbatch_size is not None,
-            compile=config.compile,
-            adaptive=self.template.is_adaptive(),
-        )
-        if config.example is None:
-            return options
-        refused: TrainingError | None = None
-        if self.rank == 0:
-            options = replace(options, looked=frozenset[str]())
-            with stand_in(Alone()) as here, outside_kept(self.module, config.loss) as outside:
-                with suppress(Exception):  # an error of the model is reported in full when it trains
-                    options = self._seen(config, options)
-                outside.put_back()
-                try:
-                    options = self._copies_seen(options)
-                except TrainingError as error:
-                    refused = error if self.world_size > 1 else None
-                except Exception:
-                    pass
-                if wanted := lacking(options, asked):
-                    self.options = options
-                    found = find_facts(self.module, self._runs(self.module), options, wanted)
-                    options = replace(options, **found)
-            if here.heard:
-                # Rows that are coupled in one process need not be over ranks that gather them. A whole step tells.
-                options = replace(options, collectives=here.heard[0], coupled=None)
-        if self.world_size > 1:
-            sent: list[Any] = [options, refused]
-            dist.broadcast_object_list(sent, src=0, device=self.device)
-            options, refused = sent
-        if refused is not None:
-            raise refused
-        if not options.again:
-            self.reference = None
-        if options.rebuilt:
-            build_again(self.skeleton, partial(built_again, model))  # type: ignore[arg-type]
-        return options
-
-    def _copies_seen(self, options: Options) -> Options:
-        """Return `options`, completed by whether copies of the model, with parts of their own, compute as it does."""
-
-        states: dict[int, OutsideState] = {}  # the first one holds what all of them share
-
-        def put_back() -> None:
-            for state in states.values():
-                state.put_back()
-
-        def run(module: nn.Module) -> Any:
-            put_back()
-            if options.outside is not None and id(module) not in states:
-                states[id(module)] = OutsideState(module, self.config.loss)
-            runs = self.config.runs(module, self._short, self.device)
-            return runs.whole() if self._short is None else runs.brief()
-
-        built = [] if self.reference is None else [self.reference.module]
-        astray, *rebuilt = look_at_copies(self.module, self.skeleton, [skeleton_of(self.skeleton), *built], run)
-        put_back()
-        again = rebuilt == [""]
-        return replace(options, astray="" if again else astray, rebuilt=bool(astray) and again, again=again)
-
-    def _seen(self, config: TrainConfig, options: Options) -> Options:
-        """Return `options`, completed by what the model draws itself and what couples the rows of a batch."""
-        example = on_device(config.example, self.device)
-        look = first_runs(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
-        self._short = look.short
-        options = replace(options, draws=look.draws, outside=look.outside, changes=look.changes, caches=look.caches)
-        if self.world_size > 1 or config.microbatch_size is not None:
-            run: Callable[[Any], Any] = partial(call, self.module)
-            if look.outside is not None and not look.outside.drawn:
-                run = put_back_before(run, self.module, config.loss)
-            options = replace(options, **self._rows(config, run, look))
-        return options
-
-    def _runs(self, module: nn.Module) -> ModelRuns:
-        """Return how `module`, the whole model, is run on the example."""
-        runs = self.config.runs(module, self._short, self.device)
-        if self.options.outside is None:
-            return runs
-        whole, brief = (put_back_before(run, module, self.config.loss) for run in (runs.whole, runs.brief))
-        return replace(runs, whole=whole, brief=brief)
-
-    def learn(self, strategies: Sequence[Strategy]) -> None:
-        """Give every rank the facts about the model that `strategies` need. Collective.
-
-        Rank 0 finds out what it does not know yet, while the others wait. Sends nothing if all ranks know the facts.
-        """
-        new = [each for each in (one.composed for one in strategies) if each not in self._told and facts_for(each)]
-        if self.options.looked is None or not new:
-            return
-        facts: list[Any] = [self.look_for(new) if self.rank == 0 else None]
-        if self.world_size > 1:
-            dist.broadcast_object_list(facts, src=0, device=self.device)
-        self._know(**facts[0])
-        self._told.update(new)
-
-    def learned(self, strategy: Strategy) -> bool:
-        """Return True if all ranks have the facts about the model that `strategy` needs. The same on every rank."""
-        return self.options.looked is None or not facts_for(strategy) or strategy.composed in self._told
-
-    def look_for(self, strategies: Sequence[Strategy], *, beside: bool = False) -> Mapping[str, Any]:
-        """Find out, on this rank, the facts about the model that `strategies` need. Return all known facts.
-
-        Sends nothing. The model is run on the example, with weights that take no memory. beside: run it while the model
-        trains, from any thread; where that is impossible, nothing new is found.
-        """
-        with self._looking:
-            if wanted := lacking(self.options, strategies):
-                threaded = beside and accelerator().holds(self.device)
-
-                def find() -> dict[str, Any]:
-                    # The model's own collectives do not wait for other ranks here.
-                    with stand_in(Alone()), outside_kept(self.module, self.config.loss):
-                        return find_later(self.skeleton, self._runs, self.options, wanted, beside=threaded)
-
-                with suppress(NotAside):
-                    self._know(**(self.aside(find) if beside else find()))
-            return told(self.options)
-
-    def _know(self, **facts: Any) -> None:
-        with self._knowing:
-            self.options = self.shard_layouts.options = replace(self.options, **facts) if facts else self.options
-
-    def _rows(self, config: TrainConfig, run: Callable[[Any], Any], look: FirstRuns) -> dict[str, Any]:
-        """Return what couples the rows of a batch, and what weighs them, as attributes of Options."""
-        with suppress(Exception), undrawn():  # an error of the data is reported when it is read to train
-            sample = config.sample() if config.sample is not None else Sample(config.example)
-            if sample is not None:
-                self._many = sample.batch
-                seen = examine(self.module, run, config.loss, sample, config.inputs, look=look)
-                coupled = seen.coupled
-                if coupled is None and look.reads:
-                    coupled = split_by_values(self.module, run, sample, config.inputs)
-                return {"coupled": coupled, "counted": seen.counted}
-        return {}
-
     def may_cut(self) -> None:
         """Prepare a single process to cut its rows into micro-batches. Examines the rows now and in the next batches.
 
         Does nothing with several ranks, or if rows are cut already.
         """
-        if self.world_size > 1 or self.options.cut:
-            return
-        self._first_batches.part()
-        if self.config.example is not None:
-            look = FirstRuns(self.options.draws, self._short)
-            self.choose(**self._rows(self.config, lambda value: call(self.module, value), look))
+        if self.world_size == 1 and not self.options.cut:
+            self._first_batches.part()
+            self.finder.examine_rows()
 
     def choose(self, **options: Any) -> None:
-        """Change attributes of Options within a job. All sharded models made from now on have them."""
-        self._know(**options)
+        """Change attributes of JobOptions within a job. All sharded models made from now on have them."""
+        self.options = replace(self.options, **options)
         self._ready, self._changes = None, self._changes + 1
+
+    def _unchecked(self, strategy: Strategy) -> ParallelPlan:
+        """Return the plan of `strategy` even if it is refused, to warn of what is known about it."""
+        return ParallelPlan(strategy, self.facts, self.options)

@@ -28,7 +28,7 @@ from nbkit.rank.data.stream import Stream, is_map_style
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.model_facts import ModelRuns
+from nbkit.rank.parallel.find_facts import ModelRuns
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.checkpoint.retention import Asked
 from nbkit.rank.train.control.active_job import DETACHED
@@ -80,6 +80,7 @@ class TrainConfig:
             brief=lambda: call(module, pair(few, self.inputs)[0]),
             brief_loss=lambda output: loss(output, few),
             stages=self.stages,
+            tp_plan=self.tp_plan,
             autocast=PRECISIONS.get(self.precision or ""),
         )
 

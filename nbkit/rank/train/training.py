@@ -287,8 +287,8 @@ class Training:
             self.backups.measured(self.ledger.newest.backup, max(self.ledger.newest.seconds))
             self.ledger.newest = None
         if self.backups.due(self.step) or (now and self.backups.on):
-            strategy, inner = self.strategy, self.optimizer.inner
-            layouts, names = self.builder.shard_layouts.of(strategy), self.builder.names
+            inner = self.optimizer.inner
+            layouts, names = self.sharded_model.plan.layouts, self.builder.names
             place = recovery.TrainingProgress(self.precision.state_dict(), self.step, [], self.feed.position())
             point = settings_of(inner), place
             self.backups.take(self.sharded_model, inner, layouts, names, self.step, point)
@@ -328,7 +328,7 @@ class Training:
                 hint="trainer.load(path) of a checkpoint before it   (to keep these: trainer.full_state_dict())",
             )
         about = {"history": list(self.ledger.records), "seed": self.seed, "data": writable(self.feed.where())}
-        if (outside := self.builder.options.outside) is not None:
+        if (outside := self.builder.facts.outside) is not None:
             about["attributes"], lost = outside.parted(self.model)
             if lost and self.rank == 0:
                 named = ", ".join(map(repr, lost[:3]))
@@ -392,7 +392,7 @@ class Training:
     def cost_model(self) -> CostModel:
         """Return the formulas that predict the cost of any strategy. From any thread."""
         seen, kinds = self._cost_model, self.bytes_per_element()
-        if seen is None or not seen.holds(kinds, self.builder.options):
+        if seen is None or not seen.holds(kinds, self.builder):
             seen = self._cost_model = CostModel(self.builder, kinds, self.feed.fits, before=seen)
         return seen
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.reshard.plain_attributes import take_along, take_objects_along
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.step.model_handle import Shown, shown_by
@@ -28,13 +27,13 @@ class TrainingState:
     position: Any
     precision: dict[str, Any]
 
-    def under(self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, options: Options) -> TrainingState:
+    def under(self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> TrainingState:
         """Return the same place in the training, with another sharded model and its optimizer.
 
-        The model takes plain attributes along, and others too where `options` say that it changes them as it runs.
+        The model takes plain attributes along, and others too if it is known to change them as it runs.
         """
-        old = self.sharded_model
-        take_along(old.module, old.built, sharded_model.module, left=options.caches)
-        if options.outside is not None:
+        old, facts = self.sharded_model, sharded_model.plan.facts
+        take_along(old.module, old.built, sharded_model.module, left=facts.caches)
+        if facts.outside is not None:
             take_objects_along(self.sharded_model.module, sharded_model.module)
         return replace(self, sharded_model=sharded_model, optimizer=optimizer, shown=shown_by(sharded_model.module))

@@ -15,7 +15,7 @@ from nbkit.rank.data.sample_rows import Sample, sample_of
 from nbkit.rank.loss.loss_check import examine
 from nbkit.rank.loss.output_tensors import leaves, with_leaves
 from nbkit.rank.loss.row_trial import differing_pairs, spread_rows
-from nbkit.rank.parallel.options import Coupled
+from nbkit.rank.parallel.model_facts import Coupled
 
 BATCH = default_collate(points(16))
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import nbkit
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
-from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.plan import make_plan
 from nbkit.rank.parallel.proof.short_example import first_runs
 from nbkit.rank.parallel.whole_step import StepProof, prove_step
 from nbkit.strategy import Strategy
@@ -91,11 +92,9 @@ def test_a_loss_that_adds_up_on_a_few_positions_alone_is_refused() -> None:
 
 @pytest.mark.parametrize("short", [(IDS[:, :20] * 2, IDS[:, :20]), (IDS[:, :20], IDS[:, :19])])
 def test_what_a_few_positions_do_not_prove_is_tried_on_all(short: tuple[Tensor, Tensor]) -> None:
-    skeleton = skeleton_of(Words())
+    plan = make_plan(Strategy(dp=2), ModelFacts(ModelShapes(skeleton_of(Words()))))
 
-    assert (
-        prove_step(skeleton, Strategy(dp=2), Options(), (IDS, IDS), loss=loss, inputs=None, short=short) == StepProof()
-    )
+    assert prove_step(plan, (IDS, IDS), loss=loss, inputs=None, short=short) == StepProof()
 
 
 @pytest.mark.long  # a process of its own, which imports torch

@@ -20,9 +20,11 @@ from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel import grad_norm, process_groups, sharded_model, whole_step
 from nbkit.rank.parallel import whole_step as proof_of_step
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
+from nbkit.rank.parallel.model_facts import Coupled, ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
-from nbkit.rank.parallel.options import Coupled, Options
+from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
+from nbkit.rank.parallel.plan import ParallelPlan, make_plan
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.whole_step import StepProof, prove_step, tiny
 from nbkit.rank.parallel.zero3.gather_plan import plan_gathers
@@ -70,15 +72,14 @@ class Facts:
         def run() -> Any:
             return call(model, self.example[0])
 
-        self.options = Options(chain=find_chain(model, run), proof=prove(model, run, [2]))
-        self.options = Options(**vars(self.options) | {"gathers": plan_gathers(model, run)})
-        self.skeleton = skeleton_of(model)
+        found = {"chain": find_chain(model, run), "proof": prove(model, run, [2]), "gathers": plan_gathers(model, run)}
+        self.found = ModelFacts(ModelShapes(skeleton_of(model)), **found)
         self.template = OptimizerSpec(decayed_by_name, module=model)
 
     def proof(self, text: str, loss: Any = None, **asked: Any) -> StepProof:
         strategy = Strategy.parse(text, COMPOSED[text])
         given = {"inputs": None, "loss": loss or self.loss, "optimizer": self.template.on_cpu}
-        return prove_step(self.skeleton, strategy, self.options, self.example, **given | asked)
+        return prove_step(ParallelPlan(strategy, self.found, JobOptions()), self.example, **given | asked)
 
     def refusal(self, text: str, loss: Any = None, **asked: Any) -> NbkitError | None:
         found = self.proof(text, loss, **asked)
@@ -168,7 +169,7 @@ def test_a_parameter_in_another_group_of_the_optimizer_is_refused(text: str, fac
         rest["params"].append(first["params"].pop(0))
         return optimizer
 
-    astray = OptimizerSpec(put_astray, module=facts.skeleton)
+    astray = OptimizerSpec(put_astray, module=facts.found.shapes.skeleton)
 
     def optimizer(held: Any, plainly: bool) -> Any:
         return (facts.template if plainly else astray).on_cpu(held, plainly)
@@ -319,14 +320,12 @@ def test_without_a_step_of_one_process_a_cut_is_refused_and_the_reason_is_given(
 
 
 def test_what_is_not_run_is_said(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "example=" in prove_step(
-        facts.skeleton, Strategy(tp=2), facts.options, None, loss=facts.loss, inputs=None
-    ).unproven  # fmt: skip
-    drawing = replace(facts.options, draws=DrawPlan(unkeyed=("randperm in blocks.0",)))
     asked = {"loss": facts.loss, "inputs": None}
-    found = prove_step(facts.skeleton, Strategy(pp=2), drawing, facts.example, **asked)
+    assert "example=" in prove_step(make_plan(Strategy(tp=2), facts.found), None, **asked).unproven
+    drawing = replace(facts.found, draws=DrawPlan(unkeyed=("randperm in blocks.0",)))
+    found = prove_step(make_plan(Strategy(pp=2), drawing), facts.example, **asked)
     assert found.refusal is None and "randperm in blocks.0" in found.unproven
-    found = prove_step(facts.skeleton, Strategy(tp=64), facts.options, facts.example, **asked)
+    found = prove_step(ParallelPlan(Strategy(tp=64), facts.found, JobOptions()), facts.example, **asked)
     assert found.refusal is None and "64 ranks" in found.unproven
     monkeypatch.setattr(proof_of_step, "_EXACT", 1000)
     monkeypatch.setattr(proof_of_step, "free_on_host", lambda: 10_000_000)
@@ -363,7 +362,7 @@ def test_a_loss_with_an_auxiliary_term_is_compared_with_the_same_parts_in_one_pr
         return facts.loss(output, target) + output.mean((0, 1)).square().sum()
 
     assert facts.refusal("dp=2 pp=2 zero=1", balanced) is not None
-    monkeypatch.setattr(facts, "options", replace(facts.options, coupled=Coupled("a term", "", "", trains=True)))
+    monkeypatch.setattr(facts, "found", replace(facts.found, coupled=Coupled("a term", "", "", trains=True)))
     assert facts.refusal("dp=2 pp=2 zero=1", balanced) is None
     monkeypatch.setattr(sharded_model.ShardedModel, "_sum", unsummed)
     refused = facts.refusal("dp=2 pp=2 zero=1", balanced)
@@ -383,9 +382,8 @@ class Rates(nn.Module):
 
 def test_logarithms_of_weights_are_run_on_weights_above_zero() -> None:
     example = (torch.randn(2, 4), torch.randn(2, 4))
-    found = prove_step(
-        skeleton_of(Rates()), Strategy(dp=2, zero=3), Options(), example, loss=nn.functional.mse_loss, inputs=None
-    )
+    plan = make_plan(Strategy(dp=2, zero=3), ModelFacts(ModelShapes(skeleton_of(Rates()))))
+    found = prove_step(plan, example, loss=nn.functional.mse_loss, inputs=None)
     assert found == StepProof()
 
 

@@ -12,9 +12,10 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from nbkit.bridge.training_requests import TrainingRequestHandler
-from nbkit.rank.parallel import model_facts
-from nbkit.rank.parallel.model_facts import find_facts
+from nbkit.rank.parallel import find_facts as finding_facts
+from nbkit.rank.parallel.find_facts import find_facts
 from nbkit.rank.train import builder as building
+from nbkit.rank.train import fact_finder
 from nbkit.rank.train.estimate import strategy_table
 from nbkit.strategy import Strategy
 
@@ -60,14 +61,14 @@ def looked_for(patch: pytest.MonkeyPatch) -> list[tuple[set[str], str]]:
     """(facts, name of the thread) of every look at a model from now on."""
     found: list[tuple[set[str], str]] = []
 
-    def finding(module: nn.Module, runs: Any, options: Any, wanted: Any) -> dict[str, Any]:
+    def finding(module: nn.Module, runs: Any, facts: Any, wanted: Any) -> dict[str, Any]:
         found.append((set(wanted), threading.current_thread().name))
-        return find_facts(module, runs, options, wanted)
+        return find_facts(module, runs, facts, wanted)
 
     # In this process, where the list is.
     patch.setattr(building, "aside", lambda work, **_: work())
-    patch.setattr(building, "find_facts", finding)
-    patch.setattr(model_facts, "find_facts", finding)
+    patch.setattr(fact_finder, "find_facts", finding)
+    patch.setattr(finding_facts, "find_facts", finding)
     return found
 
 
@@ -81,7 +82,7 @@ def on_demand(world: Any) -> dict[str, Any]:
         trainer.fit(2)
         told = asked_for(trainer, TrainingRequestHandler(), "pp")
         trainer.switch("ddp")
-        options = trainer.job.builder.options
+        facts = trainer.job.builder.facts
         asked = [wanted for wanted, _ in looks]
         by_plan = quiet(model=blocks, loss=squares, optimizer=adam, data=rows(), switches={2: "zero3"})
     return {
@@ -89,8 +90,8 @@ def on_demand(world: Any) -> dict[str, Any]:
         "asked": asked,
         "threads": [name for _, name in looks[: len(asked)]],
         "told": (told["ok"], told["result"]["identical"]),
-        "known": (options.looked, options.chain, options.costs, options.gathers, str(options.proof)),
-        "planned": by_plan.job.builder.options.looked,
+        "known": (facts.looked, facts.chain, facts.costs, facts.gathers, str(facts.proof)),
+        "planned": by_plan.job.builder.facts.looked,
     }
 
 
@@ -147,7 +148,7 @@ def beside_draws(world: Any) -> list[bool]:
     while looking.is_alive() or not drawn:
         drawn.append(torch.rand(1).item())
     torch.manual_seed(3)
-    return [drawn == [torch.rand(1).item() for _ in drawn], trainer.job.builder.options.chain is not None]
+    return [drawn == [torch.rand(1).item() for _ in drawn], trainer.job.builder.facts.chain is not None]
 
 
 @pytest.mark.usefixtures("known_to_be_right")

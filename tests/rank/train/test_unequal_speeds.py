@@ -20,7 +20,7 @@ from nbkit.mesh import Mesh
 from nbkit.planner.stages import partition
 from nbkit.rank.data.balanced.balanced import Balanced
 from nbkit.rank.data.balanced.equal_shares import equal_shares
-from nbkit.rank.parallel.module.absent_parameter import Absent
+from nbkit.rank.parallel.pipeline.stage_module import Absent
 from nbkit.rank.train.control.rebalance import better
 from nbkit.records.events import Rebalanced
 from nbkit.strategy import Strategy

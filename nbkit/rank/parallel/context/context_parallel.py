@@ -12,6 +12,8 @@ Bytes sent per rank, over n ranks, with K the bytes of a block's keys and values
 block (n-1)/n K in forward and in backward; and (n-1)/n X once at each end of a chain, at the first block in backward
 and at the last in forward. nn.MultiheadAttention gathers its input instead, (n-1)/n X, and computes all keys on every
 rank. A tensor from another chain that all blocks use costs 2 (n-1)/n of its bytes per block, in backward.
+
+A model is refused if its attention is unknown, or if layers mix positions (`check_attention`, `check_mixing`).
 """
 
 from __future__ import annotations
@@ -36,13 +38,54 @@ from nbkit.rank.parallel.context.attention import (
     working_on,
 )
 from nbkit.rank.parallel.context.peers import Peers
-from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.copies import homes
 from nbkit.rank.parallel.tensor.sharded_tensor import whole
 from nbkit.rank.rng.draw_plan import extent
-from nbkit.rank.torch_private import tree_leaves, tree_map_only
+from nbkit.rank.torch_private import ConvNd, NormBase, tree_leaves, tree_map_only
 from nbkit.tensor_layout import contiguous, head_and_tail
+
+_MIXERS = (ConvNd, nn.RNNBase, NormBase)
+
+
+def check_attention(module: nn.Module, *, tried: bool) -> None:
+    """Raise StrategyError for a transformers model that does not use scaled_dot_product_attention.
+
+    tried: the model is run on parts anyway, so refuse only a model that could use it.
+    """
+    kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    could = getattr(module, "_supports_sdpa", True)
+    if kind not in (None, "sdpa") and (could or not tried):
+        raise StrategyError(
+            "Context parallelism gathers keys in scaled_dot_product_attention, and this model uses another one.",
+            numbers=f"attn_implementation={kind!r}",
+            hint="attn_implementation='sdpa'"
+            if could
+            else f"a strategy without cp: {type(module).__name__} has no other",
+        )
+
+
+def check_mixing(name: str, block: nn.Module) -> None:
+    """Raise StrategyError for a block with convolutions, recurrent layers, BatchNorm, or batch_first=False.
+
+    name: path of the block. Convolutions of kernel size 1 are allowed.
+    """
+    for path, part in block.named_modules():
+        where = f"{name}.{path}" if path else name
+        if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
+            raise StrategyError(
+                f"{where!r} takes (positions, samples, width); context parallelism splits (samples, positions, width).",
+                numbers="batch_first=False",
+                hint="batch_first=True",
+            )
+        one_by_one = isinstance(part, ConvNd) and all(size == 1 for size in part.kernel_size)
+        if isinstance(part, _MIXERS) and not one_by_one:
+            raise StrategyError(
+                f"{where!r} mixes positions, which a part of them cannot do.",
+                numbers=f"{type(part).__name__} in a block",
+                hint="a strategy without cp",
+            )
+
 
 # Positions of the sequence in this pass. Set by the first block, and on later pipeline stages by the model's input.
 _positions: ContextVar[int | None] = ContextVar("positions", default=None)

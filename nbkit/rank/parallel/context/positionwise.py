@@ -32,8 +32,13 @@ from torch.overrides import TorchFunctionMode
 from nbkit.errors import NbkitError, StrategyError
 from nbkit.rank.parallel.context.attention import argument_names
 from nbkit.rank.parallel.context.block_proof import BlockCall, PositionSplit, block_rules, refusal
-from nbkit.rank.parallel.context.context_parallel import Positionwise, dim_of_positions, ends
-from nbkit.rank.parallel.context.refusals import check_attention, check_mixing
+from nbkit.rank.parallel.context.context_parallel import (
+    Positionwise,
+    check_attention,
+    check_mixing,
+    dim_of_positions,
+    ends,
+)
 from nbkit.rank.parallel.module.copies import homes
 from nbkit.rank.parallel.proof.observe import MemoryUses, gap, key_of, memory_of, nodes_behind, tensors_in
 from nbkit.rank.parallel.proof.unchanged import Draws, DroppingNothing, thaw, unchanged

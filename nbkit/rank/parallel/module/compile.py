@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper
-from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.rng.keyed_dropout import keyed
 from nbkit.schedules import Schedule
 from nbkit.strategy import Strategy
 
 
-def not_compiled(options: Options, strategy: Strategy) -> str:
+def not_compiled(options: JobOptions, strategy: Strategy) -> str:
     """Return why blocks are not compiled under `strategy` although this was requested; "" if they are."""
     if options.recompute:
         return "with recompute=True, which runs blocks twice"
@@ -37,11 +37,10 @@ def not_compiled(options: Options, strategy: Strategy) -> str:
     return ""
 
 
-def compilable(blocks: Sequence[str], options: Options, strategy: Strategy) -> list[str]:
-    """Return those of `blocks` that are compiled under `strategy`."""
+def compilable(blocks: Sequence[str], options: JobOptions, strategy: Strategy, gathered: Sequence[str]) -> list[str]:
+    """Return those of `blocks` that are compiled under `strategy`. gathered: the blocks that zero 3 gathers."""
     if not options.compile or not_compiled(options, strategy):
         return []
-    gathered = options.gathers.units if strategy.zero == 3 and options.gathers is not None else ()
     return [name for name in blocks if not any(unit.startswith(f"{name}.") for unit in gathered)]
 
 

@@ -55,11 +55,11 @@ class Rebalancing:
 
         batch: rows of a global batch.
         """
-        options = job.builder.options
-        blocks = len(options.chain) if options.chain is not None else 1
+        facts = job.builder.facts
+        blocks = len(facts.chain) if facts.chain is not None else 1
         link = job.builder.link
         movable = link is None or len(set(link.node_of)) == 1
-        found = self.due(job.strategy, batch, options.costs or (1.0,) * blocks, movable=movable)
+        found = self.due(job.strategy, batch, facts.costs or (1.0,) * blocks, movable=movable)
         if found is not None:
             strategy, gain = found
             job.switch(str(strategy))

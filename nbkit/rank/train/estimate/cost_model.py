@@ -22,9 +22,10 @@ from nbkit.planner.link_speed import between_nodes
 from nbkit.planner.stages import best_places, place, ranks_of_stages
 from nbkit.planner.step import StepTraffic, StepUnit, link_seconds
 from nbkit.planner.traffic import Bytes, TrafficTerm, per_step, wire_bytes
+from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.module.forward_wrapper import wrapped_by
-from nbkit.rank.parallel.options import Options, casts_of
+from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.parallel.pipeline.layer_chain import LayerChain
 from nbkit.rank.parallel.tensor.apply import parts_of
 from nbkit.rank.parallel.tensor.sequence_parallel import SequenceParallelBlock
@@ -48,28 +49,31 @@ class CostModel:
     ) -> None:
         """before: an older cost model of the same builder, whose measurements of the model are reused."""
         self.kinds, self.fits, self.config = kinds, fits, builder.config
-        self.skeleton, self.options, self._link = builder.skeleton, builder.options, builder.link
+        self.skeleton, self.facts, self.options = builder.skeleton, builder.facts, builder.options
+        self._link = builder.link
         self._node_of = self._link.node_of if self._link is not None else ()
         self._several_nodes = len(set(self._node_of)) > 1
         self.trained = self._trained()
-        self.blocks = _blocks(self.skeleton, self.options.chain)
-        self.census = StateBytes(builder.shard_layouts, self.kinds, self.trained, list(self.blocks.values()))
+        self.blocks = _blocks(self.skeleton, self.facts.chain)
+        blocks, tp_plan = list(self.blocks.values()), self.options.tp_plan
+        self.census = StateBytes(self.facts, self.kinds, self.trained, blocks, tp_plan=tp_plan)
         # Include the optimizer state that the first step will create: memory needs room for it.
         foreseen = _foreseen(builder, self.kinds)
         self.later = self.census
         if foreseen is not self.kinds:
-            self.later = StateBytes(builder.shard_layouts, foreseen, self.trained, list(self.blocks.values()))
+            self.later = StateBytes(self.facts, foreseen, self.trained, blocks, tp_plan=tp_plan)
         self.peaks: PeakBytes = PeakBytes(builder, self.later, before=before.peaks if before is not None else None)
         self._partial: dict[int, tuple[frozenset[str], bool]] = {}
         self._terms: dict[Strategy, list[list[TrafficTerm]]] = {}
 
-    def holds(self, kinds: Kinds, options: Options) -> bool:
+    def holds(self, kinds: Kinds, builder: Builder) -> bool:
         """Return True if this cost model is still valid.
 
         It is not valid after the optimizer's first step or a change of precision, which change what is kept. It is not
         valid either when more was learned about the model.
         """
-        return self.kinds == kinds and self.options is options and self.trained == self._trained()
+        same = self.facts is builder.facts and self.options == builder.options
+        return same and self.kinds == kinds and self.trained == self._trained()
 
     def _trained(self) -> set[str]:
         return {name for name, p in self.skeleton.named_parameters() if p.requires_grad}
@@ -117,10 +121,10 @@ class CostModel:
         Fixed `places=` and `order=` stay. On several nodes nothing changes: there it matters more which neighbours
         share a node.
         """
-        batch, chain = getattr(self.fits(strategy), "total", None), self.options.chain
+        batch, chain = getattr(self.fits(strategy), "total", None), self.facts.chain
         if not strategy.speeds or strategy.places or strategy.order or self._several_nodes or not batch or not chain:
             return strategy
-        return best_places(strategy, batch, tuple(self.options.costs or (1.0,) * len(chain)))
+        return best_places(strategy, batch, tuple(self.facts.costs or (1.0,) * len(chain)))
 
     def _link_seconds(self, order: Strategy) -> float:
         """Return the seconds in which the busiest rank sends its data of a step.
@@ -157,7 +161,7 @@ class CostModel:
 
     def _units(self, strategy: Strategy) -> tuple[StepUnit, ...]:
         """Return the pieces of the chain (or the model as one) in which a rank without a pipeline computes."""
-        chain, costs = self.options.chain, self.options.costs
+        chain, costs = self.facts.chain, self.facts.costs
         count = len(chain) if chain is not None else 1
         shares = [cost / sum(costs) for cost in costs] if len(costs) == count else [1 / count] * count
         element = {name: one["weight"] for name, one in self.kinds.items()}
@@ -185,7 +189,7 @@ class CostModel:
         sizes = {one["weight"] for one in self.kinds.values()}
         arithmetic = self.fits(strategy)
         accumulation = getattr(arithmetic, "accum", 1 if self.config.microbatch_size is None else None)
-        if len(sizes) != 1 or accumulation is None or (self.options.chain is None and strategy.zero == 3):
+        if len(sizes) != 1 or accumulation is None or (self.facts.chain is None and strategy.zero == 3):
             return []
         weights, facts, sequence = self._weights(strategy), Facts(), False
         if strategy.mesh.size != strategy.dp:
@@ -219,17 +223,17 @@ class CostModel:
         return found
 
     def _cuts(self, strategy: Strategy) -> Cuts | None:
-        chain = self.options.chain
+        chain = self.facts.chain
         if strategy.pp == 1 or chain is None:
             return None
-        return place(self.options.costs or [1.0] * len(chain), strategy)
+        return place(self.facts.costs or [1.0] * len(chain), strategy)
 
     def _weights(self, strategy: Strategy) -> list[Weight]:
-        chain = self.options.chain
+        chain = self.facts.chain
         units, pieces = (chain.units, chain.parameters) if chain is not None else ((), ())
-        whole = self.census.shard_layouts.split(strategy.tp, 0)
+        whole = self.facts.parts(strategy.tp, 0, self.options.tp_plan)
         partial = self._partial_of(strategy.tp)[0] if strategy.tp > 1 and strategy.cp == 1 else frozenset()
-        found, cast = [], casts_of(self.options, strategy)
+        found, cast = [], self.facts.casts(strategy)
         for name, p in self.skeleton.named_parameters():
             shape, inside = tuple(p.shape), any(name.startswith(f"{unit}.") for unit in units)
             cut = [dim for dim, (here, all_) in enumerate(zip(whole[name].local, shape, strict=True)) if here != all_]
@@ -251,7 +255,8 @@ class CostModel:
         """Return (names of parameters whose gradients are partial sums over tp, True with sequence parallelism)."""
         if size not in self._partial:
             module = skeleton_of(self.skeleton)
-            split = parts_of(module, self.options.plan(self.skeleton, size), size, 0, sequence=True)
+            plan = self.facts.tensor_plan(size, self.options.tp_plan)
+            split = parts_of(module, plan, size, 0, sequence=True)
             self._partial[size] = (
                 split.partial,
                 any(wrapped_by(part, SequenceParallelBlock) for part in module.modules()),
@@ -265,18 +270,18 @@ class CostModel:
         All of it must be trained, in full precision and without recomputation.
         """
         alike = len(self.trained) == len(self.kinds) and self.config.precision is None and not self.config.recompute
-        return transformer_facts(self.skeleton, self.options) if alike else Facts()
+        return transformer_facts(self.facts, self.options) if alike else Facts()
 
 
-def transformer_facts(skeleton: nn.Module, options: Options) -> Facts:
+def transformer_facts(facts: ModelFacts, options: JobOptions) -> Facts:
     """Return the facts of a chain of transformer blocks, as the tensor plan splits them.
 
     Each block must have an attention and an MLP. For any other model, return Facts() with nothing known.
     """
-    chain, hidden = options.chain, options.hidden
+    chain, hidden = facts.chain, facts.hidden
     if chain is None or hidden is None or len(chain.blocks) != len(chain.units):
         return Facts()
-    plan = options.plan(skeleton, 1)
+    plan = facts.tensor_plan(1, options.tp_plan)
     roles = sorted(plan.singles.values())
     in_blocks = [[pair for pair in plan.pairs if pair.owner.startswith(unit)] for unit in chain.units]
     if any(sorted(pair.kind == "mlp" for pair in pairs) != [False, True] for pairs in in_blocks):
@@ -290,7 +295,7 @@ def transformer_facts(skeleton: nn.Module, options: Options) -> Facts:
         kv_heads=heads.kv_heads,
         width=hidden[1],
         sequence=hidden[0],
-        vocab=skeleton.get_submodule(table).num_embeddings if table else None,  # type: ignore[arg-type]
+        vocab=facts.shapes.skeleton.get_submodule(table).num_embeddings if table else None,  # type: ignore[arg-type]
         blocks=len(chain),
     )
 

@@ -48,7 +48,7 @@ def side_bytes(builder: Builder, kinds: Mapping[str, Mapping[str, int]], strateg
 
     kinds: see job_state.bytes_per_element. Raises StrategyError for what cannot be split.
     """
-    skeleton, rank_layouts = builder.skeleton, builder.shard_layouts.of(strategy)
+    skeleton, rank_layouts = builder.skeleton, builder.plan(strategy).layouts
     weights, held = rank_layouts.weights[rank], rank_layouts.held[rank]
     total = sum(layout.numel * kinds[name]["weight"] for name, layout in weights.items())
     if strategy.dp > 1:

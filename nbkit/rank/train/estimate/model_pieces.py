@@ -20,12 +20,13 @@ from nbkit.planner.job_facts import Facts
 from nbkit.planner.peak import ModelPiece, Weights
 from nbkit.rank.data.batch import call, check_inputs, pair, rows_of, take
 from nbkit.rank.loss.row_weights import Loss, weigh
-from nbkit.rank.parallel.model_facts import ModelRuns, find_facts
+from nbkit.rank.parallel.find_facts import ModelRuns, find_facts
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.block_discovery import experts_in
 from nbkit.rank.parallel.module.copies import skeleton_of
-from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.options import JobOptions
+from nbkit.rank.parallel.plan import make_plan
 from nbkit.rank.parallel.proof.short_example import first_runs
-from nbkit.rank.parallel.shard_layouts import ShardLayouts
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.estimate.cost_model import transformer_facts
 from nbkit.rank.train.estimate.model_trace import ModelTrace
@@ -45,10 +46,10 @@ class MeasuredModel:
     """A model as it was measured here, with the attributes that a Builder has for a job."""
 
     skeleton: nn.Module
-    options: Options
+    facts: ModelFacts
+    options: JobOptions
     config: TrainConfig
     template: OptimizerSpec
-    shard_layouts: ShardLayouts
     device: torch.device
     link: None = None
 
@@ -95,18 +96,17 @@ def describe(
         autocast=PRECISIONS.get(precision or ""),
     )
     with torch.no_grad():
-        runs.loss(runs.whole())  # what is wrong with the model is said here
-    options = Options(experts=experts_in(module), draws=look.draws)
-    for wanted in ([f"tp={size}" for size in degrees] + ["gathers", "chain"], ["positionwise"]):
-        if wanted != ["positionwise"] or (options.hidden is not None and options.hidden[0] >= 2 * LEAST_POSITIONS):
-            say(f"proves how it can be split: {', '.join(wanted)}")
-            options = replace(options, **find_facts(module, runs, options, wanted))
-    options = replace(options, looked=None)  # no job looks later for what is lacking, such as seconds of the blocks
-    made = OptimizerSpec(optimizer or (lambda m: torch.optim.AdamW(m.parameters())), module=module)
+        loss_of(runs.whole(), example)  # what is wrong with the model is said here
     skeleton = skeleton_of(module)
+    facts = ModelFacts(ModelShapes(skeleton), experts=experts_in(module), draws=look.draws)
+    for wanted in ([f"tp={size}" for size in degrees] + ["gathers", "chain"], ["positionwise"]):
+        if wanted != ["positionwise"] or (facts.hidden is not None and facts.hidden[0] >= 2 * LEAST_POSITIONS):
+            say(f"proves how it can be split: {', '.join(wanted)}")
+            facts = facts.updated(find_facts(module, runs, facts, wanted))
+    facts = replace(facts, looked=None)  # no job looks later for what is lacking, such as seconds of the blocks
+    made = OptimizerSpec(optimizer or (lambda m: torch.optim.AdamW(m.parameters())), module=module)
     config = TrainConfig(loss, inputs=inputs, precision=precision, example=example)
-    layouts = ShardLayouts(skeleton, options)
-    return ModelPieces(MeasuredModel(skeleton, options, config, made, layouts, torch.device("cpu")), say)
+    return ModelPieces(MeasuredModel(skeleton, facts, JobOptions(), config, made, torch.device("cpu")), say)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class ModelPieces:
         kinds = of.template.kinds(of.skeleton)
         trained = {name for name, p in of.skeleton.named_parameters() if p.requires_grad}
         self._kinds = kinds
-        self._peaks = PeakBytes(of, StateBytes(of.shard_layouts, kinds, trained), recompute=plain is not None)
+        self._peaks = PeakBytes(of, StateBytes(of.facts, kinds, trained), recompute=plain is not None)
 
     @property
     def name(self) -> str:
@@ -200,15 +200,15 @@ class ModelPieces:
             axes = f"tp={strategy.tp} cp={strategy.cp}"
             return "What it sends is known of a chain of transformer blocks, an attention and an MLP each.", axes
         try:
-            self._of.shard_layouts.check(strategy)
+            make_plan(strategy, self._of.facts, self._of.options)
         except StrategyError as error:
             return error.what, error.numbers or ""
         return None
 
     @cached_property
     def _facts(self) -> Facts:
-        found = transformer_facts(self._of.skeleton, self._of.options)
-        chain = self._of.options.chain
+        found = transformer_facts(self._of.facts, self._of.options)
+        chain = self._of.facts.chain
         return found if found.blocks is not None else Facts(blocks=len(chain) if chain is not None else None)
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:

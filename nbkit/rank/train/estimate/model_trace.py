@@ -29,10 +29,12 @@ from nbkit.planner.peak import ModelPiece, PeakLine, Updating, upper
 from nbkit.rank.data.batch import call, pair, pick, rows_of
 from nbkit.rank.loss.row_weights import weigh
 from nbkit.rank.parallel.device_mesh import Axes
+from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.parallel.module.copies import homes, parameter_like, replace_submodule
 from nbkit.rank.parallel.module.forward_wrapper import in_backward, marked
-from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.parallel.parallelize import ShardedSkeleton, cut
+from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.rank.parallel.process_groups import Connections
 from nbkit.rank.parallel.proof.observe import tensors_in, watched
 from nbkit.rank.parallel.tensor.sharded_tensor import ShardedTensor
@@ -191,8 +193,8 @@ class ModelTrace:
 
 
 def trace(
-    skeleton: nn.Module,
-    options: Options,
+    facts: ModelFacts,
+    options: JobOptions,
     config: TrainConfig,
     *,
     tp: int = 1,
@@ -200,23 +202,21 @@ def trace(
     rows: int = FEW,
     real: bool = False,
 ) -> ModelTrace:
-    """Measure the pieces of the model on a rank of these axes. See `blocks_of` for the pieces.
+    """Measure the pieces of the model on a rank of these axes. See `ModelFacts.block_names` for the pieces.
 
     config.example: a batch, with any number of rows. rows: of the smaller run; the larger has twice as many. real:
     compute on the CPU with random weights. Raises what the model raises; StrategyError for what cannot be split.
     """
     runs = []
     for count in (rows, 2 * rows):
-        plain = replaced(options, compile=False)
-        made = cut(
-            skeleton, Strategy(tp=tp, cp=cp), lone_connections(tp, cp), options=plain, device=torch.device("cpu")
-        )
+        plan = ParallelPlan(Strategy(tp=tp, cp=cp), facts, replaced(options, compile=False))
+        made = cut(plan, lone_connections(tp, cp), device=torch.device("cpu"))
         with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
             module = _filled(made, real=real)
             held = rows_of(config.example)
             batch = pick(config.example, [i % held for i in range(count)], rows=held)
             batch = tree_map_only(Tensor, lambda t: t.clone() if real else torch.empty_like(t), batch)
-            runs.append(_Run(module, options, config, batch, count))
+            runs.append(_Run(module, facts, options, config, batch, count))
     first, second = runs
     return ModelTrace(
         tuple(_piece(a, b, rows) for a, b in zip(first.segments, second.segments, strict=True)),
@@ -225,16 +225,6 @@ def trace(
         (second.work.touched - first.work.touched) / rows,
         tuple((b - a) / rows for a, b in zip(first.costs, second.costs, strict=True)),
     )
-
-
-def blocks_of(options: Options) -> tuple[str, ...]:
-    """Return the names of the modules that begin the pieces.
-
-    These are the blocks of the chain, else the units that zero 3 gathers one at a time, else the whole model.
-    """
-    if options.chain is not None:
-        return options.chain.blocks
-    return options.gathers.units if options.gathers is not None and options.gathers.units else ("",)
 
 
 class _Segment:
@@ -249,8 +239,10 @@ class _Segment:
 class _Run:
     """A forward and backward of `module`, which cannot be used again."""
 
-    def __init__(self, module: nn.Module, options: Options, config: TrainConfig, batch: Any, rows: int) -> None:
-        names = blocks_of(options)[1:]
+    def __init__(
+        self, module: nn.Module, facts: ModelFacts, options: JobOptions, config: TrainConfig, batch: Any, rows: int
+    ) -> None:
+        names = facts.block_names[1:]
         self.segments = [_Segment() for _ in range(1 + len(names))]
         self.work = ForwardWork()
         params = list(module.parameters())

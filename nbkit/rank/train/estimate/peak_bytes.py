@@ -21,10 +21,10 @@ from nbkit.planner.peak import ModelPiece, Peak, PeakLine, Updating, Weights, pe
 from nbkit.planner.stages import place
 from nbkit.rank.aside import NotAside
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.options import Options, casts_of
-from nbkit.rank.parallel.shard_layouts import ShardLayouts
+from nbkit.rank.parallel.model_facts import ModelFacts
+from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.train.config import TrainConfig
-from nbkit.rank.train.estimate.model_trace import ModelTrace, blocks_of, trace, updating
+from nbkit.rank.train.estimate.model_trace import ModelTrace, trace, updating
 from nbkit.rank.train.estimate.state_bytes import StateBytes
 from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.strategy import Strategy
@@ -39,13 +39,13 @@ class ModelDescription(Protocol):
     @property
     def skeleton(self) -> nn.Module: ...
     @property
-    def options(self) -> Options: ...
+    def facts(self) -> ModelFacts: ...
+    @property
+    def options(self) -> JobOptions: ...
     @property
     def config(self) -> TrainConfig: ...
     @property
     def template(self) -> OptimizerSpec: ...
-    @property
-    def shard_layouts(self) -> ShardLayouts: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -74,8 +74,8 @@ class PeakBytes:
         recompute: blocks; None: as the job does.
         """
         self.builder, self.census, self.real, self.recompute = builder, census, real, recompute
-        self.options = builder.options
-        alike = before is not None and blocks_of(before.options) == blocks_of(self.options)
+        self.facts, self.options = builder.facts, builder.options
+        alike = before is not None and before.facts.block_names == self.facts.block_names
         self._traced: dict[tuple[int, int], ModelTrace | None] = before._traced if before is not None and alike else {}
         self._updating: Updating | None = before._updating if before is not None else None
 
@@ -86,10 +86,10 @@ class PeakBytes:
         StrategyError for what cannot be split.
         """
         traced = self.traced(strategy.tp, strategy.cp)
-        if traced is None or (strategy.pp > 1 and self.options.chain is None):
+        if traced is None or (strategy.pp > 1 and self.facts.chain is None):
             return []
         pieces = traced.pieces
-        costs = self.options.costs or (1.0,) * len(pieces)
+        costs = self.facts.costs or (1.0,) * len(pieces)
         ranges = place(costs, strategy) if strategy.pp > 1 else [[(0, len(pieces))]]
         rows = max(stop - start for start, stop in strategy.rows(batch))
         size = microbatch_size or self.builder.config.microbatch_size
@@ -125,7 +125,7 @@ class PeakBytes:
             found = None
             for real in (True, False) if self.real and self._size <= _LARGEST_REAL else (False,):
                 try:
-                    found = trace(builder.skeleton, options, builder.config, tp=tp, cp=cp, real=real)
+                    found = trace(self.facts, options, builder.config, tp=tp, cp=cp, real=real)
                 except NbkitError:
                     raise
                 except Exception:  # whatever a model does that shapes alone cannot answer
@@ -174,27 +174,27 @@ class PeakBytes:
         return len(levels.within[0]) if levels is not None else 1
 
     def _buffers(self, strategy: Strategy, number: int) -> int:
-        stages = self.builder.shard_layouts.stages(strategy)
+        stages = self.facts.stages(strategy)
         here = dict(self.builder.skeleton.named_buffers())
-        return sum(b.nbytes for name, b in here.items() if not stages or name in stages[number][1])
+        return sum(b.nbytes for name, b in here.items() if not stages or name in stages[number].buffers)
 
     def weights(self, strategy: Strategy, own: Sequence[tuple[int, int]], partial: Collection[str]) -> list[Weights]:
         """Return the weights of every piece, as the rank that runs `own` holds them.
 
         A tied weight belongs to its last piece.
         """
-        skeleton, chain, layouts = self.builder.skeleton, self.options.chain, self.builder.shard_layouts
+        skeleton, chain = self.builder.skeleton, self.facts.chain
         params = dict(skeleton.named_parameters())
-        local = layouts.split(strategy.tp, 0)
+        local = self.facts.parts(strategy.tp, 0, self.options.tp_plan)
         sizes = {name: local[name].numel * p.element_size() for name, p in params.items()}
-        casts = casts_of(self.options, strategy)
+        casts = self.facts.casts(strategy)
         less: dict[str, int] = {}
         if casts is not None:
             less = {name: sizes[name] - local[name].numel * casts.dtype.itemsize for name in casts.names}
-        gathers = self.options.gathers
+        gathers = self.facts.gathers
         units = gathers.units if gathers is not None else chain.units if chain is not None else ()
         rooted = gathers.rooted if gathers is not None else ()
-        blocks = blocks_of(self.options)
+        blocks = self.facts.block_names
         count = len(blocks)
         here = [i for start, stop in own for i in range(start, stop)]
         if chain is not None:

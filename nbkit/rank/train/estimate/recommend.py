@@ -116,7 +116,7 @@ def _found(builder: Builder) -> Recommended:
     for strategy in every:
         try:
             model.fits(strategy)
-            builder.shard_layouts.check(strategy)
+            builder.plan(strategy)
             top = largest(peaks.of(strategy, batch))
         except NbkitError:
             continue

@@ -14,7 +14,7 @@ from functools import cached_property
 from nbkit.mesh import Mesh
 from nbkit.planner.exchange import overlap
 from nbkit.planner.traffic import Rest
-from nbkit.rank.parallel.shard_layouts import ShardLayouts
+from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
@@ -56,12 +56,15 @@ class StateBytes:
 
     def __init__(
         self,
-        shard_layouts: ShardLayouts,
+        facts: ModelFacts,
         kinds: Mapping[str, Mapping[str, int]],
         trained: set[str],
         blocks: Sequence[Mapping[str, int]] = (),
+        *,
+        tp_plan: Mapping[str, str] | None = None,
     ) -> None:
-        self.shard_layouts, self.kinds, self.trained, self.blocks = shard_layouts, kinds, trained, blocks
+        """tp_plan: see JobOptions."""
+        self.facts, self.kinds, self.trained, self.blocks, self.tp_plan = facts, kinds, trained, blocks, tp_plan
         self._same: dict[Layout, Layout] = {}
         self._classes: dict[tuple[int, ...], list[_Class]] = {}
         self._wholes: dict[int, list[dict[str, Layout]]] = {}
@@ -69,8 +72,8 @@ class StateBytes:
         self._shares: dict[tuple[object, ...], int] = {}
         self._cuts: dict[tuple[int, int, int], Layout] = {}
         self._lacks: dict[tuple[int, int], int] = {}
-        kept = shard_layouts.skeleton.state_dict().keys()
-        self._buffers = {name: b.nbytes for name, b in shard_layouts.skeleton.named_buffers() if name in kept}
+        buffers, kept = dict(facts.shapes.skeleton.named_buffers()), facts.shapes.buffers
+        self._buffers = {name: buffers[name].nbytes for name in kept}
         self._places: dict[tuple[Mesh, int], list[Place]] = {}
 
     @cached_property
@@ -175,12 +178,12 @@ class StateBytes:
 
     def _stage(self, strategy: Strategy, place: Place) -> frozenset[str] | None:
         """Return the names on its stage; None for all."""
-        stages = self.shard_layouts.stages(strategy)
-        return stages[place[0]][0] if stages else None
+        stages = self.facts.stages(strategy)
+        return stages[place[0]].parameters if stages else None
 
     def _runs(self, strategy: Strategy, place: Place, buffer: str) -> bool:
-        stages = self.shard_layouts.stages(strategy)
-        return not stages or buffer in stages[place[0]][1]
+        stages = self.facts.stages(strategy)
+        return not stages or buffer in stages[place[0]].buffers
 
     def _cut(self, name: str, strategy: Strategy, place: Place, stage: int) -> Layout:
         """Return what the rank at `place` holds, of what ZeRO shards from `stage` on.
@@ -192,7 +195,7 @@ class StateBytes:
             return whole
         key = (id(whole), strategy.shard, place[2])
         if key not in self._cuts:
-            layout = self.shard_layouts.shard(whole, strategy.shard, place[2])
+            layout = self.facts.shapes.shard(whole, strategy.shard, place[2])
             self._cuts[key] = self._same.setdefault(layout, layout)
         return self._cuts[key]
 
@@ -210,7 +213,7 @@ class StateBytes:
     def _whole(self, size: int) -> list[dict[str, Layout]]:
         """Return, by place along tp, what a rank holds before dp shards it. Equal layouts are one object."""
         if size not in self._wholes:
-            parts = [self.shard_layouts.split(size, index) for index in range(size)]
+            parts = [self.facts.parts(size, index, self.tp_plan) for index in range(size)]
             self._wholes[size] = [
                 {name: self._same.setdefault(layout, layout) for name, layout in part.items()} for part in parts
             ]

@@ -8,10 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from nbkit.errors import NbkitError
-from nbkit.planner.choose.search import levers_that_help, recommended
+from nbkit.planner.choose.search import keys_that_help, recommended
 from nbkit.planner.switch_cost import during
 from nbkit.planner.traffic import wire_bytes
-from nbkit.rank.parallel.model_facts import lacking
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
 from nbkit.rank.train.estimate import free_memory
 from nbkit.rank.train.estimate.cost_model import CostModel
@@ -98,7 +97,7 @@ def option(job: Job, text: str) -> dict[str, Any]:
 def moved_bytes(job: Job, new: Strategy) -> tuple[int, int]:
     """Return (bytes over all ranks, most that one rank receives) of a switch to `new`: weights and optimizer state.
 
-    Raises StrategyError for what cannot be split, and if the model was not examined for `new`; see Builder.learn.
+    Raises StrategyError for what cannot be split, and if the model was not examined for `new`; see FactFinder.sync.
     """
     seen = job.cost_model()
     flow = seen.census.flow(job.strategy, seen.placed(new, now=job.strategy))
@@ -111,7 +110,7 @@ def predicted_switch(job: Job, text: str) -> dict[str, Any]:
     The numbers are those of the table's row, without the table. Raises StrategyError for what cannot be split.
     """
     new = job.parsed(text)
-    job.builder.learn([new])
+    job.builder.finder.sync([new])
     seen = job.cost_model()
     new = seen.placed(new, now=job.strategy)
     flow = seen.census.flow(job.strategy, new)
@@ -128,7 +127,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
         "strategy": str(strategy),
         "label": strategy.label,
         "ok": False,
-        "untried": bool(lacking(job.builder.options, [strategy])),
+        "untried": bool(job.builder.facts.missing([strategy])),
         "why": "",
         "proof": _UNPROVEN,
         "moved_bytes": None,
@@ -148,7 +147,7 @@ def _option(job: Job, seen: CostModel, strategy: Strategy, holds: Sequence[int],
     }
     try:
         found["arithmetic"] = str(job.feed.fits(strategy) or "")
-        job.builder.shard_layouts.check(strategy)
+        job.builder.plan(strategy)
         strategy = seen.placed(strategy, now=job.strategy)
         flow = seen.census.flow(job.strategy, strategy)
     except NbkitError as error:
@@ -190,10 +189,10 @@ def look_at_all(job: Job) -> bool:
 
     Return True if it was found now. The model runs on a few rows, for seconds. Run it in a thread beside a training.
     """
-    builder, before = job.builder, job.builder.options
+    builder, before = job.builder, job.builder.facts
     if builder.rank == 0:
-        builder.look_for(Strategy.every(job.world_size, schedules=("1f1b",)), beside=True)
-    return builder.options is not before
+        builder.finder.find(Strategy.every(job.world_size, schedules=("1f1b",)), beside=True)
+    return builder.facts is not before
 
 
 def measure_peaks(job: Job) -> Iterator[None]:
@@ -223,7 +222,7 @@ def _levers(job: Job, seen: CostModel) -> dict[str, Any]:
     took = predicted_step(job, seen, plain)
     if took is None:
         return {}
-    each = levers_that_help(plain, took, lambda strategy: predicted_step(job, seen, strategy))
+    each = keys_that_help(plain, took, lambda strategy: predicted_step(job, seen, strategy))
     return {"strategy": str(plain), "step_s": took, "each": each} if each else {}
 
 

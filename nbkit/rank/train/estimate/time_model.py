@@ -31,12 +31,11 @@ def seconds_before_a_step(
 
     recompute: blocks; None: as the builder does.
     """
-    options, link = builder.options, builder.link
-    costs, example = options.costs, builder.config.example
+    link, costs, example = builder.link, builder.facts.costs, builder.config.example
     if not costs or example is None:
         return None
     # The costs are a forward and a backward of each block, without recomputation.
-    again = options.recompute if recompute is None else recompute
+    again = builder.options.recompute if recompute is None else recompute
     compute = sum(costs) / rows_of(example) * batch
     if link is None:
         return (1 + FORWARD * again) * compute
@@ -103,10 +102,10 @@ def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: 
         more = (1 + FORWARD * again) / (1 + FORWARD * before) - 1
         return sum(parts.values()) + more * parts["compute"] if parts else None
     then, here = seen.sends(strategy), job.cost_model().sends(now)
-    chain = job.builder.options.chain
+    chain = job.builder.facts.chain
     if not parts or then is None or here is None or (chain is None and max(strategy.pp, now.pp) > 1):
         return None
-    costs = job.builder.options.costs or (1.0,) * (len(chain) if chain is not None else 1)
+    costs = job.builder.facts.costs or (1.0,) * (len(chain) if chain is not None else 1)
     return predicted(MeasuredStep(now, parts), here, strategy, then, link, costs, recomputed=(before, again)).total
 
 

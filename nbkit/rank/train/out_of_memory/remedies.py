@@ -20,7 +20,7 @@ from nbkit.planner.peak import Peak
 from nbkit.rank.data.batch import BatchSplit
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.module.block_discovery import structural_blocks
-from nbkit.rank.parallel.options import need_rows
+from nbkit.rank.parallel.plan import make_plan
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.peak_bytes import PeakBytes, largest
 from nbkit.rank.train.estimate.time_model import predicted_step
@@ -188,10 +188,9 @@ class _Search:
 
     @property
     def _can_recompute(self) -> bool:
-        options, strategy = self.job.builder.options, self.now.strategy
-        chain = options.chain
+        strategy, chain = self.now.strategy, self.job.builder.facts.chain
         if (
-            options.compile
+            self.job.builder.options.compile
             or (chain is not None and chain.recomputes)
             or (strategy.schedule is not None and type_of(strategy.schedule).splits)
         ):
@@ -234,8 +233,7 @@ class _Search:
         options = job.builder.options
         cut = options.cut or setting.microbatch_size < self.batch // strategy.dp
         try:
-            need_rows(replace(options, cut=cut), strategy)
-            job.builder.shard_layouts.check(strategy)
+            make_plan(strategy, job.builder.facts, replace(options, cut=cut, recompute=setting.recompute))
             if strategy != job.strategy:
                 job.builder.template.check(strategy)
         except NbkitError:

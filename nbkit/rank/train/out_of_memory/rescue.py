@@ -91,9 +91,7 @@ def _cut(job: Job, setting: Setting) -> None:
 def _recompute(job: Job) -> None:
     _configure(job, recompute=True)
     job.builder.choose(recompute=True)
-    recompute(
-        job.sharded_model.module, blocks_held(job.sharded_model.module, job.builder.options, job.builder.skeleton)
-    )
+    recompute(job.sharded_model.module, blocks_held(job.sharded_model.module, job.builder.facts, job.builder.skeleton))
 
 
 COMMAND = "%train fit"
@@ -422,7 +420,7 @@ class OomGuard:
     def _found(self, batch: int) -> Remedies:
         """Return the remedies, the same on every rank. Collective: rank 0 computes them for the least room of any."""
         job = self._trainer.job
-        job.builder.learn(alternatives(job))
+        job.builder.finder.sync(alternatives(job))
         rooms = all_gather_objects(_room(job), world_size=job.world_size, device=job.device)
         told: list[Any] = [None]
         if job.rank == 0:

@@ -33,7 +33,7 @@ from torch import Tensor
 from nbkit.planner.exchange import held, uncovered, within
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.device import accelerator
-from nbkit.rank.parallel.shard_layouts import RankLayouts
+from nbkit.rank.parallel.plan import RankLayouts
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.torch_private import foreach_copy_
 from nbkit.rank.train.checkpoint import job_state

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbkit import schedules
+from nbkit import schedules, techniques
 from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.parallel.reshard.plain_attributes import Attributes, put, set_since
@@ -25,6 +25,7 @@ from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import Switched
 from nbkit.schedules import ScheduleType
 from nbkit.strategy import Strategy
+from nbkit.techniques import Key
 
 _HINT = "what a new process can import, or what a cell has defined; or on_failure='stop'"
 
@@ -34,7 +35,7 @@ class TrainingHandover:
     """A training as the survivors have it.
 
     It is the same on all of them, except for what a forward sets in the parts that it runs. attributes: of the model,
-    set since its strategy began. schedules: those that the user has registered.
+    set since its strategy began. schedules, keys: those that the user has registered.
     """
 
     blueprint: Blueprint
@@ -47,6 +48,7 @@ class TrainingHandover:
     saved: LastCheckpoint
     attributes: Attributes
     schedules: Sequence[ScheduleType]
+    keys: Sequence[Key]
 
     def job(self, like: Job | None = None) -> Job:
         """Return the job of the new process, without a sharded model.
@@ -55,6 +57,8 @@ class TrainingHandover:
         """
         for each in self.schedules:
             schedules.add(each)
+        for key in self.keys:
+            techniques.add(key)
         return Job.joining(self.blueprint, self.plan, seed=self.seed, switches=self.switches, like=like)
 
     def start(self, job: Job, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
@@ -113,10 +117,10 @@ def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> TrainingHandove
     job, loop, saved = trainer.job, trainer.loop, trainer.saves.last
     switches, at = tuple(job.switches), trainer.run_dir
     attributes = set_since(job.sharded_model.module, job.sharded_model.built)
-    attributes = {at: value for at, value in attributes.items() if at not in job.builder.options.caches}
+    attributes = {at: value for at, value in attributes.items() if at not in job.builder.facts.caches}
     return TrainingHandover(
         job.builder.blueprint, loop, job.plan, strategy, switches, at, job.seed, saved, attributes,
-        schedules.registered(),
+        schedules.registered(), techniques.registered(),
     )  # fmt: skip
 
 
@@ -134,7 +138,7 @@ def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:
             hint="an IterableDataset, or any object whose __iter__ begins anew",
         )
     blueprint = job.builder.blueprint
-    outside = job.builder.options.outside
+    outside = job.builder.facts.outside
     if outside is not None and (lost := outside.parted(job.model)[1]):
         raise TrainingError(
             f"The model or the loss keeps {', '.join(map(repr, lost[:3]))}, which a new process cannot be given.",
@@ -144,7 +148,7 @@ def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:
     try:
         return dumps(handed_by(trainer, strategy))
     except Exception:
-        named: dict[str, Any] = {"model": blueprint.skeleton, "optimizer": blueprint.template}
+        named: dict[str, Any] = {"model": job.builder.skeleton, "optimizer": blueprint.template}
         _name_unpicklable(named | vars(loop) | vars(blueprint.config))
         raise
 

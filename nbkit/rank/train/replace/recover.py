@@ -157,9 +157,11 @@ def _restoration(step: int, parts: Sequence[HeldPart | None], strategy: Strategy
         buffers = {key for key in layouts if key.startswith("buffer/")}
         old.append({key: layout for key, layout in layouts.items() if key not in buffers & given})
         given |= buffers
-    every = builder.plans.kinds(memory)
+    every = builder.exchanges.kinds(memory)
     plan = ExchangePlan.of(
-        old, builder.plans.layouts_by_rank(strategy, every), {key: k.itemsize for key, k in every.items()}
+        old,
+        builder.exchanges.layouts_by_rank(builder.plan(strategy), every),
+        {key: k.itemsize for key, k in every.items()},
     )
     return Restoration(step, parts, plan, memory, numbers)
 
@@ -269,7 +271,7 @@ def recover(trainer: Training | None, newcomers: Collection[int]) -> Training:
         assert trainer is not None
         trainer.reopen()
         left = [job.state]
-        job.adopt(left[0].under(sharded_model, inner, job.builder.options))
+        job.adopt(left[0].under(sharded_model, inner))
         free(left)
     if told[0] is not None:
         # No message since the last line: if another rank dies now, this one stands at a boundary.
@@ -388,7 +390,7 @@ def _built(
 
     def build() -> None:
         with hollow() as spaces:
-            sharded_model, inner = job.builder.build(strategy, connections, like=like)
+            sharded_model, inner = job.builder.build(job.builder.plan(strategy), connections, like=like)
             sharded_model.data.let_go()  # gradients have no memory until all have met
             if restoration is not None:
                 job_state.allocate(sharded_model, inner, restoration.kinds, restoration.numbers)

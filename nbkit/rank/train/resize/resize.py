@@ -83,8 +83,8 @@ def plan_of(every: Everyone, strategy: Strategy, builder: Builder, *, ranks: int
     Further ranks hold nothing then. once: buffers that a forward pass changed differ between ranks; use the first
     rank's, as when a rank is replaced.
     """
-    kinds = builder.plans.kinds(by_name(every.kinds))
-    new: list[dict[str, Layout]] = builder.plans.layouts_by_rank(strategy, kinds)
+    kinds = builder.exchanges.kinds(by_name(every.kinds))
+    new: list[dict[str, Layout]] = builder.exchanges.layouts_by_rank(builder.plan(strategy), kinds)
     new += [{} for _ in range(ranks - len(new))]
     old = _counted_once(every.layouts) if once else every.layouts
     return ExchangePlan.of(old, new, {key: kind.itemsize for key, kind in kinds.items()})
@@ -191,7 +191,7 @@ def rebuilt(
     every = everyone(held.state, held.numbers, place.world_size, device)
     connections = job.builder.connect(handed.strategy, alike=False)
     sharded_model, inner = job.builder.build(
-        handed.strategy, connections, like=None if left is None else left.optimizer.inner
+        job.builder.plan(handed.strategy), connections, like=None if left is None else left.optimizer.inner
     )
     job_state.allocate(sharded_model, inner, by_name(every.kinds), every.numbers)
     plan = plan_of(every, handed.strategy, job.builder, ranks=place.world_size, once=bool(newcomers))

@@ -40,7 +40,7 @@ from nbkit.rank.parallel.micro_batch import (
     whole_of,
 )
 from nbkit.rank.parallel.module.batch_norm import check_buffers, check_level, takes_all_ranks, watched
-from nbkit.rank.parallel.options import parts_rows
+from nbkit.rank.parallel.plan import parts_rows
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.rng.seeding import SHARED, seed_step
@@ -91,7 +91,7 @@ class TrainingStep:
         loss = reading_no_parameter(builder.config.loss, sharded_model.strategy, builder.module)
         self._forward = ForwardPass(sharded_model, loss, builder.config.inputs)
         fused = builder.config.fuses_dropout(self.device)
-        self._dropout = KeyedDropout(sharded_model.module, seed, builder.options.draws, fused=fused)
+        self._dropout = KeyedDropout(sharded_model.module, seed, builder.facts.draws, fused=fused)
         self._watched, self._drift_unknown = watched(sharded_model.module), True
         self._coupled = any(takes_all_ranks(module) for module in sharded_model.module.modules())
         # Parameters of which a rank has a part, and their versions when the last step was made.
@@ -133,12 +133,12 @@ class TrainingStep:
         sharded_model, micros, ledger, step = self.sharded_model, self._cut(shard), self.ledger, self.ledger.step
         request = step_boundary.inbox.acted + 1
         self.builder.look_at_first(sharded_model, shard, step)
-        options = self.builder.options
-        self._dropout.plan = options.draws
+        facts = self.builder.facts
+        self._dropout.plan = facts.draws
         # The context of a micro-batch's forward pass; called with the numbers of its rows.
         drawing: Callable[[Sequence[int]], AbstractContextManager[None]]
         drawing = _undrawn if self._dropout.idle() else partial(self._dropout.step, step)
-        counted = options.counted if parts_rows(options, sharded_model.strategy) else None
+        counted = facts.counted if parts_rows(sharded_model.strategy, self.builder.options) else None
         whole = whole_of(shard, counted, sharded_model, self.device)
         # The divisor of a mean, as far as it is known now. For rows it is complete.
         expected = shard.total * (counted.per_row if counted is not None else 1)
@@ -312,7 +312,7 @@ class TrainingStep:
 
         The module is in eval mode.
         """
-        micros, counted = self._cut(shard), self.builder.options.counted
+        micros, counted = self._cut(shard), self.builder.facts.counted
         whole = whole_of(shard, counted, self.sharded_model, self.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
 
@@ -335,7 +335,7 @@ class TrainingStep:
         return sums
 
     def _cut(self, shard: Shard) -> list[Micro]:
-        if collective := self.builder.options.collectives:
+        if collective := self.builder.facts.collectives:
             check_collectives(shard, self.sharded_model, self.microbatch_size, collective)
         return micro_batches(shard, self.sharded_model, self.microbatch_size, self.device)
 

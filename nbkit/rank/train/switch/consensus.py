@@ -1,8 +1,8 @@
 """Bring ranks to agree around a switch: they fail alike, and they carry out the same exchange.
 
-Before a switch all ranks gather what each rank's optimizer keeps of each parameter, in few bytes. Who holds which part
-follows from the strategies (see ShardLayouts), so that is not gathered. Only the rank that holds a parameter knows what
-its optimizer keeps of it. Most of it is alike for all parameters, so it is sent once for each run of them.
+Before a switch all ranks gather what each rank's optimizer keeps of each parameter, in few bytes, and the digest of the
+plan. Who holds which part follows from the plan, so that is not gathered. Only the rank that holds a parameter knows
+what its optimizer keeps of it. Most of it is alike for all parameters, so it is sent once for each run of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nbkit.errors import StrategyError, SwitchError
 from nbkit.rank.comm.agree import all_gather_objects, largest
+from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.rank.parallel.reshard.redistribute import Exchange, plan_collectively
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.train.builder import Builder
@@ -24,8 +25,8 @@ from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import JobState, by_name, bytes_per_element
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.estimate.free_memory import crowded, side_bytes
+from nbkit.rank.train.switch.exchange_cache import ExchangeCache, Kinds
 from nbkit.rank.train.switch.model_edits import changes_of
-from nbkit.rank.train.switch.plan_cache import Kinds, PlanCache
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
@@ -86,11 +87,16 @@ class Ballot:
 
 
 def planned(
-    plans: PlanCache, kinds: Kinds, old: Strategy, new: Strategy, before: JobState, target: JobState
+    exchanges: ExchangeCache,
+    kinds: Kinds,
+    old: ParallelPlan,
+    new: ParallelPlan,
+    before: JobState,
+    target: JobState,
 ) -> tuple[Exchange, list[int]]:
     """Return the exchange from `before` to `target` as this rank sees it, and what the ranks compare: see `agreed`."""
-    exchange = plans.exchange(old, new, kinds)
-    plan, rank = exchange.plan, plans.rank
+    exchange = exchanges.exchange(old, new, kinds)
+    plan, rank = exchange.plan, exchanges.rank
     fits = _fits(before, plan.old[rank], kinds) and _fits(target, plan.new[rank], kinds)
     return exchange, [int(not fits), exchange.stamp, -exchange.stamp]
 
@@ -172,12 +178,13 @@ def gather(
     failure: Exception | None = None
     try:
         new = cost_model().placed(new, now=sharded_model.strategy)
+        plan = builder.plan(new)
         kinds = bytes_per_element(sharded_model, optimizer, builder.skeleton)
         own = (
             changes_of(sharded_model, builder.skeleton),
             memory_of(sharded_model, optimizer, builder.names),
             crowded(side_bytes(builder, kinds, new, builder.rank), ranks.device),
-            ((new.slowest, new.places), builder.groups_made(new)),
+            (plan.digest, builder.groups_made(plan)),
         )
     except StrategyError:
         raise
@@ -186,7 +193,7 @@ def gather(
     everyone = ranks.gather(own, "looking at what there is", failure)
     changes, runs, lacking, groups = zip(*everyone, strict=True)
     builder.follow(changes)
-    if len({order for order, _ in groups}) > 1:  # a rank may know more of its optimizer than another
+    if len({digest for digest, _ in groups}) > 1:  # a rank may know more of its optimizer than another
         new = replace(asked, slowest="")
     return RankKnowledge(new, unpacked(runs, builder.names), any(lacking), len(set(groups)) == 1)
 

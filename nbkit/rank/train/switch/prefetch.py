@@ -1,6 +1,6 @@
 """Prepare a switch beside the training, from the moment it is asked for until all ranks have what it needs.
 
-A thread of this rank finds who holds what under the new strategy, plans the exchange and cuts the module. It sends
+A thread of this rank makes the plan of the new strategy, plans the exchange and cuts the module. It sends
 nothing, takes no memory for weights and draws no random numbers. If groups are missing, all ranks then make them in a
 second thread, begun after the same step. With NCCL the switch makes them, because there a group costs nothing until it
 is used.
@@ -23,6 +23,7 @@ from nbkit.errors import NbkitError
 from nbkit.rank.background_threads import giving_way
 from nbkit.rank.comm.background_creation import forming
 from nbkit.rank.device import accelerator
+from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import by_name
 from nbkit.rank.train.control import step_boundary
@@ -37,7 +38,7 @@ class SwitchPreparation(step_boundary.Preparation):
 
     def __init__(self, job: Training, text: str) -> None:
         self._job, self._text = job, text
-        self._new: Strategy | None = None  # set when it is known to fit
+        self._new: ParallelPlan | None = None  # set when it is known to fit
         self._unknown: Strategy | None = None  # set if the model was not examined for it on all ranks
         self._made = threading.Thread(target=self._run, args=(self._alone,), name="nbkit-ahead", daemon=True)
         self._groups: threading.Thread | None = None
@@ -63,19 +64,19 @@ class SwitchPreparation(step_boundary.Preparation):
         Before that, tell all ranks what rank 0 has found.
         """
         if self._unknown is not None:
-            self._job.builder.learn([self._unknown])
+            self._job.builder.finder.sync([self._unknown])
         self._groups = forming.beside(lambda: self._run(self._create_groups), seconds=GROUPS_SECONDS)
 
     def _alone(self) -> None:
         builder = self._job.builder
         new = self._job.parsed(self._text)
-        if builder.learned(new):
+        if builder.finder.is_synced(new):
             self._new = make_ready(self._job, self._text)
             return
         self._unknown = new
         if builder.rank == 0:
             _choose_device(self._job)
-            builder.look_for([new], beside=True)
+            builder.finder.find([new], beside=True)
 
     def _create_groups(self) -> None:
         if self._unknown is not None:
@@ -100,15 +101,15 @@ def begin(job: Training | None, text: str | None) -> step_boundary.Preparation:
     return step_boundary.Preparation() if job is None or text is None else SwitchPreparation(job, text)
 
 
-def make_ready(job: Training, text: str) -> Strategy:
-    """Make what a rank makes alone for a switch. Return the strategy it is for. Not collective.
+def make_ready(job: Training, text: str) -> ParallelPlan:
+    """Make what a rank makes alone for a switch. Return the plan it is for. Not collective.
 
     Raises StrategyError for a strategy that does not fit.
     """
     _choose_device(job)
     builder = job.builder
-    new = job.cost_model().placed(job.parsed(text), now=job.strategy)
-    builder.make_ready(job.strategy, new, builder.plans.kinds(_expected(job)))
+    new = builder.plan(job.cost_model().placed(job.parsed(text), now=job.strategy))
+    builder.make_ready(job.sharded_model.plan, new, builder.exchanges.kinds(_expected(job)))
     return new
 
 

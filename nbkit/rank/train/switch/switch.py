@@ -117,19 +117,19 @@ def prepare_in_place(
     """Return the new sharded model, hollow, and the exchange that fills it. Collective."""
     before = job_state.state(left.sharded_model, left.optimizer)
     with ranks.all_or_none("building the new sharded model"), hollow() as spaces:
-        sharded_model, inner = builder.build(new, connections, like=left.optimizer)
+        sharded_model, inner = builder.build(builder.plan(new), connections, like=left.optimizer)
         sharded_model.data.let_go()
         job_state.allocate(sharded_model, inner, memory.kinds, memory.numbers)
         target = TargetStorage(job_state.state(sharded_model, inner), spaces)
     to = dict(target.state)
     with ranks.all_or_none("planning the exchange", numbers=3) as said:
-        kinds = builder.plans.kinds(memory.kinds)
-        own, said.numbers = planned(builder.plans, kinds, left.sharded_model.strategy, new, before, to)
+        kinds = builder.exchanges.kinds(memory.kinds)
+        own, said.numbers = planned(builder.exchanges, kinds, left.sharded_model.plan, sharded_model.plan, before, to)
     plan = agreed(own, said.largest, before, to, rank=builder.rank).plan
     with ranks.all_or_none("planning the way"):
         exchange, old = InPlace(plan, builder.rank), SourceStorage(before, left.sharded_model.data.tensors())
         exchange.check(old, target)
-    there = left.under(sharded_model, inner, builder.options)
+    there = left.under(sharded_model, inner)
     return SwitchMove(
         left,
         there,
@@ -230,13 +230,15 @@ def prepare(
     exchange: Exchange | None = None
     try:
         with ranks.all_or_none("building the new sharded model", numbers=3) as said:
-            sharded_model, inner = builder.build(new, connections, like=left.optimizer)
+            sharded_model, inner = builder.build(builder.plan(new), connections, like=left.optimizer)
             said.doing = "making room for the new sharded model"
             job_state.allocate(sharded_model, inner, memory.kinds, memory.numbers)
             target = job_state.state(sharded_model, inner)
             said.doing = "planning the exchange"
-            kinds = builder.plans.kinds(memory.kinds)
-            exchange, said.numbers = planned(builder.plans, kinds, left.sharded_model.strategy, new, before, target)
+            kinds = builder.exchanges.kinds(memory.kinds)
+            exchange, said.numbers = planned(
+                builder.exchanges, kinds, left.sharded_model.plan, sharded_model.plan, before, target
+            )
             said.doing = "making room for the exchange"
             if not said.numbers[0]:
                 _make_room(exchange, before, target, ranks.device)
@@ -249,7 +251,7 @@ def prepare(
         if exchange is not None:
             exchange.give_back()  # plans are kept, with the memory that they hold
         raise
-    there = left.under(sharded_model, inner, builder.options)
+    there = left.under(sharded_model, inner)
     return Prepared(there, before, target, exchange)
 
 
@@ -320,7 +322,7 @@ class Switchable(Training):
             return Switched(self.step, old=str(old), new=str(new), identical=True)
         self._handle.check_alone(new)
         self.builder.check_moves(old, new)
-        self.builder.learn([new])
+        self.builder.finder.sync([new])
         began, ranks = time.perf_counter(), Ballot(old, self.world_size, self.device)
         try:
             gathered = gather(self.sharded_model, self.optimizer.inner, self.builder, self.cost_model, new, ranks)

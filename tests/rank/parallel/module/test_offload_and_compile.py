@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.compile import not_compiled
-from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.step import optimizer_state as offloading
 from nbkit.rank.train.trainer import Trainer
@@ -99,7 +99,7 @@ def compiled(world: Any, strategy: str) -> dict[str, Any]:
     torch._dynamo.reset()
     job.switch("tp")
     job.fit(1)
-    split = not_compiled(Options(compile=True), Strategy.parse("pp schedule=zb", 2))
+    split = not_compiled(JobOptions(compile=True), Strategy.parse("pp schedule=zb", 2))
     _, under_tp = said(strategy="tp", compile=True)
     _, dropping = said(model=lambda: gpt(2, dropout=0.1).double(), compile=True)
     return {"losses": losses, "graphs": graphs, "breaks": breaks, "split": split, "tp": under_tp, "dropping": dropping}
@@ -125,7 +125,7 @@ def test_blocks_are_compiled_where_that_is_sound_and_where_not_it_is_said(strate
     ],
 )
 def test_the_reason_is_that_of_the_strategy(strategy: str, ranks: int, why: str) -> None:
-    said = not_compiled(Options(compile=True), Strategy.parse(strategy, ranks))
+    said = not_compiled(JobOptions(compile=True), Strategy.parse(strategy, ranks))
 
     assert (why in said and "under " in said) if why else said == ""
-    assert "recompute=True" in not_compiled(Options(compile=True, recompute=True), Strategy.parse(strategy, ranks))
+    assert "recompute=True" in not_compiled(JobOptions(compile=True, recompute=True), Strategy.parse(strategy, ranks))

@@ -11,7 +11,9 @@ from torch import nn
 
 from nbkit.rank.comm.thread_group import ThreadGroup
 from nbkit.rank.data.batch import call
-from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
+from nbkit.rank.parallel.module.copies import skeleton_of
+from nbkit.rank.parallel.plan import make_plan
 from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.whole_step import Batch, steps_of_ranks
@@ -56,8 +58,8 @@ def sent(name: str, blocks: int, seen: pytest.MonkeyPatch) -> Counter[str]:
         return collective(self, operation, *rest)
 
     seen.setattr(ThreadGroup, "_collective", counted)
-    options = Options(proof=prove(model, lambda: call(model, batch[0]), [2]))
-    steps_of_ranks(model, Strategy(tp=2), Batch(batch, 2, specimen.loss, None, sgd), options, None)
+    facts = ModelFacts(ModelShapes(skeleton_of(model)), proof=prove(model, lambda: call(model, batch[0]), [2]))
+    steps_of_ranks(model, make_plan(Strategy(tp=2), facts), Batch(batch, 2, specimen.loss, None, sgd), None)
     seen.setattr(ThreadGroup, "_collective", collective)
     return issued
 

@@ -67,7 +67,7 @@ def trained(world: Any, names: Sequence[str]) -> dict[str, tuple[float, float, i
             for here, there in layout.pieces if whole is not None else ():
                 off = max(off, float((tensor[here.slices] - whole.detach()[there.slices]).abs().max()))  # type: ignore
         apart = max(abs(a - record["loss"]) for a, record in zip(losses, job.history, strict=True))
-        pairs = job.builder.options.plan(job.builder.skeleton, 2).pairs
+        pairs = job.builder.facts.tensor_plan(2, None).pairs
         found[name] = (off, apart, len(pairs), tuple(job.sharded_model.notes))
     return found
 
@@ -228,7 +228,7 @@ def told(world: Any) -> tuple[list[str], list[str], int]:
             warnings.simplefilter("always")
             trainer = Trainer(model=lambda: built("gelu"), data=Rows(), **asked, **more)
         found.append([str(warning.message) for warning in caught])
-    return found[0], found[1], len(trainer.job.builder.options.plan(trainer.job.builder.skeleton, 2).pairs)
+    return found[0], found[1], len(trainer.job.builder.facts.tensor_plan(2, None).pairs)
 
 
 def test_a_job_warns_of_what_stays_whole_and_an_example_can_be_given() -> None:

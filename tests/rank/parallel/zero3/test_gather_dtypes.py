@@ -124,16 +124,14 @@ def both_ways(world: Any, cases: list[Case]) -> dict[Case, tuple[dict[str, Any],
         log_dir=None,
     )
     weights = [p.detach().clone() for p in job.model.parameters()]
-    job.builder.learn([job.parsed(strategy) for strategy, _ in cases])
-    plan = job.builder.options.gathers
-    job.builder.learn([job.parsed(strategy) for strategy, _ in cases])
-    plan = job.builder.options.gathers
+    job.builder.finder.sync([job.parsed(strategy) for strategy, _ in cases])
+    plan = job.builder.facts.gathers
     assert plan is not None and plan.casts is not None and plan.casts.names == MAPS
     found = {}
     for case in cases:
-        job.builder.choose(gathers=plan)
+        job.builder.finder.set_facts(gathers=plan)
         cast = trained(job, case, weights)
-        job.builder.choose(gathers=replace(plan, casts=None))
+        job.builder.finder.set_facts(gathers=replace(plan, casts=None))
         found[case] = cast, trained(job, case, weights)
     return found
 

@@ -115,7 +115,7 @@ def unknown(world: Any) -> dict[str, bool]:
     job = trainer(model=TwoMaps, loss=F.mse_loss, data=data)
     job.fit(1)
     strategies = {text: Strategy.parse(text, 2) for text in ("ddp", "zero3", "tp", "pp", "cp=2")}
-    job.job.builder.learn(list(strategies.values()))
+    job.job.builder.finder.sync(list(strategies.values()))
     seen = job.job.cost_model()
     return {text: bool(seen.terms(strategy)) for text, strategy in strategies.items()}
 

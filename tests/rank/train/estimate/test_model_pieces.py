@@ -22,7 +22,8 @@ from nbkit.planner.choose.load import Hardware, Known
 from nbkit.planner.choose.search import search
 from nbkit.planner.peak import GPTPieces
 from nbkit.rank.models.gpt import GPT, GPTConfig
-from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.model_facts import ModelFacts
+from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.train.estimate import model_pieces
 from nbkit.rank.train.estimate import model_trace as trace_model
 from nbkit.rank.train.estimate.model_trace import ModelTrace
@@ -61,9 +62,9 @@ def test_a_model_is_measured_once_for_each_way_to_cut_it_and_recomputed_only_whe
     measured: list[tuple[int, bool]] = []
     trace = trace_model.trace
 
-    def counted(skeleton: nn.Module, options: Options, *args: Any, tp: int, **kwargs: Any) -> ModelTrace:
+    def counted(facts: ModelFacts, options: JobOptions, *args: Any, tp: int, **kwargs: Any) -> ModelTrace:
         measured.append((tp, options.recompute))
-        return trace(skeleton, options, *args, tp=tp, **kwargs)
+        return trace(facts, options, *args, tp=tp, **kwargs)
 
     monkeypatch.setattr("nbkit.rank.train.estimate.peak_bytes.trace", counted)
     config = replace(CONFIG, layers=2, width=64)

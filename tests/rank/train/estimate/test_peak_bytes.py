@@ -17,8 +17,9 @@ from nbkit.planner.peak import GPTPieces, most
 from nbkit.rank.comm import link_probe
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.context.context_parallel import Positionwise
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
-from nbkit.rank.parallel.options import Options
+from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.estimate.model_trace import LiveBytes, trace, updating
@@ -80,8 +81,8 @@ def test_the_formula_of_a_gpt_says_what_is_measured_of_it(tp: int, cp: int) -> N
     config = GPTConfig(vocab=256, block=64, layers=3, heads=4, width=128)
     model, ids = GPT(config), torch.zeros(2, 64, dtype=torch.long)
     chain = find_chain(model, lambda: model(ids))
-    options = Options(chain=chain, positionwise=Positionwise(balanced=True))
-    made = trace(skeleton_of(model), options, TrainConfig(loss, example=(ids, ids)), tp=tp, cp=cp)
+    facts = ModelFacts(ModelShapes(skeleton_of(model)), chain, positionwise=Positionwise(balanced=True))
+    made = trace(facts, JobOptions(), TrainConfig(loss, example=(ids, ids)), tp=tp, cp=cp)
     assert made.flops == GPTPieces(config).flops(tp, cp)
     for number, (said, measured) in enumerate(zip(GPTPieces(config).pieces(tp, cp), made.pieces, strict=True)):
         for rows in (4, 64):

@@ -8,10 +8,10 @@ from torch import nn
 
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.copies import skeleton_of
-from nbkit.rank.parallel.options import Options
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
-from nbkit.rank.parallel.shard_layouts import RankLayouts, ShardLayouts
+from nbkit.rank.parallel.plan import RankLayouts, make_plan
 from nbkit.rank.train.estimate.state_bytes import StateBytes
 from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
@@ -31,11 +31,11 @@ KINDS = {"weight": 4, "exp_avg": 4, "exp_avg_sq": 8}
 
 
 @pytest.fixture(scope="module")
-def shard_layouts() -> ShardLayouts:
+def facts() -> ModelFacts:
     model: nn.Module = Counting()
     ids = torch.randint(37, (2, 8))
     chain = find_chain(model, lambda: model(ids))
-    return ShardLayouts(skeleton_of(model), Options(chain, "", (1.0,) * len(chain)))
+    return ModelFacts(ModelShapes(skeleton_of(model)), chain, costs=(1.0,) * len(chain))
 
 
 def holdings(rank_layouts: RankLayouts) -> list[dict[str, Layout]]:
@@ -48,15 +48,15 @@ def holdings(rank_layouts: RankLayouts) -> list[dict[str, Layout]]:
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
-def test_every_pair_of_strategies_moves_what_its_plan_moves(shard_layouts: ShardLayouts, ranks: int) -> None:
-    names = [name for name, _ in shard_layouts.skeleton.named_parameters()]
-    census = StateBytes(shard_layouts, dict.fromkeys(names, KINDS), set(names))
+def test_every_pair_of_strategies_moves_what_its_plan_moves(facts: ModelFacts, ranks: int) -> None:
+    names = [name for name, _ in facts.shapes.skeleton.named_parameters()]
+    census = StateBytes(facts, dict.fromkeys(names, KINDS), set(names))
     every = [one for one in Strategy.every(ranks, schedules=("1f1b", "zbv")) if one.tp in (1, 2, 4)]
     assert len(every) > 20
     checked = 0
     for old in every[::3]:
         for new in every[1::4]:
-            before, after = holdings(shard_layouts.of(old)), holdings(shard_layouts.of(new))
+            before, after = holdings(make_plan(old, facts).layouts), holdings(make_plan(new, facts).layouts)
             sizes = {key: KINDS.get(key.partition("/")[0], 4) for one in (*before, *after) for key in one}
             plan, flow = ExchangePlan.of(before, after, sizes), census.flow(old, new)
             assert flow.received == plan.bytes, (old, new)
@@ -66,18 +66,18 @@ def test_every_pair_of_strategies_moves_what_its_plan_moves(shard_layouts: Shard
     assert checked > 20
 
 
-def test_ranks_that_hold_alike_share_a_row(shard_layouts: ShardLayouts) -> None:
-    names = [name for name, _ in shard_layouts.skeleton.named_parameters()]
+def test_ranks_that_hold_alike_share_a_row(facts: ModelFacts) -> None:
+    names = [name for name, _ in facts.shapes.skeleton.named_parameters()]
     blocks = [
-        {name: p.numel() for name, p in shard_layouts.skeleton.named_parameters() if name.startswith(f"blocks.{i}.")}
+        {name: p.numel() for name, p in facts.shapes.skeleton.named_parameters() if name.startswith(f"blocks.{i}.")}
         for i in range(6)
     ]
-    census = StateBytes(shard_layouts, dict.fromkeys(names, KINDS), set(names), blocks)
+    census = StateBytes(facts, dict.fromkeys(names, KINDS), set(names), blocks)
 
     rows, of_ranks = census.fractions(Strategy.parse("pp=2 dp=2", 4))
     assert rows == [[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]] and of_ranks == [0, 0, 1, 1]
     rows, of_ranks = census.fractions(Strategy.parse("zero3", 2))
-    rank_layouts = shard_layouts.of(Strategy.parse("zero3", 2))
+    rank_layouts = make_plan(Strategy.parse("zero3", 2), facts).layouts
     for rank, held in enumerate(rank_layouts.held):
         expected = [sum(held[name].numel for name in block) / sum(block.values()) for block in blocks]
         assert rows[of_ranks[rank]] == pytest.approx(expected, abs=1e-4)

@@ -44,9 +44,9 @@ def trainer_of(strategy: str, optimizer: Any = torch.optim.SGD) -> Trainer:
 
 def tables(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
     job = trainer_of("ddp").job
-    job.builder.learn([Strategy(pp=2)])
+    job.builder.finder.sync([Strategy(pp=2)])
     # Seconds that no machine's load can change.
-    job.builder._know(costs=(0.1,) * 4)
+    job.builder.finder.set_facts(costs=(0.1,) * 4)
     found = []
     for speed in speeds:
         link = job.builder.link
@@ -55,7 +55,7 @@ def tables(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
         job.forget_estimates()
         plain = seconds_before_a_step(job.cost_model(), job.builder, Strategy(dp=2), 8)
         found.append({"plain": plain, **table(job)["levers"]})
-    job.builder._know(recompute=True)
+    job.builder.choose(recompute=True)
     job.forget_estimates()
     found.append({"plain": seconds_before_a_step(job.cost_model(), job.builder, Strategy(dp=2), 8)})
     for step in (1, 2, 3):
@@ -117,7 +117,7 @@ def trained(world: Any, beside: bool) -> tuple[list[float], dict[str, int | None
     trainer = trainer_of("cp=2")
     job = trainer.job
     every = Strategy.every(2, schedules=("1f1b",))
-    job.builder.learn(every)
+    job.builder.finder.sync(every)
     thread = threading.Thread(target=lambda: list(measure_peaks(job)))
     if beside and job.rank == 0:
         thread.start()

@@ -48,8 +48,8 @@ def told(found: Remedies) -> list[tuple[str, float | None, int | None]]:
 def offered(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
     """By the speed of the link; with seconds that no machine's load can change."""
     job = job_of("ddp")
-    job.builder.learn([Strategy(pp=2), *alternatives(job)])
-    job.builder._know(costs=(0.1,) * 4)
+    job.builder.finder.sync([Strategy(pp=2), *alternatives(job)])
+    job.builder.finder.set_facts(costs=(0.1,) * 4)
     found = []
     for speed in speeds:
         ways = dict.fromkeys(OPERATIONS, OperationSpeed(1e-3, speed))
@@ -68,8 +68,8 @@ def offered(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
 def alone(world: Any) -> tuple[float | None, list[tuple[str, float | None, int | None]]]:
     """In one process, where there is no link."""
     job = job_of("ddp")
-    job.builder.learn([Strategy(pp=2)])
-    job.builder._know(costs=(0.1,) * 4)
+    job.builder.finder.sync([Strategy(pp=2)])
+    job.builder.finder.set_facts(costs=(0.1,) * 4)
     job.builder.may_cut()
     found = remedies(job, ROWS, None, ())
     return found.seconds, told(found)

@@ -73,11 +73,11 @@ def through_all(world: Any) -> dict[str, Any]:
     said = []
     for text in THROUGH:
         new = Strategy.parse(text, 4)
-        job.job.builder.learn([new])
+        job.job.builder.finder.sync([new])
         predicted, _ = strategy_table.moved_bytes(job.job, new)
         done = job.switch(text)
         # Of the order of ranks that moves fewer bytes, which depends on where stages are cut, by what blocks have cost.
-        rank_layouts = job.job.builder.shard_layouts.of(job.strategy)
+        rank_layouts = job.job.builder.plan(job.strategy).layouts
         held = {name: layout.local for name, layout in job.job.sharded_model.data.layouts.items()}
         said.append(
             {
@@ -149,14 +149,14 @@ def _break(patch: pytest.MonkeyPatch, stage: str) -> None:
     from nbkit.rank.parallel.data_parallel.base import DataAxis
     from nbkit.rank.train import builder
     from nbkit.rank.train.checkpoint import job_state
-    from nbkit.rank.train.switch.plan_cache import PlanCache
+    from nbkit.rank.train.switch.exchange_cache import ExchangeCache
 
     if stage == "parallelize":
         patch.setattr(builder, "parallelize", broken)
     elif stage == "allocate":
         patch.setattr(job_state, "allocate", broken)
     elif stage == "exchange":
-        patch.setattr(PlanCache, "exchange", broken)
+        patch.setattr(ExchangeCache, "exchange", broken)
     else:
         patch.setattr(DataAxis, "refresh", broken)
 

@@ -20,7 +20,7 @@ from nbkit.rank.comm.agree import USUAL_BYTES, all_gather_objects
 from nbkit.rank.parallel import parallelize
 from nbkit.rank.train.switch import consensus as joining
 from nbkit.rank.train.switch import prefetch
-from nbkit.rank.train.switch.plan_cache import PlanCache
+from nbkit.rank.train.switch.exchange_cache import ExchangeCache
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
@@ -192,16 +192,16 @@ def out_of_date(world: Any) -> dict[str, Any]:
     found["first"] = trainer.switch("zero3").identical
     found["trains"] = dict(trainer.model.named_parameters())[name].requires_grad
     # A rank that holds something else than its strategy says.
-    holdings, said = PlanCache.layouts_by_rank, []
+    holdings, said = ExchangeCache.layouts_by_rank, []
 
-    def without_one(self: PlanCache, *args: Any) -> Any:
+    def without_one(self: ExchangeCache, *args: Any) -> Any:
         whole = holdings(self, *args)
         for rank in whole if world.place.rank == 1 else ():
             rank.pop(f"weight/{name}")
         return whole
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlanCache, "layouts_by_rank", without_one)
+        patch.setattr(ExchangeCache, "layouts_by_rank", without_one)
         patch.setattr(joining, "plan_collectively", _noted(said, joining.plan_collectively))
         found["told"] = trainer.switch("zero1").identical
     found["said"] = len(said)

@@ -118,7 +118,7 @@ def built_hollow(world: Any) -> dict[str, tuple[int, int]]:
             gc.collect()
             before = alive()
             with how:
-                built = job.job.builder.build(strategy, connections, like=inner)
+                built = now.builder.build(now.builder.plan(strategy), connections, like=inner)
                 job_state.allocate(*built, memory.kinds, memory.numbers)
             sizes.append(alive() - before)
             del built

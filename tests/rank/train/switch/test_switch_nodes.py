@@ -41,10 +41,10 @@ def over_nodes(world: Any) -> dict[str, Any]:
     job.fit(EACH)
     said = []
     for text in THROUGH[1:]:
-        old = job.job.strategy
+        old = job.job.sharded_model.plan
         done = job.switch(text)
-        plans = job.job.builder.plans
-        pairs = next(e for (a, b), (_, e) in plans._kept.items() if (a, b) == (old, job.job.strategy)).plan.pairs
+        _, exchange = job.job.builder.exchanges._kept[old, job.job.sharded_model.plan]
+        pairs = exchange.plan.pairs
         between = sum(size for (src, dst), size in pairs.items() if src // 2 != dst // 2)
         said.append((str(job.job.strategy), job.job.strategy.mesh.groups("dp"), done.identical, between))
         job.fit(EACH)

@@ -38,7 +38,7 @@ def through_tp(world: Any, through: list[str]) -> dict[str, Any]:
     said = []
     for text in through:
         new = Strategy.parse(text, 4)
-        job.job.builder.learn([new])
+        job.job.builder.finder.sync([new])
         predicted, _ = strategy_table.moved_bytes(job.job, new)
         done = job.switch(text)
         options = strategy_table.table(job.job)["options"] if world.place.rank == 0 else []

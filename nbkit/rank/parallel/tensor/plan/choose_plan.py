@@ -8,11 +8,13 @@ gathers, which is always correct, and gives the reason.
 Without a run that proves a split, only known classes are split: those whose source is known to do what the names of
 their parts say. Only the exact classes count, since a subclass may do anything. Classes of transformers are listed by
 file. Each of these files was run in parts and compared with the whole (proof/).
+
+Tied weights: a weight that several modules hold is cut in the same way in all of them, or stays whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.nn import functional as F
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.block_discovery import mixtures, within
+from nbkit.rank.parallel.module.copies import homes
 from nbkit.rank.parallel.tensor.attention import why_not_packed
 from nbkit.rank.parallel.tensor.plan.flow_plan import MapFlow, flow_heads, flow_pairs
 from nbkit.rank.parallel.tensor.plan.linear_types import core, is_linear, is_lora, is_packed_attention, sizes
@@ -31,6 +34,8 @@ from nbkit.rank.parallel.tensor.plan.plan import (
     TensorPlan,
     by_itself,
     counts_heads,
+    cuts_of_pair,
+    cuts_of_single,
     heads_of,
     matches,
     named_counts,
@@ -39,7 +44,60 @@ from nbkit.rank.parallel.tensor.plan.plan import (
 )
 from nbkit.rank.parallel.tensor.proof.verdict import Proof, SplitVerdict
 from nbkit.rank.parallel.tensor.sequence_parallel import chains
-from nbkit.rank.parallel.tensor.ties import agreed, without
+
+Place = tuple[int, str]
+"""(id of a module, attribute)."""
+
+
+def agreed(
+    model: nn.Module, plan: TensorPlan, said: Collection[str] = (), *, trusted: Callable[[nn.Module], bool]
+) -> TensorPlan:
+    """Return `plan` without the splits that would cut a tied weight differently in its places.
+
+    said: modules whose roles the user gave; conflicts with those are kept, and refused later. trusted: returns True for
+    a module that is not a map and does not compute with the weight it holds, like HF's heads with the bias of a map.
+    """
+    tied = {name: places for name, places in homes(model).items() if len(places) > 1}
+    while tied:
+        cuts: dict[Place, tuple[Hashable, str]] = {}
+        for pair in plan.pairs:
+            for part, attribute, *how in cuts_of_pair(model, pair):
+                cuts[id(part), attribute] = tuple(how), pair.rows[0]
+        for path, role in plan.singles.items():
+            for part, attribute, *how in cuts_of_single(model.get_submodule(path), role):
+                cuts[id(part), attribute] = tuple(how), path
+        out: dict[str, str] = {}
+        for name, places in tied.items():
+            wanted = [
+                cuts.get((id(part), attribute))
+                for part, attribute in places
+                if (id(part), attribute) in cuts or _computes(part) or not trusted(part)
+            ]
+            if len({None if each is None else each[0] for each in wanted}) > 1:
+                keys = {each[1] for each in wanted if each is not None}
+                why = f"{name} is tied in {len(places)} places, which do not all take the same part of it"
+                out |= {} if keys & set(said) else dict.fromkeys(keys, why)
+        if not out:
+            break
+        plan = without(plan, out)
+    return plan
+
+
+def _computes(part: nn.Module) -> bool:
+    return is_linear(part) or isinstance(part, nn.Linear | nn.Embedding | nn.MultiheadAttention)
+
+
+def without(plan: TensorPlan, out: dict[str, str]) -> TensorPlan:
+    """Return `plan` without the pairs (by row map) and single modules in `out`, whose values become the reasons."""
+    kept = tuple(pair for pair in plan.pairs if pair.rows[0] not in out)
+    reasons = dict(plan.reasons) | {path: why for path, why in out.items() if path in plan.singles}
+    for pair in plan.pairs:
+        if pair.rows[0] in out:
+            members = (pair.owner,) if pair.kind == "module" else (*pair.columns, *pair.rows)
+            reasons |= dict.fromkeys(members, out[pair.rows[0]])
+    singles = {path: role for path, role in plan.singles.items() if path not in out}
+    return replace(plan, pairs=kept, singles=singles, reasons=reasons)
+
 
 _TRIPLES = [
     tuple(form.format(letter) for letter in letters)

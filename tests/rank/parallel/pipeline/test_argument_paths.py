@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from nbkit.rank.parallel.module.argument_paths import look, put
+from nbkit.rank.parallel.pipeline.partial_forward import look, put
 
 Pair = namedtuple("Pair", "left right")
 

@@ -1,19 +1,16 @@
-"""Plan the exchange between two strategies, from what they have every rank hold. The last plans are kept.
-
-No rank asks another.
-"""
+"""Keep the last exchanges between two plans. They follow from the plans, so that no rank asks another."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from nbkit.planner.exchange import ExchangePlan
+from nbkit.rank.parallel.plan import ParallelPlan
 from nbkit.rank.parallel.reshard.redistribute import Exchange
-from nbkit.rank.parallel.shard_layouts import ShardLayouts
-from nbkit.strategy import Strategy
 from nbkit.tensor_layout import Layout
 
 Kinds = dict[str, torch.dtype]
@@ -22,16 +19,15 @@ Kinds = dict[str, torch.dtype]
 KEPT = 8
 
 
-class PlanCache:
-    """The plans of a job, as `rank` carries them out. From any thread. node_of: of each rank, its node; () for one."""
+class ExchangeCache:
+    """The exchanges of a job, as `rank` carries them out. It can be used from any thread. skeleton: of the model."""
 
-    def __init__(self, shard_layouts: ShardLayouts, rank: int, node_of: Sequence[int] = ()) -> None:
-        self.shard_layouts, self.rank, self.node_of = shard_layouts, rank, node_of
-        skeleton = shard_layouts.skeleton
+    def __init__(self, skeleton: nn.Module, rank: int) -> None:
+        self.rank = rank
         kept = skeleton.state_dict().keys()
         self._kinds: Kinds = {f"weight/{name}": p.dtype for name, p in skeleton.named_parameters()}
         self._kinds |= {f"buffer/{name}": each.dtype for name, each in skeleton.named_buffers() if name in kept}
-        self._kept: OrderedDict[tuple[Strategy, Strategy], tuple[Kinds, Exchange]] = OrderedDict()
+        self._kept: OrderedDict[tuple[ParallelPlan, ParallelPlan], tuple[Kinds, Exchange]] = OrderedDict()
 
     def kinds(self, memory: Mapping[str, Mapping[str, torch.dtype]]) -> Kinds:
         """Return the dtype of every tensor of the job.
@@ -40,18 +36,15 @@ class PlanCache:
         """
         return self._kinds | {f"{key}/{name}": dtype for name, kinds in memory.items() for key, dtype in kinds.items()}
 
-    def exchange(self, old: Strategy, new: Strategy, kinds: Kinds) -> Exchange:
-        """Return the exchange from `old` to `new`.
-
-        Raises StrategyError for what cannot be split, TrainingError as `ExchangePlan.of` does.
-        """
+    def exchange(self, old: ParallelPlan, new: ParallelPlan, kinds: Kinds) -> Exchange:
+        """Return the exchange from `old` to `new`. Raises TrainingError as `ExchangePlan.of` does."""
         known, exchange = self._kept.get((old, new), (None, None))
         if exchange is None or known != kinds:
             plan = ExchangePlan.of(
                 self.layouts_by_rank(old, kinds),
                 self.layouts_by_rank(new, kinds),
                 {key: dtype.itemsize for key, dtype in kinds.items()},
-                node_of=self.node_of,
+                node_of=new.node_of,
             )
             exchange = Exchange(plan, self.rank)
             self._kept[old, new] = kinds, exchange
@@ -59,16 +52,14 @@ class PlanCache:
                 self._kept.popitem(last=False)
         return exchange
 
-    def layouts_by_rank(self, strategy: Strategy, kinds: Kinds) -> list[dict[str, Layout]]:
+    def layouts_by_rank(self, plan: ParallelPlan, kinds: Kinds) -> list[dict[str, Layout]]:
         """Return, by rank, key -> layout."""
         states = [(key, kind, name) for key in kinds for kind, _, name in [key.partition("/")]]
         states = [each for each in states if each[1] not in ("weight", "buffer")]
-        rank_layouts = self.shard_layouts.of(strategy)
+        layouts = plan.layouts
         return [
             {f"weight/{name}": layout for name, layout in weights.items()}
             | {f"buffer/{name}": layout for name, layout in buffers.items()}
             | {key: held[name] for key, _, name in states if name in held}
-            for weights, held, buffers in zip(
-                rank_layouts.weights, rank_layouts.held, rank_layouts.buffers, strict=True
-            )
+            for weights, held, buffers in zip(layouts.weights, layouts.held, layouts.buffers, strict=True)
         ]

@@ -1,0 +1,390 @@
+"""The plan of a strategy for one model: which rank holds what, which ranks form groups, and what is done to the model.
+
+`make_plan` is a pure function of the strategy, the facts of the model, the user's options and the nodes of the ranks.
+It refuses, with the reason, what would not train as one process does. Nothing is built or sent.
+
+`parallelize.py` builds what a plan says, and the same functions decide here and there: so a sharded model that is built
+holds the layouts of its plan. The tests compare them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from nbkit.errors import StrategyError
+from nbkit.planner.stages import spelled
+from nbkit.rank.parallel.device_mesh import groups_along
+from nbkit.rank.parallel.model_facts import Layouts, ModelFacts
+from nbkit.rank.parallel.module.compile import not_compiled
+from nbkit.rank.parallel.options import JobOptions
+from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
+from nbkit.rank.parallel.value_digest import digest_of
+from nbkit.rank.parallel.zero3.gather_plan import GatherPlan
+from nbkit.rank.parallel.zero3.unit import Casts
+from nbkit.strategy import Strategy
+from nbkit.tensor_layout import Layout
+
+RankGroups = list[tuple[int, ...]]
+"""The groups along one axis: the ranks of each."""
+
+
+@dataclass(frozen=True)
+class RankLayouts:
+    """The layouts of every rank, each as name -> layout.
+
+    weights: of the weights between steps. held: of what the optimizer updates. buffers: of the buffers that a
+    checkpoint holds.
+    """
+
+    weights: tuple[Layouts, ...]
+    held: tuple[Layouts, ...]
+    buffers: tuple[Layouts, ...]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters that exactly the same stages hold. groups: the ranks that hold them, for each line of stages."""
+
+    groups: RankGroups
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelPlan:
+    """The plan of a strategy for one model. `make_plan` makes it.
+
+    Plans are equal if ranks that follow them hold and send the same, on this rank or on another: `digest` says so in a
+    few bytes. What follows from the four fields is computed when it is first asked for. Printed, it is a short table.
+
+    node_of: the node of each rank; () for one node.
+    """
+
+    strategy: Strategy
+    facts: ModelFacts
+    options: JobOptions
+    node_of: tuple[int, ...] = ()
+
+    @cached_property
+    def layouts(self) -> RankLayouts:
+        """Return what every rank holds. Ranks that hold the same have the same dict."""
+        strategy, shapes, stages = self.strategy, self.facts.shapes, self.facts.stages(self.strategy)
+        known: dict[tuple[int, int], Layouts] = {}
+        sharded: dict[tuple[int, int, int], Layouts] = {}
+        weights, held, buffers = [], [], []
+        for rank in range(strategy.mesh.size):
+            at = strategy.mesh.index(rank)
+            here, place = stages[at["pp"]] if stages else None, (at["pp"], at["tp"])
+            if place not in known:
+                whole = self.facts.parts(strategy.tp, at["tp"], self.options.tp_plan)
+                known[place] = whole if here is None else {n: whole[n] for n in whole if n in here.parameters}
+            mine = shards = known[place]
+            if strategy.zero:
+                part = at["dp"] % strategy.shard
+                if (*place, part) not in sharded:
+                    sharded[*place, part] = {n: shapes.shard(each, strategy.shard, part) for n, each in mine.items()}
+                shards = sharded[*place, part]
+            weights.append(shards if strategy.zero == 3 else mine)
+            held.append(shards)
+            buffers.append(shapes.buffers if here is None else here.buffers)
+        return RankLayouts(tuple(weights), tuple(held), tuple(buffers))
+
+    @cached_property
+    def groups(self) -> dict[str, RankGroups]:
+        """Return axis -> its groups, of all ranks. Collectives run in those of several ranks."""
+        strategy = self.strategy
+        return groups_along(strategy.mesh, strategy.shard, summed=strategy.summed_axis, node_of=self.node_of)
+
+    @cached_property
+    def ties(self) -> tuple[Tie, ...]:
+        """Return the parameters that several stages hold, whose gradients are summed over these stages."""
+        mesh = self.strategy.mesh
+        if mesh.pp == 1:
+            return ()
+        stages: dict[str, set[int]] = {}
+        for rank, held in enumerate(self.layouts.held):
+            for name in held:
+                stages.setdefault(name, set()).add(mesh.index(rank)["pp"])
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name in sorted(stages):
+            if len(stages[name]) > 1:
+                found.setdefault(tuple(sorted(stages[name])), []).append(name)
+        lines = mesh.groups("pp")
+        return tuple(
+            Tie([tuple(line[stage] for stage in where) for line in lines], tuple(names))
+            for where, names in sorted(found.items())
+        )
+
+    @cached_property
+    def copies(self) -> dict[str, int]:
+        """Return name -> the number of ranks that hold the same elements of what the optimizer updates."""
+        total: dict[str, int] = {}
+        whole: dict[str, Layout] = {}
+        for held in self.layouts.held:
+            for name, layout in held.items():
+                total[name] = total.get(name, 0) + layout.numel
+                whole[name] = layout
+        return {name: max(1, round(total[name] / max(Layout.whole(whole[name].shape).numel, 1))) for name in total}
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """Return (first piece, one past the last) of each stage; () without a pipeline."""
+        return tuple(self.facts.stage_ranges(self.strategy)) if self.strategy.pp > 1 and self.facts.chain else ()
+
+    @cached_property
+    def tensor(self) -> TensorPlan | None:
+        """Return how layers are split over the tensor axis; None without one."""
+        return self.facts.tensor_plan(self.strategy.tp, self.options.tp_plan) if self.strategy.tp > 1 else None
+
+    @property
+    def gathers(self) -> GatherPlan | None:
+        """Return what zero 3 gathers together; None without it, or if the model could not be run."""
+        return self.facts.gathers if self.strategy.zero == 3 else None
+
+    @property
+    def casts(self) -> Casts | None:
+        """Return what is gathered in the dtype of autocast."""
+        return self.facts.casts(self.strategy)
+
+    @cached_property
+    def steps(self) -> tuple[str, ...]:
+        """Return what is done to the model, in the order of `parallelize`, in words."""
+        return tuple(_steps(self))
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a digest of all that ranks hold, send and choose under this plan; see the class.
+
+        Which blocks are recomputed or compiled is left out: it concerns each rank alone, and rank 0 may know the blocks
+        before the others do.
+        """
+        strategy, facts = self.strategy, self.facts
+        parts: list[Any] = [str(strategy), strategy.slowest, self.node_of, facts.shapes.digest]
+        parts += [self.options.recompute, self.options.compile, self.options.cut, self.options.adaptive]
+        if strategy.pp > 1 or strategy.cp > 1 or strategy.zero == 3:
+            parts.append(facts.digest("chain"))
+        parts += [self.stages, self.tensor]
+        parts += [facts.digest("positionwise")] * (strategy.cp > 1) + [facts.digest("gathers")] * (strategy.zero == 3)
+        return digest_of(parts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ParallelPlan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __str__(self) -> str:
+        rows = [("strategy", str(self.strategy)), ("ranks", str(self.strategy.mesh.size))]
+        for axis, every in self.groups.items():
+            if several := [ranks for ranks in every if len(ranks) > 1]:
+                rows.append((f"groups of {axis}", " ".join("-".join(map(str, ranks)) for ranks in several)))
+        rows += [("" if number else "parameters", line) for number, line in enumerate(_kinds(self))]
+        rows += [("" if number else "steps", step) for number, step in enumerate(self.steps)]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name.ljust(width)}  {what}" for name, what in rows)
+
+
+def make_plan(
+    strategy: Strategy, facts: ModelFacts, options: JobOptions | None = None, node_of: Sequence[int] = ()
+) -> ParallelPlan:
+    """Return the plan of `strategy`. It is pure and takes little time.
+
+    Raises StrategyError, with the reason, if the model cannot be split like this or was not run to see it.
+    """
+    plan = ParallelPlan(strategy, facts, options or JobOptions(), tuple(node_of))
+    for refusal in refusals(strategy, facts, plan.options):
+        raise refusal
+    facts.stages(strategy)
+    facts.parts(strategy.tp, 0, plan.options.tp_plan)
+    return plan
+
+
+def refusals(
+    strategy: Strategy, facts: ModelFacts, options: JobOptions, *, guessed: bool = False
+) -> Iterator[StrategyError]:
+    """Yield the reasons why `strategy` would not train this model as one process does.
+
+    guessed: there is no batch to run, and the blocks of the model are guessed by its structure.
+    """
+    needs = [_need_facts, _need_copies, _need_whole_gradients, need_rows, _need_outside]
+    for need in [*needs, *([] if guessed else [need_chain]), _need_gathers, _need_positionwise]:
+        try:
+            need(strategy, facts, options)
+        except StrategyError as error:
+            yield error
+
+
+def keeps_whole(strategy: Strategy) -> bool:
+    """Return True if each rank holds the whole model, as the user built it. A job may then begin with that model
+    itself."""
+    return strategy.mesh.size == strategy.dp and strategy.zero == 0
+
+
+def parts_rows(strategy: Strategy, options: JobOptions) -> bool:
+    """Return True if the rows of a batch go through several forwards, on one rank or many."""
+    return strategy.dp > 1 or (strategy.microbatches or 1) > 1 or options.cut
+
+
+def _need_facts(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
+    """Raise StrategyError if the model was not yet run for `strategy`."""
+    facts.require(strategy)
+
+
+def need_chain(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
+    """Raise StrategyError if `strategy` needs the model's blocks and none were found, or if it cannot run them."""
+    if facts.chain is None and (strategy.pp > 1 or strategy.cp > 1):
+        raise StrategyError(
+            f"The model cannot be cut into blocks, which {strategy} needs.",
+            numbers=facts.no_chain or "no example batch was there to find them with",
+            hint="stages=['name of the module that begins stage 1', ...]; with prepare(): example=batch",
+        )
+    if strategy.pp > 1 and facts.chain is not None and facts.chain.unrepeated is not None:
+        block, how = facts.chain.unrepeated
+        raise StrategyError(
+            f"{block!r} is recomputed by the model in a way that no stage of {strategy} can repeat.",
+            numbers=how,
+            hint="checkpoint(block, x, use_reentrant=False) around each block; or recompute=True of the Trainer",
+        )
+
+
+def _need_copies(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
+    """Raise StrategyError if `strategy` must copy the model and no copy is right."""
+    if not keeps_whole(strategy):
+        need_copies(strategy, facts)
+
+
+def need_copies(strategy: Strategy, facts: ModelFacts) -> None:
+    """Raise StrategyError if a copy of the model, with which `strategy` computes, uses parts of the original."""
+    if facts.astray:
+        raise StrategyError(
+            f"{strategy} computes with a copy of the model, and no copy is right.",
+            numbers=facts.astray,
+            hint="self.part = part, in place of a global name or a class of its own; or model=lambda: MyModule(...)",
+        )
+
+
+def _need_whole_gradients(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> None:
+    """Raise StrategyError if hooks on gradients would get parts of them, or would not be called."""
+    if facts.hooked and (strategy.mesh.size > 1 or options.cut):
+        raise StrategyError(
+            f"The gradient of {facts.hooked!r} has a hook, which {strategy} would give a part of it, or never call.",
+            numbers="by Tensor.register_hook or register_post_accumulate_grad_hook; hooks of modules are called",
+            hint="without the hook; under 'ddp' and nbkit.prepare, change p.grad behind job.backward(batch)",
+        )
+
+
+def need_rows(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> None:
+    """Raise StrategyError if `strategy` separates rows that the model or its loss couples."""
+    if facts.experts and (why := _experts_unproven(strategy, facts)):
+        raise StrategyError(
+            f"{facts.experts!r} is a mixture of experts, which {strategy} is not known to train as one process does.",
+            numbers=why,
+            hint="strategy='ddp', or 'zero3', which splits its memory",
+        )
+    if (found := facts.coupled) is not None and not found.trains and parts_rows(strategy, options):
+        cut = f"{strategy} with microbatch_size=" if options.cut and strategy.mesh.size == 1 else str(strategy)
+        raise StrategyError(
+            f"{found.what}, and {cut} computes parts of a batch.", numbers=found.numbers, hint=found.hint
+        )
+
+
+def _experts_unproven(strategy: Strategy, facts: ModelFacts) -> str:
+    """Return why it is not known how a mixture of experts trains under `strategy`; "" if a run has shown it."""
+    if strategy.tp > 1 and facts.proof.of(strategy.tp) is None:
+        return f"tp {strategy.tp}: {facts.proof.why or 'the model was not run in parts'}"
+    if strategy.cp > 1 and facts.positionwise is None:
+        return f"cp {strategy.cp}: a router that compares positions would see a part of them"
+    if strategy.pp > 1 and facts.chain is None:
+        return f"pp {strategy.pp}: {facts.no_chain or 'the model was not run to find its blocks'}"
+    return ""
+
+
+def _need_outside(strategy: Strategy, facts: ModelFacts, options: JobOptions) -> None:
+    """Raise StrategyError if state that the model keeps beside its parameters and buffers would differ."""
+    if (found := facts.outside) is None:
+        return
+    if found.unseen:
+        raise StrategyError(
+            "The model or the loss remembers something that nbkit can neither see nor put back: each look at the model "
+            f"would change what {strategy} trains.",
+            numbers=f"from the same rows, weights and random numbers a second pass is {found.unseen:.2g} off"
+            + (f"; it may be {found.names[0]}" if found.names else ""),
+            hint="self.calls += 1 and self.scales[self.calls % 3]: a number in an attribute, in place of an iterator",
+        )
+    if found.drawn or (strategy.mesh.size == 1 and not options.cut and not options.recompute):
+        return
+    why, hint = "", "a buffer (register_buffer), summed over the ranks in forward; or strategy='ddp', or one rank"
+    if found.on_tensors and not keeps_whole(strategy):
+        why = f"{found.on_tensors[0]!r} is set on a parameter or buffer, in whose place the strategy puts another"
+        hint = "self.calls = ..., an attribute of the module; or strategy='ddp'"
+    elif options.cut or options.recompute or strategy.pp > 1 or (strategy.microbatches or 1) > 1:
+        why = "several forwards of a step, or one of a part of the model, change it more often or less"
+    elif strategy.dp > 1 and found.by_rows and not found.per_row:
+        why = "it is computed of all rows of a batch, and a rank has some of them"
+        hint = "a buffer (register_buffer), summed over the ranks in forward; or %cluster start -n 1"  # not ddp
+    elif (strategy.tp > 1 or strategy.cp > 1) and (found.by_rows or found.tensors):
+        why = "it holds tensors, and a rank computes a part of them"
+    if why:
+        raise StrategyError(
+            f"The model or the loss changes {found.spelled} in each pass and reads it in the next, which {strategy} "
+            "would not do as one process does.",
+            numbers=why,
+            hint=hint,
+        )
+
+
+def _need_gathers(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
+    """Raise StrategyError if `strategy` shards parameters and a run showed that the model then trains differently."""
+    refused = facts.gathers.refused if facts.gathers is not None else None
+    if strategy.zero == 3 and strategy.shard > 1 and refused is not None:
+        raise StrategyError(refused.what, numbers=refused.numbers, hint=refused.hint)
+
+
+def _need_positionwise(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
+    """Raise StrategyError if `strategy` splits the positions and a run showed that the model needs them together."""
+    found = facts.positionwise
+    if strategy.cp > 1 and found is not None and found.refused is not None:
+        raise found.refused
+    if strategy.cp > 1 and strategy.pp > 1 and found is not None and found.begins:
+        raise StrategyError(
+            "The model has several chains of blocks, of which a stage cannot tell the number of positions.",
+            numbers=f"cp={strategy.cp} pp={strategy.pp}; further ones begin with {', '.join(sorted(found.begins))}",
+            hint="cp without pp, or pp without cp",
+        )
+
+
+def _steps(plan: ParallelPlan) -> Iterator[str]:
+    """Yield what `parallelize` does, in its order."""
+    strategy, facts = plan.strategy, plan.facts
+    if plan.stages:
+        micros = f"{strategy.schedule} of {strategy.microbatches} micro-batches"
+        yield f"pipeline: stages of {spelled(plan.stages)} blocks, {micros}"
+    if plan.tensor is not None:
+        yield f"tensor: {len(plan.tensor.pairs)} pairs of layers and {len(plan.tensor.singles)} single ones are split"
+    if strategy.cp > 1:
+        count = len(facts.chain.units) if facts.chain is not None else 0
+        yield f"context: {count} blocks see 1/{strategy.cp} of the positions"
+    if plan.options.recompute:
+        yield "recomputation: blocks run again in the backward pass"
+    if plan.options.compile and not not_compiled(plan.options, strategy):
+        yield "compilation: of blocks"
+    if strategy.dp > 1:
+        shards = ("nothing", "optimizer state", "optimizer state and gradients", "all")[strategy.zero]
+        copies = strategy.dp // strategy.shard if strategy.zero else strategy.dp
+        over = f" over {strategy.shard} ranks" if strategy.zero else ""
+        yield f"data: {shards} sharded{over}, {copies} {'copies' if copies > 1 else 'copy'}"
+
+
+def _kinds(plan: ParallelPlan) -> list[str]:
+    """Return, for the parameters of rank 0, their layouts, folded to one line for each kind of parameter."""
+    found: dict[tuple[str, str], int] = {}
+    for name, layout in plan.layouts.held[0].items():
+        kind = folded(name), f"{_shape(layout.shape)} of which rank 0 updates {_shape(layout.local)}"
+        found[kind] = found.get(kind, 0) + 1
+    return [f"{name}{f' ({count})' if count > 1 else ''}: {what}" for (name, what), count in found.items()]
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "one number"

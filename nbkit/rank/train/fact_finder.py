@@ -1,0 +1,228 @@
+"""Find the facts of a job's model on rank 0, once, and give them to all ranks.
+
+The model is run on the example before the first step, and later when a strategy needs more. While rank 0 finds facts
+before the first step or between two steps, the others wait, and do not disturb what it times.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbkit.errors import TrainingError
+from nbkit.rank.aside import NotAside
+from nbkit.rank.comm.delegating_group import stand_in
+from nbkit.rank.comm.thread_group import Alone
+from nbkit.rank.data.batch import call, on_device
+from nbkit.rank.data.sample_rows import Sample, undrawn
+from nbkit.rank.device import accelerator
+from nbkit.rank.loss.loss_check import examine, split_by_values
+from nbkit.rank.parallel.find_facts import ModelRuns, find_facts, find_later
+from nbkit.rank.parallel.model_facts import ModelFacts, needed_facts
+from nbkit.rank.parallel.module.block_discovery import experts_in
+from nbkit.rank.parallel.module.copies import build_again, built_again, hooked_gradient, skeleton_of
+from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept, put_back_before
+from nbkit.rank.parallel.proof.own_parts import look_at_copies
+from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
+from nbkit.rank.parallel.whole_step import WIDE, Reference
+from nbkit.rank.train.config import TrainConfig
+from nbkit.strategy import Strategy
+
+
+class FactFinder:
+    """The facts of one model, and the runs that find them.
+
+    facts: what this rank knows now. synced: strategies for which every rank has the facts that they need. short: a
+    shorter example, if few positions show as much. many: rows of the data, more than the example has. reference: a
+    second model from the user's callable, which proofs run as one process.
+    """
+
+    short: Any = None
+    many: Any = None
+    reference: Reference | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        facts: ModelFacts,
+        config: TrainConfig,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        aside: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        """module: the model. aside: runs a function while the model trains; see Builder.aside."""
+        self.module, self.facts, self.config, self.synced = module, facts, config, set[Strategy]()
+        self.rank, self.world_size, self.device, self._aside = rank, world_size, device, aside
+        self._skeleton = facts.shapes.skeleton
+        self._finding, self._setting = threading.Lock(), threading.Lock()
+
+    def begin(self, build: Callable[[], nn.Module] | None, asked: Sequence[Strategy]) -> None:
+        """Find the facts that every strategy needs, and those that `asked` need. Collective.
+
+        build: the callable that built the model, if there is one. Raises TrainingError, on every rank, for a model
+        whose copies cannot be told from it.
+        """
+        self.synced = {strategy.composed for strategy in asked}
+        self.set_facts(experts=experts_in(self._skeleton), hooked=hooked_gradient(self.module))
+        if self.config.example is None:
+            return
+        self.reference = self._built_again(build)
+        refused = self._first_facts(asked) if self.rank == 0 else None
+        if self.world_size > 1:
+            sent: list[Any] = [self.facts.sendable(), refused]
+            dist.broadcast_object_list(sent, src=0, device=self.device)
+            self.set_facts(**sent[0])
+            if (refused := sent[1]) is not None:
+                raise refused
+        if not self.facts.again:
+            self.reference = None
+        if self.facts.rebuilt:
+            build_again(self._skeleton, partial(built_again, build))  # type: ignore[arg-type]
+
+    def sync(self, strategies: Sequence[Strategy]) -> None:
+        """Give every rank the facts that `strategies` need. Collective.
+
+        Rank 0 finds out what it does not know yet, while the others wait. Sends nothing if all ranks know the facts.
+        """
+        new = [each for each in (one.composed for one in strategies) if not self.is_synced(each)]
+        if not new:
+            return
+        facts: list[Any] = [self.find(new).sendable() if self.rank == 0 else None]
+        if self.world_size > 1:
+            dist.broadcast_object_list(facts, src=0, device=self.device)
+        self.set_facts(**facts[0])
+        self.synced.update(new)
+
+    def is_synced(self, strategy: Strategy) -> bool:
+        """Return True if all ranks have the facts that `strategy` needs. The same on every rank."""
+        return self.facts.looked is None or not needed_facts(strategy) or strategy.composed in self.synced
+
+    def find(self, strategies: Sequence[Strategy], *, beside: bool = False) -> ModelFacts:
+        """Find out, on this rank, the facts that `strategies` need. Return all known facts. Sends nothing.
+
+        The model is run on the example, with weights that take no memory. beside: run it while the model trains, from
+        any thread; where that is impossible, nothing new is found.
+        """
+        with self._finding:
+            if wanted := self.facts.missing(strategies):
+                threaded = beside and accelerator().holds(self.device)
+
+                def run() -> dict[str, Any]:
+                    # The model's own collectives do not wait for other ranks here.
+                    with stand_in(Alone()), outside_kept(self.module, self.config.loss):
+                        return find_later(self._skeleton, self._runs, self.facts, wanted, beside=threaded)
+
+                with suppress(NotAside):
+                    self.set_facts(**(self._aside(run) if beside else run()))
+            return self.facts
+
+    def set_facts(self, **facts: Any) -> None:
+        """Change facts. Those that are equal stay the same objects, on which caches rely."""
+        with self._setting:
+            self.facts = self.facts.updated(facts)
+
+    def examine_rows(self) -> None:
+        """Find out what couples the rows of a batch and what weighs them. Needed when a process begins to cut them."""
+        if self.config.example is not None:
+            look = FirstRuns(self.facts.draws, self.short)
+            self.set_facts(**self._rows(lambda value: call(self.module, value), look))
+
+    def _built_again(self, build: Callable[[], nn.Module] | None) -> Reference | None:
+        """Return a second model from the same callable, or None if the callable cannot give one.
+
+        It is built on every rank, as the first one was. `_compare_copies` checks that the first still computes as
+        before.
+        """
+        few = sum(p.numel() for p in self._skeleton.parameters()) <= WIDE
+        if build is None or self.world_size == 1 or not few:
+            return None
+        # A model may register itself where the loss looks for it. That must stay the first model.
+        with suppress(Exception), outside_kept(self.module, self.config.loss):
+            return Reference(built_again(build, self._skeleton, first=self.module))
+        return None
+
+    def _first_facts(self, asked: Sequence[Strategy]) -> TrainingError | None:
+        """Find the first facts, on rank 0. Return why the model cannot be copied, for the other ranks."""
+        refused: TrainingError | None = None
+        self.set_facts(looked=frozenset[str]())
+        with stand_in(Alone()) as here, outside_kept(self.module, self.config.loss) as outside:
+            with suppress(Exception):  # an error of the model is reported in full when it trains
+                self._run_first()
+            outside.put_back()
+            try:
+                self._compare_copies()
+            except TrainingError as error:
+                refused = error if self.world_size > 1 else None
+            except Exception:
+                pass
+            if wanted := self.facts.missing(asked):
+                self.set_facts(**find_facts(self.module, self._runs(self.module), self.facts, wanted))
+        if here.heard:
+            # Rows that are coupled in one process need not be over ranks that gather them. A whole step tells.
+            self.set_facts(collectives=here.heard[0], coupled=None)
+        return refused
+
+    def _run_first(self) -> None:
+        """Find out what the model draws itself, what it keeps outside, and what couples the rows of a batch."""
+        config, example = self.config, on_device(self.config.example, self.device)
+        look = first_runs(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
+        self.short = look.short
+        self.set_facts(draws=look.draws, outside=look.outside, changes=look.changes, caches=look.caches)
+        if self.world_size > 1 or config.microbatch_size is not None:
+            run: Callable[[Any], Any] = partial(call, self.module)
+            if look.outside is not None and not look.outside.drawn:
+                run = put_back_before(run, self.module, config.loss)
+            self.set_facts(**self._rows(run, look))
+
+    def _compare_copies(self) -> None:
+        """Find out whether copies of the model, with parts of their own, compute as it does."""
+        states: dict[int, OutsideState] = {}  # the first one holds what all of them share
+
+        def put_back() -> None:
+            for state in states.values():
+                state.put_back()
+
+        def run(module: nn.Module) -> Any:
+            put_back()
+            if self.facts.outside is not None and id(module) not in states:
+                states[id(module)] = OutsideState(module, self.config.loss)
+            runs = self.config.runs(module, self.short, self.device)
+            return runs.whole() if self.short is None else runs.brief()
+
+        built = [] if self.reference is None else [self.reference.module]
+        astray, *rebuilt = look_at_copies(self.module, self._skeleton, [skeleton_of(self._skeleton), *built], run)
+        put_back()
+        again = rebuilt == [""]
+        self.set_facts(astray="" if again else astray, rebuilt=bool(astray) and again, again=again)
+
+    def _rows(self, run: Callable[[Any], Any], look: FirstRuns) -> dict[str, Any]:
+        """Return what couples the rows of a batch, and what weighs them, as attributes of ModelFacts."""
+        config = self.config
+        with suppress(Exception), undrawn():  # an error of the data is reported when it is read to train
+            sample = config.sample() if config.sample is not None else Sample(config.example)
+            if sample is not None:
+                self.many = sample.batch
+                seen = examine(self.module, run, config.loss, sample, config.inputs, look=look)
+                coupled = seen.coupled
+                if coupled is None and look.reads:
+                    coupled = split_by_values(self.module, run, sample, config.inputs)
+                return {"coupled": coupled, "counted": seen.counted}
+        return {}
+
+    def _runs(self, module: nn.Module) -> ModelRuns:
+        """Return how `module`, the whole model, is run on the example."""
+        runs = self.config.runs(module, self.short, self.device)
+        if self.facts.outside is None:
+            return runs
+        whole, brief = (put_back_before(run, module, self.config.loss) for run in (runs.whole, runs.brief))
+        return replace(runs, whole=whole, brief=brief)

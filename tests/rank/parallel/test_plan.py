@@ -1,0 +1,132 @@
+"""A plan says what the ranks hold that are built from it, and equal plans have one digest on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+import nbkit
+from nbkit.errors import StrategyError
+from nbkit.rank.models.gpt import GPT, GPTConfig
+from nbkit.rank.parallel.model_facts import Coupled, ModelFacts, ModelShapes
+from nbkit.rank.parallel.module.copies import skeleton_of
+from nbkit.rank.parallel.options import JobOptions
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain
+from nbkit.rank.parallel.plan import make_plan, refusals
+from nbkit.rank.train.checkpoint import job_state
+from nbkit.strategy import Strategy
+from verify.models.specimens import ZOO
+
+STRATEGIES = ("dp=2 tp=2 zero=1", "pp=2 dp=2 schedule=zbv microbatches=4", "hsdp shard=2", "cp=2 dp=2 zero=3")
+MODELS = ("gpt_tied", "encoder")
+
+
+def facts_of_a_gpt() -> ModelFacts:
+    model = GPT(GPTConfig(vocab=32, block=8, layers=4, heads=2, width=16))
+    model.head.weight = model.tokens.weight
+    ids = torch.randint(32, (2, 8))
+    chain = find_chain(model, lambda: model(ids))
+    return ModelFacts(ModelShapes(skeleton_of(model)), chain, costs=(1.0,) * len(chain))
+
+
+@pytest.fixture(scope="module")
+def facts() -> ModelFacts:
+    return facts_of_a_gpt()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def built(world: Any) -> dict[tuple[str, str], tuple[str, list[str]]]:
+    """(model, strategy) -> the digest of its plan, and what this rank holds otherwise than the plan says."""
+    found = {}
+    rank = world.place.rank
+    for name in MODELS:
+        zoo = ZOO[name]
+        job = nbkit.prepare(zoo.build, adam, loss=zoo.loss, example=zoo.batch(4), log_dir=None)
+        for text in STRATEGIES:
+            strategy = Strategy.parse(text, 4)
+            connections = job.builder.connect(strategy, alike=True)
+            plan = job.builder.plan(strategy)
+            model, _ = job.builder.build(plan, connections)
+            held = {name: layout for name, layout in model.data.layouts.items() if name in model.held}
+            weights = {key.partition("/")[2]: layout for key, (_, layout) in job_state.weights(model).items()}
+            buffers = {key.partition("/")[2]: layout for key, (_, layout) in job_state.buffers(model).items()}
+            layouts = plan.layouts
+            pairs = ((held, layouts.held), (weights, layouts.weights), (buffers, layouts.buffers))
+            wrong = [f"{what} {said[rank]}" for what, said in pairs if what != said[rank]]
+            wrong += [axis for axis, size in (("tp", 2), ("pp", 2)) if strategy.mesh.degree(axis) not in (1, size)]
+            members = {axis: [ranks for ranks in every if rank in ranks] for axis, every in plan.groups.items()}
+            for axis, ((own,),) in ((axis, (ranks,)) for axis, ranks in members.items()):
+                group = connections.axes.group(axis)
+                if tuple(torch.distributed.get_process_group_ranks(group) if group else (rank,)) != tuple(sorted(own)):
+                    wrong.append(f"{axis}: {own}")
+            found[name, text] = plan.digest, wrong
+            model.close()
+    return found
+
+
+@pytest.mark.usefixtures("known_to_be_right")
+def test_what_is_built_from_a_plan_holds_what_the_plan_says_and_all_ranks_have_one_plan() -> None:
+    everyone = run_ranks(built, 4, timeout=240)
+    for case, (digest, _) in everyone[0].items():
+        assert [found[case][1] for found in everyone] == [[]] * 4, case
+        assert {found[case][0] for found in everyone} == {digest}, case
+    assert len({digest for digest, _ in everyone[0].values()}) == len(MODELS) * len(STRATEGIES)
+
+
+def test_equal_plans_are_one_key_and_anything_that_ranks_build_otherwise_is_another(facts: ModelFacts) -> None:
+    strategy = Strategy(pp=2, microbatches=4)
+    plan = make_plan(strategy, facts)
+    assert plan == make_plan(strategy, facts_of_a_gpt()) and len({plan, make_plan(strategy, facts_of_a_gpt())}) == 1
+    assert facts.chain is not None
+    slow = replace(facts, costs=(9.0, *facts.costs[1:]))
+    others = [
+        make_plan(replace(strategy, microbatches=8), facts),
+        make_plan(strategy, facts, JobOptions(recompute=True)),
+        make_plan(strategy, facts, node_of=(0, 1)),
+        make_plan(strategy, slow),
+        make_plan(strategy, replace(facts, chain=replace(facts.chain, units=facts.chain.units[1:]))),
+    ]
+    assert plan.stages != others[3].stages
+    assert len({plan, *others}) == 1 + len(others)
+    # Plain data parallelism needs no blocks. What is learned for other strategies leaves its plan as it is.
+    for options in (JobOptions(), JobOptions(recompute=True)):
+        assert make_plan(Strategy(dp=2), facts, options) == make_plan(Strategy(dp=2), ModelFacts(facts.shapes), options)
+
+
+def test_a_plan_is_printed_as_a_short_table(facts: ModelFacts) -> None:
+    shown = str(make_plan(Strategy(dp=2, pp=2, zero=1, microbatches=4), facts, JobOptions(recompute=True)))
+    assert "dp=2 pp=2 zero=1" in shown and "groups of pp  0-2 1-3" in shown
+    assert "blocks.*.up.weight (2): 64x16 of which rank 0 updates 32x16" in shown
+    first, second, third = shown.splitlines()[-3:]
+    assert "stages of 2+2 blocks, 1f1b of 4 micro-batches" in first
+    assert "recomputation" in second and "optimizer state sharded over 2 ranks" in third
+
+
+def test_a_plan_refuses_what_would_not_train_as_one_process_does_and_all_reasons_can_be_had(facts: ModelFacts) -> None:
+    apart = replace(facts, coupled=Coupled("Rows are compared", "2 of 2 differ", "one rank"), hooked="head.weight")
+    with pytest.raises(StrategyError, match="hook"):
+        make_plan(Strategy(dp=2), apart)
+    assert [error.what[:8] for error in refusals(Strategy(dp=2), apart, JobOptions())] == ["The grad", "Rows are"]
+    assert list(refusals(Strategy(), apart, JobOptions())) == []
+    assert len(list(refusals(Strategy(), apart, JobOptions(cut=True)))) == 2
+    bare = ModelFacts(facts.shapes)
+    assert list(refusals(Strategy(pp=2), bare, JobOptions(), guessed=True)) == []
+    with pytest.raises(StrategyError, match="cannot be cut into blocks"):
+        make_plan(Strategy(pp=2), bare)
+    with pytest.raises(StrategyError, match="not known yet"):
+        make_plan(Strategy(tp=2), replace(facts, looked=frozenset({"chain"})))
+
+
+def test_facts_that_are_equal_stay_the_same_objects(facts: ModelFacts) -> None:
+    again = facts_of_a_gpt()
+    assert facts.updated(again.sendable()) is facts
+    more = facts.updated({**again.sendable(), "experts": "blocks.0"})
+    assert more.experts == "blocks.0" and more.chain is facts.chain
