@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
+import nbkit
 from nbkit.errors import NbkitError
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.check_model import check
@@ -188,15 +189,17 @@ def trainer_of(case: Case, **changed: Any) -> Trainer:
         "optimizer": _optimizer(case),
         "data": _items(case),
         "batch_size": ZOO_BATCH if "sgd" in case.extras else BATCH,
-        "shuffle": "sgd" not in case.extras,
+        "loading": nbkit.Loading(shuffle="sgd" not in case.extras),
         "strategy": case.strategies[0],
-        "stages": [f"convs.{i}" for i in range(2, 10, 2)] if "pp=5" in case.strategy else None,
+        "hints": nbkit.ModelHints(stages=[f"convs.{i}" for i in range(2, 10, 2)] if "pp=5" in case.strategy else None),
         "seed": SEED,
         "precision": "bf16" if "bf16" in case.extras else None,
         "clip_norm": CLIP if "clip" in case.extras else None,
-        "microbatch_size": 2 if "accumulate" in case.extras else None,
-        "recompute": "recompute" in case.extras,
-        "log_every": 1,
+        "compute": nbkit.Compute(
+            microbatch_size=2 if "accumulate" in case.extras else None,
+            recompute="recompute" in case.extras,
+            grad_norm_every=1,
+        ),
         "log_dir": None,
         "progress": False,
     }
@@ -231,7 +234,7 @@ def train_by_hand(case: Case) -> list[float]:
         loss=_loss(case),
         strategy=case.strategy,
         seed=SEED,
-        example=batches[0],
+        hints=nbkit.ModelHints(example=batches[0]),
     )
     for batch in job.batches(batches):
         job.backward(batch)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+import nbkit
 from bench.rigs.forked import Ranks
 from bench.rigs.jobs import config, trainer
 from bench.settings import Settings, shuffled
@@ -19,8 +20,7 @@ from bench.stats import quantile, ratio
 from bench.steps.steps import Paced
 from bench.table import Row, compared
 from nbkit.rank.telemetry import collectives
-from nbkit.rank.telemetry.session import Session
-from nbkit.rank.telemetry.tensorboard import BoardWriter, ScalarWriter
+from nbkit.rank.telemetry.progress_line import ProgressLine
 from nbkit.rank.train.run_recorder import Recorder
 from nbkit.records.records import LISTEN_EVERY
 
@@ -68,9 +68,6 @@ def _means(of: dict[str, list[float]]) -> list[float]:
     return [(a + b) / 2 for a, b in zip(of["off"], of["off again"], strict=True)]
 
 
-_RECORDS = (BoardWriter, ScalarWriter, Session, Recorder)
-
-
 class Worker:
     """One job for all arms, in the same memory: what records its run is taken off and put back."""
 
@@ -79,18 +76,20 @@ class Worker:
 
     def prepare(self, strategy: str) -> None:
         """Train `strategy` from here on."""
-        self._trainer = trainer(self._config, strategy, batch=self._batch, collate=self._pace, log_dir="runs")
+        self._trainer = trainer(
+            self._config, strategy, batch=self._batch, loading=nbkit.Loading(collate=self._pace), log_dir="runs"
+        )
         self._trainer.fit(3)
         job = self._trainer.job
-        others = [one for one in job.ledger.listeners if not isinstance(one, _RECORDS)]
-        self._recording = {True: (job.recorder, [*job.ledger.listeners]), False: (Recorder(job.device), others)}
+        others = [one for one in job.ledger.bus.sinks if isinstance(one, ProgressLine)]
+        self._recording = {True: (job.recorder, [*job.ledger.bus.sinks]), False: (Recorder(job.device), others)}
 
     def block(self, mode: str, steps: int) -> tuple[float, float, float]:
         """(seconds, CPU-seconds, seconds that noting calls has taken) of a step, of so many. mode: "off", "count", or
         "time" with all that a run records of itself."""
         collectives.set_mode(mode)
         job = self._trainer.job
-        job.recorder, job.ledger.listeners[:] = self._recording[mode == "time"]
+        job.recorder, job.ledger.bus.sinks = self._recording[mode == "time"]
         dist.barrier()
         self._pace.restart()
         before = collectives.own_ns()

@@ -74,7 +74,7 @@ class FactFinder:
         """
         self.synced = {strategy.composed for strategy in asked}
         self.set_facts(experts=experts_in(self._skeleton), hooked=hooked_gradient(self.module))
-        if self.config.example is None:
+        if self.config.hints.example is None:
             return
         self.reference = self._built_again(build)
         refused = self._first_facts(asked) if self.rank == 0 else None
@@ -133,7 +133,7 @@ class FactFinder:
 
     def examine_rows(self) -> None:
         """Find out what couples the rows of a batch and what weighs them. Needed when a process begins to cut them."""
-        if self.config.example is not None:
+        if self.config.hints.example is not None:
             look = FirstRuns(self.facts.draws, self.short)
             self.set_facts(**self._rows(lambda value: call(self.module, value), look))
 
@@ -174,11 +174,11 @@ class FactFinder:
 
     def _run_first(self) -> None:
         """Find out what the model draws itself, what it keeps outside, and what couples the rows of a batch."""
-        config, example = self.config, on_device(self.config.example, self.device)
+        config, example = self.config, on_device(self.config.hints.example, self.device)
         look = first_runs(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
         self.short = look.short
         self.set_facts(draws=look.draws, outside=look.outside, changes=look.changes, caches=look.caches)
-        if self.world_size > 1 or config.microbatch_size is not None:
+        if self.world_size > 1 or config.compute.microbatch_size is not None:
             run: Callable[[Any], Any] = partial(call, self.module)
             if look.outside is not None and not look.outside.drawn:
                 run = put_back_before(run, self.module, config.loss)
@@ -209,7 +209,7 @@ class FactFinder:
         """Return what couples the rows of a batch, and what weighs them, as attributes of ModelFacts."""
         config = self.config
         with suppress(Exception), undrawn():  # an error of the data is reported when it is read to train
-            sample = config.sample() if config.sample is not None else Sample(config.example)
+            sample = config.sample() if config.sample is not None else Sample(config.hints.example)
             if sample is not None:
                 self.many = sample.batch
                 seen = examine(self.module, run, config.loss, sample, config.inputs, look=look)

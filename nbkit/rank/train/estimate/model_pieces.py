@@ -35,6 +35,7 @@ from nbkit.rank.train.estimate.state_bytes import StateBytes
 from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy
+from nbkit.trainer_options import ModelHints
 
 LARGEST = 4 << 30
 """Largest model that is run here, in bytes of parameters."""
@@ -105,7 +106,7 @@ def describe(
             facts = facts.updated(find_facts(module, runs, facts, wanted))
     facts = replace(facts, looked=None)  # no job looks later for what is lacking, such as seconds of the blocks
     made = OptimizerSpec(optimizer or (lambda m: torch.optim.AdamW(m.parameters())), module=module)
-    config = TrainConfig(loss, inputs=inputs, precision=precision, example=example)
+    config = TrainConfig(loss, inputs=inputs, precision=precision, hints=ModelHints(example=example))
     return ModelPieces(MeasuredModel(skeleton, facts, JobOptions(), config, made, torch.device("cpu")), say)
 
 
