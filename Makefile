@@ -74,20 +74,20 @@ bench: $(READY)
 
 # Some of it:  make parity P="gpt2 zbv"
 parity: $(READY)
-	@$(BIN)/python -m parity $(P)
+	@$(BIN)/python -m verify parity $(P)
 
 planted: $(READY)
-	@$(BIN)/python -m parity --planted
+	@$(BIN)/python -m verify planted
 
 # All of it is stored; a part only printed:  make zoo Z="gpt2 tp"
 IMAGES := .venv/image-models
 zoo: $(READY)
 	@test -d $(IMAGES)/timm || $(BIN)/python -m pip install -q --no-deps --target $(IMAGES) torchvision==0.28.0 timm==1.0.31
-	@$(BIN)/python -m zoo $(if $(Z),$(Z),--out zoo/results.md)
+	@$(BIN)/python -m verify zoo $(if $(Z),$(Z),--out verify/results.md)
 
 # Some of it, from a seed on:  make fuzz-tp SEEDS="50 100"
 fuzz-tp: $(READY)
-	@$(BIN)/python -m tests.support.fuzz_tp $(SEEDS)
+	@$(BIN)/python -m verify fuzz $(SEEDS)
 
 # Some of it:  make plan-check P="peak llama"
 plan-check: $(READY)

@@ -39,14 +39,11 @@ GROUPS = {
     "overlap": ("hidden_gather", "backup_step"),
     "pipeline": ("pipeline_stages", "balance"),
     "switch": ("switch", "switch_many", "switch_large", "switch_full", "predicted", "switch_bytes"),
-    "checkpoint": ("checkpoint_pause",),
     "telemetry": ("telemetry", "telemetry_truth", "telemetry_long", "long_run", "collective_overhead"),
     "slow": ("slow_link", "slow_rank"),
-    "generate": ("generate",),
-    "data": ("loading",),
-    "proof": ("proof_seconds",),
+    "": ("checkpoint_pause", "generate", "loading", "proof_seconds"),
 }
-"""Folder -> the benchmarks in it, a module each."""
+"""Folder, "" for this one -> the benchmarks in it, a module each: `run` measures, `Worker` is what its ranks do."""
 BY_NAME = ("switch_bytes",)
 """Run only when asked for: the exchange alone, on layouts without a model; `switch` has it within a job."""
 BENCHMARKS = tuple(name for names in GROUPS.values() for name in names if name not in BY_NAME)
@@ -85,8 +82,9 @@ def main(arguments: list[str]) -> int:
     return _measure(asked, asked.out or (RESULTS if full else None))
 
 
-def _group(name: str) -> str:
-    return next(group for group, names in GROUPS.items() if name in names)
+def _module(name: str) -> str:
+    group = next(group for group, names in GROUPS.items() if name in names)
+    return ".".join(filter(None, ("bench", group, name)))
 
 
 def _measure(asked: argparse.Namespace, out: Path | None) -> int:
@@ -108,7 +106,7 @@ def _measure(asked: argparse.Namespace, out: Path | None) -> int:
                 steps=asked.steps,
             )
             try:
-                rows += importlib.import_module(f"bench.{_group(name)}.{name}").run(settings)
+                rows += importlib.import_module(_module(name)).run(settings)
             except Exception as error:  # the others are still worth their time; this one stands in the table
                 failed += 1
                 rows.append(table.skipped(name, "failed", f"{type(error).__name__}: {str(error).splitlines()[0]}"))

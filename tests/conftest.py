@@ -1,4 +1,4 @@
-"""Makes tests/support and tests/models importable, here and in the processes that the tests start; shares the work."""
+"""Makes tests/support importable, here and in the processes that the tests start; shares the work."""
 
 import signal
 import socket
@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 _TESTS = Path(__file__).resolve().parent
-for folder in (_TESTS / "models", _TESTS / "support", _TESTS.parent):
+for folder in (_TESTS / "support", _TESTS.parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -35,7 +35,7 @@ _WAITING = {
 """Packages and files that start kernels, clusters and browsers -> about how many seconds each one takes.
 
 These tests mostly wait. So they take turns with the tests of ranks, which compute; the longest come first."""
-_COMPUTING = ("rank/", "parity/", "bench/", "zoo/")
+_COMPUTING = ("rank/", "verify/", "bench/")
 
 
 @pytest.fixture(autouse=True)

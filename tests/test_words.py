@@ -45,7 +45,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
 
 
 def test_files_that_docstrings_and_comments_name_are_there() -> None:
-    folders = ("nbkit", "tests", "bench", "parity", "zoo", "magics", "docs")
+    folders = ("nbkit", "tests", "bench", "verify", "magics", "docs")
     names = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")} | OF_OTHERS
     stale = []
     for path in SOURCES:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
 from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from bench.rigs.forked import Ranks
 from bench.settings import Settings
 from bench.table import Row, absolute
 from nbkit.planner.stages import partition
+from nbkit.rank.parallel.pipeline.layer_chain import find_chain, measure_costs
 
 STAGES = (2, 4)
 WIDTH, ROWS, LAYERS = 256, 192, 48
@@ -23,7 +29,7 @@ def run(settings: Settings) -> list[Row]:
     insides = [draw.choice((256, 384, 512, 768, 1024)) for _ in range(LAYERS)]
     uneven: dict[int, list[float]] = {stages: [] for stages in STAGES}
     planned: dict[int, float] = {}
-    with Ranks("pipeline.balance_ranks", 1, folder=settings.folder, width=WIDTH, insides=insides, rows=ROWS) as ranks:
+    with Ranks("pipeline.balance", 1, folder=settings.folder, width=WIDTH, insides=insides, rows=ROWS) as ranks:
         for _ in range(settings.count(ROUNDS)):
             costs = ranks.ask("costs")[0]
             for stages in STAGES:
@@ -67,3 +73,45 @@ def _least(costs: list[float], stages: int) -> float:
     """The longest stage of the best of all partitions, tried one by one."""
     cuts = combinations(range(1, len(costs)), stages - 1)
     return min(max(sum(costs[a:b]) for a, b in zip((0, *cut), (*cut, len(costs)), strict=True)) for cut in cuts)
+
+
+class _Layer(nn.Module):
+    """A residual MLP that is as expensive as it is wide inside."""
+
+    def __init__(self, width: int, inside: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inside), nn.Linear(inside, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Worker:
+    """width: of the hidden states; insides: of each layer; rows: of the batch."""
+
+    def __init__(self, *, width: int, insides: list[int], rows: int) -> None:
+        torch.manual_seed(0)
+        self._model = nn.Sequential(*(_Layer(width, inside) for inside in insides))
+        self._x = torch.randn(rows, width)
+
+    def costs(self) -> list[float]:
+        """Seconds of each layer as nbkit measures them before it cuts."""
+
+        def call() -> Any:
+            return self._model(self._x)
+
+        return list(measure_costs(self._model, find_chain(self._model, call), call))
+
+    def stages(self, ranges: list[tuple[int, int]], rounds: int) -> list[float]:
+        """Seconds of each stage by itself, forward and backward, the least of `rounds` (all stages once in each)."""
+        stages = [self._model[start:stop] for start, stop in ranges]
+        best = [float("inf")] * len(stages)
+        for _ in range(rounds):
+            for number, stage in enumerate(stages):
+                x = self._x.clone().requires_grad_(number > 0)
+                began = time.perf_counter()
+                stage(x).sum().backward()
+                best[number] = min(best[number], time.perf_counter() - began)
+                for p in stage.parameters():
+                    p.grad = None
+        return best

@@ -1,6 +1,6 @@
 """Ranks for benchmarks that need no notebook: forked from one process that has torch in memory, and told what to do.
 
-with Ranks("steps.wire_ranks", 4, width=384) as ranks:
+with Ranks("steps.wire", 4, width=384) as ranks:
     answers = ranks.ask("step", strategy="zero3")       # Worker.step(strategy=...) on every rank, answers by rank
 """
 

@@ -24,8 +24,8 @@ def run(settings: Settings) -> list[Row]:
         spent: dict[str, list[tuple[float, float]]] = {"nbkit": [], "nbkit again": [], "torch": []}
         for _ in range(settings.count(STARTS)):
             with (
-                Ranks("steps.steps_ranks", RANKS, folder=settings.folder, with_="nbkit", **size) as ours,
-                Ranks("steps.steps_ranks", RANKS, folder=settings.folder, with_="torch", **size) as theirs,
+                Ranks("steps.steps", RANKS, folder=settings.folder, with_="nbkit", **size) as ours,
+                Ranks("steps.steps", RANKS, folder=settings.folder, with_="torch", **size) as theirs,
             ):
                 arms = {"nbkit": ours, "nbkit again": ours, "torch": theirs}
                 for ranks in (ours, theirs):

@@ -6,9 +6,50 @@ batches and the optimizer are the same; nbkit has what it has by default, record
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
+
+import nbkit
 from bench.rigs.forked import Ranks
+from bench.rigs.jobs import config, data, trainer
+from bench.rigs.torch_pieces import step_of
 from bench.settings import Settings, shuffled
 from bench.table import Row, compared
+from nbkit.strategy import Strategy
+
+
+class Paced:
+    """A collate function that remembers when it was called."""
+
+    def __init__(self) -> None:
+        self._stamps: list[float] = []
+        self._cpu: list[float] = []
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self._stamps.append(time.perf_counter())
+        self._cpu.append(time.process_time())
+        return default_collate(samples)
+
+    def restart(self) -> None:
+        self._stamps.clear()
+        self._cpu.clear()
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, mean since `restart`; what comes before the first batch and after the last one is left out."""
+        return (self._stamps[-1] - self._stamps[0]) / (len(self._stamps) - 1)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """The same, of the CPU time of all threads of this process."""
+        return (self._cpu[-1] - self._cpu[0]) / (len(self._cpu) - 1)
+
 
 PIECES = {
     "ddp": "DistributedDataParallel",
@@ -37,8 +78,8 @@ def run(settings: Settings) -> list[Row]:
     size = QUICK if settings.quick else SIZE
     for num in settings.sizes(tuple(STRATEGIES)):
         with (
-            Ranks("steps.steps_ranks", num, folder=settings.folder, with_="nbkit", **size) as ours,
-            Ranks("steps.steps_ranks", num, folder=settings.folder, with_="torch", **size) as theirs,
+            Ranks("steps.steps", num, folder=settings.folder, with_="nbkit", **size) as ours,
+            Ranks("steps.steps", num, folder=settings.folder, with_="torch", **size) as theirs,
         ):
             arms = {"nbkit": ours, "nbkit again": ours, "torch": theirs}
             for name in STRATEGIES[num]:
@@ -53,3 +94,72 @@ def run(settings: Settings) -> list[Row]:
                     compared(what, seconds["nbkit"], PIECES[name], seconds["torch"], seconds["nbkit again"], BAR, "ms")
                 )
     return rows
+
+
+ROWS = 64  # of the data set, in batches
+
+
+class Worker:
+    """Trains one strategy after the other; with="nbkit" or "torch"."""
+
+    def __init__(self, *, with_: str, width: int, layers: int, block: int, batch: int) -> None:
+        self._prepare = self._trainer if with_ == "nbkit" else self._script
+        self._config, self._batch = config(width, layers, block=block), batch
+        if with_ == "torch":
+            dist.init_process_group("gloo")
+        self._train: Callable[[int], None] = lambda steps: None
+
+    def prepare(self, strategy: str, microbatches: int) -> None:
+        """Train `strategy` from here on."""
+        torch.manual_seed(0)
+        self._pace = Paced()
+        self._train = lambda steps: None
+        self._train = self._prepare(strategy, microbatches)
+        self._train(2)
+
+    def block(self, steps: int) -> float:
+        """Seconds of a step, of so many."""
+        return self.spent(steps)[0]
+
+    def spent(self, steps: int) -> tuple[float, float]:
+        """(seconds of a step, of so many; CPU-seconds of this process in it)."""
+        dist.barrier()
+        self._pace.restart()
+        self._train(steps + 1)
+        return self._pace.seconds, self._pace.cpu_seconds
+
+    def _trainer(self, strategy: str, microbatches: int) -> Callable[[int], Any]:
+        if "pp" in strategy:
+            strategy += f" microbatches={microbatches}"
+        # What is on by default is on: the run is recorded.
+        job = trainer(
+            self._config, strategy, batch=self._batch, loading=nbkit.Loading(collate=self._pace), log_dir="runs"
+        )
+        return job.fit
+
+    def _script(self, strategy: str, microbatches: int) -> Callable[[int], Any]:
+        of = Strategy.parse(strategy, dist.get_world_size())
+        mesh = init_device_mesh("cpu", (of.pp, of.dp, of.tp), mesh_dim_names=("pp", "dp", "tp"))
+        step = step_of(strategy, nbkit.GPT(self._config), mesh, microbatches=microbatches)
+        rows = data(self._config, ROWS * self._batch)
+        sampler: DistributedSampler[Any] = DistributedSampler(rows, of.dp, mesh["dp"].get_local_rank())  # type: ignore[arg-type]
+
+        def forever() -> Iterator[Any]:
+            epoch = 0
+            while True:
+                sampler.set_epoch(epoch)
+                yield from DataLoader(
+                    rows,  # type: ignore[arg-type]
+                    self._batch // of.dp,
+                    sampler=sampler,
+                    collate_fn=self._pace,
+                )
+                epoch += 1
+
+        batches = forever()
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                step(*next(batches))
+
+        return train

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from itertools import pairwise
 from statistics import median
+from typing import Any
+
+import torch.distributed as dist
 
 from bench.rigs.forked import Ranks
+from bench.rigs.jobs import config, trainer
 from bench.settings import Settings
 from bench.switch.switch import strategies, tour
 from bench.table import Row
+from nbkit.rank.train.estimate import strategy_table
+from nbkit.rank.train.estimate.time_model import measured_pace
+from nbkit.strategy import Strategy
 
 RANKS = 4
 SIZE = {"width": 256, "layers": 8, "batch": 8}
@@ -31,7 +38,7 @@ def run(settings: Settings) -> list[Row]:
 
 def _switches(settings: Settings, size: dict[str, int]) -> list[Row]:
     said = []
-    with Ranks("switch.predicted_ranks", RANKS, folder=settings.folder, **size) as ranks:
+    with Ranks("switch.predicted", RANKS, folder=settings.folder, **size) as ranks:
         route = tour(strategies(RANKS))
         for _, new in list(pairwise(route))[: 8 if settings.quick else None]:
             said.append(ranks.ask("switch", strategy=new)[0])
@@ -65,7 +72,7 @@ def _switches(settings: Settings, size: dict[str, int]) -> list[Row]:
 def _steps(settings: Settings, size: dict[str, int]) -> Row:
     found = []
     for name in ("zero1", "zero3", "tp", "pp"):
-        with Ranks("switch.predicted_ranks", STEPS_ON, folder=settings.folder, **size) as ranks:
+        with Ranks("switch.predicted", STEPS_ON, folder=settings.folder, **size) as ranks:
             found.append((name, *ranks.ask("steps", strategy=name, steps=STEPS)[0]))
     known = [(name, predicted, measured) for name, predicted, measured in found if predicted is not None]
     errors = [abs(predicted / measured - 1) for _, predicted, measured in known]
@@ -80,3 +87,39 @@ def _steps(settings: Settings, size: dict[str, int]) -> Row:
         f"≤ {BAR_STEP:.0%} (median), or unknown",
         not errors or median(errors) <= BAR_STEP,
     )
+
+
+class Worker:
+    """A job of a GPT under ddp."""
+
+    def __init__(self, *, width: int, layers: int, batch: int) -> None:
+        self.job = trainer(config(width, layers, block=32), "ddp", batch=batch, log_dir="runs")
+        self.job.fit(2)
+
+    def switch(self, strategy: str) -> dict[str, Any]:
+        """bytes, seconds: as predicted, and as measured on this rank. A step follows."""
+        row = self._row(strategy)
+        done = self.job.switch(strategy)
+        self.job.fit(1)
+        return {"bytes": (row["moved_bytes"], done.moved_bytes), "seconds": (row["switch_s"], done.pause_s)}
+
+    def steps(self, strategy: str, steps: int) -> tuple[float | None, float | None]:
+        """Seconds of a step, predicted under ddp (None: unknown) and measured."""
+        self.job.fit(steps)
+        predicted = self._row(strategy)["predicted_step_s"]
+        self.job.switch(strategy)
+        self.job.fit(steps)
+        pace = measured_pace(self.job.job, self.job.job.strategy)
+        return predicted, None if pace is None else pace.seconds
+
+    def _row(self, strategy: str) -> dict[str, Any]:
+        """Of rank 0's table; the others let it have the machine."""
+        wanted = str(Strategy.parse(strategy, dist.get_world_size()))
+        strategy_table.look_at_all(self.job.job)
+        rows = strategy_table.table(self.job.job)["options"] if dist.get_rank() == 0 else []
+        dist.barrier()
+        found: dict[str, Any] = next(
+            (row for row in rows if row["strategy"] == wanted),
+            dict.fromkeys(("moved_bytes", "switch_s", "predicted_step_s")),
+        )
+        return found

@@ -6,13 +6,25 @@ taken that is no tensor of a model. One more switch is refused memory on one ran
 
 from __future__ import annotations
 
+import gc
+import os
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from bench.rigs.forked import Ranks
 from bench.rigs.formulas import Model
+from bench.rigs.jobs import config, trainer
 from bench.settings import Settings
 from bench.table import Row
+from nbkit.errors import SwitchError
+from nbkit.rank.parallel import find_facts
+from nbkit.rank.parallel.reshard.redistribute import TargetStorage
+from nbkit.rank.telemetry.health import bytes_held, reset_peak, storage_bytes
+from nbkit.rank.train.checkpoint import job_state
+from nbkit.rank.train.estimate.free_memory import side_bytes, trim
+from nbkit.strategy import Strategy
 
 RANKS = 4
 SIZE = {"width": 640, "layers": 9, "vocab": 1536, "block": 16, "batch": 8}  # 46 million parameters
@@ -28,7 +40,7 @@ def run(settings: Settings) -> list[Row]:
     ranks = settings.sizes((RANKS,))
     if not ranks:
         return []
-    with Ranks("switch.switch_full_ranks", ranks[0], folder=settings.folder, start=TOUR[0], **SIZE) as asked:
+    with Ranks("switch.switch_full", ranks[0], folder=settings.folder, start=TOUR[0], **SIZE) as asked:
         losses: list[float] = []
         done: dict[str, list[dict[str, Any]]] = {}
         back: dict[str, list[dict[str, Any]]] = {}
@@ -36,7 +48,7 @@ def run(settings: Settings) -> list[Row]:
             back[f"{old} → {new}"] = asked.ask("switch", strategy=new, full=FULL, fails_after=HALF)
             done[f"{old} → {new}"] = asked.ask("switch", strategy=new, full=FULL)
             losses += [back[f"{old} → {new}"][0]["loss"], done[f"{old} → {new}"][0]["loss"]]
-    with Ranks("switch.switch_full_ranks", ranks[0], folder=settings.folder, start=TOUR[0], **SIZE) as asked:
+    with Ranks("switch.switch_full", ranks[0], folder=settings.folder, start=TOUR[0], **SIZE) as asked:
         never = [asked.ask("step")[0] for _ in losses]
     apart = max(abs(one - other) for one, other in zip(losses, never, strict=True))
     size = f"{12 * Model(**SIZE).parameters / 2**20:.0f} MiB of weights and moments, {ranks[0]} ranks, memory 90 % full"
@@ -66,3 +78,83 @@ def _row(what: str, said: dict[str, list[dict[str, Any]]], sound: bool, apart: f
             "pause": [max(one["pause"] for one in every) for every in said.values() if every[0]["pause"] is not None],
         },
     )
+
+
+CPU = torch.device("cpu")
+
+
+class Worker:
+    """A job of a GPT that has made its first steps."""
+
+    def __init__(self, *, width: int, layers: int, batch: int, vocab: int, block: int, start: str) -> None:
+        setattr(find_facts, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
+        self.job = trainer(config(width, layers, vocab=vocab, block=block), start, batch=batch)
+        self.step()
+
+    def switch(self, strategy: str, *, full: float, fails_after: float | None = None) -> dict[str, Any]:
+        """One switch where a limit is set of which what this rank holds is the part `full`.
+
+        fails_after: the last rank is refused memory when that part of the new model has got it. held: bytes of the
+        larger model; most: at the peak, without what is no tensor of a model; loss: of the step after it.
+        """
+        gc.collect()
+        trim(CPU)
+        now, old, job = bytes_held()[0], self._held(), self.job.job
+        to = Strategy.parse(strategy, job.world_size)
+        new = side_bytes(job.builder, job.bytes_per_element(), to, job.rank)
+        os.environ["NBKIT_MEMORY_LIMIT"] = str(int(now / full))
+        reset_peak()
+        said: dict[str, Any] = {"place": None, "identical": None, "pause": None}
+        take, failed = TargetStorage.take, False
+        if fails_after is not None and job.rank == job.world_size - 1:
+            setattr(TargetStorage, "take", _refusing(take, fails_after))  # noqa: B010
+        try:
+            event = self.job.switch(strategy)
+            said = {"place": event.in_place, "identical": event.identical, "pause": event.pause_s}
+        except SwitchError:
+            failed = True
+        finally:
+            setattr(TargetStorage, "take", take)  # noqa: B010
+        return {
+            **said,
+            "failed": failed,
+            "held": max(old, new),
+            "most": bytes_held()[1] - (now - old),
+            "loss": self.step(),
+        }
+
+    def step(self) -> float:
+        """One step; its loss."""
+        loss = float(self.job.fit(1)[-1]["loss"])
+        for bucket in _buckets(self.job.job.sharded_model.data):
+            bucket.zero_()  # made anew after the first step: memory that nobody has touched would not count
+        return loss
+
+    def _held(self) -> int:
+        """Bytes of weights and optimizer state, and of the buffers that hold gradients between steps."""
+        sharded_model, inner = self.job.job.sharded_model, self.job.job.optimizer.inner
+        seen: set[int] = set()
+        state = [tensor for tensor, _ in job_state.state(sharded_model, inner).values()]
+        return storage_bytes([*state, *_buckets(sharded_model.data)], seen)
+
+
+def _buckets(data: Any) -> list[torch.Tensor]:
+    """What a data axis keeps for gradients."""
+    if hasattr(data, "_replicas"):
+        return [bucket.flat for bucket in data._replicas._buckets]
+    if hasattr(data, "_buckets"):
+        return [grad for bucket in data._buckets for grad in bucket.grads]
+    return [part.sums for unit in data.parts for part in unit._parts if part.sums is not None]
+
+
+def _refusing(take: Any, after: float) -> Any:
+    taken = 0
+
+    def refusing(sharded_model: TargetStorage, key: str) -> None:
+        nonlocal taken
+        taken += 1
+        if taken > after * len(sharded_model.state):
+            raise MemoryError(f"refused {key}")
+        take(sharded_model, key)
+
+    return refusing

@@ -41,7 +41,7 @@ def run(settings: Settings) -> list[Row]:
 def _measured(settings: Settings, folder: str, size: dict[str, int]) -> tuple[list[dict[str, float]], list[float]]:
     """(seconds of each transition, bytes that the fullest rank took beyond the new model)."""
     found, extra = [], []
-    with Ranks("switch.switch_ranks", RANKS, folder=settings.folder, **size) as ranks:
+    with Ranks("switch.switch", RANKS, folder=settings.folder, **size) as ranks:
         for number in range(1 + (1 if settings.quick else settings.count(ROUNDS))):
             ranks.ask("switch", strategy=TOUR[0])
             for strategy in TOUR[1:]:

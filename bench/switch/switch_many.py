@@ -20,7 +20,7 @@ def run(settings: Settings) -> list[Row]:
     names = strategies(RANKS)[1:] + strategies(RANKS)[:1]
     count = 2 * WARM if settings.quick else SWITCHES + WARM
     route = [names[i % len(names)] for i in range(count)]
-    with Ranks("switch.switch_ranks", RANKS, folder=settings.folder, **SIZE) as ranks:
+    with Ranks("switch.switch", RANKS, folder=settings.folder, **SIZE) as ranks:
         told = ranks.ask("many", strategies=route)
     # A strategy is there again every eighth switch, which must find the process as it was.
     start = WARM - 1

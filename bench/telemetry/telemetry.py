@@ -10,10 +10,18 @@ measured itself while it noted calls, which is all there is to counting, and not
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
+import nbkit
 from bench.rigs.forked import Ranks
+from bench.rigs.jobs import config, trainer
 from bench.settings import Settings, shuffled
 from bench.stats import quantile, ratio
+from bench.steps.steps import Paced
 from bench.table import Row, compared
+from nbkit.rank.telemetry import collectives
+from nbkit.rank.telemetry.progress_line import ProgressLine
+from nbkit.rank.train.run_recorder import Recorder
 from nbkit.records.records import LISTEN_EVERY
 
 RANKS = 2
@@ -27,7 +35,7 @@ WORDS = {"count": "counting", "time": "timing, records and scalars on disk"}
 def run(settings: Settings) -> list[Row]:
     """Two rows for each strategy."""
     rows = []
-    with Ranks("telemetry.telemetry_ranks", RANKS, folder=settings.folder, **SIZE) as ranks:
+    with Ranks("telemetry.telemetry", RANKS, folder=settings.folder, **SIZE) as ranks:
         arms = {"off": "off", "off again": "off", "count": "count", "time": "time"}
         for strategy in STRATEGIES:
             ranks.ask("prepare", strategy=strategy)
@@ -58,3 +66,34 @@ def run(settings: Settings) -> list[Row]:
 def _means(of: dict[str, list[float]]) -> list[float]:
     """Of both arms without anything, round by round: less noise than either has."""
     return [(a + b) / 2 for a, b in zip(of["off"], of["off again"], strict=True)]
+
+
+class Worker:
+    """One job for all arms, in the same memory: what records its run is taken off and put back."""
+
+    def __init__(self, *, width: int, layers: int, block: int, batch: int) -> None:
+        self._config, self._batch, self._pace = config(width, layers, block=block), batch, Paced()
+
+    def prepare(self, strategy: str) -> None:
+        """Train `strategy` from here on."""
+        self._trainer = trainer(
+            self._config, strategy, batch=self._batch, loading=nbkit.Loading(collate=self._pace), log_dir="runs"
+        )
+        self._trainer.fit(3)
+        job = self._trainer.job
+        others = [one for one in job.ledger.bus.sinks if isinstance(one, ProgressLine)]
+        self._recording = {True: (job.recorder, [*job.ledger.bus.sinks]), False: (Recorder(job.device), others)}
+
+    def block(self, mode: str, steps: int) -> tuple[float, float, float]:
+        """(seconds, CPU-seconds, seconds that noting calls has taken) of a step, of so many. mode: "off", "count", or
+        "time" with all that a run records of itself."""
+        collectives.set_mode(mode)
+        job = self._trainer.job
+        job.recorder, job.ledger.bus.sinks = self._recording[mode == "time"]
+        dist.barrier()
+        self._pace.restart()
+        before = collectives.own_ns()
+        self._trainer.fit(steps + 1)
+        own = (collectives.own_ns() - before) / (steps + 1) / 1e9
+        collectives.set_mode("time")
+        return self._pace.seconds, self._pace.cpu_seconds, own

@@ -30,7 +30,7 @@ def _one_thread() -> Iterator[None]:
 def known_to_be_right() -> Iterator[None]:
     """Jobs of this test are made without a tiny whole step of each strategy, which takes half a second and more, and
     without a look whether copies have parts of their own: for models whose strategies
-    tests/rank/parallel/test_whole_step.py and tests/parity prove."""
+    tests/rank/parallel/test_whole_step.py and tests/verify prove."""
     ranks.left_out |= {"prove_step": StepProof(), "look_at_copies": [""]}
     yield
     ranks.left_out.clear()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
+from functools import cache
 from pathlib import Path
 
 
+@cache
 def code_files() -> list[Path]:
     """Those that hold something, sorted."""
-    root = Path(sysconfig.get_path("stdlib"))
-    return [path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts and path.stat().st_size]
+    found = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [name for name in folders if name != "site-packages"]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return [path for path in sorted(found) if path.stat().st_size]
 
 
 def lengths(cut: int = 2048) -> list[int]:

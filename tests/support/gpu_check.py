@@ -27,7 +27,7 @@ from typing import Any
 import nbkit
 
 _TESTS = Path(__file__).resolve().parents[1]
-for _folder in (_TESTS / "models", _TESTS / "support", _TESTS.parent):
+for _folder in (_TESTS / "support", _TESTS.parent):
     sys.path.insert(0, str(_folder))
 for _word in sys.argv[1:]:
     if _word.startswith("--real="):
@@ -48,37 +48,30 @@ from nbkit.rank.telemetry import collectives  # noqa: E402
 from nbkit.rank.train.replace.recover import recover  # noqa: E402
 from nbkit.rank.train.trainer import Trainer  # noqa: E402
 from nbkit.rank.world import failure_alarm  # noqa: E402
-from parity.cells import Cell, layers_for, matrix  # noqa: E402
-from parity.figures import BARS, compared  # noqa: E402
-from parity.rounds import truths  # noqa: E402
-from parity.subjects import SUBJECTS  # noqa: E402
-from parity.training import BATCH, Outcome, ours  # noqa: E402
+from verify.cases import Case, parity_matrix  # noqa: E402
+from verify.compare import judged  # noqa: E402
+from verify.models.specimens import ZOO  # noqa: E402
+from verify.rank_sets import truths  # noqa: E402
+from verify.training import BATCH, Outcome, train  # noqa: E402
 
 STRATEGIES = tuple(
     name for name in ("ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "cp=4") if (REAL, name) != ("gloo", "pp")
 )
-PER_SET = 8  # cells in one set of processes: a bug that ends one takes no more along
+PER_SET = 8  # cases in one set of processes: a bug that ends one takes no more along
 _RELEASED_S = 1.0
 _COPIED = 3  # a step: input and target, once for all micro-batches; the vector of the step's numbers
 
 
-def trained(rank: int, ranks: int, cells: Sequence[Cell]) -> list[Any]:
-    """Every cell, on a rank; why there is nothing of one that failed on all ranks alike."""
+def trained(rank: int, ranks: int, cases: Sequence[Case]) -> list[Outcome]:
+    """Every case, on a rank, with its tensors on the host."""
     begun(rank, ranks)
-    found: list[Any] = []
-    for cell in cells:
-        try:
-            found.append(_of_the_host(ours(cell)))
-        except NbkitError as error:
-            found.append(f"{type(error).__name__}: {error}")
+    found = []
+    for case in cases:
+        outcome = train(case)
+        outcome.grads = {name: (tensor.cpu(), layout) for name, (tensor, layout) in outcome.grads.items()}
+        outcome.state = {name: tensor.cpu() for name, tensor in outcome.state.items()}
+        found.append(outcome)
     return found
-
-
-def _of_the_host(outcome: Outcome) -> Outcome:
-    for pieces in (outcome.grads, outcome.weights):
-        for name, (tensor, layout) in pieces.items():
-            pieces[name] = tensor.cpu(), layout  # type: ignore[index]
-    return outcome
 
 
 def switched(rank: int, ranks: int, walk: Sequence[str]) -> list[float]:
@@ -207,31 +200,27 @@ def every_pair(strategies: Sequence[str]) -> list[str]:
     return walk[::-1]
 
 
-def cells(models: Sequence[str] = ("gpt", "llama", "ten_convs")) -> list[Cell]:
+def cases(models: Sequence[str] = ("gpt", "llama_of_8_heads", "ten_convs")) -> list[Case]:
     """Each strategy on each of `models`."""
-    every = (cell for cell in matrix("float64", 3) if cell.subject in models)
-    return [cell for cell in every if not (REAL == "gloo" and "pp" in cell.strategy)]
+    every = (case for case in parity_matrix("float64", 3) if case.model in models)
+    return [case for case in every if not (REAL == "gloo" and "pp" in case.strategy)]
 
 
-def check_cells(some: Sequence[Cell]) -> Iterator[str]:
+def check_cases(some: Sequence[Case]) -> Iterator[str]:
     """A line for each, ending with what is wrong, if anything is."""
     known = truths(some, device="cuda" if REAL else "cpu")
-    for ranks in sorted({cell.ranks for cell in some}):
-        alike = [cell for cell in some if cell.ranks == ranks]
+    for ranks in sorted({case.ranks for case in some}):
+        alike = [case for case in some if case.ranks == ranks]
         for first in range(0, len(alike), PER_SET):
             part = alike[first : first + PER_SET]
             try:
                 found = run_ranks(trained, ranks, ranks, part, join=False, timeout=60 + 60 * len(part))
             except RankFailed as error:
-                yield from (f"{cell}: failed in the set: {str(error)[-600:]}" for cell in part)
+                yield from (f"{case}: failed in the set: {str(error)[-600:]}" for case in part)
                 continue
-            for number, cell in enumerate(part):
-                outcomes = [one[number] for one in found]
-                if why := next((one for one in outcomes if isinstance(one, str)), ""):
-                    yield f"{cell}: failed: {why}"
-                else:
-                    missed = compared(outcomes, known[cell.truth]).missed(BARS[cell.dtype])
-                    yield f"{cell}: {'wrong: ' + ', '.join(missed) if missed else 'equal'}"
+            for number, case in enumerate(part):
+                verdict = judged(case, [one[number] for one in found], known[case.truth])
+                yield f"{case}: {'equal' if verdict.kind == 'equal' else f'{verdict.kind}: {verdict.text}'}"
 
 
 def check_switches(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> Iterator[str]:
@@ -256,9 +245,9 @@ def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counte
     """Of the third step under each strategy, clipped, in micro-batches and recorded: see PretendAccelerator.counts."""
     _, gpu = begun(rank, ranks)
     collectives.set_mode("time")
-    gpt, found = SUBJECTS["gpt"], dict[str, Counter[str]]()
+    gpt, found = ZOO["gpt"], dict[str, Counter[str]]()
     host: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu if REAL else gpu.host
-    items = [tuple(host(part) for part in row) for row in gpt.items(BATCH, torch.float64, masked=False)]
+    items = [tuple(host(part) for part in row) for row in gpt.rows(BATCH, dtype=torch.float64)]
     for strategy in strategies:
         counted: list[Counter[str]] = []
 
@@ -285,7 +274,7 @@ def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counte
         )
         with tempfile.TemporaryDirectory() as folder:
             more |= {
-                "model": lambda: gpt.build(torch.float64, 0.0, ranks),
+                "model": lambda: gpt.build(torch.float64, layers=ranks),
                 "data": items,
                 "loading": nbkit.Loading(shuffle=False),
             }
@@ -327,7 +316,7 @@ def check_deaths(
 
 
 def _lines(what: str, steps: int, run: Callable[[], list[Any]]) -> str:
-    known = Cell("gpt", "", "float64", steps, layers=layers_for(""))
+    known = Case("gpt", "", steps=steps)
     losses = truths([known])[known.truth].losses
     try:
         found = run()
@@ -345,8 +334,8 @@ def main(words: Sequence[str]) -> int:
     started, wrong = time.monotonic(), 0
     words = [word for word in words if not word.startswith("--real=")]
     parts = {"switches", "errors", "steps", "deaths", *FEATURES}
-    chosen = [cell for cell in cells() if not words or any(word in str(cell) for word in words if word not in parts)]
-    lines: list[Iterator[str]] = [check_cells(chosen)] if chosen else []
+    chosen = [case for case in cases() if not words or any(word in str(case) for word in words if word not in parts)]
+    lines: list[Iterator[str]] = [check_cases(chosen)] if chosen else []
     if not words or "switches" in words:
         lines.append(check_switches())
     if not words or "errors" in words:

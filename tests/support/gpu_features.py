@@ -103,7 +103,7 @@ def fp16(strategy: str, rank: int, folder: Path) -> list[float]:
 
 
 def _in_precision(precision: str, strategy: str) -> list[float]:
-    trainer = trainer_of(strategy, dtype=torch.float32, precision=precision)
+    trainer = trainer_of(strategy, dtype="float32", precision=precision)
     trainer.fit(STEPS)
     return _losses(trainer)
 
@@ -151,7 +151,7 @@ FEATURES: dict[str, tuple[Feature, float]] = {
     "offload": (offload, 1e-10),
     "generate": (generate, 1e-10),
     "batch_norm": (batch_norm, 1e-9),
-    # Rounded elsewhere in each strategy: tests/parity has the bars of that; here it is no wrong sum, nor a NaN.
+    # Rounded elsewhere in each strategy: tests/verify has the bars of that; here it is no wrong sum, nor a NaN.
     "bf16": (bf16, 1e-2),
     "fp16": (fp16, 1e-3),
 }

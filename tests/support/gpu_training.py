@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 import pretend
-import torch
 from pretend import Limits, PretendAccelerator, checked, join
 from ranks import listeners
 
@@ -16,8 +15,8 @@ from nbkit.rank.comm import link_probe
 from nbkit.rank.device import accelerator
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world.world import RankPlace, World
-from parity.subjects import SUBJECTS, mean
-from parity.training import BATCH, LR, SEED
+from verify.cases import Case
+from verify.training import trainer_of as job_of
 
 REAL = os.environ.get("NBKIT_CHECK_REAL_GPU", "")
 """The backend between ranks that share the GPU of this machine; "": it is pretended."""
@@ -64,18 +63,6 @@ def _check_trainings(gpu: Any) -> None:
     Trainer.fit = fitted  # type: ignore[method-assign]
 
 
-def trainer_of(strategy: str, *, dtype: torch.dtype = torch.float64, **more: Any) -> Trainer:
-    """Of the GPT whose truth is `Cell("gpt", "")`."""
-    gpt = SUBJECTS["gpt"]
-    asked: dict[str, Any] = {
-        "model": lambda: gpt.build(dtype, 0.0, 4),
-        "loss": mean,
-        "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=LR),
-        "data": gpt.items(4 * BATCH, dtype, masked=False),
-        "batch_size": BATCH,
-        "strategy": strategy,
-        "seed": SEED,
-        "log_dir": None,
-        "progress": False,
-    }
-    return Trainer(**(asked | more))
+def trainer_of(strategy: str, *, dtype: str = "float64", **more: Any) -> Trainer:
+    """Of the GPT whose truth is that of `Case("gpt", "")`."""
+    return job_of(Case("gpt", strategy, dtype), **more)

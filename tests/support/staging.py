@@ -7,13 +7,13 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import torch
-from models_zoo import Specimen
 from torch import Tensor, nn
 
 from nbkit.rank.parallel.module.copies import homes, is_placeholder, replace_submodule, skeleton_of
 from nbkit.rank.parallel.pipeline.layer_chain import LayerChain
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.proof.observe import tensors_in
+from verify.models.specimens import Specimen
 
 Stage = tuple[Staged, int]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import cross_entropy, hf_gpt2, hf_llama, next_tokens, object_cross_entropy
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.models.generate import KeyValueCache, Sampling, cache_argument
 from nbkit.rank.train.trainer import Trainer
+from verify.models.specimens import cross_entropy, hf_gpt2, hf_llama, next_tokens, object_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models_zoo import hf_gpt2, hf_llama, next_tokens, object_cross_entropy
 from ranks import run_ranks
 from torch import nn
 
@@ -19,6 +18,7 @@ import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.models import pretrained
 from nbkit.rank.train.trainer import Trainer
+from verify.models.specimens import hf_gpt2, hf_llama, next_tokens, object_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 

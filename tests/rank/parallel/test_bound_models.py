@@ -7,10 +7,8 @@ import warnings
 from functools import partial
 from typing import Any
 
-import bound_models
 import pytest
 import torch
-from bound_models import MODELS, batch, built, plainly
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +17,8 @@ import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.copies import built_again, homes, replace_submodule, skeleton_of
 from nbkit.rank.train.trainer import Trainer
+from verify.models import bound as bound_models
+from verify.models.bound import MODELS, batch, built, plainly
 
 NOT_COPIED = {"local class", "global"}
 SAMPLE = ["lambda", "partial of weights", "borrowed", "lora and hook", "lazy hooks", "local class"]

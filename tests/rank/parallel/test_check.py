@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import ZOO, gpt
 from ranks import run_ranks
 from torch import nn
 
 import nbkit
 from nbkit.errors import StrategyError
 from nbkit.rank.train.trainer import Trainer
+from verify.models.specimens import ZOO, gpt
 
 
 def column(found: Any, name: str) -> dict[str, str]:

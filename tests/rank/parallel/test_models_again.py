@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import ZOO, gpt
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.forward_wrapper import Wrapper
 from nbkit.rank.train.trainer import Trainer
+from verify.models.specimens import ZOO, gpt
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 

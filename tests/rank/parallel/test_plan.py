@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import ZOO
 from ranks import run_ranks
 from torch import nn
 
@@ -21,6 +20,7 @@ from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.plan import make_plan, refusals
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.strategy import Strategy
+from verify.models.specimens import ZOO
 
 STRATEGIES = ("dp=2 tp=2 zero=1", "pp=2 dp=2 schedule=zbv microbatches=4", "hsdp shard=2", "cp=2 dp=2 zero=3")
 MODELS = ("gpt_tied", "encoder")

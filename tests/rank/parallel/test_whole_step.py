@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import ZOO
 from ranks import run_ranks
 from torch import nn
 
@@ -33,7 +32,8 @@ from nbkit.rank.rng.draw_plan import DrawPlan
 from nbkit.rank.train.job import prepare
 from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.strategy import Strategy
-from zoo.training import SUBJECTS
+from verify.models.specimens import ZOO
+from verify.training import ARCHITECTURES
 
 COMPOSED = {
     "dp=2": 2,
@@ -44,6 +44,7 @@ COMPOSED = {
     "pp=2 schedule=dualpipev": 2,
     "pp=2 tp=2": 4,
     "cp=2 tp=2": 4,
+    "dp=2 cp=2 zero=3": 4,
     "dp=2 tp=2 pp=2": 8,
 }
 
@@ -292,7 +293,7 @@ ONCE = {
 )
 def test_models_that_once_trained_wrong_make_the_step_of_one_process(what: str, facts: Facts) -> None:
     name, strategy = ONCE[what]
-    specimen = SUBJECTS[name]
+    specimen = ARCHITECTURES[name]
     torch.manual_seed(0)
     model, batch = specimen.build().double(), specimen.batch(4, dtype=torch.float64)
     said = nbkit.check(model, strategy, batch, 2, loss=specimen.loss)

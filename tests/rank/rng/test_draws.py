@@ -1,4 +1,7 @@
-"""What a model draws itself is the same for a row under every strategy, or for the whole batch."""
+"""What a model draws itself is the same for a row under every strategy, or for the whole batch.
+
+To seed its streams is a small part of a step, and repeats what it gave.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.check_model import check
 from nbkit.rank.rng.draw_plan import DrawPlan, extent
 from nbkit.rank.rng.keyed_dropout import KeyedDropout, find_draws
+from nbkit.rank.rng.seeding import seed_step
 
 ROWS, LENGTH, WIDTH = 8, 4, 6
 
@@ -269,3 +273,15 @@ def test_every_strategy_draws_what_one_rank_draws(cells: dict[tuple[str, str], d
     for (model, strategy), numbers in run_ranks(trained, 2, cells)[0].items():
         same = "noisy" if model == "streamed" else model
         assert numbers == pytest.approx(alone[same, "ddp"], rel=1e-10, abs=1e-10), (model, strategy)
+
+
+def test_a_step_is_seeded_alike_again_and_devices_not_in_use_are_left_alone() -> None:
+    """torch.manual_seed would queue a call, with a traceback, for each of them."""
+    queued = torch.cuda._lazy_seed_tracker.get_calls()
+    drawn = []
+    for rank in (0, 1, 0):
+        seed_step(7, 3, rank)
+        drawn.append(float(torch.rand(())))
+
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert torch.cuda._lazy_seed_tracker.get_calls() is queued

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import pytest
-import stateful
 import torch
 from jobs import quiet
 from ranks import run_ranks
@@ -15,6 +14,7 @@ from torch import nn
 
 from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.rank.train.control import step_boundary
+from verify.models import stateful
 
 MODELS = (stateful.Lambdas, stateful.Patched, stateful.OfAnother, stateful.ByGlobal, stateful.CountingLambda)
 ASKED = ("pp=2 schedule=zbv microbatches=2", "nonsense=2")  # the model is run to see that the first is none

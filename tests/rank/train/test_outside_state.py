@@ -13,10 +13,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import bound_models
 import numpy
 import pytest
-import stateful
 import torch
 from jobs import points, quiet
 from ranks import run_ranks
@@ -26,6 +24,8 @@ from torch.utils.data import default_collate
 import nbkit
 from nbkit.rank.parallel.proof.outside_state import OutsideState
 from nbkit.rank.parallel.proof.short_example import first_runs
+from verify.models import bound as bound_models
+from verify.models import stateful
 
 STEPS = 5
 STRATEGIES = ("ddp", "zero3", "tp", "chain")

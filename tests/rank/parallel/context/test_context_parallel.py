@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models_zoo import HEADS, LENGTH, VOCAB, WIDTH, ZOO, Encoder, Specimen, classes, cross_entropy, next_tokens
 from ranks import RankFailed, run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +20,18 @@ from nbkit.rank.parallel.context.context_parallel import Positionwise, context_p
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.forward_wrapper import recompute
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from verify.models.specimens import (
+    HEADS,
+    LENGTH,
+    VOCAB,
+    WIDTH,
+    ZOO,
+    Encoder,
+    Specimen,
+    classes,
+    cross_entropy,
+    next_tokens,
+)
 
 
 class Causal(Encoder):
@@ -166,7 +177,7 @@ ALSO_ON_FOUR = [
 ]
 
 
-@pytest.mark.long  # tests/parity has four ranks
+@pytest.mark.long  # tests/verify has four ranks
 @pytest.mark.parametrize("cases", [ON_FOUR, ALSO_ON_FOUR])
 def test_on_four_ranks(cases: list[Any]) -> None:
     for found in run_ranks(every_model, 4, cases, timeout=170):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from odd_models import HEADS, LENGTH, LM, MLP, WIDTH, Block, NanoGPT, built, doing, penalised, penalty, rows, verdict
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +16,21 @@ import nbkit
 from nbkit.rank.parallel.context.attention import argument_names
 from nbkit.rank.parallel.context.positionwise import try_in_parts
 from nbkit.rank.parallel.tensor.layers import Around, put_around
+from verify.models.odd import (
+    HEADS,
+    LENGTH,
+    LM,
+    MLP,
+    WIDTH,
+    Block,
+    NanoGPT,
+    built,
+    doing,
+    penalised,
+    penalty,
+    rows,
+    verdict,
+)
 
 
 class Mixing(Block):
@@ -291,7 +305,7 @@ REST = [name for name in EQUAL if name not in SAMPLE]
 def table(world: Any, equal: list[str], refused: tuple[str, ...]) -> dict[str, tuple[str, str]]:
     found = {name: verdict(EQUAL[name], "cp=2") for name in equal}
     found |= {name: verdict(REFUSED[name][0], "cp=2") for name in refused}
-    found["a penalty in the loss"] = verdict(LM, "cp=2", loss=penalised)
+    found["a penalty in the loss"] = verdict(LM, "cp=2", loss_of=penalised)
     found["switched"] = verdict(mixing(MIXED["the mean"][0]), "cp=2", first="ddp")
     return found
 

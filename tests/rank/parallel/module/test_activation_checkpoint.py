@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import ZOO, gpt
 from torch import Tensor, nn
 
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.module.forward_wrapper import recompute
 from nbkit.rank.rng.draw_plan import extent, extent_of
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from verify.models.specimens import ZOO, gpt
 
 
 def gradients(name: str, *, checkpoint: bool, thread: bool = False) -> tuple[list[Tensor | None], list[str]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import exact
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 import nbkit
 from nbkit.errors import NbkitError
 from nbkit.rank.train.trainer import Trainer
+from verify.models.specimens import exact
 
 VOCAB, LENGTH, WIDTH, BATCH, STEPS = 48, 12, 16, 8, 2
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import ZOO, gpt
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.step import optimizer_state as offloading
 from nbkit.rank.train.trainer import Trainer
 from nbkit.strategy import Strategy
+from verify.models.specimens import ZOO, gpt
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 

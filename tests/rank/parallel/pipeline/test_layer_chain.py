@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import VOCAB, WIDTH, ZOO, Uneven, gpt, hf_gpt2, next_tokens
 from torch import Tensor, nn
 
 from nbkit.errors import StrategyError
@@ -19,6 +18,7 @@ from nbkit.rank.parallel.pipeline import layer_chain
 from nbkit.rank.parallel.pipeline import layer_chain as chains
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain, measure_costs
 from nbkit.rank.parallel.pipeline.trace_dataflow import StageInput
+from verify.models.specimens import VOCAB, WIDTH, ZOO, Uneven, gpt, hf_gpt2, next_tokens
 
 IDS = next_tokens(2, torch.Generator().manual_seed(0))[0]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import LENGTH, WIDTH, ZOO, Specimen, gpt, hf_gpt2, hf_llama, next_tokens
 from staging import assert_equal, chained, partitions, staged
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +19,7 @@ from nbkit.rank.parallel.pipeline.layer_chain import find_chain
 from nbkit.rank.parallel.pipeline.stage_module import Staged
 from nbkit.rank.parallel.proof.observe import tensors_in
 from nbkit.rank.parallel.proof.unchanged import plain_attention
+from verify.models.specimens import LENGTH, WIDTH, ZOO, Specimen, gpt, hf_gpt2, hf_llama, next_tokens
 
 
 # Many small layers: test_ten_convolutions_in_five_stages_of_two is of the same.

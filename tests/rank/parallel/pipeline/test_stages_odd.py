@@ -6,10 +6,8 @@ import copy
 from itertools import combinations
 from typing import Any
 
-import odd_models as odd
 import pytest
 import torch
-from models_zoo import LENGTH, VOCAB, WIDTH, ZOO, Specimen, cross_entropy, next_tokens
 from staging import assert_equal, chained, partitions, staged
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +16,8 @@ from nbkit.errors import StrategyError
 from nbkit.rank.models.gpt import Block, GPTConfig
 from nbkit.rank.parallel.check_model import check
 from nbkit.rank.parallel.pipeline.layer_chain import find_chain
+from verify.models import odd
+from verify.models.specimens import LENGTH, VOCAB, WIDTH, ZOO, Specimen, cross_entropy, next_tokens
 
 
 class Careless(nn.Module):

@@ -6,12 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import models_zoo
-import oddities
 import pytest
 import torch
-from models_zoo import VOCAB, WIDTH, ZOO
-from renamed import renamed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +18,10 @@ from nbkit.rank.parallel.tensor.plan.choose_plan import plan_of
 from nbkit.rank.parallel.tensor.plan.linear_types import is_linear
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan
 from nbkit.rank.parallel.tensor.proof.prove import prove
-from zoo.training import SUBJECTS
+from verify.models import specimens, tensor_odd
+from verify.models.renamed import renamed
+from verify.models.specimens import VOCAB, WIDTH, ZOO
+from verify.training import ARCHITECTURES
 
 IDS = torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(0))
 
@@ -62,15 +61,15 @@ def split_share(model: nn.Module, plan: TensorPlan, alone: Sequence[str] = ()) -
 def test_names_drawn_at_random_give_the_same_plan(names: tuple[str, ...]) -> None:
     models, old = renamed(gpt, 1)
     parts = {name: vars(models)[name] for name in ("GPT", "GPTConfig", "Attention", "Block")}
-    zoo, more = renamed(models_zoo, 2, **parts)
-    odd, most = renamed(oddities, 3)
+    zoo, more = renamed(specimens, 2, **parts)
+    odd, most = renamed(tensor_odd, 3)
     old |= more | most
     alone = {"pairs": [f"blocks.{i}.mix" for i in range(4)], "encoder": ["head"], "sequential": ["8"]}
     cases: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], Any]] = {
         name: (ZOO[name].build, zoo.ZOO[name].build, ZOO[name].batch(3)[0]) for name in names if name in ZOO
     }
-    cases["packed"] = (oddities.Packed, odd.Packed, IDS)
-    cases["config"] = (lambda: oddities.Configured(norm=True), lambda: odd.Configured(norm=True), IDS)
+    cases["packed"] = (tensor_odd.Packed, odd.Packed, IDS)
+    cases["config"] = (lambda: tensor_odd.Configured(norm=True), lambda: odd.Configured(norm=True), IDS)
     for name in names:
         make, make_renamed, value = cases[name]
         first, second = make(), make_renamed()
@@ -145,7 +144,7 @@ def test_what_is_computed_again_past_the_sizes_of_a_part_stays_whole() -> None:
 
 
 def test_a_pair_is_split_where_the_plan_of_its_library_gathers_and_gathered_where_it_is_not_right() -> None:
-    specimen = SUBJECTS["phi3"]
+    specimen = ARCHITECTURES["phi3"]
     model = specimen.build(torch.float64)
     plan = proven(model, specimen.batch(2)[0])
 
@@ -156,7 +155,7 @@ def test_a_pair_is_split_where_the_plan_of_its_library_gathers_and_gathered_wher
 
 
 def test_a_map_whose_weight_is_read_elsewhere_is_not_gathered_either() -> None:
-    specimen = SUBJECTS["phi3"]
+    specimen = ARCHITECTURES["phi3"]
     model = specimen.build(torch.float64)
     value, layer = specimen.batch(2)[0], model.model.layers[0]
 

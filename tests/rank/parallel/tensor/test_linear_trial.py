@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import VOCAB, object_cross_entropy
 from ranks import run_ranks
-from tensor_cases import compared, proven
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.rank.parallel.tensor.plan.linear_types import computes_linear
+from verify.models.specimens import VOCAB, object_cross_entropy
+from verify.tensor_split import compared, proven
 
 IDS = torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(0))
 

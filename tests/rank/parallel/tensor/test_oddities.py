@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import oddities as odd
 import pytest
 import torch
-from models_zoo import HEADS, VOCAB, WIDTH, ZOO, cross_entropy, hf_gpt2, object_cross_entropy
 from ranks import run_ranks
-from tensor_cases import axes_of, compared
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.errors import NbkitError
 from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.parallel.tensor.plan.choose_plan import candidates
+from verify.models import tensor_odd as odd
+from verify.models.specimens import HEADS, VOCAB, WIDTH, ZOO, cross_entropy, hf_gpt2, object_cross_entropy
+from verify.tensor_split import axes_of, compared
 
 IDS = torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(0))
 NEXT = IDS.roll(-1, 1)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from renamed import renamed
 from torch import nn
 
 from nbkit.rank.comm.thread_group import ThreadGroup
@@ -20,9 +19,10 @@ from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.parallel.whole_step import Batch, steps_of_ranks
 from nbkit.strategy import Strategy
 from tests.rank.parallel.tensor.test_data_flow import split_share
-from zoo import image_models, plain_models
+from verify.models import by_hand, images
+from verify.models.renamed import renamed
 
-PLAIN = renamed(plain_models, 5)[0].PLAIN | renamed(image_models, 6)[0].IMAGES
+PLAIN = renamed(by_hand, 5)[0].BY_HAND | renamed(images, 6)[0].IMAGES
 
 GPTS = ("nanogpt", "nanogpt_by_hand", "nanogpt_checkpoint", "llama_by_hand")
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import oddities as odd
 import pytest
 import torch
-from models_zoo import ZOO, gpt, hf_llama
 from torch import nn
 
 from nbkit.errors import StrategyError
 from nbkit.rank.parallel.module.copies import skeleton_of
 from nbkit.rank.parallel.tensor.plan.choose_plan import candidates, plan_of
+from verify.models import tensor_odd as odd
+from verify.models.specimens import ZOO, gpt, hf_llama
 
 
 def rows(name: str) -> dict[str, str]:

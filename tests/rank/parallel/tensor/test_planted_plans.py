@@ -6,11 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import oddities as odd
 import pytest
 import torch
-from between import INNER, MLP, MODELS, Attention, Block, Model, gelu
-from models_zoo import HEADS, VOCAB, WIDTH, hf_llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,6 +17,9 @@ from nbkit.rank.parallel.tensor.plan.plan import Heads, Pair
 from nbkit.rank.parallel.tensor.proof import prove as proof_module
 from nbkit.rank.parallel.tensor.proof.capture import data_flow
 from nbkit.rank.parallel.tensor.proof.prove import prove
+from verify.models import tensor_odd as odd
+from verify.models.between import INNER, MLP, MODELS, Attention, Block, Model, gelu
+from verify.models.specimens import HEADS, VOCAB, WIDTH, hf_llama
 
 IDS = torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(0))
 

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models_zoo import LENGTH, VOCAB, WIDTH, ZOO
 from ranks import run_ranks
-from tensor_cases import axes_of, compared, fill, specimen
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +20,8 @@ from nbkit.rank.parallel.tensor.apply import tensor_parallel
 from nbkit.rank.parallel.tensor.sharded_tensor import PositionShard, completed, sendable
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.tensor_layout import bounds
+from verify.models.specimens import LENGTH, VOCAB, WIDTH, ZOO
+from verify.tensor_split import axes_of, compared, fill, specimen
 
 B, T, D = 3, 7, 4
 BYTES = 8 * B * T * D

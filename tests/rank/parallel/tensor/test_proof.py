@@ -7,13 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import between
 import pytest
 import torch
-from between import INNER, MODELS, Block, Model, gelu
-from models_zoo import LENGTH, VOCAB, WIDTH, ZOO, cross_entropy, hf_llama
 from ranks import run_ranks
-from tensor_cases import compared, proven
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,6 +20,10 @@ from nbkit.rank.parallel.tensor.proof.prove import prove
 from nbkit.rank.train.checkpoint.job_state import weights
 from nbkit.rank.train.job import prepare
 from nbkit.rank.train.trainer import Trainer
+from verify.models import between
+from verify.models.between import INNER, MODELS, Block, Model, gelu
+from verify.models.specimens import LENGTH, VOCAB, WIDTH, ZOO, cross_entropy, hf_llama
+from verify.tensor_split import compared, proven
 
 IDS = torch.randint(VOCAB, (4, LENGTH), generator=torch.Generator().manual_seed(0))
 BATCH = (IDS, IDS.roll(-1, 1))

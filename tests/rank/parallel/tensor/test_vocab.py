@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tensor_cases import axes_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,6 +17,7 @@ from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.tensor import collectives
 from nbkit.rank.parallel.tensor.sharded_tensor import VocabShard
 from nbkit.tensor_layout import bounds
+from verify.tensor_split import axes_of
 
 V, B, T = 11, 3, 5
 

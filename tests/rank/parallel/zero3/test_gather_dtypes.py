@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from odd_models import LENGTH, LM, VOCAB, WIDTH, Block, cross_entropy, rows
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -17,6 +16,7 @@ from torch.utils.data import default_collate
 import nbkit
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.zero3.gather_plan import GatherPlan, plan_gathers
+from verify.models.odd import LENGTH, LM, VOCAB, WIDTH, Block, cross_entropy, rows
 
 LAYERS = 4
 

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import nbkit
 from nbkit.errors import NbkitError, StrategyError, TrainingError
-from nbkit.rank.train.checkpoint.export_safetensors import export
 
 STRATEGIES = ["ddp", "zero3", "dp=1 tp=2", "pp"]
 
@@ -100,6 +99,8 @@ def trainer_of(strategy: str) -> Any:
 
 def gathered(world: Any, folder: Path) -> list[Any]:
     """Of each strategy what is gathered, what a loaded job gathers, and what the export of it says."""
+    from nbkit.rank.train.checkpoint.export_safetensors import export  # at the top it would take each worker a second
+
     found: list[Any] = []
     for strategy in STRATEGIES:
         trainer = trainer_of(strategy)

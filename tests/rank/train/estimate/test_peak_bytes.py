@@ -45,7 +45,7 @@ def peaks(world: Any, strategies: tuple[str, ...], node: int, rows: int = ROWS) 
     """node: ranks on each."""
     assert link_probe._known is not None
     link_probe.know(replace(link_probe._known, node_of=tuple(rank // node for rank in range(world.place.world_size))))
-    from bench.plan.peak_ranks import Worker, storages
+    from bench.plan.peak import Worker, storages
 
     class Small:
         make, batch = staticmethod(lambda: GPT(CONFIG)), staticmethod(batch)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from bound_models import MODELS, batch, built
 from torch import nn
 
 from nbkit.rank.parallel.module.copies import homes, replace_submodule, skeleton_of
 from nbkit.rank.train.replace.pickle_by_value import TooLarge, dumps, loads
+from verify.models.bound import MODELS, batch, built
 
 NOT_CARRIED = {"local class", "global"}
 

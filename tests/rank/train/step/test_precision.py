@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from models_zoo import ZOO, gpt, next_tokens
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,6 +17,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.device import Accelerator
 from nbkit.rank.train.step.precision import Precision
 from nbkit.rank.train.trainer import Trainer
+from verify.models.specimens import ZOO, gpt, next_tokens
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 

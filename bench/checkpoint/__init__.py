@@ -1,1 +1,0 @@
-"""What a checkpoint costs the training that it is taken of."""

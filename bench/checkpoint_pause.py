@@ -1,0 +1,124 @@
+"""How long a training stands for a checkpoint of half a gigabyte, beside copying the same bytes in host memory.
+
+The steps are sleeps, so that what a step waits for is seen, and not what it computes: a checkpoint is taken in the
+middle of them, and what the step that it is taken in lasts beyond the usual one is the pause.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from bench.rigs.forked import Ranks
+from bench.settings import Settings
+from bench.stats import ratio
+from bench.table import Row
+from nbkit.rank.train.trainer import Trainer
+
+RANKS = 2
+ROUNDS = 9
+BAR = 1.5
+
+
+def run(settings: Settings) -> list[Row]:
+    """Two rows: the pause, and the longest of the steps that are made while a thread writes."""
+    num_bytes = (32 if settings.quick else 500) << 20
+    copies, pauses, others, waited = [], [], [], []
+    with Ranks("checkpoint_pause", RANKS, folder=settings.folder, num_bytes=num_bytes) as ranks:
+        ranks.ask("pause", path="kept", beside=True)  # memory and group for the first time
+        for number in range(settings.count(ROUNDS)):
+            copies.append(max(ranks.ask("copy")))
+            own, other = zip(*ranks.ask("pause", path="kept", beside=True), strict=True)
+            pauses.append(max(own))
+            others.append(max(other))
+            if number < 2:
+                waited.append(max(one for one, _ in ranks.ask("pause", path="kept", beside=False)))
+    figure, what = ratio(pauses, copies), f"checkpoint of {num_bytes >> 20} MiB, {RANKS} ranks"
+    return [
+        Row(
+            f"{what}, written beside the training: pause of the step",
+            _ms(pauses),
+            f"copy of the same bytes in host memory {_ms(copies)}; a save that is waited for {_ms(waited)}",
+            f"{figure.middle:.2f} [{figure.low:.2f}, {figure.high:.2f}]",
+            "",
+            f"≤ {BAR:g} x (median)",
+            figure.middle <= BAR,
+            {"nbkit": pauses, "copy": copies},
+        ),
+        Row(f"{what}: the longest step while it is written, beyond the usual", _ms(others), "", "", "", "", None),
+    ]
+
+
+def _ms(seconds: list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.0f} ms"
+
+
+STEP_S = 0.03
+STEPS = 60
+PARTS = 8
+
+
+class Sleeping(nn.Module):
+    """A small layer that trains, much that does not, and when each forward pass began."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.small = nn.Linear(4, 4)
+        self.kept = nn.ParameterList(
+            nn.Parameter(torch.zeros(num_bytes // 4 // PARTS), requires_grad=False) for _ in range(PARTS)
+        )
+        self.began: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.began.append(time.perf_counter())
+        time.sleep(STEP_S)
+        y: Tensor = self.small(x)
+        return y
+
+
+class Worker:
+    """A Trainer of it."""
+
+    def __init__(self, *, num_bytes: int) -> None:
+        self.model = Sleeping(num_bytes)
+        self.trainer = Trainer(
+            model=self.model,
+            loss=nn.functional.mse_loss,
+            optimizer=lambda model: torch.optim.SGD(model.small.parameters(), lr=0.1),
+            data=[(torch.ones(4), torch.ones(4))] * 64,
+            batch_size=8,
+            log_dir=None,
+            progress=False,
+            callbacks=[self._record],
+        )
+        self._save: tuple[int, str, bool] | None = None
+        self._at = 0
+        share = num_bytes // self.trainer.job.world_size
+        self.source, self.target = torch.ones(share, dtype=torch.uint8), torch.empty(share, dtype=torch.uint8)
+        self.copy()
+
+    def copy(self) -> float:
+        """Seconds to copy in host memory what this rank copies for a checkpoint."""
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        self.target.copy_(self.source)
+        return time.perf_counter() - began
+
+    def pause(self, *, path: str, beside: bool) -> tuple[float, float]:
+        """Seconds beyond the usual step: of the step that a checkpoint is taken in, and the most of those after it."""
+        self._save = self.trainer.step + STEPS // 4, path, beside
+        self.model.began.clear()
+        self.trainer.fit(STEPS)
+        periods = [later - earlier for earlier, later in pairwise(self.model.began)]
+        usual, at = statistics.median(periods), self._at
+        return periods[at] - usual, max(periods[at + 1 :]) - usual
+
+    def _record(self, trainer: Trainer, record: dict[str, float]) -> None:
+        if self._save is not None and record["step"] == self._save[0]:
+            (_, path, beside), self._save = self._save, None
+            self._at = len(self.model.began) - 1
+            trainer.save(path, beside=beside)

@@ -1,1 +1,0 @@
-"""Reading data: how much of it is hidden behind steps."""

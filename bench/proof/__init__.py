@@ -1,1 +1,0 @@
-"""What it costs to prove, before it trains, that a model is cut right."""

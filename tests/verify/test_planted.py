@@ -1,0 +1,33 @@
+"""The parity sees the bugs that parallel training is known for; without them the same ranks are as one process.
+
+Three of them, of different kinds. All of them: make planted.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from verify.planted import BUGS, unseen
+
+# A sum over stages; how losses are averaged; what each rank knows of the others' positions.
+SAMPLE = (
+    "the gradient of a tied weight is not summed over its stages",
+    "uneven losses are averaged over micro-batches and ranks as if they were even",
+    "the causal mask is off by one on later ranks",
+)
+
+
+@pytest.mark.timeout(300)
+def test_planted_bugs_turn_the_parity_red() -> None:
+    bugs = [bug for bug in BUGS if bug.what in SAMPLE]
+
+    assert len(bugs) == len(SAMPLE)
+    assert unseen(bugs) == ([], [])
+
+
+def test_each_of_them_can_still_be_planted() -> None:
+    """A bug patches a name of the product, which may have gone elsewhere."""
+    assert len({bug.what for bug in BUGS}) == len(BUGS) >= 12
+    for bug in BUGS:
+        with bug.plant():
+            pass

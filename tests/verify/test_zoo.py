@@ -1,0 +1,92 @@
+"""A sample of the table of models and strategies, and the judge of it.
+
+All of it, every architecture under every strategy: make zoo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nbkit.tensor_layout import Layout
+from verify.cases import CHAINED, LONGEST, ZOO_STRATEGIES, zoo_case, zoo_cases
+from verify.compare import judged, zoo_table, zoo_totals
+from verify.rank_sets import verdicts
+from verify.training import ARCHITECTURES, Outcome, Truth
+
+pytestmark = pytest.mark.timeout(180)
+
+BEFORE, AFTER = {"weight": torch.zeros(3)}, {"weight": torch.ones(3)}
+GRADS = {"weight": torch.ones(3)}
+KNOWN = Truth(
+    [2.0] * LONGEST,
+    [1.0] * LONGEST,
+    GRADS,
+    {0: BEFORE} | dict.fromkeys(range(1, LONGEST + 1), AFTER),
+    False,
+    {"tp=2": ("fits", ""), "ddp": ("fits", "")},
+)
+PIECES = {"weight": (torch.ones(3), Layout.whole((3,)))}
+EQUAL = Outcome([2.0] * 3, [1.0] * 3, PIECES, AFTER, 3)
+SINGLE = zoo_case("some", "tp=2")
+
+
+def test_a_sample_of_cases_is_as_one_process_or_refused_and_check_says_the_same() -> None:
+    chosen = [
+        zoo_case("dit", "tp=2 > pp=2"),
+        zoo_case("unet", "cp=2"),
+    ]
+    found = dict(verdicts(chosen, lanes=1, check=True))
+
+    assert {case: verdict.kind for case, verdict in found.items()} == dict(
+        zip(chosen, ("equal", "refused"), strict=True)
+    )
+    assert not any(verdict.is_wrong for verdict in found.values()), found
+
+
+def test_the_table_has_thirty_architectures_eight_strategies_and_a_chain() -> None:
+    assert len(ARCHITECTURES) >= 30
+    assert [case.strategy for case in zoo_cases(["gpt2"])] == [*ZOO_STRATEGIES, CHAINED]
+    assert [case.strategy for case in zoo_cases(["gpt2", "llama"], ["gpt2", "tp"])] == ["tp=2", "dp=2 tp=2"]
+    assert [case.strategy for case in zoo_cases(["gpt2"], ["chain"])] == [CHAINED]
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        (EQUAL, "equal"),
+        (replace(EQUAL, losses=[2.0, 2.0, 2.0 + 1e-6]), "wrong"),
+        (replace(EQUAL, state={"weight": torch.full((3,), 1 + 1e-6)}), "wrong"),
+        (replace(EQUAL, state={"weight": torch.full((3,), float("nan"))}), "wrong"),
+        (replace(EQUAL, losses=[2.0, float("nan"), 2.0]), "wrong"),
+        (replace(EQUAL, state={}), "wrong"),
+        (Outcome(refused={"tp=2": "no"}), "refused"),
+        (Outcome(made=1, late="no"), "late"),
+        ("a traceback", "crash"),
+    ],
+)
+def test_a_case_is_judged_by_its_worst_rank_and_check_has_to_have_said_so(found: Outcome | str, kind: str) -> None:
+    verdict = judged(SINGLE, found if isinstance(found, str) else [EQUAL if kind != "refused" else found, found], KNOWN)
+
+    assert verdict.kind == kind
+    assert bool(verdict.check) == (kind != "equal")
+
+
+def test_what_rounds_to_single_precision_has_the_bar_of_single_precision() -> None:
+    near = replace(EQUAL, losses=[2.0, 2.0, 2.0 + 1e-6])
+
+    assert judged(SINGLE, [near], replace(KNOWN, rounds=True)).kind == "equal"
+
+
+def test_a_chain_trains_on_without_what_it_was_refused_and_check_is_asked_about_each() -> None:
+    chain = zoo_case("some", "ddp > tp=2")
+    verdict = judged(chain, [Outcome([2.0] * 2, [1.0] * 2, PIECES, AFTER, 2, {"tp=2": "no"})] * 2, KNOWN)
+
+    assert (verdict.kind, verdict.left_out) == ("equal", ("tp=2",))
+    assert verdict.check == "tp=2: fits"
+    assert "equal less tp=2 +check" in "\n".join(zoo_table({replace(chain, strategy=CHAINED): verdict}))
+    assert zoo_totals({chain: verdict}).startswith(
+        "1 cells: 1 equal, 0 refused, 0 wrong, 0 crash, 0 late (100 % equal)"
+    )

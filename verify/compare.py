@@ -1,0 +1,305 @@
+"""The distance of what the ranks hold from one process, how large it may be, and the verdict in one word."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from math import inf, nan
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from verify.cases import CHAINED, ZOO_STRATEGIES, Case
+from verify.training import BATCH, Outcome, Pieces, Truth, truth
+
+KINDS = ("equal", "refused", "wrong", "crash", "late")
+
+
+@dataclass(frozen=True)
+class Bars:
+    """grads: ||difference|| / ||gradient|| of the whole model; largest: max |difference| of any tensor / max |gradient|
+    of the model; losses, norms: relative, the largest of all steps; moved: ||difference|| / ||what training moved||,
+    buffers included."""
+
+    grads: float = inf
+    largest: float = inf
+    losses: float = inf
+    norms: float = inf
+    moved: float = inf
+
+
+BARS = {"float32": Bars(1e-6, 1e-5, 1e-5, 1e-5), "float64": Bars(1e-12, 1e-12, 1e-10, 1e-10)}
+"""AdamW divides by the size of a gradient, also of one that is rounding alone: it says nothing to compare weights."""
+SGD_BARS, ROUNDED_BARS = Bars(losses=1e-9, moved=1e-9), Bars(losses=1e-5, moved=1e-5)
+"""Of any model; and of one that itself rounds to float32 on the way."""
+
+
+@dataclass(frozen=True)
+class Figures(Bars):
+    """How far the ranks are from one process. wrong: what is wrong beyond numbers."""
+
+    wrong: str = ""
+
+    def missed(self, bars: Bars) -> list[str]:
+        """What is not as it has to be; a figure that is not a number is not."""
+        names = ("grads", "largest", "losses", "norms", "moved")
+        missed = [name for name in names if not getattr(self, name) <= getattr(bars, name)]
+        return [*missed, *([self.wrong] if self.wrong else [])]
+
+
+def bars_of(case: Case, known: Truth, *, fewer: bool = False) -> Bars:
+    """How far the ranks may be; with bfloat16 that is measured, fewer: in fewer runs."""
+    if "sgd" in case.extras:
+        return ROUNDED_BARS if known.rounds else SGD_BARS
+    return _bf16_bars(case.truth, fewer) if "bf16" in case.extras else BARS[case.dtype]
+
+
+def compared(ranks: Sequence[Outcome], known: Truth) -> Figures:
+    """Of every element the rank that is farthest off counts; an element that no rank holds is wrong."""
+    first, wrong = ranks[0], []
+    made = first.made
+    if any((rank.losses, rank.norms, rank.made) != (first.losses, first.norms, made) for rank in ranks):
+        wrong.append("histories differ between ranks")
+    if len(first.losses) != made or made not in known.states:
+        wrong.append(f"{len(first.losses)} losses of {made} steps")
+    grads, missing = _differences([rank.grads for rank in ranks], known.grads)
+    wrong += [f"no rank holds all of {name}" for name in sorted(missing)]
+    return Figures(
+        grads=_norm(grads.values()) / _norm(known.grads.values()),
+        largest=_largest(grads) / _largest(known.grads),
+        losses=_relative([*first.evaluated, *first.losses], [*known.evaluated, *known.losses]),
+        norms=_relative(first.norms, known.norms),
+        moved=_worst(_moved(rank.state, known, made) for rank in ranks),
+        wrong="; ".join(wrong),
+    )
+
+
+def _differences(ranks: Sequence[Pieces], whole: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """(name -> largest |difference| of each element, names of which something is nowhere)."""
+    found = {name: torch.full(tensor.shape, -1.0, dtype=torch.float64) for name, tensor in whole.items()}
+    for pieces in ranks:
+        for name, (tensor, layout) in pieces.items():
+            if name not in whole:
+                # One process never had this gradient: here it is zeros.
+                found[name] = torch.maximum(found.get(name, torch.zeros(layout.shape)), tensor.abs().max().double())
+                continue
+            for local, place in layout.pieces:
+                off = (tensor[local.slices].double() - whole[name][place.slices].double()).abs()
+                target = found[name][place.slices]
+                # A NaN is the farthest there is, and maximum() hands it on.
+                target.copy_(torch.maximum(target, off))
+    return found, [name for name, tensor in found.items() if bool((tensor < 0).any())]
+
+
+def _moved(state: Mapping[str, Tensor], known: Truth, made: int) -> float:
+    after, before = known.states.get(made, {}), known.states[0]
+    if state.keys() != after.keys():
+        return inf
+    off = [state[name].double() - tensor.double() for name, tensor in after.items()]
+    return _norm(off) / _norm(tensor.double() - before[name].double() for name, tensor in after.items())
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return float(torch.stack([t.double().norm() for t in tensors]).norm())
+
+
+def _largest(tensors: Mapping[str, Tensor]) -> float:
+    return float(torch.stack([t.double().abs().max() for t in tensors.values()]).max())
+
+
+def _relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return _worst(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=False))
+
+
+def _worst(figures: Iterable[float]) -> float:
+    """The largest, 0 of none; max() passes over what is not a number."""
+    found = list(figures)
+    return max(found, default=0.0) if all(each == each for each in found) else nan
+
+
+# bfloat16: a strategy may differ from one process as much as one process from itself when it sums in another order.
+
+
+class _InParts(TorchFunctionMode):
+    """Linear maps in parts of their input and of their output features, which an order other than 0 shuffles before:
+    the same sums, forward and backward, rounded elsewhere.
+    """
+
+    def __init__(self, parts: int, order: int) -> None:
+        super().__init__()
+        self.parts, self.order = parts, order
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
+        if self.order:
+            order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(self.order))
+            x, weight = x[..., order], weight[:, order]
+        rows = [self._summed(x, some) for some in weight.chunk(self.parts, 0)]
+        return torch.cat(rows, -1) if bias is None else torch.cat(rows, -1) + bias
+
+    def _summed(self, x: Tensor, weight: Tensor) -> Tensor:
+        pairs = zip(x.chunk(self.parts, -1), weight.chunk(self.parts, -1), strict=True)
+        total: Tensor = sum(F.linear(a, b) for a, b in pairs)  # type: ignore[assignment]
+        return total
+
+
+def _orders(rank: int, case: Case, fewer: bool) -> list[Truth]:
+    """One process in bfloat16, and again with other orders of summing: over rows, over features, over both.
+
+    Forty runs; fewer: the eight that sum most unlike.
+    """
+    every = [(parts, order) for parts in ((4,) if fewer else (1, 2, 4)) for order in range(3)]
+    wraps = [nullcontext, *(partial(_InParts, parts, order) for parts, order in every)]
+    several = (BATCH, 2) if fewer else (BATCH, BATCH // 2, BATCH // 4, 2)
+    return [truth(case, rows=rows, wrap=wrap) for wrap in wraps for rows in several]
+
+
+@cache
+def _bf16_bars(case: Case, fewer: bool) -> Bars:
+    """The largest difference between two runs of one process."""
+    runs = run_ranks(_orders, 1, case, fewer, timeout=300, join=False)[0]
+    found = [_far(one, other) for i, one in enumerate(runs) for other in runs[:i]]
+    return Bars(*(max(getattr(each, name) for each in found) for name in ("grads", "largest", "losses", "norms")))
+
+
+def _far(one: Truth, other: Truth) -> Bars:
+    grads = {name: (one.grads[name] - grad).double() for name, grad in other.grads.items()}
+    return Bars(
+        grads=_norm(grads.values()) / _norm(other.grads.values()),
+        largest=_largest(grads) / _largest(other.grads),
+        losses=_relative(one.losses, other.losses),
+        norms=_relative(one.norms, other.norms),
+    )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """kind: one of KINDS, of the worst rank. text: how far, or why. check: what it said, where it said something else.
+
+    left_out: the strategies of a chain that were refused.
+    """
+
+    kind: str
+    text: str
+    check: str = ""
+    left_out: tuple[str, ...] = ()
+    figures: Figures | None = None
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it is what may not be."""
+        return self.kind not in ("equal", "refused") or bool(self.check)
+
+
+def judged(case: Case, found: Sequence[Outcome] | str, known: Truth) -> Verdict:
+    """The verdict on what each rank made of `case`, or on the text of what broke them.
+
+    What `nbkit.check` has said counts where `known` has it.
+    """
+    single = len(case.strategies) == 1
+    if isinstance(found, str):
+        return Verdict("crash", _ended(found), _said_otherwise(known, case.strategy, "crash") if single else "")
+    kind, text, figures = _kind(case, found, known)
+    if single:
+        return Verdict(kind, text, _said_otherwise(known, case.strategy, kind), figures=figures)
+    refused = found[0].refused
+    off = [
+        f"{strategy}: {why}"
+        for strategy in case.strategies
+        if (why := _said_otherwise(known, strategy, "refused" if strategy in refused else "equal"))
+    ]
+    return Verdict(kind, text, "; ".join(off), tuple(refused), figures)
+
+
+def _kind(case: Case, found: Sequence[Outcome], known: Truth) -> tuple[str, str, Figures | None]:
+    late = [each.late for each in found if each.late]
+    if late:
+        return "late", late[0], None
+    if any(not each.made for each in found):
+        return "refused", found[0].refused.get(case.strategies[0], "not refused by every rank"), None
+    if any(each.refused != found[0].refused for each in found):
+        return "wrong", "ranks differ in what they refuse", None
+    figures = compared(found, known)
+    missed = figures.missed(bars_of(case, known))
+    far = f"{_worst((figures.losses, figures.moved)):.1e}"
+    return ("wrong", f"{far} {', '.join(missed)}", figures) if missed else ("equal", far, figures)
+
+
+def _ended(text: str) -> str:
+    """Who broke, and the last line of its traceback."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"
+
+
+def _said_otherwise(known: Truth, strategy: str, kind: str) -> str:
+    """What check said, unless that is what happened, or it was not asked."""
+    said, why = known.checks.get(strategy, ("", ""))
+    if not said or (said, kind) in (("fits", "equal"), ("refused", "refused")):
+        return ""
+    return f"{said} {_short(why)}".strip()
+
+
+def _short(text: str, most: int = 160) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def parity_row(case: Case, verdict: Verdict) -> list[str]:
+    """A row of the table of figures; see PARITY_HEAD."""
+    row = [str(case.model), case.strategy, case.dtype, " ".join(sorted(case.extras)), str(case.steps)]
+    figures = verdict.figures
+    row += ["", "", "", ""] if figures is None else [
+        f"{n:.1e}" for n in (figures.grads, figures.largest, figures.losses, figures.norms)
+    ]  # fmt: skip
+    return [*row, "yes" if verdict.kind == "equal" else f"**no**: {verdict.kind} {_short(verdict.text)}"]
+
+
+PARITY_HEAD = ("model", "strategy", "weights", "with", "steps", "gradients", "largest", "losses", "norms", "met")
+
+
+def zoo_totals(verdicts: Mapping[Case, Verdict]) -> str:
+    """One line: how many of each kind, and of how many check said something else."""
+    counted = Counter(verdict.kind for verdict in verdicts.values())
+    share = 100 * counted["equal"] / max(len(verdicts), 1)
+    kinds = ", ".join(f"{counted[kind]} {kind}" for kind in KINDS)
+    off = sum(bool(verdict.check) for verdict in verdicts.values())
+    return f"{len(verdicts)} cells: {kinds} ({share:.0f} % equal); check said something else of {off}."
+
+
+def zoo_table(verdicts: Mapping[Case, Verdict]) -> list[str]:
+    """Lines of Markdown: a row for each model, then what is to be told of cells that are not equal."""
+    columns = (*ZOO_STRATEGIES, CHAINED)
+    rows = [f"| model | {' | '.join(ZOO_STRATEGIES)} | chain |", "|---" * (len(columns) + 1) + "|"]
+    told = {(case.model, case.strategy): verdict for case, verdict in verdicts.items()}
+    for model in dict.fromkeys(case.model for case in verdicts):
+        words = [_word(told[model, strategy]) if (model, strategy) in told else "" for strategy in columns]
+        rows.append(f"| {model} | {' | '.join(words)} |")
+    rows += ["", "The chain: `" + CHAINED + "`, a step in each. +check: `nbkit.check` said something else.", ""]
+    for kind in ("wrong", "crash", "late", "refused"):
+        some = {case: verdict for case, verdict in verdicts.items() if verdict.kind == kind}
+        rows += [f"## {kind.capitalize()}", ""] if some else []
+        rows += [f"- {_named(case)}: {_short(verdict.text, 400)}" for case, verdict in some.items()]
+        rows += [""] if some else []
+    off = {case: verdict for case, verdict in verdicts.items() if verdict.check}
+    rows += ["## Check said", ""] if off else []
+    rows += [f"- {_named(case)}, {verdict.kind}: {verdict.check}" for case, verdict in off.items()]
+    return rows
+
+
+def _named(case: Case) -> str:
+    return f"{case.model}, {'chain' if case.strategy == CHAINED else case.strategy}"
+
+
+def _word(verdict: Verdict) -> str:
+    word = verdict.kind if verdict.kind in ("equal", "refused") else f"**{verdict.kind}**"
+    left = f" less {', '.join(verdict.left_out)}" if verdict.left_out and verdict.kind == "equal" else ""
+    return f"{word}{left}{' +check' if verdict.check else ''}"

@@ -1,0 +1,1 @@
+"""Small models of every kind, for the tests and for `python -m verify`."""

@@ -1,0 +1,229 @@
+"""Bugs that parallel training is known for, put into the ranks one at a time: each has to turn the parity red.
+
+A comparison that no bug disturbs proves nothing. Each bug is a patch of the running code, a mistake that somebody could
+make there, and comes with the case that has to show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from nbkit.rank.loss.row_weights import Weighed
+from nbkit.rank.parallel import grad_norm, micro_batch
+from nbkit.rank.parallel.context.attention import ContextAttentionMode
+from nbkit.rank.parallel.context.peers import Threads
+from nbkit.rank.parallel.data_parallel import buckets
+from nbkit.rank.parallel.data_parallel.buckets import Reduction
+from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
+from nbkit.rank.parallel.pipeline.executor import Deferred, _Run
+from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.parallel.tensor.apply import _Surgery
+from nbkit.rank.parallel.tensor.collectives import _GatherSum, _own
+from nbkit.rank.parallel.tensor.layers import PairState
+from nbkit.rank.rng.keyed_dropout import KeyedDropout
+from nbkit.rank.train.step.step import TrainingStep
+from verify.cases import Case
+from verify.compare import judged
+from verify.rank_sets import truths
+from verify.training import Outcome, train
+
+Plant = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """what: the mistake. case: where it shows. plant: makes it, for as long as the context is open."""
+
+    what: str
+    case: Case
+    plant: Plant
+
+
+def unseen(bugs: Collection[Bug]) -> tuple[list[str], list[str]]:
+    """(those of `bugs`, all out of BUGS, that the parity does not see; cases that are off without their bug)."""
+    green, red = [], []
+    for num_ranks in (2, 4):
+        numbers = [i for i, bug in enumerate(BUGS) if bug in bugs and bug.case.ranks == num_ranks]
+        if numbers:
+            blind, off = _unseen(numbers, num_ranks)
+            green += blind
+            red += off
+    return green, red
+
+
+def _unseen(numbers: Sequence[int], num_ranks: int) -> tuple[list[str], list[str]]:
+    known = truths(BUGS[i].case for i in numbers)
+    ranks = run_ranks(_with_and_without, num_ranks, numbers, timeout=600)
+    green, red = [], []
+    for place, number in enumerate(numbers):
+        bug = BUGS[number]
+        bad, good = (judged(bug.case, [rank[place][i] for rank in ranks], known[bug.case.truth]) for i in (0, 1))
+        if bad.kind == "equal":
+            green.append(bug.what)
+        if good.kind != "equal":
+            red.append(f"{bug.case}: {good.kind} {good.text}")
+    return green, red
+
+
+def _with_and_without(world: Any, bugs: Sequence[int]) -> list[tuple[Outcome, Outcome]]:
+    """Of each of BUGS that `bugs` numbers, on a rank: with it, then without."""
+    found = []
+    for number in bugs:
+        with BUGS[number].plant():
+            bad = train(BUGS[number].case)
+        found.append((bad, train(BUGS[number].case)))
+    return found
+
+
+def _around(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:
+    """`owner.name` replaced by what `make` gives for the original."""
+    return lambda: patch.object(owner, name, make(getattr(owner, name)))
+
+
+def _without(what: str) -> Callable[[Any], Any]:
+    """A method of a ShardedModel that sees none of its `what`."""
+
+    def make(method: Any) -> Any:
+        def blind(self: ShardedModel, *args: Any) -> Any:
+            if what == "partial":
+                sharded_model = replace(self, partial={})
+            else:
+                empty: Any = {"ties": (), "replication": {}}[what]
+                sharded_model = replace(self, connections=replace(self.connections, **{what: empty}))
+            return method(sharded_model, *args)
+
+        return blind
+
+    return make
+
+
+def _mean_of_means(weigh: Any) -> Any:
+    def wrong(result: Any, rows: int, targets: Any = None) -> Weighed:
+        right = weigh(result, rows)
+        return Weighed(right.value / right.weight, torch.ones(()), right.summed)
+
+    return wrong
+
+
+def _rows_of_equal_ranks(backward: Any) -> Any:
+    def wrong(self: TrainingStep, shard: Any) -> Any:
+        return backward(self, replace(shard, total=max(1, shard.rows * self.sharded_model.axes.size("dp"))))
+
+    return wrong
+
+
+def _scaled_stage(backward: Any) -> Any:
+    def wrong(self: Any, op: Any, grads: Any) -> Any:
+        produced = backward(self, op, grads)
+        return [grad / 2 for grad in produced] if op.stage == 1 else produced
+
+    return wrong
+
+
+def _lost_weight_gradient(run: Any) -> Any:
+    def wrong(self: Deferred) -> None:
+        self._points = self._points[1:]
+        run(self)
+
+    return wrong
+
+
+def _bias_on_every_rank(end: Any) -> Any:
+    return lambda self, partial, bias: end(self, partial if bias is None else partial + bias, None)
+
+
+def _another_ranks_keys(cut: Any) -> Any:
+    def wrong(self: Any, path: str, part: Any, widths: Any) -> None:
+        team = self.team
+        if path.endswith(("k_proj", "v_proj")):
+            self.team = replace(team, index=(team.index + 1) % team.size)
+        cut(self, path, part, widths)
+        self.team = team
+
+    return wrong
+
+
+class _Unreduced:
+    """A reduction whose sums are thrown away, all but the canary behind them."""
+
+    def __init__(self, work: dist.Work, row: Tensor, own: Tensor) -> None:
+        self.work, self.row, self.own = work, row, own
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.row[:-1] = self.own[:-1]
+
+
+def _own_gradient(reduce_scatter: Any) -> Any:
+    def wrong(row: Tensor, matrix: Tensor, **kwargs: Any) -> Any:
+        own = row.clone()
+        return _Unreduced(reduce_scatter(row, matrix, **kwargs), row, own)
+
+    return wrong
+
+
+def _mask_too_early(attend: Any) -> Any:
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The proof before the training sees it, and has the module look at all positions: that would train right.
+        late = int(self.runs[0][0] > 0 and not isinstance(self.peers, Threads))
+        with patch.multiple(self, runs=tuple((start - late, stop - late) for start, stop in self.runs)):
+            return attend(self, *args, **kwargs)
+
+    return wrong
+
+
+def _local_norm(_: Any) -> Any:
+    return lambda self, device: grad_norm.grad_norm(self.held, {}, device=device, world_size=1)
+
+
+def _case(strategy: str, *extras: str, model: str = "gpt", ranks: int = 2) -> Case:
+    return Case(model, strategy, steps=2, extras=frozenset(extras), ranks=ranks)
+
+
+BUGS = (
+    Bug("the gradient of a tied weight is not summed over its stages", _case("pp", model="gpt_tied"),
+        _around(ShardedModel, "_sum_partial", _without("ties"))),
+    Bug("uneven losses are averaged over micro-batches and ranks as if they were even", _case("dp=2", "mask"),
+        _around(micro_batch, "weigh", _mean_of_means)),
+    Bug("a short last batch is averaged over ranks as if each had as many rows", _case("dp=2", "ragged"),
+        _around(TrainingStep, "backward", _rows_of_equal_ranks)),
+    Bug("the norms between split positions are not summed over the tensor axis", _case("tp"),
+        _around(ShardedModel, "_sum_partial", _without("partial"))),
+    Bug("the parameters of blocks are not summed over the context axis", _case("cp=2"),
+        _around(ShardedModel, "_sum_partial", _without("partial"))),
+    Bug("the gradient that a stage sends is scaled", _case("pp"), _around(_Run, "_backward", _scaled_stage)),
+    Bug("a weight's gradient that was put off is forgotten", _case("pp schedule=zb"),
+        _around(Deferred, "run", _lost_weight_gradient)),
+    Bug("the bias of a row-parallel map is added by every rank", _case("tp"),
+        _around(PairState, "end", _bias_on_every_rank)),
+    Bug("the gradient of a column-parallel map's input is not summed", _case("tp"),
+        _around(_GatherSum, "backward", lambda _: staticmethod(
+            lambda ctx, grad: (_own(grad, ctx.group, ctx.dim), None, None, None)))),
+    Bug("queries attend to another rank's key-value heads", _case("tp", model="llama_of_8_heads"),
+        _around(_Surgery, "_cut_columns", _another_ranks_keys)),
+    Bug("a shard is updated from a gradient that was not summed", _case("dp=2 zero=2"),
+        _around(buckets, "reduce_scatter", _own_gradient)),
+    Bug("the other parts of a weight stay as they were after an update", _case("dp=2 zero=1"),
+        _around(ShardedOptimizer, "after_step", lambda _: lambda self: None)),
+    Bug("dropout draws from each rank's own stream", _case("dp=2", "dropout"),
+        _around(KeyedDropout, "step", lambda _: lambda self, *args: nullcontext())),
+    Bug("gradients are clipped by the norm of what a rank holds", _case("pp", "clip"),
+        _around(ShardedModel, "grad_norm", _local_norm)),
+    Bug("the norm counts what several ranks hold several times", _case("tp", "clip"),
+        _around(ShardedModel, "grad_norm", _without("replication"))),
+    Bug("the causal mask is off by one on later ranks", _case("cp=2"),
+        _around(ContextAttentionMode, "_attend", _mask_too_early)),
+    Bug("the last micro-batch is dropped", _case("pp"), _around(TrainingStep, "_cut", lambda cut: lambda self, shard: (
+        cut(self, shard)[:-1]))),
+    Bug("the replicas of sharding groups are not summed", _case("hsdp", ranks=4),
+        _around(Reduction, "cross", lambda _: lambda self: None)),
+)  # fmt: skip
