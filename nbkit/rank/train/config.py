@@ -15,20 +15,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import all_gather_objects
-from nbkit.rank.data.batch import call, check_inputs, on_device, pair, rows_of
+from nbkit.rank.data.batch import check_inputs
 from nbkit.rank.data.data_rng import alike
 from nbkit.rank.data.open_stream import open_stream, refuse_loader
 from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.data.split.data_shards import data_shards, why_whole
 from nbkit.rank.data.stream import Stream, is_map_style
 from nbkit.rank.device import accelerator
-from nbkit.rank.loss.row_weights import Loss, weigh
+from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.find_facts import ModelRuns
+from nbkit.rank.parallel.find_facts import ModelExample
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.checkpoint.retention import Asked
 from nbkit.rank.train.control.active_job import DETACHED
@@ -66,22 +65,18 @@ class TrainConfig:
         """Return True if attention kernels draw their own dropout masks on `device`."""
         return self.dropout == "fused" or (self.dropout is None and accelerator().holds(device))
 
-    def runs(self, module: nn.Module, short: Any, device: torch.device) -> ModelRuns:
-        """Return how `module`, the whole model, is run on the example. short: few positions of it that show as much."""
-        few = self.example if short is None else short
-
-        def loss(output: Any, rows: Any) -> Tensor:
-            return weigh(self.loss(output, pair(rows, self.inputs)[1]), rows_of(rows)).value
-
-        return ModelRuns(
-            batch=self.example,
-            whole=lambda: call(module, pair(on_device(self.example, device), self.inputs)[0]),
-            loss=lambda output: loss(output, on_device(self.example, device)),
-            brief=lambda: call(module, pair(few, self.inputs)[0]),
-            brief_loss=lambda output: loss(output, few),
-            stages=self.stages,
-            tp_plan=self.tp_plan,
-            autocast=PRECISIONS.get(self.precision or ""),
+    @property
+    def model_example(self) -> ModelExample:
+        """Return the example, and how the model and the loss run on it."""
+        return ModelExample(
+            self.example,
+            self.loss,
+            self.inputs,
+            self.sample,
+            self.microbatch_size is not None,
+            self.stages,
+            self.tp_plan,
+            PRECISIONS.get(self.precision or ""),
         )
 
     def __post_init__(self) -> None:
