@@ -137,13 +137,6 @@ def cluster_parser() -> MagicParser:
         "--spares", type=int, default=0, metavar="N", help="N devices more on each host, for ranks whose own fails"
     )
     start.add_argument(
-        "--spare-hosts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="for --hosts, the last N of them, or --slurm, N nodes more: in reserve for one that is gone in a training",
-    )
-    start.add_argument(
         "--ttl", type=_duration, metavar="TIME", help="let go after so long without notebook and cell: 30min, 12h (2h)"
     )
     start.add_argument(
@@ -155,7 +148,10 @@ def cluster_parser() -> MagicParser:
     start.add_argument("--slurm", action="store_true", help="in a job of Slurm's: -n ranks; see docs/clusters.md")
     start.add_argument("--mpi", action="store_true", help="mpirun starts them: on --hosts, on a batch job's, or here")
     start.add_argument(
-        "--launcher", default="", metavar="NAME", help="one that another package brings; see docs/clusters.md"
+        "--launcher",
+        default="",
+        metavar="NAME",
+        help="lsf, pbs, sge, or one that another package brings; see docs/clusters.md",
     )
     start.add_argument(
         "--nodes", type=int, metavar="N", help="for --slurm, --launcher: how many; default: as few as hold them"
@@ -165,7 +161,7 @@ def cluster_parser() -> MagicParser:
     start.add_argument(
         "--detach",
         action="store_true",
-        help="for --slurm: do not wait for the job; %%cluster list says how far it is, %%cluster attach takes it up",
+        help="for --slurm, --launcher: do not wait; %%cluster list says how far it is, %%cluster attach takes it up",
     )
     start.add_argument(
         "--save-before",

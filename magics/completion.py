@@ -12,6 +12,7 @@ from magics.arguments import PARSERS
 from nbkit.errors import ClusterError
 from nbkit.notebook.cluster.cluster import current
 from nbkit.wire.cells import first_rank
+from nbkit.wire.messages import CompleteName
 
 PATIENCE_SECONDS = 0.3  # a rank answers in a few milliseconds even while it trains; typing must not wait for more
 _NAME = re.compile(r"[A-Za-z_][\w.]*$")
@@ -35,7 +36,7 @@ def complete(context: CompletionContext) -> SimpleMatcherResult:
     except ClusterError:
         return nothing
     rank = first_rank(first)
-    answers = cluster.connection.client.ask([rank], "complete", PATIENCE_SECONDS, text=word.group())
+    answers = cluster.connection.client.ask([rank], CompleteName(word.group()), PATIENCE_SECONDS)
     before = context.token[: word.start()]
     matches = answers.get(rank, {}).get("matches", ())
     return {"completions": [SimpleCompletion(before + match, type="on the ranks") for match in matches]}

@@ -13,7 +13,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Cluster": "nbkit.notebook.cluster.cluster",
-    "Launcher": "nbkit.notebook.cluster.hosts.launchers.plugin",
+    "GradientBucket": "nbkit.rank.parallel.data_parallel.ddp",
+    "Launcher": "nbkit.notebook.cluster.hosts.launcher",
+    "LauncherStatus": "nbkit.notebook.cluster.hosts.launcher",
     "Balanced": "nbkit.rank.data.balanced.balanced",
     "Board": "nbkit.notebook.board.board",
     "Dashboard": "nbkit.notebook.widgets.dashboard.dashboard",
@@ -30,12 +32,14 @@ _HOME = {
     "TextDataset": "nbkit.rank.models.text",
 }
 
-__all__ = [*sorted(_HOME), "load_ipython_extension", "schedules"]
+_MODULES = ("schedules", "techniques")
+
+__all__ = [*sorted(_HOME), "load_ipython_extension", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "schedules":
-        return importlib.import_module("nbkit.schedules")
+    if name in _MODULES:
+        return importlib.import_module(f"nbkit.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'nbkit' has no attribute {name!r}; it offers {', '.join(sorted(_HOME))}")
     return getattr(importlib.import_module(_HOME[name]), name)

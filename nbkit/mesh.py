@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 
 from nbkit.errors import StrategyError
 
@@ -26,7 +27,7 @@ def with_slowest(axis: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees of the four axes. Nothing is split along an axis of degree 1. order: from slowest to fastest.
+    """Degrees of the axes. Nothing is split along an axis of degree 1. order: from slowest to fastest.
 
     places: the number of each rank in the grid, counted along `order`; () if it is the rank itself. Ranks ascend along
     dp, cp and tp, since process groups number them like this.
@@ -53,7 +54,7 @@ class Mesh:
                 numbers=f"places={shown} for {self.size} ranks, numbers 0 to {self.size - 1}",
                 hint="places=" + ":".join(map(str, range(self.size))),
             )
-        for axis in ("dp", "cp", "tp"):
+        for axis in (axis for axis in AXES if axis != "pp"):
             for group in self.groups(axis):
                 if any(later < earlier for earlier, later in pairwise(group)):
                     raise StrategyError(
@@ -62,10 +63,10 @@ class Mesh:
                         hint="places=" + ":".join(map(str, range(self.size))),
                     )
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Return the number of ranks in the grid."""
-        return self.pp * self.dp * self.cp * self.tp
+        return prod(self.degree(axis) for axis in AXES)
 
     def degree(self, axis: str) -> int:
         """Return the number of ranks along `axis`."""
@@ -75,10 +76,7 @@ class Mesh:
     def stride(self, axis: str) -> int:
         """Return how far apart in rank two neighbours along `axis` are."""
         faster = self.order[self.order.index(axis) + 1 :]
-        stride = 1
-        for other in faster:
-            stride *= self.degree(other)
-        return stride
+        return prod(self.degree(other) for other in faster)
 
     def index(self, rank: int) -> dict[str, int]:
         """Return the place of `rank` along each axis."""

@@ -7,35 +7,29 @@ spaces.
     tp, pp                                   that axis takes the world
     dp= tp= pp= cp=                          degrees; what is left of the world goes to the preset's axis, else to dp
     zero= shard=                             what the data axis shards (0-3), and the ranks of a sharding group
-    schedule= microbatches=                  of the pipeline; default 1f1b and 2 x pp
-    order=                                   the axis that crosses nodes: its neighbours are farthest apart in rank
-    places=                                  the number of each rank in the mesh, as 1:0, if it is not the rank itself
-    speeds=                                  of the ranks, as 2:1:1:1, if they are unequal; rows and stages follow them
-    bucket= compress= sync_every=            for the gradients of dp: see nbkit.levers
+    any other key=                           one file in nbkit/techniques/ says what it means
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
+from typing import Any
 
-from nbkit import schedules
-from nbkit.device_speeds import of_replicas, rows_by_speed, settled
+from nbkit import schedules, techniques
+from nbkit.device_speeds import of_replicas, rows_by_speed
 from nbkit.errors import StrategyError
-from nbkit.levers import KEYS as LEVERS
-from nbkit.levers import NONE, Levers
 from nbkit.mesh import AXES, Mesh, with_slowest
 from nbkit.schedules import names as every_schedule
+from nbkit.techniques import DEGREES, RESERVED, GradientExchange, Key, Settings, refuse_axes, whole_number
 from nbkit.tensor_layout import bounds
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "pp")
-_DEGREES = ("dp", "tp", "pp", "cp")
-_KEYS = ("dp", "shard", "tp", "pp", "cp", "zero", "schedule", "microbatches", "order", "places", "speeds", *LEVERS)
 _ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
@@ -45,14 +39,12 @@ class Strategy:
 
     dp, tp, pp, cp: degrees of the mesh. zero: what the data axis shards: 0 nothing, 1 optimizer state, 2 also
     gradients, 3 also parameters. shard: ranks of a sharding group within dp; all of dp (also written 0) unless hsdp.
-    schedule, microbatches: of a pipeline replica; None if pp is 1.
-    speeds: of each rank, if they are unequal; see nbkit.device_speeds. levers: of the data axis; see nbkit.levers.
-    order: the slowest axis of the mesh, which crosses nodes; "" if it is not given. slowest: the axis that is chosen if
-    `order` is not given; it is not part of the spelling. places: the number of each rank in the mesh; () if it is the
-    rank itself.
+    schedule, microbatches, speeds, order, places: see the key of that name in nbkit/techniques/. settings: the values
+    of all other keys that change something. slowest: the axis of the mesh that is chosen to cross nodes if `order` is
+    not given; it is not part of the spelling.
     `without_effect` names each given setting that changes nothing. `str()` is the canonical form: the degrees that are
-    not 1, in the order dp tp pp cp ("dp=1" if all are 1), then zero and shard, schedule and microbatches, order,
-    places, speeds, levers.
+    not 1, in the order dp tp pp cp ("dp=1" if all are 1), then zero and shard, then the other keys in the order of
+    nbkit/techniques/__init__.py.
     """
 
     dp: int = 1
@@ -64,15 +56,15 @@ class Strategy:
     schedule: str | None = None
     microbatches: int | None = None
     speeds: tuple[int, ...] = field(default=(), kw_only=True)
-    levers: Levers = field(default=NONE, kw_only=True)
     order: str = field(default="", kw_only=True)
     slowest: str = field(default="", kw_only=True)
     places: tuple[int, ...] = field(default=(), kw_only=True)
+    settings: Mapping[str, Any] = field(default=Settings(), kw_only=True)
     without_effect: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Set settings without effect to neutral values. Raises StrategyError for an invalid value."""
-        if wrong := [f"{key}={getattr(self, key)}" for key in _DEGREES if getattr(self, key) < 1]:
+        if wrong := [f"{axis}={self.degree(axis)}" for axis in DEGREES if self.degree(axis) < 1]:
             raise StrategyError("A degree is at least 1.", numbers=", ".join(wrong), hint="ddp")
         if self.zero not in range(4):
             raise StrategyError(
@@ -80,13 +72,10 @@ class Strategy:
                 numbers=f"zero={self.zero}; 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
                 hint="zero=3",
             )
-        notes = [*self._settle_data_axis(), *self._settle_pipeline(), *self._settle_order()]
-        if self.speeds and not (speeds := settled(self.speeds, self.mesh)):
-            notes.append("speeds= has no effect: all ranks are equally fast")
-            object.__setattr__(self, "speeds", ())
-        elif self.speeds:
-            object.__setattr__(self, "speeds", speeds)
-        self.levers.check(dp=self.dp, zero=self.zero, size=self.mesh.size)
+        refuse_axes(tuple((axis, self.degree(axis)) for axis in DEGREES))
+        if self.slowest:
+            self._settle_slowest()
+        notes = [*self._settle_data_axis(), *self._settle_keys()]
         object.__setattr__(self, "without_effect", tuple(notes))
 
     def _settle_data_axis(self) -> Iterator[str]:
@@ -108,55 +97,38 @@ class Strategy:
         object.__setattr__(self, "zero", zero)
         object.__setattr__(self, "shard", shard if zero else self.dp)
 
-    def _settle_pipeline(self) -> Iterator[str]:
-        schedule, microbatches = (
-            self.schedule or "1f1b",
-            2 * self.pp if self.microbatches is None else self.microbatches,
-        )
-        least = schedules.type_of(schedule).microbatches_per_rank * self.pp
-        if microbatches < 1:
-            raise StrategyError(
-                "There is at least one micro-batch.",
-                numbers=f"microbatches={microbatches}",
-                hint=f"microbatches={2 * self.pp}, twice the pipeline's ranks",
-            )
-        if self.pp == 1:
-            if self.schedule is not None:
-                yield f"schedule={schedule} has no effect with pp=1: there is no pipeline"
-            if self.microbatches not in (None, 1):
-                yield f"microbatches={microbatches} has no effect with pp=1: there is no pipeline"
-            object.__setattr__(self, "schedule", None)
-            object.__setattr__(self, "microbatches", None)
-            return
-        if microbatches < least:
-            raise StrategyError(
-                f"{schedule} needs more micro-batches.",
-                numbers=f"at least {least // self.pp} x pp {self.pp} = {least}, {microbatches} given",
-                hint=f"microbatches={least}, or schedule=1f1b",
-            )
-        object.__setattr__(self, "schedule", schedule)
-        object.__setattr__(self, "microbatches", microbatches)
+    def _settle_keys(self) -> Iterator[str]:
+        given = self.settings
+        object.__setattr__(self, "settings", Settings.of(given))
+        for name in given:
+            if name not in self.settings:
+                key = techniques.key_of(name)
+                yield f"{key.word(given[name])} has no effect because {key.same}"
+        for key in techniques.keys():
+            if not key.is_field and key.name not in self.settings:
+                continue
+            value = getattr(self, key.name) if key.is_field else self.settings[key.name]
+            if value != key.neutral:
+                key.refuse(value, self)
+                if why := key.no_effect(value, self):
+                    yield f"{key.word(value)} has no effect {why}"
+                    value = key.neutral
+            self._set(key, key.settle(value, self))
+        if self.order:
+            object.__setattr__(self, "slowest", "")
 
-    def _settle_order(self) -> Iterator[str]:
-        split = [axis for axis in AXES if getattr(self, axis) > 1]
-        if wrong := next((axis for axis in (self.order, self.slowest) if axis not in ("", *AXES)), None):
-            raise StrategyError(
-                f"{'order=' + wrong!r} is not an axis.",
-                numbers=f"the axis that crosses nodes: one of {' '.join(split or AXES)}",
-                hint=f"order={(split or AXES)[0]}",
-            )
-        order, slowest = self.order, self.slowest
-        if order and (order not in split or len(split) == 1):
-            why = f"{order} is 1" if order not in split else "there is no other axis"
-            yield f"order={order} has no effect: {why}"
-            order = ""
-        if order or slowest not in split[1:]:
-            slowest = ""
-        object.__setattr__(self, "order", order)
-        object.__setattr__(self, "slowest", slowest)
-        if self.places and self.mesh and self.places == tuple(range(len(self.places))):
-            yield "places= has no effect: each rank is at its own"
-            object.__setattr__(self, "places", ())
+    def _set(self, key: Key, value: Any) -> None:
+        if not key.is_field and value != self.settings[key.name]:
+            object.__setattr__(self, "settings", Settings.of({**self.settings, key.name: value}))
+        elif key.is_field and value != getattr(self, key.name):
+            object.__setattr__(self, key.name, value)
+            self.__dict__.pop("mesh", None)
+
+    def _settle_slowest(self) -> None:
+        if self.slowest not in AXES:
+            raise StrategyError(f"{self.slowest!r} is not an axis.", numbers=f"axes: {' '.join(AXES)}", hint="dp")
+        if self.slowest not in [axis for axis in AXES if self.degree(axis) > 1][1:]:
+            object.__setattr__(self, "slowest", "")
 
     @classmethod
     def parse(cls, text: str | Strategy, world_size: int, *, node: int | None = None) -> Strategy:
@@ -167,15 +139,11 @@ class Strategy:
         world.
         """
         if isinstance(text, Strategy):
-            _check_world({axis: text.mesh.degree(axis) for axis in _DEGREES}, world_size, absorber=None)
+            _check_world({axis: text.degree(axis) for axis in DEGREES}, world_size, absorber=None)
             return text
-        preset, settings = _read(text)
-        given = {
-            key: _number(key, settings[key])
-            for key in _KEYS
-            if key in settings and key not in ("schedule", "order", "places", "speeds", *LEVERS)
-        }
-        degrees = {axis: given[axis] for axis in _DEGREES if axis in given}
+        preset, words = _read(text)
+        given = {key: _number(key, words[key]) for key in RESERVED if key in words}
+        degrees = {axis: given[axis] for axis in DEGREES if axis in given}
         absorber: str | None = preset if preset in ("tp", "pp") and preset not in given else "dp"
         if absorber in degrees:
             absorber = None
@@ -183,29 +151,19 @@ class Strategy:
         if absorber is not None:
             degrees[absorber] = world_size // prod(degrees.values())
         if absorber == "tp" and node is not None and "dp" not in degrees:
-            left, cp = degrees["tp"], degrees.get("cp", 1)
+            left, within = degrees["tp"], _neighbours(degrees) // degrees["tp"]
             # If no divisor of it fits in a node, tp stays as asked for.
-            degrees["tp"] = max((n for n in divisors(left)[1:] if node % (n * cp) == 0), default=left)
+            degrees["tp"] = max((n for n in divisors(left)[1:] if node % (n * within) == 0), default=left)
             degrees["dp"] = left // degrees["tp"]
-        dp, tp, pp, cp = (degrees.get(axis, 1) for axis in _DEGREES)
-        zero = _stage(preset, given.get("zero"))
+        zero, dp = _stage(preset, given.get("zero")), degrees.get("dp", 1)
         shard = given.get("shard", 0)
         if preset == "hsdp" and dp > 1:
-            neighbours = None if node is None else node // (tp * cp)
+            neighbours = None if node is None else node // _neighbours(degrees)
             shard = _hybrid_shard(dp, shard, neighbours)
-        schedule, microbatches = settings.get("schedule"), given.get("microbatches")
-        speeds = tuple(_number("speeds", speed) for speed in settings.get("speeds", "").split(":") if speed)
-        places = tuple(_number("places", place) for place in settings.get("places", "").split(":") if place)
-        levers, order = Levers.parse(settings), settings.get("order", "")
-        found = cls(
-            *(dp, tp, pp, cp, zero, shard, schedule, microbatches),
-            speeds=speeds,
-            levers=levers,
-            order=order,
-            places=places,
-        )
-        object.__setattr__(found, "without_effect", (*found.without_effect, *levers.without_effect(settings)))
-        return found
+        values = {key.name: key.parse(words[key.name]) for key in techniques.keys() if key.name in words}
+        fields: dict[str, Any] = dict(degrees)
+        fields |= {key.name: values.pop(key.name) for key in techniques.keys() if key.is_field and key.name in values}
+        return cls(**fields, zero=zero, shard=shard, settings=values)
 
     @classmethod
     def every(cls, world_size: int, *, schedules: Sequence[str] | None = None, cp: bool = True) -> list[Strategy]:
@@ -224,10 +182,26 @@ class Strategy:
                 found.append(cls(dp, tp, pp, world_size // (dp * tp * pp), zero, shard, schedule))
         return sorted(found, key=_simplicity)
 
+    def degree(self, axis: str) -> int:
+        """Return the number of ranks along `axis`."""
+        found: int = getattr(self, axis)
+        return found
+
+    @cached_property
+    def exchange(self) -> GradientExchange:
+        """Return how the gradients of the data axis are exchanged, as far as keys of the strategy say so."""
+        return techniques.exchange_of(self)
+
+    @property
+    def deviations(self) -> list[tuple[str, str]]:
+        """Return how a training differs from that of one process, and by how much, for each key that changes it."""
+        found = [techniques.key_of(name).deviation(value) for name, value in self.settings.items()]
+        return [deviation for deviation in found if deviation is not None]
+
     @cached_property  # a step needs it a dozen times
     def mesh(self) -> Mesh:
         """Return the grid of ranks."""
-        return _mesh(self.pp, self.dp, self.cp, self.tp, self.order or self.slowest, self.places)
+        return _mesh(tuple(self.degree(axis) for axis in AXES), self.order or self.slowest, self.places)
 
     @property
     def composed(self) -> Strategy:
@@ -242,7 +216,7 @@ class Strategy:
     @property
     def summed_axis(self) -> str:
         """Return the axis of the gradient all-reduce: "dp" (whole), "replicate" (shards), or "" if there is none."""
-        if self.levers.compress or self.dp == 1:
+        if self.dp == 1 or not self.exchange.is_sum:
             return ""
         return "dp" if self.zero == 0 else "replicate" if self.shard < self.dp else ""
 
@@ -267,24 +241,26 @@ class Strategy:
     def label(self) -> str:
         """Return a short name for people: "ddp", "zero3", "hsdp", "tp", "ddp+tp+pp". It has no degrees."""
         data = "hsdp" if self.shard < self.dp else f"zero{self.zero}" if self.zero else "ddp"
-        names = [data if self.dp > 1 else "", *(axis for axis in ("tp", "pp", "cp") if self.mesh.degree(axis) > 1)]
+        names = [data if self.dp > 1 else "", *(axis for axis in DEGREES if axis != "dp" and self.degree(axis) > 1)]
         return "+".join(name for name in names if name) or "ddp"
 
     def __str__(self) -> str:
-        words = [f"{axis}={self.mesh.degree(axis)}" for axis in _DEGREES if self.mesh.degree(axis) > 1] or ["dp=1"]
+        words = [f"{axis}={self.degree(axis)}" for axis in DEGREES if self.degree(axis) > 1] or ["dp=1"]
         words += [f"zero={self.zero}"] * bool(self.zero) + [f"shard={self.shard}"] * (self.shard != self.dp)
-        if self.pp > 1:
-            words += [f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
-        words += [f"order={self.order}"] * bool(self.order)
-        words += ["places=" + ":".join(map(str, self.places))] * bool(self.places)
-        words += ["speeds=" + ":".join(map(str, self.speeds))] * bool(self.speeds)
-        words += [str(self.levers)] * (self.levers != NONE)
+        for key in techniques.keys():
+            value = getattr(self, key.name) if key.is_field else self.settings.get(key.name, key.neutral)
+            words += [key.word(value)] * (value != key.neutral)
         return " ".join(words)
 
 
 @lru_cache(maxsize=256)  # equal strategies share it
-def _mesh(pp: int, dp: int, cp: int, tp: int, slowest: str, places: tuple[int, ...]) -> Mesh:
-    return Mesh(pp=pp, dp=dp, cp=cp, tp=tp, order=with_slowest(slowest), places=places)
+def _mesh(degrees: tuple[int, ...], slowest: str, places: tuple[int, ...]) -> Mesh:
+    return Mesh(**dict(zip(AXES, degrees, strict=True)), order=with_slowest(slowest), places=places)
+
+
+def _neighbours(degrees: Mapping[str, int]) -> int:
+    """Return the ranks between two neighbours along dp: those along the faster axes."""
+    return prod(degrees.get(axis, 1) for axis in AXES[AXES.index("dp") + 1 :])
 
 
 def _read(text: str) -> tuple[str | None, dict[str, str]]:
@@ -298,10 +274,10 @@ def _read(text: str) -> tuple[str | None, dict[str, str]]:
         if not equals and (place or key not in PRESETS):
             what = "comes after the first word; a preset comes first." if place else "is not a preset."
             raise StrategyError(f"{word!r} {what}", numbers=_vocabulary(), hint=_meant(word, words))
-        if equals and key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, 1)
+        if equals and key not in RESERVED and not techniques.is_key(key):
+            near = difflib.get_close_matches(key, keys(), 1)
             hint = f"{near[0]}={value}" if near else "dp=2"
-            raise StrategyError(f"{key!r} is not a key.", numbers=f"keys: {' '.join(_KEYS)}", hint=hint)
+            raise StrategyError(f"{key!r} is not a key.", numbers=f"keys: {' '.join(keys())}", hint=hint)
         if key in settings:
             raise StrategyError(
                 f"{key!r} is given twice.", numbers=f"{key}={settings[key]} and {word}", hint=f"{key}={settings[key]}"
@@ -319,23 +295,20 @@ def _meant(word: str, words: Sequence[str]) -> str:
         return " ".join([word, *(other for other in words if "=" in other)])
     if word in schedules.names():
         return f"pp schedule={word}"
-    return f"{word}=2" if word in _KEYS else next(iter(difflib.get_close_matches(word, PRESETS, 1)), "ddp")
+    return f"{word}=2" if word in keys() else next(iter(difflib.get_close_matches(word, PRESETS, 1)), "ddp")
+
+
+def keys() -> tuple[str, ...]:
+    """Return every key that a strategy may have, as far as this process knows."""
+    return *RESERVED, *techniques.names()
 
 
 def _vocabulary() -> str:
-    return f"presets: {' '.join(PRESETS)}; keys: {' '.join(_KEYS)}"
+    return f"presets: {' '.join(PRESETS)}; keys: {' '.join(keys())}"
 
 
-def _number(key: str, value: str) -> int:
-    least = 0 if key in ("zero", "places") else 1
-    if not (value.isascii() and value.isdecimal()) or int(value) < least:
-        what = "a degree" if key in _DEGREES else f"a value of {key}"
-        raise StrategyError(
-            f"{key + '=' + value!r} is not {what}.",
-            numbers=f"{what} is a whole number >= {least}",
-            hint=f"{key}={max(least, 2)}",
-        )
-    return int(value)
+def _number(key: str, text: str) -> int:
+    return whole_number(key, text, least=int(key != "zero"), what="a degree" if key in DEGREES else "")
 
 
 def _stage(preset: str | None, given: int | None) -> int:
@@ -399,6 +372,6 @@ def divisors(n: int) -> list[int]:
 def _simplicity(s: Strategy) -> tuple[object, ...]:
     """Return a sort key: context parallelism last, fewer axes first, data before tensor before pipeline, more replicas
     first."""
-    split = [s.mesh.degree(axis) > 1 for axis in _DEGREES]
+    split = [s.degree(axis) > 1 for axis in DEGREES]
     schedule = schedules.names().index(s.schedule) if s.schedule else -1
     return s.cp > 1, sum(split), [not axis for axis in split], [-s.dp, -s.tp], s.zero, -s.shard, schedule

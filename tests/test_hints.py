@@ -20,7 +20,7 @@ import pytest
 
 import nbkit
 from magics.arguments import EXAMPLES, PARSERS, HelpShown, MagicParser, parse
-from nbkit import schedules
+from nbkit import schedules, techniques
 from nbkit.commands import prepare_parser, subcommands
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster.cells.handle import CellHandle
@@ -30,14 +30,15 @@ from nbkit.rank.train.job import Job
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world.rank_place import RankPlace
 from nbkit.rank.world.world import World
-from nbkit.strategy import _KEYS
+from nbkit.strategy import keys
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "nbkit").rglob("*.py"), *(ROOT / "magics").rglob("*.py")])
 OBJECTS = {"trainer": Trainer, "job": Job, "handle": CellHandle, "cluster": Cluster, "world": World}
-CALLED = [getattr(nbkit, name) for name in nbkit.__all__ if name != "schedules"]
+CALLED = [getattr(nbkit, name) for name in nbkit.__all__ if name not in ("schedules", "techniques")]
 CALLED += [
     schedules.register,
+    techniques.register,
     Cluster.start,
     Cluster.run,
     Trainer.fit,
@@ -47,7 +48,7 @@ CALLED += [
     RankPlace,
     partition,
 ]
-ARGUMENTS = {*_KEYS, "net", *(name for called in CALLED for name in inspect.signature(called).parameters)}
+ARGUMENTS = {*keys(), "net", *(name for called in CALLED for name in inspect.signature(called).parameters)}
 OF_OTHERS = {
     *("num_workers", "sparse", "batch_first", "need_weights", "use_reentrant", "track_running_stats", "lr", "shuffle"),
     *("attn_implementation", "use_dora", "lora_bias", "num_heads", "head_dim", "requires_grad", "device"),

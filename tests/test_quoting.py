@@ -11,8 +11,9 @@ import pytest
 
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
-from nbkit.notebook.cluster.hosts.start_request import MpiRequest, SshRequest, agent_command
+from nbkit.notebook.cluster.hosts.launcher import agent_command
+from nbkit.notebook.cluster.hosts.launchers.mpi import MpiRequest
+from nbkit.notebook.cluster.hosts.launchers.ssh import SshRequest, read_hosts
 from nbkit.notebook.cluster.launch.launch import make_folder
 from nbkit.quoting import file_word, path_part, sbatch_option, shell_words, slurm_file, ssh_command, user_path
 

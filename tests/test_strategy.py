@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from nbkit import techniques
 from nbkit.errors import StrategyError
 from nbkit.mesh import Mesh
 from nbkit.schedules import BUILT_IN as SCHEDULES
@@ -218,3 +219,16 @@ def test_a_strategy_is_frozen_and_valid_from_birth() -> None:
     for wrong in ({"dp": 0}, {"zero": 4}, {"dp": 4, "zero": 3, "shard": 3}, {"pp": 2, "schedule": "x"}, {"cp": -1}):
         with pytest.raises(StrategyError):
             Strategy(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_axis_that_a_technique_does_not_know_is_refused_with_a_reason() -> None:
+    for axis in techniques.DEGREES.values():
+        with pytest.raises(
+            StrategyError, match=rf"{axis.technique} splits .*together with ep(.|\n)*{axis.name} goes with"
+        ):
+            axis.refuse({axis.name: 2, "ep": 2})
+    experts = techniques.Axis(
+        "ep", "Expert parallelism", "the experts of a layer", missing="ranks have no engine for it"
+    )
+    with pytest.raises(StrategyError, match="Expert parallelism cannot run yet: ranks have no engine"):
+        experts.refuse({"ep": 4})

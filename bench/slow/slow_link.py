@@ -45,8 +45,8 @@ def _row(
     name: str, steps: int, loss: dict[str, float], wire: dict[str, tuple[float, float]], seconds: dict[str, list[float]]
 ) -> Row:
     # Of the exact bytes: an int8 has 4 more for each 512 elements, which the bar is for.
-    levers = Strategy.parse(name, RANKS).levers
-    share = {"": 1.0, "bf16": 1 / 2, "int8": 1 / 4}[levers.compress] / levers.sync_every
+    settings = Strategy.parse(name, RANKS).settings
+    share = {"": 1.0, "bf16": 1 / 2, "int8": 1 / 4}[settings.get("compress", "")] / settings.get("sync_every", 1)
     ratio, recorded = wire[name][0] / wire["ddp"][0], wire[name][1] / wire["ddp"][1]
     off = abs(loss[name] / loss["ddp"] - 1)
     took = ""

@@ -1,11 +1,11 @@
-"""Functions that the notebook calls on a rank by name, in its main thread. See nbkit/wire/rank_functions.py.
+"""Functions that the notebook calls on a rank by name, in its main thread. See `Remote` in nbkit/wire/cells.py.
 
 They run cells, form the world, and are the rank's side of push, pull and `%cluster sync`.
 
 `%cluster sync` copies a project's files to hosts that do not see the notebook's files. The copies are in the cluster's
 own folder on each host, so no file of the user is overwritten. The folder is removed when the ranks have ended. One
 rank of each host writes the files, and every rank imports from them. A new rank gets them from another rank
-(replacing/brought_files.py).
+(replacing/handover.py).
 """
 
 from __future__ import annotations

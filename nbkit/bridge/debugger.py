@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import CodeType, FrameType, TracebackType
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from IPython.core.debugger import OldPdb  # Python's own: ipykernel puts another one into the module pdb
 
 from nbkit.wire.cells import Prompt, PromptKind
+from nbkit.wire.messages import ForNotebook, PromptOpened
 
 
 class NoPrompt(Exception):
@@ -38,7 +39,7 @@ class Prompts:
     publish: sends the notebook one of nbkit's own messages. cell: returns the id of the running cell.
     """
 
-    def __init__(self, rank: int, publish: Callable[[str, dict[str, Any]], None], cell: Callable[[], str]) -> None:
+    def __init__(self, rank: int, publish: Callable[[ForNotebook], None], cell: Callable[[], str]) -> None:
         self.rank, self._publish, self._cell = rank, publish, cell
         self.open: Prompt | None = None
         self._lines: SimpleQueue[str | NoPrompt] = SimpleQueue()
@@ -59,7 +60,7 @@ class Prompts:
             self._number += 1
             self.open = Prompt(cell, self.rank, self._number, kind, where)
             try:
-                self._publish("nbkit_prompt", asdict(self.open))
+                self._publish(PromptOpened(self.open))
                 line = self._lines.get()
             finally:
                 self.open = None

@@ -29,8 +29,8 @@ from ipyparallel.engine.app import IPEngine
 from nbkit.bridge import calls
 from nbkit.bridge.output import OutputCapture, draw_as_text
 from nbkit.bridge.parent.spec import EngineSpec
-from nbkit.bridge.replacing.newcomer import ReplacementRank
-from nbkit.bridge.replacing.survivor import SurvivingRank
+from nbkit.bridge.replacing.replacement_rank import ReplacementRank
+from nbkit.bridge.replacing.surviving_rank import SurvivingRank
 from nbkit.bridge.requests import Requests
 from nbkit.bridge.runner import Runner
 from nbkit.bridge.stopping import Stopping
@@ -46,6 +46,24 @@ from nbkit.wire import cluster_end
 from nbkit.wire.cells import ENGINE_OPTIONS
 from nbkit.wire.cluster_end import ClusterEnd, end_signals
 from nbkit.wire.link import Link
+from nbkit.wire.messages import (
+    EndOfCluster,
+    EndTraining,
+    FormResizedWorld,
+    FormWorld,
+    ForParent,
+    ForRank,
+    GivenUp,
+    LeaveWorld,
+    RankIsDead,
+    RankIsReplaced,
+    RankReady,
+    RanksChanged,
+    ReleaseCell,
+    TrainingEnded,
+    deliver,
+    handles,
+)
 from nbkit.wire.own_modules import look_in
 
 PARENT_SECONDS = 1.0
@@ -92,7 +110,7 @@ class Ending:
     def _training_ended(self, told: tuple[str, int, str]) -> None:
         why, step, saved = told
         cluster_end.write(self.folder, ClusterEnd(why, step, saved))
-        self.runner.link.send(event="training_ended", why=why, step=step, saved=saved)
+        self.runner.link.send(TrainingEnded(why, step, saved))
 
     def _end(self) -> None:
         for running in list(self.runner.running):
@@ -132,7 +150,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
 
     spec: EngineSpec
     rank: int
-    link: Link
+    link: Link[ForParent, ForRank]
     replaces: bool
 
     async def register(self) -> None:
@@ -169,35 +187,53 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         _fill_namespace(self.kernel.shell.user_ns, self.spec.place(self.rank))
         self.survivor = resume_fit.host = SurvivingRank(self.runner)
         self.newcomer = ReplacementRank(self.runner) if self.replaces else None
-        self.link.listen(self._from_parent, self._orphaned)
-        self.link.send(event="ready")
+        self.link.listen(lambda message: deliver(message, self), self._orphaned)
+        self.link.send(RankReady())
         if self.newcomer is not None:
             self.newcomer.announce()
 
-    def _from_parent(self, message: dict[str, Any]) -> None:
-        if message["do"] == "release":
-            self.stopping.release(message["cell"], message["reason"])
-        elif message["do"] == "form" and self.newcomer is not None:
-            newcomer, self.newcomer = self.newcomer, None
-            self.loop.add_callback(self._take_over, newcomer, message)
-        elif message["do"] == "end_training":
-            self.ending.end_training(message["why"])
-        elif message["do"] == "end":
-            self.ending.begin(message["why"], now=message["now"])
-        elif message["do"] in ("form", "kept", "leave") or message.get("replaced"):
-            self.survivor.hear(message)
-        elif message["do"] in ("replaced", "resized"):
-            self.runner.capture.publish("nbkit_replaced", {}, self.kernel.iopub_socket)
-        elif message["do"] == "died":
-            calls.dead.add(message["rank"])
-            # A world that is being formed belongs to no cell, so nothing else would end the wait for the dead rank.
-            if forming.deadline is not None:
-                failure_alarm.break_out(f"rank {message['rank']} died")
-            self.runner.capture.publish("nbkit_died", message, self.kernel.iopub_socket)
+    # Messages of the parent, on the link's thread
 
-    def _take_over(self, newcomer: ReplacementRank, word: dict[str, Any]) -> None:
+    @handles(ReleaseCell)
+    def _on_release(self, message: ReleaseCell) -> None:
+        self.stopping.release(message.cell, message.reason)
+
+    @handles(FormWorld, FormResizedWorld)
+    def _on_form(self, message: ForRank) -> None:
+        newcomer, self.newcomer = self.newcomer, None
+        if newcomer is not None:
+            self.loop.add_callback(self._take_over, newcomer, message)
+        else:
+            self.survivor.hear(message)
+
+    @handles(RankIsReplaced, GivenUp, LeaveWorld)
+    def _on_training(self, message: ForRank) -> None:
+        self.survivor.hear(message)
+
+    @handles(RanksChanged)
+    def _on_ranks_changed(self, message: RanksChanged) -> None:
+        self.runner.capture.publish(message, self.kernel.iopub_socket)
+
+    @handles(RankIsDead)
+    def _on_rank_died(self, message: RankIsDead) -> None:
+        rank = message.death.rank
+        calls.dead.add(rank)
+        # A world that is being formed belongs to no cell, so nothing else would end the wait for the dead rank.
+        if forming.deadline is not None:
+            failure_alarm.break_out(f"rank {rank} died")
+        self.runner.capture.publish(message, self.kernel.iopub_socket)
+
+    @handles(EndTraining)
+    def _on_end_training(self, message: EndTraining) -> None:
+        self.ending.end_training(message.why)
+
+    @handles(EndOfCluster)
+    def _on_end_of_cluster(self, message: EndOfCluster) -> None:
+        self.ending.begin(message.why, now=message.now)
+
+    def _take_over(self, newcomer: ReplacementRank, message: FormWorld | FormResizedWorld) -> None:
         try:
-            newcomer.take_over(word)
+            newcomer.take_over(message)
         except BaseException:  # a rank that is only half ready is useless; the parent starts another one
             traceback.print_exc(file=sys.__stderr__)
             sys.__stderr__.flush()  # type: ignore[union-attr]
@@ -215,7 +251,14 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         self.ending.begin("the parent of the ranks has ended", now=False)
 
 
-def main(spec: EngineSpec, rank: int, listener: socket.socket | None, link: Link, *, replaces: bool = False) -> None:
+def main(
+    spec: EngineSpec,
+    rank: int,
+    listener: socket.socket | None,
+    link: Link[ForParent, ForRank],
+    *,
+    replaces: bool = False,
+) -> None:
     """Be rank `rank` until the cluster stops. Never returns.
 
     replaces: the other ranks already have a world, and this rank joins it later. Either the rank of this number has

@@ -37,6 +37,7 @@ from time import monotonic
 from typing import Any, TextIO
 
 from nbkit.wire.cells import COMM_TYPES
+from nbkit.wire.messages import NEWS, ForNotebook, encoded
 from nbkit.wire.text_encoding import encodable
 
 KEPT_CHARACTERS = 200_000  # of one text; the file on disk has all of it
@@ -454,9 +455,9 @@ class OutputCapture:
         except UnicodeEncodeError:  # nothing was sent yet; the notebook would wait for a missing message
             return self._send(stream, encodable(msg_or_type), encodable(content), *rest, **options)
 
-    def publish(self, kind: str, content: dict[str, Any], stream: Any) -> None:
+    def publish(self, message: ForNotebook, stream: Any) -> None:
         """Send a message of nbkit's own to every notebook that listens."""
-        self.send(stream, kind, content, metadata={"nbkit": {"rank": self.rank, "cell": "", "seq": -1}})
+        self.send(stream, NEWS, encoded(message), metadata={"nbkit": {"rank": self.rank, "cell": "", "seq": -1}})
 
     def missed(self, cell: str, cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
         """Return outputs of `cell` as they were sent, about `limit` bytes of them, and the cursor for the next call.

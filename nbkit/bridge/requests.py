@@ -3,7 +3,7 @@
 They come over ipykernel's control channel, and are handled in its thread. They are signed like every message of
 ipyparallel and need no port of their own. Each handler answers at once.
 
-One of them, `recorded`, sends the record files of this rank's newest training in pieces, for a notebook that does not
+One of them, GetRecords, sends the record files of this rank's newest training in pieces, for a notebook that does not
 share the disk.
 """
 
@@ -14,7 +14,6 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,36 @@ from nbkit.rank.world.activity import activity
 from nbkit.records.record_file import old_part, overview_of, rank_files
 from nbkit.wire import process_state
 from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, Failure, Status, record_text
-from nbkit.wire.processes import Process
+from nbkit.wire.messages import (
+    REQUEST,
+    AnswerPrompt,
+    CompleteName,
+    ControlTraining,
+    EndRank,
+    FollowCell,
+    ForNotebook,
+    GetActivity,
+    GetControlResult,
+    GetProgress,
+    GetRecords,
+    GetStatus,
+    GetStrategies,
+    GetStrategyRow,
+    Hello,
+    InterruptRank,
+    InUse,
+    LiveCellEnded,
+    LookAtProcesses,
+    NotebookSeen,
+    RefusePrompts,
+    RunLiveCell,
+    SayHello,
+    StopCall,
+    StopCell,
+    decoded,
+    deliver,
+    handles,
+)
 
 _PIECE = 1 << 20
 
@@ -70,14 +98,13 @@ def _path(folder: Path, rank: int, file: str) -> Path | None:
     return places[file](records) if records is not None and file in places else records
 
 
-MESSAGE_TYPE = "nbkit_request"
 COMPLETIONS = 200
 COMPLETION_SECONDS = 1.0  # requests, also a stop, are answered one after the other
 REPLY_BYTES = 4 << 20  # of missed output in one reply; the notebook asks again for the rest
 
 
 class Requests:
-    """The requests that a rank answers, in `table`. Every reply is a dict of plain values."""
+    """The requests that a rank answers. Every reply is a dict of plain values."""
 
     def __init__(self, runner: Runner, stopping: Stopping) -> None:
         self.runner, self.stopping = runner, stopping
@@ -88,49 +115,27 @@ class Requests:
         step_boundary.handlers["cell"] = self._run_live
         step_boundary.handlers["nothing"] = lambda _: None
         step_boundary.handlers["unserved"] = self._not_run
-        self.table: dict[str, Callable[..., dict[str, Any]]] = {
-            "hello": self.hello,
-            "status": self.status,
-            "stop": self.stop,
-            "stop_call": self.stop_call,
-            "live": self.live_cell,
-            "control": self.control,
-            "result": self.controls.result,
-            "strategies": self.controls.strategies,
-            "option": self.controls.option,
-            "recorded": recorded,
-            "follow": self.follow,
-            "complete": self.complete,
-            "seen": self.seen,
-            "why": self.why,
-            "moved": self.moved,
-            "outside": self.outside,
-            "interrupt": self.interrupt,
-            "end": self.end,
-            "answer": self.answer,
-            "refuse": self.refuse,
-        }
 
     def install(self, kernel: Any) -> None:
         def answer(stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-            content = dict(parent["content"])
             try:
-                reply = {"status": "ok", **self.table[content.pop("do")](**content)}
+                reply = {"status": "ok", **deliver(decoded(parent["content"]), self)}
             except Exception as error:
                 reply = {"status": "error", "why": f"{type(error).__name__}: {error}"}
             kernel.session.send(stream, "nbkit_reply", reply, parent=parent, ident=ident)
 
         self.kernel = kernel
-        kernel.control_handlers[MESSAGE_TYPE] = answer
+        kernel.control_handlers[REQUEST] = answer
         for kind in COMM_TYPES:
             kernel.shell_handlers[kind] = self.runner.stoppable(kernel.shell_handlers[kind])
 
-    def hello(self) -> dict[str, Any]:
-        """Answer over the output channel: a notebook that hears this will hear the outputs too."""
-        self.runner.capture.publish("nbkit_hello", {}, self.kernel.iopub_socket)
+    @handles(SayHello)
+    def _on_hello(self, _: SayHello) -> dict[str, Any]:
+        self._publish(Hello())
         return {}
 
-    def status(self) -> dict[str, Any]:
+    @handles(GetStatus)
+    def _on_status(self, _: GetStatus) -> dict[str, Any]:
         """Answer with rank, process and device, and what the rank is doing."""
         here, running = world.current(), list(self.runner.running)  # a copy: the main thread changes the list meanwhile
         cell = running[0] if running else None
@@ -170,32 +175,47 @@ class Requests:
         failed = self.runner.debugger.failed
         return {"number": failed.number, "error": failed.error, "moment": failed.moment} if failed else None
 
-    def answer(self, number: int, line: str) -> dict[str, Any]:
-        """Pass on the line that a person has typed at prompt `number` of this rank."""
-        self.runner.prompts.answer(number, line)
+    @handles(AnswerPrompt)
+    def _on_answer(self, answer: AnswerPrompt) -> dict[str, Any]:
+        self.runner.prompts.answer(answer.number, answer.line)
         return {}
 
-    def refuse(self, cell: str, why: str) -> dict[str, Any]:
-        """Refuse the prompts of a cell, at which nobody can type."""
-        self.runner.prompts.refuse(cell, why)
+    @handles(RefusePrompts)
+    def _on_refusal(self, refused: RefusePrompts) -> dict[str, Any]:
+        self.runner.prompts.refuse(refused.cell, refused.why)
         return {}
 
-    def stop(self, cell: str, number: int, live: bool = False) -> dict[str, Any]:
-        patience = self.stopping.stop(cell, number, live)
+    @handles(StopCell)
+    def _on_stop(self, stop: StopCell) -> dict[str, Any]:
+        patience = self.stopping.stop(stop.cell, stop.number, stop.live)
         return {"found": patience is not None, "patience": patience or 0.0}
 
-    def stop_call(self) -> dict[str, Any]:
+    @handles(StopCall)
+    def _on_stop_call(self, _: StopCall) -> dict[str, Any]:
         self.stopping.stop_call()
         return {}
 
-    def live_cell(self, number: int, cell: dict[str, Any]) -> dict[str, Any]:
+    @handles(RunLiveCell)
+    def _on_live_cell(self, live: RunLiveCell) -> dict[str, Any]:
         """Queue a live cell for the step boundary that all ranks agree on."""
-        request = CellRequest(**{**cell, "ranks": tuple(cell["ranks"])})
-        return self._post(number, "cell", request)
+        return self._post(live.number, "cell", live.cell)
 
-    def control(self, number: int, id: str, action: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Queue an action on the training for a step boundary. `result` returns its outcome."""
-        return self._post(number, "control", Control(id, action, args))
+    @handles(ControlTraining)
+    def _on_control(self, control: ControlTraining) -> dict[str, Any]:
+        """Queue an action on the training for a step boundary."""
+        return self._post(control.number, "control", Control(control.id, control.action, control.args))
+
+    @handles(GetControlResult)
+    def _on_control_result(self, asked: GetControlResult) -> dict[str, Any]:
+        return self.controls.result(asked.id)
+
+    @handles(GetStrategies)
+    def _on_strategies(self, asked: GetStrategies) -> dict[str, Any]:
+        return self.controls.strategies(asked.known)
+
+    @handles(GetStrategyRow)
+    def _on_strategy_row(self, asked: GetStrategyRow) -> dict[str, Any]:
+        return self.controls.option(asked.strategy)
 
     def _post(self, number: int, kind: str, payload: Any) -> dict[str, Any]:
         step_boundary.inbox.post(number, kind, payload)
@@ -207,14 +227,16 @@ class Requests:
                 self._not_run(unserved)
         return {"queued": queued}
 
-    def follow(self, cell: str, cursor: int) -> dict[str, Any]:
-        """Return what a notebook missed of a cell: its outputs from `cursor` on, and its record if it has ended."""
-        record = self.runner.records.get(cell)  # read before the outputs, so that these include all that it counts
-        outputs, after = self.runner.capture.missed(cell, cursor, REPLY_BYTES)
+    @handles(FollowCell)
+    def _on_follow(self, follow: FollowCell) -> dict[str, Any]:
+        record = self.runner.records.get(follow.cell)  # read before the outputs, so that these include all it counts
+        outputs, after = self.runner.capture.missed(follow.cell, follow.cursor, REPLY_BYTES)
         return {"outputs": outputs, "cursor": after, "record": record_text(record) if record else None}
 
-    def complete(self, text: str) -> dict[str, Any]:
-        """Return completions of `text` (a name, or a name with a dot) from the names on this rank."""
+    @handles(CompleteName)
+    def _on_complete(self, complete: CompleteName) -> dict[str, Any]:
+        """Return completions of a name, or of a name with a dot, from the names on this rank."""
+        text = complete.text
         if self._completing is not None and self._completing.is_alive():
             return {"matches": []}  # the last one hangs in the code of a user's object
         matches = set[str]()
@@ -228,14 +250,15 @@ class Requests:
         self._completing.join(COMPLETION_SECONDS)
         return {"matches": sorted(matches.copy())[:COMPLETIONS]}
 
-    def seen(self, cell: str = "") -> dict[str, Any]:
-        """Note that a notebook is there and has all of `cell`. The parent counts the idle time from now."""
-        self.runner.link.send(event="seen")
-        if cell:
-            self.delivered = cell
+    @handles(NotebookSeen)
+    def _on_seen(self, seen: NotebookSeen) -> dict[str, Any]:
+        self.runner.link.send(InUse())
+        if seen.cell:
+            self.delivered = seen.cell
         return {}
 
-    def why(self, stacks: bool = False) -> dict[str, Any]:
+    @handles(GetActivity)
+    def _on_activity(self, asked: GetActivity) -> dict[str, Any]:
         """Return what this rank is doing now: see nbkit.wire.activity."""
         running = list(self.runner.running)
         known: dict[str, Any] = {}
@@ -243,33 +266,37 @@ class Requests:
             known = {"cell": running[-1].request.number, "seconds": time.time() - running[-1].started}
         if step_boundary.training() is not None:
             known["step"] = step_boundary.progress().get("step", 0)
-        if (asked := self.runner.prompts.open) is not None:
-            known["prompt"] = asked.kind
-        found = activity(self.runner.rank, self.runner.own.cells, stacks=stacks, **known)
+        if (prompt := self.runner.prompts.open) is not None:
+            known["prompt"] = prompt.kind
+        found = activity(self.runner.rank, self.runner.own.cells, stacks=asked.stacks, **known)
         return {"activity": base64.b64encode(pickle.dumps(found)).decode()}
 
-    def moved(self) -> dict[str, Any]:
-        """Return a value that changes whenever this rank issues an operation or makes a step."""
+    @handles(GetProgress)
+    def _on_progress(self, _: GetProgress) -> dict[str, Any]:
         return {"moved": [delegating_group.num_issued(), step_boundary.progress().get("step", 0)]}
 
-    def outside(self, processes: dict[str, list[Any]]) -> dict[str, Any]:
-        """Return the state of other ranks' processes on this host, seen from outside. processes: by rank."""
+    @handles(LookAtProcesses)
+    def _on_look(self, asked: LookAtProcesses) -> dict[str, Any]:
         logs = self.runner.capture.folder.parent / "logs"
         looks = {}
-        for rank, process in processes.items():
-            if found := process_state.look(Process(*process), logs / f"rank{rank}.log"):
-                looks[int(rank)] = found
+        for rank, process in zip(asked.ranks, asked.processes, strict=True):
+            if found := process_state.look(process, logs / f"rank{rank}.log"):
+                looks[rank] = found
         return {"looks": base64.b64encode(pickle.dumps(looks)).decode()}
 
-    def interrupt(self, rank: int, cell: str) -> dict[str, Any]:
-        """Ask the parent to interrupt a cell on another rank, which does not answer."""
-        self.runner.link.send(event="interrupt", rank=rank, cell=cell)
+    @handles(InterruptRank)
+    def _on_interrupt(self, message: InterruptRank) -> dict[str, Any]:
+        self.runner.link.send(message)
         return {}
 
-    def end(self, rank: int) -> dict[str, Any]:
-        """Ask the parent to end another rank that does not answer at all."""
-        self.runner.link.send(event="end", rank=rank)
+    @handles(EndRank)
+    def _on_end_rank(self, message: EndRank) -> dict[str, Any]:
+        self.runner.link.send(message)
         return {}
+
+    @handles(GetRecords)
+    def _on_records(self, asked: GetRecords) -> dict[str, Any]:
+        return recorded(asked.rank, asked.file, asked.offset)
 
     def _run_live(self, request: CellRequest) -> None:
         if self._is_withdrawn(request.id):
@@ -277,7 +304,7 @@ class Requests:
             return
         with self.runner.shielded():  # otherwise a stop of the training could lose the record
             record = self.runner.run(request)
-            self.runner.capture.publish("nbkit_record", {"record": record_text(record)}, self.kernel.iopub_socket)
+            self._publish(LiveCellEnded(record_text(record)))
 
     def _is_withdrawn(self, cell: str) -> bool:
         """Return True if a stop of the cell has reached any rank. Collective: all ranks get the same answer.
@@ -300,4 +327,7 @@ class Requests:
         record = CellRecord(
             cell.id, self.runner.rank, 0, status, 0.0, 0, failure=Failure("NotRun", why, (), time.time())
         )
-        self.runner.capture.publish("nbkit_record", {"record": record_text(record)}, self.kernel.iopub_socket)
+        self._publish(LiveCellEnded(record_text(record)))
+
+    def _publish(self, message: ForNotebook) -> None:
+        self.runner.capture.publish(message, self.kernel.iopub_socket)

@@ -45,6 +45,7 @@ from nbkit.rank.world import meeting, world
 from nbkit.wire import interrupts
 from nbkit.wire.cells import CellRecord, CellRequest, Failure, Status
 from nbkit.wire.link import Link
+from nbkit.wire.messages import CellBegan, CellEnded, ForNotebook, ForParent, ForRank
 from nbkit.wire.text_encoding import encodable
 
 LONGEST_S = 60.0  # code that takes longer is not an import, or an import that hangs
@@ -129,7 +130,7 @@ class Running:
 class Runner:
     """Runs the cells of a rank. There is one object per rank."""
 
-    def __init__(self, shell: Any, capture: OutputCapture, link: Link, rank: int) -> None:
+    def __init__(self, shell: Any, capture: OutputCapture, link: Link[ForParent, ForRank], rank: int) -> None:
         self.shell, self.capture, self.link, self.rank = shell, capture, link, rank
         self.running: list[Running] = []
         self.records: OrderedDict[str, CellRecord] = OrderedDict()
@@ -235,7 +236,7 @@ class Runner:
             self.debugger.begin()
         capturing = self.capture.begin(request.id)
         # With `ranks` the parent can release a cell that begins after one of its ranks has died.
-        self.link.send(event="cell", cell=request.id, state="running", ranks=request.ranks)
+        self.link.send(CellBegan(request.id, request.ranks))
         status: Status = "error"
         if len(self.running) == 1:
             meeting.begin_cell(request.id, request.ranks)
@@ -251,7 +252,7 @@ class Runner:
             self._let_go(running, error, failure, status)
         finally:
             # The parent hears of a failure first of all, since it releases the ranks that wait for this one.
-            self.link.send(event="cell", cell=request.id, state=status)
+            self.link.send(CellEnded(request.id, status))
             if len(self.running) == 1:
                 meeting.end_cell(finished=status == "ok")
             running.ended.set()
@@ -431,8 +432,8 @@ class Runner:
                 return True
         return False
 
-    def _publish(self, kind: str, content: dict[str, Any]) -> None:
-        self.capture.publish(kind, content, self.shell.kernel.iopub_socket)
+    def _publish(self, message: ForNotebook) -> None:
+        self.capture.publish(message, self.shell.kernel.iopub_socket)
 
     def _failure(self, running: Running, error: BaseException | None, shown: dict[str, Any] | None) -> Failure | None:
         if error is None or ends_well(error):

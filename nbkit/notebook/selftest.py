@@ -33,6 +33,7 @@ from nbkit.notebook.run.reader import read_run
 from nbkit.notebook.user_files import uninterrupted, write_file
 from nbkit.quoting import user_path
 from nbkit.strategy import Strategy
+from nbkit.wire.messages import GetStatus
 
 SETUP = "from nbkit.rank.selftest import small_job, speed"
 STEPS = 4
@@ -100,7 +101,7 @@ class SelftestCluster:
 
     def _steps(self) -> int:
         # Not `training.look()`, which has a rank compute a table of all strategies.
-        told = self.cluster.connection.client.ask([0], "status").get(0, {})
+        told = self.cluster.connection.client.ask([0], GetStatus()).get(0, {})
         return int(told["progress"].get("step", 0)) if told.get("training") else 0
 
 

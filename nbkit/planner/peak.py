@@ -9,7 +9,7 @@ The panel, the plan and a switch all use this sum. It starts from what is there 
                 over gloo, also what is received for the newest of them
     zero 1, 2   copies of up to two buckets that are being reduced, and over gloo what is received for them; after the
                 update, what is gathered for two buckets
-    int8        what rounding takes off the gradients, kept for the next step (nbkit/levers.py)
+    int8        what rounding takes off the gradients, kept for the next step (nbkit/techniques/compress.py)
     sync_every  under Adam and similar optimizers, the weights of the last average and how they move; it is counted for
                 every optimizer
     zero 3      the unit that computes, whole; the next unit, arriving; the gradients of up to two units that are being
@@ -47,7 +47,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from nbkit.levers import buckets
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.stages import ranks_of_stages
@@ -226,15 +225,12 @@ def peak(
     """
     step = _Step(strategy, place, pieces, weights, ranges, rest, rows, micros, updating or Updating(), received, levels)
     highest = max(step.moments(), key=lambda moment: moment.total)
-    # What rounding takes off is kept, for a rank's gradients and for the sums that it makes.
-    kept = rest.gradients * (1 + 1 / strategy.dp) if strategy.levers.compress == "int8" else 0.0
-    kept += 2.0 * rest.gradients * (strategy.levers.sync_every > 1)
     return Peak(
         rest.parameters + buffers,
         rest.gradients if strategy.dp > 1 else round(highest.gradients),
         rest.optimizer,
         round(highest.kept),
-        round(highest.working + kept),
+        round(highest.working + rest.gradients * strategy.exchange.kept),
         highest.name,
     )
 
@@ -282,9 +278,7 @@ class _Step:
         of = self.updating
         yield _Moment("update", 0.0, (of.largest * max(own, default=0) + of.all * sum(own)) / share, alone)
         if self.strategy.zero in (1, 2):
-            sizes = sorted((sum(bucket) for bucket in buckets(own[::-1], self.strategy.levers.bucket)), reverse=True)[
-                :2
-            ]
+            sizes = sorted((sum(bucket) for bucket in self.strategy.exchange.buckets(own[::-1])), reverse=True)[:2]
             yield _Moment("gather", 0.0, sum(sizes) * (1 + 1 / self.strategy.shard))
 
     def _passes(self) -> Iterator[_Moment]:
@@ -335,7 +329,7 @@ class _Step:
     @property
     def _in_levels(self) -> bool:
         """Return True if all gradients are all-reduced, in two levels."""
-        return self.levels > 1 and not self.strategy.zero and not self.strategy.levers.compress
+        return self.levels > 1 and not self.strategy.zero and self.strategy.exchange.is_sum
 
     def _summed(self, newest: float, others: Sequence[float]) -> float:
         """Return the bytes held while buckets are summed in two levels. others: up to two buckets before the newest."""
@@ -358,7 +352,7 @@ class _Step:
         """Return the bytes of each bucket that the backward of piece i completes."""
         order = [(size, j) for j in reversed(range(len(self.weights))) for size in _all(self.weights[j])[::-1]]
         found, at = [], 0
-        for bucket in buckets([size for size, _ in order], self.strategy.levers.bucket):
+        for bucket in self.strategy.exchange.buckets([size for size, _ in order]):
             at += len(bucket)
             if order[at - 1][1] == i:
                 found.append(float(sum(bucket)))
@@ -399,13 +393,11 @@ class _Step:
                     kept -= stage.kept
         if self._in_levels:
             every = [size for i in self._own for size in _all(self.weights[i])]
-            cut = sorted((sum(bucket) for bucket in buckets(every[::-1], self.strategy.levers.bucket)), reverse=True)
+            cut = sorted((sum(bucket) for bucket in self.strategy.exchange.buckets(every[::-1])), reverse=True)
             yield _Moment("backward", 0.0, self._summed(cut[0], cut[1:3]))
         elif self.strategy.zero in (1, 2):
             every = [size for i in self._own for size in _all(self.weights[i])]
-            sizes = sorted((sum(bucket) for bucket in buckets(every[::-1], self.strategy.levers.bucket)), reverse=True)[
-                :2
-            ]
+            sizes = sorted((sum(bucket) for bucket in self.strategy.exchange.buckets(every[::-1])), reverse=True)[:2]
             yield _Moment("backward", 0.0, (total if self.strategy.zero == 2 else 0.0) + self._reduced(sum(sizes)))
         elif self.strategy.zero == 3:
             largest = max(sum(self.weights[i].inside) for i in self._own)

@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from nbkit.levers import buckets
+from nbkit.mesh import AXES
 from nbkit.node_levels import BETWEEN
 from nbkit.planner.link_speed import OperationSpeed, WorldLinks
 from nbkit.planner.stages import makespan, ranks_of_stages, stage_ranges
@@ -146,29 +146,27 @@ class _Run:
 
     def replicated(self, strategy: Strategy) -> float:
         """Return the seconds of the last pass under zero 0, 1 or 2."""
-        wire, zero, levers, cut = _Wire(), strategy.zero, strategy.levers, list(self._buckets(strategy))
+        wire, zero, exchange, cut = _Wire(), strategy.zero, strategy.exchange, list(self._buckets(strategy))
+        operations = ("reduce_scatter",) if zero else exchange.operations
         now = self._forward(wire, cut[::-1] if zero else [])
         done, arrived = len(self.units), list[float]()
-        crossing: MessageTime | None = None
+        crossing = list[MessageTime]()  # what is left to do of the bucket before
         for size, piece in cut:
             while done > piece:
                 done -= 1
                 now = self._compute(now, self.units[done].share * self.backward, wire)
-            if levers.compress:
-                if crossing is not None:
-                    now = max(now, arrived.pop())
-                    arrived.append(wire.send(now, crossing))
-                arrived.append(wire.send(now, self.took("all_to_all", levers.share * size)))
-                crossing = self.took("all_gather", levers.share * size)
-                continue
+            for message in crossing:
+                now = max(now, arrived.pop())
+                arrived.append(wire.send(now, message))
             if zero and len(arrived) > 1:
                 now = max(now, arrived.pop(0))
-            arrived.append(wire.send(now, self.took("reduce_scatter" if zero else "all_reduce", size)))
+            first, *crossing = [self.took(operation, exchange.share * size) for operation in operations]
+            arrived.append(wire.send(now, first))
         for unit in reversed(self.units[:done]):
             now = self._compute(now, unit.share * self.backward, wire)
-        if crossing is not None:
+        for message in crossing:
             now = max(now, arrived.pop())
-            arrived.append(wire.send(now, crossing))
+            arrived.append(wire.send(now, message))
         return max([now, *arrived])
 
     def _forward(self, wire: _Wire, updated: Sequence[tuple[int, int]]) -> float:
@@ -189,7 +187,7 @@ class _Run:
         """Yield (bytes, unit whose backward completes it) for each bucket of gradients, in order."""
         left = [(size, i) for i in reversed(range(len(self.units))) for size in reversed(self.units[i].sizes)]
         at = 0
-        for bucket in buckets([size for size, _ in left], strategy.levers.bucket):
+        for bucket in strategy.exchange.buckets([size for size, _ in left]):
             at += len(bucket)
             yield sum(bucket), left[at - 1][1]
 
@@ -346,7 +344,7 @@ def _data(
 ) -> float:
     """Return the seconds that a rank waits for its data axis."""
     terms = [term for term in work.terms if term.axis in DATA]
-    if not terms or not work.units or strategy.pp > 1 or strategy.levers.sync_every > 1:
+    if not terms or not work.units or strategy.pp > 1 or strategy.exchange.every > 1:
         return sum(lines(term).seconds(term) for term in terms)
     # `whole`: what is all-reduced, in one level or two. Where gradients are sharded, it is a rank's part of them.
     whole = [term for term in terms if term.axis == strategy.summed_axis]
@@ -501,7 +499,7 @@ def _spans(term: TrafficTerm, strategy: Strategy, link: WorldLinks) -> tuple[boo
     """Return whether a group along the term's axis spans several nodes, and whether all groups have one rank a node."""
     if len(set(link.node_of)) == 1 or term.level:
         return term.level == BETWEEN, term.level == BETWEEN
-    axis = term.axis if term.axis in ("tp", "cp", "pp") else "dp"
+    axis = term.axis if term.axis in AXES else "dp"
     lines = strategy.mesh.groups(axis)
     if term.axis == "shard":
         lines = [line[at : at + strategy.shard] for line in lines for at in range(0, len(line), strategy.shard)]

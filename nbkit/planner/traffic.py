@@ -141,17 +141,85 @@ def wire_bytes(terms: Sequence[TrafficTerm], axis: str | None = None) -> float:
     return sum(term.wire for term in terms if axis in (None, term.axis))
 
 
-def summed(strategy: Strategy, size: int, what: str, rank: int, node_of: Sequence[int]) -> Iterator[TrafficTerm]:
+@dataclass(frozen=True)
+class DataSizes:
+    """Sizes of the weights that a rank computes with, whole along dp, in bytes but for `elements`.
+
+    elements: those that are trained. gradients, weights: of these. shard: of the gradients that the rank keeps under
+    zero 1 to 3. gathered, gathered_again: what zero 3 gathers for a forward and for a backward.
+    """
+
+    elements: float
+    gradients: int
+    weights: int
+    shard: int
+    gathered: int
+    gathered_again: int
+
+
+def data_terms(
+    strategy: Strategy, sizes: DataSizes, passes: int, rank: int, node_of: Sequence[int]
+) -> Iterator[TrafficTerm]:
+    """Yield what `rank` sends along the data axis, or along its halves in hsdp.
+
+    passes: backward passes in a step. Zero 3 sends its bytes for each of them, but in a pipeline, which keeps what it
+    has gathered while its micro-batches are under way.
+    """
+    s = strategy
+    if s.zero == 0:
+        for op, size, what in s.exchange.per_step(sizes.elements, sizes.gradients, sizes.weights):
+            if op == "all_reduce":
+                yield from summed(s, size, what, rank, node_of)
+            else:
+                yield TrafficTerm("dp", op, s.dp, 1, size, what)
+        return
+    axis, passes = "dp" if s.shard == s.dp else "shard", passes if s.zero == 3 and s.pp == 1 else 1
+    yield TrafficTerm(axis, "reduce_scatter", s.shard, passes, passes * sizes.gradients, "gradients")
+    if s.shard < s.dp:
+        yield from summed(s, passes * sizes.shard, "gradients", rank, node_of, calls=passes)
+    if s.zero < 3:
+        yield TrafficTerm(axis, "all_gather", s.shard, 1, sizes.weights, "parameters")
+        return
+    yield TrafficTerm(axis, "all_gather", s.shard, passes, passes * sizes.gathered, "parameters, forward")
+    if s.pp == 1:
+        yield TrafficTerm(axis, "all_gather", s.shard, passes, passes * sizes.gathered_again, "parameters, backward")
+
+
+def summed(
+    strategy: Strategy, size: int, what: str, rank: int, node_of: Sequence[int], *, calls: int = 1
+) -> Iterator[TrafficTerm]:
     """Yield an all-reduce of `size` bytes over `rank` and the ranks that hold the same, in one level or two."""
     axis, group = strategy.summed_axis, strategy.summed_group(rank)
     levels = levels_of(group, node_of)
     if levels is None:
-        yield TrafficTerm(axis, "all_reduce", len(group), 1, size, what)
+        yield TrafficTerm(axis, "all_reduce", len(group), calls, size, what)
         return
     near, far = len(levels.within[0]), len(levels.between[0])
-    yield TrafficTerm(axis, "reduce_scatter", near, 1, size, what, WITHIN)
-    yield TrafficTerm(axis, "all_reduce", far, 1, -(-size // near), what, BETWEEN)
-    yield TrafficTerm(axis, "all_gather", near, 1, size, what, WITHIN)
+    yield TrafficTerm(axis, "reduce_scatter", near, calls, size, what, WITHIN)
+    yield TrafficTerm(axis, "all_reduce", far, calls, -(-size // near), what, BETWEEN)
+    yield TrafficTerm(axis, "all_gather", near, calls, size, what, WITHIN)
+
+
+def block_terms(
+    tp: int, hidden: float, blocks: int, forwards: int, *, again: bool = False, sequence_parallel: bool = True
+) -> Iterator[TrafficTerm]:
+    """Yield what blocks send along tp. Each has two calls in forward and two in backward; `again`: one more.
+
+    hidden: bytes of a block's hidden states, for all rows of a step. forwards: into which these rows are divided.
+    """
+    calls = (4 + again) * blocks
+    for op in ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",):
+        yield TrafficTerm("tp", op, tp, forwards * calls, round(calls * hidden), "hidden states of the blocks")
+
+
+def key_value_terms(
+    strategy: Strategy, facts: Facts, whole: float, blocks: int, forwards: int
+) -> Iterator[TrafficTerm]:
+    """Yield the keys and values that blocks send along cp. whole: bytes of the hidden states of all positions."""
+    heads, kv_heads = facts.heads or 1, facts.kv_heads or facts.heads or 1
+    both = 2 * whole * kv_heads / heads / strategy.tp
+    for op in ("all_gather", "reduce_scatter"):
+        yield TrafficTerm("cp", op, strategy.cp, 2 * forwards * blocks, round(both * blocks), "keys and values")
 
 
 @dataclass(frozen=True)
@@ -168,38 +236,20 @@ class _Step:
     node_of: Sequence[int]
 
     def data(self) -> Iterator[TrafficTerm]:
-        """Yield the terms of the data axis, or of its halves in hsdp."""
-        s, g, p = self.strategy, self.each.gradient, self.each.parameter
+        """Yield the terms of the data axis."""
+        g, p = self.each.gradient, self.each.parameter
         trained = [weight for weight in self.weights if weight.trained]
-        if s.levers.compress:
-            size = round(s.levers.share * _FP32 * self._held(trained))
-            yield TrafficTerm("dp", "all_to_all", s.dp, 1, size, "gradients, rounded")
-            yield TrafficTerm("dp", "all_gather", s.dp, 1, size, "sums of gradients, rounded")
-            return
-        if s.levers.sync_every > 1:
-            size = round(p * self._held(trained) / s.levers.sync_every)
-            yield from summed(s, size, "weights, averaged now and then", self.rank, self.node_of)
-            return
-        if s.zero == 0:
-            yield from summed(s, g * self._held(trained), "gradients", self.rank, self.node_of)
-            return
-        axis = "dp" if s.shard == s.dp else "shard"
-        # Parameters stay gathered while the micro-batches of a pipeline are under way.
-        passes = 1 if s.pp > 1 or s.zero < 3 else self.accumulation
-        yield TrafficTerm(axis, "reduce_scatter", s.shard, passes, passes * g * self._held(trained), "gradients")
-        if s.shard < s.dp:
-            size = g * self._held(trained, sharded=True)
-            yield from summed(s, size, "gradients", self.rank, self.node_of)
-        if s.zero < 3:
-            yield TrafficTerm(axis, "all_gather", s.shard, 1, p * self._held(trained), "parameters")
-            return
-        size = passes * self._gathered(self.weights)
-        yield TrafficTerm(axis, "all_gather", s.shard, passes, size, "parameters, forward")
-        if s.pp == 1:
+        held = self._held(trained)
+        sizes = DataSizes(
+            elements=held,
+            gradients=g * held,
+            weights=p * held,
+            shard=g * self._held(trained, sharded=True),
+            gathered=self._gathered(self.weights),
             # Weights outside the blocks are needed last in forward and first in backward, so they stay gathered.
-            again = [weight for weight in self.weights if not weight.outside]
-            size = passes * self._gathered(again)
-            yield TrafficTerm(axis, "all_gather", s.shard, passes, size, "parameters, backward")
+            gathered_again=self._gathered([weight for weight in self.weights if not weight.outside]),
+        )
+        yield from data_terms(self.strategy, sizes, self.accumulation, self.rank, self.node_of)
 
     def tensor(self) -> Iterator[TrafficTerm]:
         """Yield the terms of tp: blocks, vocabulary, and gradients that are partial sums."""
@@ -208,8 +258,7 @@ class _Step:
             return
         size = self._hidden_bytes(self._tokens)
         pair = ("all_gather", "reduce_scatter") if self.sequence_parallel else ("all_reduce",)
-        for op in pair:
-            yield TrafficTerm("tp", op, n, 4 * m * self._blocks, 4 * size * self._blocks, "hidden states of the blocks")
+        yield from block_terms(n, size, self._blocks, m, sequence_parallel=self.sequence_parallel)
         if self.facts.vocab is not None and self._has_first:
             for op in pair:
                 yield TrafficTerm("tp", op, n, m, size, "embedding")
@@ -258,10 +307,7 @@ class _Step:
         if n == 1:
             return
         whole = self._hidden_bytes(self._sequence)
-        heads, kv_heads = self.facts.heads or 1, self.facts.kv_heads or self.facts.heads or 1
-        both = 2 * whole * kv_heads // heads // self.strategy.tp
-        for op in ("all_gather", "reduce_scatter"):
-            yield TrafficTerm("cp", op, n, 2 * m * self._blocks, both * self._blocks, "keys and values")
+        yield from key_value_terms(self.strategy, self.facts, whole, self._blocks, m)
         if self._has_first:
             yield TrafficTerm("cp", "all_gather", n, m, whole, "gradients of the first block's input")
         if self._has_last:

@@ -9,6 +9,7 @@ from nbkit.errors import StrategyError
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.stages import ranks_of_stages, spelled, stage_ranges, too_few
 from nbkit.strategy import Strategy, divisors
+from nbkit.techniques import DEGREES
 from nbkit.tensor_layout import bounds
 
 
@@ -32,8 +33,7 @@ def validate(strategy: Strategy, facts: Facts) -> list[Finding]:
     """Return all findings on `strategy` for a job with these `facts`, errors first."""
     found = [*_world(strategy, facts), *_tensor(strategy, facts), *_pipeline(strategy, facts)]
     found += [*_batch(strategy, facts), *_context(strategy, facts)]
-    if (deviation := strategy.levers.deviation) is not None:
-        found.append(Finding(False, *deviation))
+    found += [Finding(False, *deviation) for deviation in strategy.deviations]
     found += [Finding(False, "A setting has no effect.", note) for note in strategy.without_effect]
     return sorted(found, key=lambda finding: not finding.error)
 
@@ -178,7 +178,7 @@ def _uneven(what: str, total: int, axis: str, degree: int, of: str, *, error: bo
 
 
 def _split(strategy: Strategy) -> list[str]:
-    return [axis for axis in ("dp", "tp", "pp", "cp") if strategy.mesh.degree(axis) > 1]
+    return [axis for axis in DEGREES if strategy.mesh.degree(axis) > 1]
 
 
 def _listed(numbers: list[int]) -> str:

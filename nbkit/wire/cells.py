@@ -1,8 +1,9 @@
-"""The messages of a cell: the request that the notebook sends and the record that each rank sends back."""
+"""A cell on its way to the ranks and back: the call, the request that the notebook sends, the record of each rank."""
 
 from __future__ import annotations
 
 import base64
+import importlib
 import pickle
 import re
 from dataclasses import dataclass, field
@@ -105,6 +106,21 @@ class CellRecord:
     failure: Failure | None = None
     dirty: str = ""
     counts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A function on a rank, by name, so that the notebook can call the bridge without importing it.
+
+    `Remote("nbkit.bridge.calls:run_cell")(...)` imports the module in the process where it is called, and calls the
+    function there.
+    """
+
+    target: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
 def record_text(record: CellRecord) -> str:

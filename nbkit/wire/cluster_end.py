@@ -1,6 +1,7 @@
-"""The report of a cluster that ends without its user: a file in its folder, which the notebook reads.
+"""Reports in the folder of a cluster, which the notebook reads: ends of the cluster and of ranks, and resizes.
 
-The ranks write it if they are on the notebook's host. Otherwise they tell the coordinator, which writes it.
+The ranks and their parent write them if they are on the notebook's host. Otherwise they tell the coordinator, which
+writes them.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from nbkit.wire.messages import Death, RankEnd, SizeChange, from_plain
 
 END_SIGNALS = "NBKIT_END_SIGNALS"
 """The variable in which a batch script names the signals that announce the end of its job: USR2,TERM."""
@@ -55,6 +60,36 @@ def read(folder: Path) -> ClusterEnd | None:
     """Return the report, or None if no training has been told to end."""
     try:
         return ClusterEnd(**json.loads((folder / "end.json").read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def write_rank(folder: Path, death: Death) -> None:
+    """Write the report of a rank that ended, atomically; a RankEnd if it is replaced. Raises OSError."""
+    path = folder / f"rank{death.rank}.end.json"
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(asdict(death)))
+    scratch.replace(path)
+
+
+def read_ranks(folder: Path) -> Iterator[RankEnd]:
+    """Yield the report of each rank that ended. It is written before anybody is told."""
+    for path in folder.glob("rank*.end.json"):
+        with suppress(OSError, ValueError):  # the folder is gone, or the file half written: the next look finds it
+            yield from_plain(RankEnd, json.loads(path.read_text()))
+
+
+def write_size(folder: Path, change: SizeChange) -> None:
+    """Write the report of a resize atomically. It replaces an earlier one."""
+    scratch = folder / "resized.tmp"
+    scratch.write_text(json.dumps(asdict(change)))
+    scratch.replace(folder / "resized.json")
+
+
+def read_size(folder: Path) -> SizeChange | None:
+    """Return the report of the last resize, or None."""
+    try:
+        return from_plain(SizeChange, json.loads((folder / "resized.json").read_text()))
     except (OSError, ValueError):
         return None
 

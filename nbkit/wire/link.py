@@ -1,4 +1,4 @@
-"""A line between two processes of a cluster: JSON lines over a socket.
+"""A line between two processes of a cluster: messages as JSON lines over a socket (see messages.py).
 
 Between the parent of the ranks and a rank it is a socket pair. It exists before the rank does, so it needs no address,
 no port and no key. It works without a notebook, and while ipyparallel's channels are stuck behind a busy interpreter.
@@ -12,17 +12,27 @@ import hmac
 import json
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Generic, TypeVar, cast
+
+from nbkit.wire.messages import Message, ProtocolError, decoded, encoded
 
 SEND_SECONDS = 20  # in which the other end must take a part of a message
 SILENT_SECONDS = 4  # a host that acknowledges nothing for so long counts as gone
 
 
-class Link:
-    """An end of the line. Sending is thread-safe. Sending to a vanished end does nothing: its process is ending."""
+Sent = TypeVar("Sent", bound=Message)
+Received = TypeVar("Received", bound=Message)
+
+
+class Link(Generic[Sent, Received]):
+    """An end of the line, by the messages that it sends and receives: a parent's is a Link[ForRank, ForParent].
+
+    Sending is thread-safe. Sending to a vanished end does nothing: its process is ending.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -30,23 +40,27 @@ class Link:
         # False if the other process just ended: it closes its end.
         self.broke = False
         self.closed = False  # closed in order, by the other end or its system
+        self.refused: ProtocolError | None = None  # why the last message could not be read
         self._lock = threading.Lock()
         self._rest = b""
         # Do not wait forever for a process that reads nothing, such as a suspended one.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_SECONDS, 0))
 
-    def send(self, **message: Any) -> None:
+    def send(self, message: Sent) -> None:
         with self._lock:
             try:
-                self.sock.sendall(self._packed(json.dumps(message).encode()) + b"\n")
+                self.sock.sendall(self._packed(json.dumps(encoded(message)).encode()) + b"\n")
             except BlockingIOError:  # a part of the message was sent: nothing after it could be read
                 with suppress(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 return
 
-    def receive(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have arrived; blocks for the first. Returns None if the other end is gone."""
+    def receive(self) -> list[Received] | None:
+        """Return the messages that have arrived; blocks for the first. Returns None if the other end is gone.
+
+        Also returns None after a message that cannot be read, because nothing after it can be trusted.
+        """
         try:
             data = self.sock.recv(65536)
         except OSError as error:
@@ -57,8 +71,11 @@ class Link:
             return None
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
-            return [json.loads(self._unpacked(line)) for line in lines]
-        except ValueError:  # not our message: do not trust anything after it
+            return [cast(Received, decoded(json.loads(self._unpacked(line)))) for line in lines]
+        except ProtocolError as error:
+            self.refused = error
+            return None
+        except ValueError:  # not our message
             return None
 
     def _packed(self, text: bytes) -> bytes:
@@ -67,19 +84,21 @@ class Link:
     def _unpacked(self, line: bytes) -> bytes:
         return line
 
-    def listen(self, on_message: Callable[[dict[str, Any]], None], on_end: Callable[[], None]) -> None:
+    def listen(self, on_message: Callable[[Received], None], on_end: Callable[[], None]) -> None:
         """Read in a daemon thread until the other end is gone."""
 
         def read() -> None:
             while (messages := self.receive()) is not None:
                 for message in messages:
                     on_message(message)
+            if self.refused:
+                print(self.refused, file=sys.__stderr__, flush=True)
             on_end()
 
         threading.Thread(target=read, name="nbkit-link", daemon=True).start()
 
 
-class SignedLink(Link):
+class SignedLink(Link[Sent, Received]):
     """A line between hosts.
 
     Each message carries an HMAC of its direction, its number and its text. Without the key nobody can add, change,

@@ -17,6 +17,7 @@ from ranks import run_ranks
 
 from nbkit import Cluster
 from nbkit.errors import NbkitError
+from nbkit.wire.messages import GetStatus
 
 SETUP = """
 import time
@@ -89,7 +90,7 @@ def test_a_training_ends_at_a_boundary_with_a_checkpoint(way: str, nbkit_home: P
         cluster.run(SETUP)
         handle = cluster.run(f"trainer = made({str(folder)!r}, 0.02)\ntrainer.fit(100_000)", detach=True)
         client = cluster.connection.client
-        while client.ask([0], "status").get(0, {}).get("progress", {}).get("step", 0) < 3:
+        while client.ask([0], GetStatus()).get(0, {}).get("progress", {}).get("step", 0) < 3:
             time.sleep(0.05)
         os.kill({"parent": entry.parent, "controller": entry.controller, "rank": entry.ranks[1]}[whom].pid, number)
         said = rf"(?s){why}.*has ended after step \d+, saved to {folder}.*trainer\.load"

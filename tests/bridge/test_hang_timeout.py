@@ -17,6 +17,7 @@ from training_cell import NETWORK
 
 from nbkit import Cluster
 from nbkit.errors import CellError
+from nbkit.wire.messages import GetStatus
 
 STEPS = 14
 TIMEOUT = 6.0
@@ -60,7 +61,7 @@ def alone(three: Cluster) -> list[float]:
 
 
 def step_of(cluster: Cluster) -> int:
-    told = cluster.connection.client.ask([0], "status").get(0, {})
+    told = cluster.connection.client.ask([0], GetStatus()).get(0, {})
     return int(told["progress"].get("step", 0)) if told.get("training") else -1
 
 

@@ -13,6 +13,7 @@ from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.output import display
 from nbkit.wire.cells import CellRequest
+from nbkit.wire.messages import GetStatus, StopCell
 
 TRAINER = """
 import asyncio, time
@@ -39,7 +40,7 @@ def until_it_runs(cluster: Cluster) -> dict[int, dict[str, object]]:
     """What the ranks say of themselves once a live cell runs on all of them."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        states = cluster.connection.client.ask(range(2), "status")
+        states = cluster.connection.client.ask(range(2), GetStatus())
         if len(states) == 2 and all(state["live"] for state in states.values()):
             return states
         time.sleep(0.02)
@@ -64,7 +65,7 @@ def test_a_live_cell_that_is_stopped_before_its_boundary_begins_on_no_rank(two: 
     two.run("begun = False", at_step=True)
     # The stop reaches only one rank before the cell; the other one hears of it from that.
     first = request_for(two.connection, "begun = True", None, at_step=True)
-    for future in two.connection.client.request([1], "stop", cell=first.id, number=0, live=True).values():
+    for future in two.connection.client.request([1], StopCell(first.id, 0, live=True)).values():
         future.result(timeout=10)
     running = two.connection.send(first, display.here(), live=True)
     running.reason = "stopped"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from ranks import run_ranks
 from nbkit.bridge.parent import parent as parents
 from nbkit.bridge.parent.child_processes import has_ended
 from nbkit.wire.link import Link
+from nbkit.wire.messages import RankReady, encoded
 from nbkit.wire.processes import Process
 
 
@@ -83,6 +85,31 @@ def stopped_while_it_forks(rank: int, folder: Path) -> list[int]:
 
 def test_a_parent_that_is_stopped_while_it_forks_forks_no_more(folder: Path) -> None:
     assert run_ranks(stopped_while_it_forks, 1, folder, join=False) == [[0, 1]]
+
+
+def heard_from_another_release(rank: int, folder: Path) -> int:
+    """1 if the parent has ended a rank whose first message has another protocol."""
+    parent = parents.Parent(folder)
+    mine, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        signal.pause()
+    child = parents.Child(0, pid, Link(mine))
+    parent.selector.register(mine, selectors.EVENT_READ, 0)
+    theirs.sendall(json.dumps({**encoded(RankReady()), "_protocol": "another"}).encode() + b"\n")
+    parent._hear(child)
+    assert not child.ready
+    for _ in range(1000):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return 1
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    return 0
+
+
+def test_a_rank_of_another_release_is_ended(folder: Path) -> None:
+    assert run_ranks(heard_from_another_release, 1, folder, join=False) == [1]
 
 
 def test_a_child_is_seen_to_have_ended_before_its_pid_is_given_away() -> None:

@@ -19,6 +19,7 @@ from training_cell import NETWORK
 from nbkit import Cluster
 from nbkit.errors import CellError, RankDied
 from nbkit.notebook.cluster.cells.results import Results
+from nbkit.wire.messages import GetStatus
 
 STEPS = 18
 CELL = "before = 1\nhistory = trainer.fit(steps)\n[record['loss'] for record in history]"
@@ -63,7 +64,7 @@ def kill_at(cluster: Cluster, ranks: list[int], step: int) -> threading.Thread:
 
     def act() -> None:
         while True:
-            told = cluster.connection.client.ask([other], "status").get(other, {})
+            told = cluster.connection.client.ask([other], GetStatus()).get(other, {})
             if told.get("training") and told["progress"].get("step", 0) >= step:
                 break
             time.sleep(0.02)

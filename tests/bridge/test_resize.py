@@ -20,6 +20,7 @@ from training_cell import NETWORK
 from nbkit import Cluster
 from nbkit.errors import NbkitError, StrategyError, TrainingError, UsageError
 from nbkit.notebook.run.follower import Run
+from nbkit.wire.messages import GetStatus
 
 STEPS = 30
 SETUP = f"""{NETWORK}
@@ -46,7 +47,7 @@ def cluster(nbkit_home: Path) -> Iterator[Cluster]:
 
 def until(cluster: Cluster, step: int) -> None:
     while True:
-        told = cluster.connection.client.ask([0], "status").get(0, {})
+        told = cluster.connection.client.ask([0], GetStatus()).get(0, {})
         if told.get("training") and told["progress"].get("step", 0) >= step:
             return
         time.sleep(0.02)

@@ -13,6 +13,7 @@ import pytest
 
 from nbkit import Cluster
 from nbkit.errors import CellError, TransferError
+from nbkit.wire.messages import CompleteName, GetStatus
 
 INSIDE = "from nbkit.bridge import calls; runner = calls.runner\n"
 
@@ -105,9 +106,9 @@ def test_a_name_whose_attributes_never_come_leaves_the_rank_with_its_requests(tw
         "class Stuck:\n    def __dir__(self):\n        while looked: pass\n        return []\n"
         "stuck, looked = Stuck(), 1"
     )
-    asked = [two.connection.client.ask([0], "complete", timeout=10, text="stuck.a")[0]["matches"] for _ in range(2)]
+    asked = [two.connection.client.ask([0], CompleteName("stuck.a"), timeout=10)[0]["matches"] for _ in range(2)]
     assert asked == [[], []]
-    assert two.connection.client.ask([0], "status")[0]["rank"] == 0
+    assert two.connection.client.ask([0], GetStatus())[0]["rank"] == 0
     two.run("looked = 0")
 
 

@@ -18,6 +18,7 @@ from training_cell import NETWORK
 from nbkit import Cluster
 from nbkit.errors import CellError
 from nbkit.notebook.cluster.cells.results import Results
+from nbkit.wire.messages import GetStatus
 
 STEPS = 14
 SETUP = f"""{NETWORK}
@@ -51,7 +52,7 @@ def run_killing(cluster: Cluster, ranks: list[int], step: int = 5) -> Results:
 
     def act() -> None:
         while True:
-            told = cluster.connection.client.ask([other], "status").get(other, {})
+            told = cluster.connection.client.ask([other], GetStatus()).get(other, {})
             if told.get("training") and told["progress"].get("step", 0) >= step:
                 break
             time.sleep(0.02)

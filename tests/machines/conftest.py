@@ -19,7 +19,8 @@ from slurm_nodes import SlurmNodes
 from ssh_hosts import SshHosts
 
 from nbkit import Cluster
-from nbkit.notebook.cluster.hosts.start_request import SlurmRequest, SshRequest
+from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest
+from nbkit.notebook.cluster.hosts.launchers.ssh import SshRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 

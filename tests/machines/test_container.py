@@ -9,8 +9,8 @@ import pytest
 
 from magics.cluster import options_of
 from nbkit import Cluster
+from nbkit.notebook.cluster.hosts.launcher import agent_command, loaded, saved
 from nbkit.notebook.cluster.hosts.start_options import requested
-from nbkit.notebook.cluster.hosts.start_request import agent_command, loaded, saved
 
 WRAPPER = Path(__file__).resolve().parents[1] / "support" / "change_root.sh"
 

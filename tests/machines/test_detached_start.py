@@ -15,7 +15,7 @@ from magics.cluster import ClusterMagics
 from nbkit import Cluster
 from nbkit.errors import ClusterNotFound
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.cluster.hosts.start_request import SlurmRequest
+from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest
 
 ASKED = SlurmRequest(2, nodes=2, cpu=True)
 PATIENCE = 120.0
@@ -70,7 +70,7 @@ def test_a_job_that_nobody_waits_for_is_seen_in_the_queue_and_cancelled(slurm: S
 @pytest.mark.long
 def test_a_kernel_that_ends_while_its_job_waits_loses_nothing(slurm: SlurmNodes, busy: str) -> None:
     source = (
-        "from nbkit import Cluster\nfrom nbkit.notebook.cluster.hosts.start_request import SlurmRequest\n"
+        "from nbkit import Cluster\nfrom nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest\n"
         "Cluster.submit(SlurmRequest(2, nodes=2, cpu=True), name='later', ttl=45)"
     )
     subprocess.run([sys.executable, "-c", source], check=True, timeout=PATIENCE)

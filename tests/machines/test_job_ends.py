@@ -23,9 +23,9 @@ from slurm_nodes import SlurmNodes
 from nbkit import Cluster
 from nbkit.errors import ClusterNotFound, NbkitError
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.cluster.hosts.launchers.slurm import moment, parsed
-from nbkit.notebook.cluster.hosts.progress import LauncherView
-from nbkit.notebook.cluster.hosts.start_request import SlurmRequest
+from nbkit.notebook.cluster.hosts.launcher import LauncherStatus
+from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest, moment, parsed
+from nbkit.wire.messages import GetStatus
 
 SETUP = """
 import time
@@ -58,7 +58,7 @@ def training(name: str, folder: Path, pause: float = 0.05, **options: Any) -> tu
     cluster = Cluster.start(name=name, on=SlurmRequest(2, nodes=2, cpu=True, **options), ttl=600)
     cluster.run(SETUP)
     handle = cluster.run(f"trainer = made({str(folder)!r}, {pause})\ntrainer.fit(100_000)", detach=True)
-    until(lambda: cluster.connection.client.ask([0], "status").get(0, {}).get("progress", {}).get("step", 0) > 2)
+    until(lambda: cluster.connection.client.ask([0], GetStatus()).get(0, {}).get("progress", {}).get("step", 0) > 2)
     return cluster, handle
 
 
@@ -190,7 +190,7 @@ def test_a_cluster_with_requeue_asks_for_hosts_again_and_its_training_goes_on_by
         cluster.run("print('said once'); WIDTH = 3")
         first, job = cluster.connection, job_of(slurm, "returns")
         handle = cluster.run(GOES_ON, detach=True)
-        until(lambda: first.client.ask([0], "status").get(0, {}).get("progress", {}).get("step", 0) > 2)
+        until(lambda: first.client.ask([0], GetStatus()).get(0, {}).get("progress", {}).get("step", 0) > 2)
         slurm.command("scontrol", "requeue", job)
         with pytest.raises(NbkitError, match=r"has ended after step"):
             handle.wait(timeout=PATIENCE)
@@ -295,7 +295,7 @@ def line(**changes: str) -> str:
 def test_how_a_job_ends_is_told_apart() -> None:
     ends = time.mktime(time.strptime("2026-03-02T14:00:00", "%Y-%m-%dT%H:%M:%S"))
     limit = f"job 7 reaches its time limit {moment(ends)}"
-    assert parsed("7", line()).seen(120) == LauncherView(
+    assert parsed("7", line()).seen(120) == LauncherStatus(
         "running", "job 7 runs on n[1-2]", ends - 120, limit, again=True
     )
     assert parsed("7", line()).seen(86400).save_at == ends - 3600  # a quarter of its time
@@ -310,11 +310,11 @@ def test_how_a_job_ends_is_told_apart() -> None:
     for words, changes in ending.items():
         again = words != "was cancelled"  # by somebody, who does not want it back
         seen = parsed("7", line(JobState="COMPLETING", **changes)).seen(120)
-        assert seen == LauncherView("ending", f"job 7 {words}", again=again)
+        assert seen == LauncherStatus("ending", f"job 7 {words}", again=again)
     over = {"CANCELLED": "was cancelled", "TIMEOUT": "reached its time limit", "PREEMPTED": "was preempted"}
     for state, words in over.items():
         seen = parsed("7", line(JobState=state)).seen(120)
         assert seen.state == "over" and words in seen.words and seen.again == (state != "CANCELLED")
     assert parsed("7", line(JobState="SIGNALING")).seen(120).state == "running"
     waits = parsed("7", line(JobState="PENDING", Reason="Resources", StartTime="Unknown")).seen(120)
-    assert waits == LauncherView("pending", "job 7 is pending (Resources)")
+    assert waits == LauncherStatus("pending", "job 7 is pending (Resources)")

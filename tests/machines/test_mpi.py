@@ -18,9 +18,8 @@ from ssh_hosts import SshHosts
 from nbkit import Cluster
 from nbkit.errors import ClusterError, RankDied, UsageError
 from nbkit.notebook.cluster import registry
-from nbkit.notebook.cluster.hosts.launchers.agents_command import AgentsCommand
-from nbkit.notebook.cluster.hosts.launchers.mpi import nodes_of_job
-from nbkit.notebook.cluster.hosts.start_request import MpiRequest, SlurmRequest
+from nbkit.notebook.cluster.hosts.launchers.mpi import MpiRequest, nodes_of_job
+from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest
 
 OF_MPI = "[name for name in os.environ if name.startswith(('OMPI_', 'PMI'))]"
 
@@ -94,7 +93,7 @@ def test_of_two_agents_with_one_number_the_second_is_refused_and_the_first_goes_
         here = os.uname().nodename
         assert f"an agent on {here} came as host 0 of 1, which {here} is already: it was refused" in str(cluster.notes)
         assert cluster.run("seen = torch.ones(1); dist.all_reduce(seen); seen.item()").values == {0: 2.0, 1: 2.0}
-        assert f"an agent on {here} came as host 0" in (cluster.entry.folder / "logs/mpi.log").read_text()
+        assert f"an agent on {here} came as host 0" in (cluster.entry.folder / "logs/launcher.log").read_text()
     finally:
         cluster.stop()
     assert_gone(lambda: [process.cmdline() for process in agents()])
@@ -125,17 +124,16 @@ OF_A_PROCESS = {"PMI_RANK": "1", "PMI_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "
 
 
 def test_agents_do_not_get_the_number_of_a_notebook_that_mpirun_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nbkit_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {**OF_A_PROCESS, "OMPI_MCA_btl": "self"}.items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "logs").mkdir()
-    command = AgentsCommand(tmp_path, "env.log")
-    command.run(["env"], "{}")
-    deadline = time.monotonic() + 30
-    while not command.has_ended() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    seen = {line.partition("=")[0] for line in (tmp_path / "logs/env.log").read_text().splitlines()}
+    (tmp_path / "mpirun").write_text('#!/bin/sh\n[ "$1" = --version ] && exit\nenv > "$(dirname "$0")/env"\n')
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ClusterError, match="mpirun has ended before the cluster was ready"):
+        Cluster.start(name="env", on=MpiRequest((("localhost", 1),), cpu=True))
+    seen = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()}
     assert {"NBKIT_AGENT", "OMPI_MCA_btl", "PATH"} <= seen
     assert not seen & set(OF_A_PROCESS)
 

@@ -10,25 +10,20 @@ from magics.arguments import cluster_parser, parse
 from magics.cluster import options_of
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import site_settings
+from nbkit.notebook.cluster.hosts.launcher import LauncherRequest, StartRequest, loaded, saved
+from nbkit.notebook.cluster.hosts.launchers.mpi import MpiRequest
+from nbkit.notebook.cluster.hosts.launchers.slurm import AllocationRequest, SlurmRequest
+from nbkit.notebook.cluster.hosts.launchers.ssh import SshRequest
 from nbkit.notebook.cluster.hosts.start_options import requested
-from nbkit.notebook.cluster.hosts.start_request import (
-    AllocationRequest,
-    MpiRequest,
-    Request,
-    SlurmRequest,
-    SshRequest,
-    loaded,
-    saved,
-)
 
 
-def asked(line: str, *rest: str) -> Request | None:
+def asked(line: str, *rest: str) -> StartRequest | None:
     options = parse(cluster_parser(), f"start {line}")
     options.rest = rest
     return requested(options)
 
 
-def started(line: str) -> Request | None:
+def started(line: str) -> StartRequest | None:
     return requested(options_of(line))
 
 
@@ -42,8 +37,15 @@ def test_options_become_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked("--slurm -n 8 --requeue") == SlurmRequest(8, requeue=True)
     with pytest.raises(UsageError, match="--requeue is for --slurm"):
         asked("-n 2 --requeue")
-    with pytest.raises(UsageError, match="--detach is for --slurm"):
+    with pytest.raises(UsageError, match="--detach is for --slurm or --launcher"):
         asked("-n 2 --detach")
+    assert asked("--launcher lsf -n 8 --nodes 2 --detach", "-q", "gpu") == LauncherRequest(
+        "lsf", 8, 2, options=("-q", "gpu")
+    )
+    assert asked("--launcher slurm -n 8 --partition gpu") == asked("--slurm -n 8 --partition gpu")
+    with pytest.raises(UsageError, match="What follows -- is for --mpi or --slurm or --launcher") as caught:
+        asked("-n 2", "-q", "gpu")
+    assert caught.value.numbers == "-q gpu"
     assert asked("--hosts node1:2,node2 --cpu") == SshRequest((("node1", 2), ("node2", 1)), cpu=True)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
@@ -68,10 +70,10 @@ def test_mpirun_starts_on_hosts_of_the_line_of_the_batch_job_or_here(
     ("line", "what"),
     [
         ("-n 2 --nodes 2", "--nodes is for --slurm"),
-        ("--slurm --hosts a:1", "Either Slurm or another"),
+        ("--slurm --hosts a:1", "One launcher starts the ranks"),
         ("--slurm", "How many ranks shall Slurm start"),
         ("--mpi", "How many ranks shall mpirun start"),
-        ("--mpi --slurm -n 2", "Either Slurm or another"),
+        ("--mpi --slurm -n 2", "One launcher starts the ranks"),
         ("--mpi --hosts a:1 -n 2", "The hosts say how many"),
         ("--slurm -n 2 --gpus 0,1", "GPUs are not listed"),
         ("--hosts a:1 -n 2", "--hosts says how many ranks"),
@@ -80,6 +82,11 @@ def test_mpirun_starts_on_hosts_of_the_line_of_the_batch_job_or_here(
         ("--hosts a:1 --container=--container-image=a", "options of srun's"),
         ("--slurm -n 2 --gpus 0,1 --detach", "GPUs are not listed"),
         ("--slurm -n 0", "at least one rank"),
+        ("--mpi -n 2 --nodes 2", "--nodes is for --slurm or --launcher"),
+        ("--launcher lsf -n 2 --partition gpu", "--partition is for --slurm"),
+        ("--launcher lsf -n 2 --hosts a:1", "One launcher starts the ranks"),
+        ("--launcher lsf -n 2 --gpus 0,1", "GPUs are not listed"),
+        ("--launcher step", "does not run in a Slurm allocation"),
     ],
 )
 def test_what_does_not_go_together_is_said(line: str, what: str) -> None:
@@ -114,28 +121,19 @@ def test_a_request_is_kept_as_json_takes_it() -> None:
         SshRequest((("a", 2),)),
         MpiRequest((("a", 2),)),
         AllocationRequest("7", (1, 2)),
+        LauncherRequest("pbs", 4, nodes=2, options=("-q", "gpu"), spares=1),
     ):
         assert loaded(saved(request)) == request
 
 
-@pytest.mark.parametrize(
-    ("line", "numbers", "hint"),
-    [
-        ("--hosts a:2,b:2 --spare-hosts 1", "--hosts a:2,b:2 --spare-hosts 1", "--hosts node1:4,node2:4,node3:4"),
-        ("--hosts a:2,b:2,c:2 --spare-hosts -1", "--spare-hosts -1", "--hosts node1:4,node2:4,node3:4"),
-        ("--hosts a:1,b:4,c:2 --spare-hosts 1", "c:2, in reserve for up to 4", "--hosts a:1,b:4,c:4 --spare-hosts 1"),
-        ("--mpi --hosts a:2,b:2,c:2 --spare-hosts 1", "--mpi", "--slurm -n 8 --nodes 2 --spare-hosts 1"),
-        ("-n 2 --spare-hosts 1", "ranks of this machine", "--slurm -n 8 --nodes 2 --spare-hosts 1"),
-        ("--slurm -n 4 --spares -1", "--spares -1", "--spares 1"),
-    ],
-)
-def test_what_cannot_be_in_reserve_is_refused_with_what_to_type(line: str, numbers: str, hint: str) -> None:
+def test_a_request_of_another_release_is_read_without_the_fields_that_this_one_does_not_have() -> None:
+    request = SshRequest((("a", 2), ("b", 2)), spares=1)
+    assert loaded({**saved(request), "spare_hosts": 1}) == request
+
+
+def test_devices_in_reserve_are_part_of_a_request_and_not_fewer_than_none() -> None:
+    found = asked("-n 4 --hosts a:2,b:2 --spares 1")
+    assert found == SshRequest((("a", 2), ("b", 2)), spares=1)
     with pytest.raises(UsageError) as caught:
-        asked(line)
-    assert numbers in caught.value.numbers and hint in caught.value.hint
-
-
-def test_the_last_hosts_listed_are_the_spare_ones() -> None:
-    found = asked("-n 4 --hosts a:2,b:2,c:2 --spare-hosts 1 --spares 1")
-    assert found == SshRequest((("a", 2), ("b", 2), ("c", 2)), spares=1, spare_hosts=1)
-    assert loaded(saved(found)) == found
+        asked("--slurm -n 4 --spares -1")
+    assert caught.value.numbers == "--spares -1" and caught.value.hint == "--spares 1"

@@ -16,7 +16,8 @@ from training_cell import NETWORK
 
 from nbkit import Cluster
 from nbkit.errors import RankDied
-from nbkit.notebook.cluster.hosts.start_request import SshRequest
+from nbkit.notebook.cluster.hosts.launchers.ssh import SshRequest
+from nbkit.wire.messages import GetStatus
 
 CELL = "history = trainer.fit(30)\n[record['loss'] for record in history]"
 WHERE = "import os, socket\ndist.barrier()\n[rank, socket.gethostname(), os.getpid()]"
@@ -33,7 +34,7 @@ def reach(cluster: Cluster, step: int, rank: int) -> None:
     """Return when `rank` has made so many steps."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        told = cluster.connection.client.ask([rank], "status").get(rank, {})
+        told = cluster.connection.client.ask([rank], GetStatus()).get(rank, {})
         if told.get("training") and told["progress"].get("step", 0) >= step:
             return
         time.sleep(0.05)

@@ -17,8 +17,14 @@ from nbkit import Cluster
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.hosts import progress
-from nbkit.notebook.cluster.hosts.launchers.slurm import Node, allocation_here, counts_of, size_of
-from nbkit.notebook.cluster.hosts.start_request import AllocationRequest, SlurmRequest
+from nbkit.notebook.cluster.hosts.launchers.slurm import (
+    AllocationRequest,
+    Node,
+    SlurmRequest,
+    allocation_here,
+    counts_of,
+    size_of,
+)
 
 GPU_NODES = [Node(f"g{i}", "gpu", True, 32, 4, "10.0.0.1") for i in range(3)]
 
@@ -80,7 +86,7 @@ def test_a_job_that_waits_says_why_and_one_that_is_cancelled_meanwhile_is_an_err
 def test_a_job_that_waits_is_cancelled_when_its_notebook_ends(slurm: SlurmNodes, nbkit_home: Path) -> None:
     slurm.command("sbatch", "-N2", "-c2", "--time=1", "--output=/dev/null", "--wrap=sleep 60")
     start = "Cluster.start(name='orphan', on=SlurmRequest(2, nodes=2, cpu=True))"
-    source = "from nbkit import Cluster\nfrom nbkit.notebook.cluster.hosts.start_request import SlurmRequest\n"
+    source = "from nbkit import Cluster\nfrom nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest\n"
     notebook = subprocess.Popen([sys.executable, "-c", source + start], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     mine = ("squeue", "-h", "-n", "nbkit-orphan", "-o", "%T")
@@ -168,13 +174,6 @@ def test_spares_of_a_node_are_asked_for_beside_its_ranks() -> None:
         size_of(SlurmRequest(4, nodes=1, spares=1), GPU_NODES)
     assert "4 GPUs, 1 of each spare" in caught.value.numbers
     assert caught.value.hint.startswith("-n 4 --nodes 2 --spares 1")
-    size, _ = size_of(SlurmRequest(4, nodes=2, spare_hosts=1), GPU_NODES)
-    assert (size.nodes, size.ranks) == (3, 2)
-    with pytest.raises(UsageError, match="they are all on the first") as caught:
-        size_of(SlurmRequest(2, spare_hosts=1), GPU_NODES)
-    assert caught.value.hint == "-n 2 --nodes 2 --spare-hosts 1"
-    with pytest.raises(UsageError, match="Too few nodes") as caught:
-        size_of(SlurmRequest(4, spare_hosts=9), GPU_NODES)
     with pytest.raises(UsageError, match="Too few devices for the ranks and their spares") as caught:
         size_of(SlurmRequest(4, spares=4), GPU_NODES)
     assert caught.value.hint == "--spares 3"

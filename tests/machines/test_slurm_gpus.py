@@ -11,13 +11,12 @@ from slurm_nodes import SlurmNodes
 from magics.cluster import options_of
 from nbkit import Cluster
 from nbkit.errors import ClusterError, UsageError
-from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmJob, read_nodes, size_of
+from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmLauncher, SlurmRequest, read_nodes, size_of
 from nbkit.notebook.cluster.hosts.start_options import requested
-from nbkit.notebook.cluster.hosts.start_request import SlurmRequest
 
 
 def test_a_job_asks_for_a_gpu_for_each_rank_and_gets_them(slurm: SlurmNodes, tmp_path: Path) -> None:
-    job = SlurmJob(SlurmRequest(4, partition="gpu"), tmp_path)
+    job = SlurmLauncher(SlurmRequest(4, partition="gpu"), tmp_path)
     assert (job.size.nodes, job.size.ranks, job.size.gpus) == (2, 2, 2)
     said = tmp_path / "said"
     words = [word for word in job._words() if not word.startswith("--output")]

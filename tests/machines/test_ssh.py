@@ -16,10 +16,9 @@ from nbkit import Cluster
 from nbkit.errors import ClusterError, UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.hosts import progress
-from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
+from nbkit.notebook.cluster.hosts.launchers.ssh import SshRequest, read_hosts
 from nbkit.notebook.cluster.hosts.network import address_towards, interface_of
 from nbkit.notebook.cluster.hosts.progress import StartProgress
-from nbkit.notebook.cluster.hosts.start_request import SshRequest
 
 
 def refused(ssh: SshHosts, *names: str, python: str = "", then: Callable[[], None] = lambda: None) -> ClusterError:

@@ -87,6 +87,13 @@ def test_accumulation_gathers_again_and_a_pipeline_does_not() -> None:
     }
 
 
+def test_hsdp_sums_shards_across_replicas_for_each_forward_as_its_engine_does() -> None:
+    for zero, times in ((3, 3), (2, 1)):
+        strategy = Strategy(dp=4, zero=zero, shard=2)
+        once, thrice = (per_step(WEIGHTS, Facts(), strategy, 0, accumulation=k) for k in (1, 3))
+        assert sizes(thrice)["replicate", "all_reduce"] == times * sizes(once)["replicate", "all_reduce"]
+
+
 def test_frozen_weights_have_no_gradient_to_send() -> None:
     frozen = [replace(weight, trained=weight.name == "head") for weight in WEIGHTS]
 

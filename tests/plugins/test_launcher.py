@@ -13,8 +13,8 @@ from clusters import assert_gone, home_of_clusters
 from magics.cluster import options_of
 from nbkit import Cluster
 from nbkit.errors import ClusterError, UsageError
+from nbkit.notebook.cluster.hosts.launcher import LauncherRequest
 from nbkit.notebook.cluster.hosts.start_options import requested
-from nbkit.notebook.cluster.hosts.start_request import PluginRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,18 +38,21 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     yield
 
 
-def asked(words: str) -> PluginRequest:
+def asked(words: str) -> LauncherRequest:
     found = requested(options_of(words))
-    assert isinstance(found, PluginRequest)
+    assert isinstance(found, LauncherRequest)
     return found
 
 
-@pytest.mark.parametrize("words", ["", " -- flaky"])
-def test_it_starts_ranks_that_form_a_world_and_ends_them(installed: None, nbkit_home: Path, words: str) -> None:
+@pytest.mark.parametrize("words", ["", " -- flaky", " -- queue"])
+def test_it_starts_ranks_that_form_a_world_and_ends_them(
+    installed: None, nbkit_home: Path, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An error of its `poll` or `stop` neither ends the cluster nor leaves a part of it."""
     cluster = Cluster.start(name="plugged", on=asked(f"start --launcher local -n 2 --cpu{words}"), ttl=60)
     try:
         assert cluster.run("seen = torch.ones(1); dist.all_reduce(seen)\nseen.item()").values == {0: 2.0, 1: 2.0}
+        assert ("in the queue" in capsys.readouterr().out) == ("queue" in words)
     finally:
         cluster.stop()
     assert_gone(lambda: [each for each in psutil.process_iter(["cmdline"]) if "plugged" in str(each.info["cmdline"])])
@@ -74,11 +77,11 @@ def test_what_goes_wrong_in_it_is_said_and_leaves_nothing(
     ("words", "said"),
     [
         ("start --launcher local", "How many ranks shall local start"),
-        ("start --launcher local -n 2 --slurm", "--slurm is not for --launcher"),
+        ("start --launcher local -n 2 --slurm", "One launcher starts the ranks"),
         ("start --launcher local -n 2 --nodes 3", "at least one rank on each node"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(words: str, said: str) -> None:
+def test_options_that_do_not_fit_are_refused(installed: None, words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         asked(words)
 

@@ -10,6 +10,7 @@ from typing import Any
 from nbkit import Cluster
 from nbkit.errors import NbkitError
 from nbkit.notebook.cluster import registry
+from nbkit.wire.messages import GetStatus
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp shard=2", "tp=4", "pp=4", "dp=2 tp=2", "dp=2 pp=2")
 STEPS, SWITCHED, SAVED = 24, 9, 5
@@ -141,7 +142,7 @@ class Bench:
         """Return when the training has made so many steps, or has ended."""
         deadline = time.monotonic() + RUN_SECONDS
         while time.monotonic() < deadline:
-            told = self.cluster.connection.client.ask(range(self.n), "status")
+            told = self.cluster.connection.client.ask(range(self.n), GetStatus())
             steps = [each["progress"].get("step", 0) for each in told.values() if each["training"]]
             if max(steps, default=0) >= step or self.cluster.connection.busy() is None:
                 return

@@ -19,7 +19,10 @@ from pathlib import Path
 
 from nbkit import Cluster
 from nbkit.errors import CellError
-from nbkit.notebook.cluster.hosts.start_request import MpiRequest, Request, SlurmRequest, SshRequest
+from nbkit.notebook.cluster.hosts.launcher import StartRequest
+from nbkit.notebook.cluster.hosts.launchers.mpi import MpiRequest
+from nbkit.notebook.cluster.hosts.launchers.slurm import SlurmRequest
+from nbkit.notebook.cluster.hosts.launchers.ssh import SshRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS, CELLS = 3, 40
@@ -65,7 +68,7 @@ def main() -> int:
         nodes = slurm_nodes.SlurmNodes(Path(folder.name))
         os.environ.update(nodes.environment)
         try:
-            on: Request = SlurmRequest(4, nodes=2, cpu=True)
+            on: StartRequest = SlurmRequest(4, nodes=2, cpu=True)
             starts("slurm, 2 nodes x 2", on, 4)
             wrong = max(wrong, ways("slurm, 2 nodes x 2", on, local, expected))
         finally:
@@ -96,7 +99,7 @@ def over_ssh(names: tuple[str, ...], ranks: int) -> SshRequest:
     return SshRequest(tuple((name, ranks) for name in names), cpu=True)
 
 
-def starts(what: str, on: Request, n: int) -> None:
+def starts(what: str, on: StartRequest, n: int) -> None:
     """Print the seconds until a cluster is ready, beside those of one of n ranks on this machine."""
     taken: dict[str, list[float]] = {"local": [], "there": []}
     for number in range(STARTS):
@@ -110,7 +113,7 @@ def starts(what: str, on: Request, n: int) -> None:
     print(f"{what}: ready in {there:.1f} s, {n} ranks on this machine in {local:.1f} s (in turns: {each})", flush=True)
 
 
-def ways(name: str, on: Request, local: Cluster, expected: list[float]) -> float:
+def ways(name: str, on: StartRequest, local: Cluster, expected: list[float]) -> float:
     """Print what 4 ranks take there; returns how far any losses are from `expected`, relatively."""
     cluster = Cluster.start(on=on, name="there")
     with open(os.devnull, "w") as nowhere:

@@ -24,7 +24,7 @@ MaxStartups 100
 SetEnv PYTHONPATH={root}
 """
 _CONFIG = """\
-Host {names} {spare} nowhere
+Host {names} nowhere
   Port 2222
   User root
   IdentityFile {folder}/id
@@ -68,7 +68,7 @@ def missing() -> str:
 class SshHosts:
     """names: of the hosts, as `ssh` knows them. It also knows "locked", with a key that the host does not accept, and
     "changed", with another key of the host than it has.
-    spare: one more, for who has a use for it. bin: a folder with that ssh, to be first in PATH.
+    bin: a folder with that ssh, to be first in PATH.
 
     The interface of the second is called ens5, that of the others eth0. root: what Python finds there.
     """
@@ -78,7 +78,7 @@ class SshHosts:
         self.folder = Path(tempfile.mkdtemp(prefix="nbkit-ssh-", dir="/var/tmp"))
         self.tag = f"nbk{os.getpid() % 100000}"
         self.net = f"10.213.{os.getpid() % 250}"
-        self.names, self.spare = tuple(f"node{number + 1}" for number in range(hosts)), f"node{hosts + 1}"
+        self.names = tuple(f"node{number + 1}" for number in range(hosts))
         self.bin = self.folder / "bin"
         self._daemons: list[subprocess.Popen[bytes]] = []
         try:
@@ -93,9 +93,8 @@ class SshHosts:
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
         shutil.copy(folder / "id.pub", folder / "authorized_keys")
         fields = {"folder": folder, "net": self.net, "names": " ".join(self.names)}
-        names = (*self.names, self.spare)
-        addresses = (f"Host {name}\n  HostName {self.net}.{number}\n" for number, name in enumerate(names, 1))
-        (folder / "config").write_text(_CONFIG.format(**fields, spare=self.spare) + "".join(addresses))
+        addresses = (f"Host {name}\n  HostName {self.net}.{number}\n" for number, name in enumerate(self.names, 1))
+        (folder / "config").write_text(_CONFIG.format(**fields) + "".join(addresses))
         words = (folder / "stranger.pub").read_text().split()
         (folder / "known_others").write_text(f"[{self.net}.1]:2222 {words[0]} {words[1]}\n")
         self.bin.mkdir()
@@ -104,10 +103,10 @@ class SshHosts:
         _run("ip", "link", "add", self.tag, "type", "bridge")
         _run("ip", "addr", "add", f"{self.net}.254/24", "dev", self.tag)
         _run("ip", "link", "set", self.tag, "up")
-        for number, name in enumerate(names, 1):
+        for number, name in enumerate(self.names, 1):
             self._add_host(number, name, "ens5" if number == 2 else "eth0", root)
         deadline = time.monotonic() + 20
-        while any(_code(str(self.bin / "ssh"), "-o", "BatchMode=yes", name, "true") for name in names):
+        while any(_code(str(self.bin / "ssh"), "-o", "BatchMode=yes", name, "true") for name in self.names):
             if time.monotonic() > deadline:
                 raise TimeoutError("sshd did not come up")
             time.sleep(0.1)

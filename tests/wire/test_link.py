@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
 from collections.abc import Iterator
@@ -9,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from nbkit.wire.link import SignedLink, key_of
+from nbkit.wire.messages import InUse, Listen, Listening, Message, encoded
 
-Pair = tuple[SignedLink, SignedLink]
+Pair = tuple[SignedLink[Message, Message], SignedLink[Message, Message]]
 
 
 @pytest.fixture
@@ -29,19 +31,32 @@ def test_messages_go_both_ways_and_a_successor_goes_on_where_a_process_has_stopp
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     agent, coordinator = linked(ends, "k", "k")
-    agent.send(event="joined")
-    assert coordinator.receive() == [{"event": "joined"}]
-    coordinator.send(event="go")
-    assert agent.receive() == [{"event": "go"}]
-    parent = SignedLink(ends[0], "k", opened=True, sent=agent.sent, received=agent.received)
-    parent.send(event="seen")
-    assert coordinator.receive() == [{"event": "seen"}]
+    agent.send(Listening("a", 1))
+    assert coordinator.receive() == [Listening("a", 1)]
+    coordinator.send(Listen())
+    assert agent.receive() == [Listen()]
+    parent: SignedLink[Message, Message] = SignedLink(
+        ends[0], "k", opened=True, sent=agent.sent, received=agent.received
+    )
+    parent.send(InUse())
+    assert coordinator.receive() == [InUse()]
 
 
 def test_who_does_not_know_the_secret_is_not_heard(ends: tuple[socket.socket, socket.socket]) -> None:
     stranger, coordinator = linked(ends, key_of("guessed", "nonce"), key_of("secret", "nonce"))
-    stranger.send(event="joined")
+    stranger.send(Listen())
+    assert coordinator.receive() is None and coordinator.refused is None
+
+
+def test_a_signed_message_of_another_release_is_refused_and_nothing_after_it_is_read(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    agent, coordinator = linked(ends, "k", "k")
+    of_another = json.dumps({**encoded(InUse()), "_protocol": "another"}).encode()
+    ends[0].sendall(agent._packed(of_another) + b"\n")
+    agent.send(InUse())
     assert coordinator.receive() is None
+    assert coordinator.refused is not None and "protocol another" in coordinator.refused.numbers
 
 
 @pytest.mark.parametrize("trick", ["again", "back"])
@@ -49,10 +64,10 @@ def test_a_message_that_is_repeated_or_sent_back_is_not_believed(
     ends: tuple[socket.socket, socket.socket], trick: str
 ) -> None:
     agent, coordinator = linked(ends, "k", "k")
-    seen = agent._packed(b'{"event": "seen"}') + b"\n"
+    seen = agent._packed(json.dumps(encoded(InUse())).encode()) + b"\n"
     if trick == "again":
         ends[0].sendall(seen)
-        assert coordinator.receive() == [{"event": "seen"}]
+        assert coordinator.receive() == [InUse()]
         ends[0].sendall(seen)
         assert coordinator.receive() is None
     else:

@@ -1,14 +1,22 @@
-"""Asks the system about the child processes of the parent of the ranks, ends them, and writes the parent's log."""
+"""Child processes of the parent of the ranks: starts them afresh, says how they ended, ends them. And the log.
+
+python -m nbkit.bridge.parent.child_processes FOLDER PORT RANK REPLACES FD...      a rank that was not forked
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+from nbkit.wire.own_modules import OWN_MODULES
 
 
 def has_ended(pid: int) -> bool:
@@ -84,3 +92,37 @@ def _own_cgroup(root: Path) -> str:
 def log(text: str) -> None:
     with suppress(OSError):  # the SSH connection that reads it may be closed
         print(f"{time.strftime('%H:%M:%S')} parent: {text}", flush=True)
+
+
+_started: list[subprocess.Popen[bytes]] = []  # kept, or subprocess would reap them before the parent does
+
+
+def start_afresh(
+    folder: Path, port: int, rank: int, line: socket.socket, listener: socket.socket | None, *, replaces: bool
+) -> int:
+    """Start rank `rank` in its own session, where a process with torch in it must not be forked. Returns its pid."""
+    fds = [line.fileno()] + ([listener.fileno()] if listener else [])
+    program = [sys.executable, *OWN_MODULES, "nbkit.bridge.parent.child_processes"]
+    arguments = map(str, (folder, port, rank, int(replaces), *fds))
+    process = subprocess.Popen([*program, *arguments], pass_fds=fds, start_new_session=True)
+    _started.append(process)
+    return process.pid
+
+
+def main() -> None:
+    from nbkit.bridge import engine
+    from nbkit.bridge.parent import spec
+    from nbkit.wire.link import Link
+
+    folder, port, rank, replaces, line, *listener = sys.argv[1:]
+    engine.main(
+        spec.read(Path(folder) / "spec.json", port=int(port)),
+        int(rank),
+        socket.socket(fileno=int(listener[0])) if listener else None,
+        Link(socket.socket(fileno=int(line))),
+        replaces=bool(int(replaces)),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -7,11 +7,8 @@ When ranks are replaced, the parent of the first host decides for the ranks of a
 the ranks of its own host. It tells the first host's parent what they say about a training, and how they end. Commands
 for these ranks come back. Both go through the coordinator, which keeps their order.
 
-    of_rank   started   placed   lost   to the first host's parent
-    start_rank   to_rank   dismiss      from it, to the parent of that rank
-
-A host in reserve has a parent too. It has no ranks until the coordinator tells it to take the place of another host
-(`take_place`). Then its ranks are started like any rank that is replaced.
+    RankSaid   RankStarted   RankPlaced   RankEnded   to the first host's parent
+    StartRank   TellRank   DismissRank                from it, to the parent of that rank
 """
 
 from __future__ import annotations
@@ -21,11 +18,35 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
-from nbkit.bridge.parent.child_processes import kill_group, log
-from nbkit.bridge.parent.spec import CoordinatorAddress, write_pins
+from nbkit.bridge.parent.spec import CoordinatorAddress
 from nbkit.wire.link import SignedLink
+from nbkit.wire.messages import (
+    Death,
+    DismissRank,
+    FitEntered,
+    FitLeft,
+    ForCoordinator,
+    ForHost,
+    ForParent,
+    ForRank,
+    InUse,
+    RankEnded,
+    RankPlaced,
+    RankSaid,
+    RankStarted,
+    StartFailed,
+    StartRank,
+    TellRank,
+    deliver,
+    handles,
+)
+
+if TYPE_CHECKING:
+    from nbkit.bridge.parent.parent import Child, Parent
+
+Line: TypeAlias = SignedLink[ForCoordinator, ForHost]
 
 SEEN_SECONDS = 10.0  # between two messages that the cluster is in use
 LOG_LINES = 15
@@ -37,11 +58,11 @@ class CoordinatorLine:
     def __init__(self, line: CoordinatorAddress) -> None:
         os.set_inheritable(line.fd, False)
         sock = socket.socket(fileno=line.fd)
-        self.link = SignedLink(sock, line.key, opened=True, sent=line.sent, received=line.received)
+        self.link: Line = SignedLink(sock, line.key, opened=True, sent=line.sent, received=line.received)
         self.gone = False
         self._told = 0.0
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[ForHost]:
         """Return the messages that have come; blocks for the first."""
         messages = self.link.receive()
         self.gone = messages is None
@@ -52,34 +73,12 @@ class CoordinatorLine:
         now = time.monotonic()
         if now - self._told > SEEN_SECONDS > now - seen:
             self._told = now
-            self.link.send(event="seen")
+            self.link.send(InUse())
 
     def tell_failed_start(self, rank: int, how: str, log: Path) -> None:
         """Say that a rank ended before the cluster was ready, with the last lines of its log."""
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
-        self.link.send(event="start_failed", rank=rank, how=how, log=lines)
-
-
-_TO_FIRST = ("of_rank", "started", "placed", "lost")
-_FROM_FIRST = ("start_rank", "to_rank", "dismiss")
-
-
-class HostParent(Protocol):
-    """The part of `Parent` that is used here. nbkit.bridge.parent.parent imports this file."""
-
-    coordinator: CoordinatorLine | None
-    ending: bool
-    folder: Path
-    spec: Any
-    replacer: Any
-    spares: Any
-
-    @property
-    def children(self) -> dict[int, Any]: ...
-
-    def start_rank(self, rank: int, *, replaces: bool = False) -> None: ...
-
-    def declare_dead(self, death: dict[str, Any]) -> None: ...
+        self.link.send(StartFailed(rank, how, tuple(lines)))
 
 
 class RankElsewhere:
@@ -90,40 +89,37 @@ class RankElsewhere:
 
     def __init__(self, rank: int, coordinator: CoordinatorLine) -> None:
         self.rank, self.pid, self._line = rank, 0, coordinator.link
-        self.seat: Any = None
+        self.fit: FitEntered | None = None
         self.dismissed = False
         self.link = self  # so that `link.send` reaches the rank
 
-    def send(self, **word: Any) -> None:
+    def send(self, message: ForRank) -> None:
         """Send a message to the rank."""
-        self._line.send(event="to_rank", rank=self.rank, word=word)
+        self._line.send(TellRank(self.rank, message))
 
-    def start(self, cell: str, death: dict[str, Any]) -> None:
+    def start(self, cell: str, death: Death) -> None:
         """Have it started in the place of a rank that died in that cell, on the device that its host chooses."""
-        self._line.send(event="start_rank", rank=self.rank, cell=cell, death=death)
+        self._line.send(StartRank(self.rank, cell, death))
 
     def dismiss(self) -> None:
         """Have it ended, without declaring it dead."""
         self.dismissed = True
-        self._line.send(event="dismiss", rank=self.rank)
+        self._line.send(DismissRank(self.rank))
 
 
 class OtherHosts:
     """The ranks of other hosts, and the messages about them. There is one per parent.
 
     ranks: at the first host's parent, the ranks of the other hosts; empty elsewhere and on a single host.
-    undecided: at another host's parent, its ranks that have ended, until it hears what becomes of them. in_reserve:
-    this host has had no ranks yet. taken: ranks of a host whose place this one takes; they did not die on its devices.
+    undecided: at another host's parent, its ranks that have ended, until it hears what becomes of them.
     """
 
-    def __init__(self, parent: HostParent) -> None:
+    def __init__(self, parent: Parent) -> None:
         self.parent, spec = parent, parent.spec
         self.ranks: dict[int, RankElsewhere] = {}
         self.undecided: set[int] = set()
-        self._to_start: dict[int, dict[str, Any]] = {}  # rank -> message: whom it replaces, in which cell
+        self._to_start: dict[int, StartRank] = {}
         self._line = parent.coordinator
-        self.in_reserve = not spec.pins
-        self.taken: set[int] = set()
         self.decides = self._line is None or spec.base == 0
         if self._line is not None and self.decides:
             line = self._line
@@ -131,47 +127,61 @@ class OtherHosts:
 
     # At another host's parent
 
-    def tell(self, event: str, rank: int, **more: Any) -> None:
-        """Tell the first host's parent about a rank of this host."""
+    def tell(self, message: ForCoordinator) -> None:
+        """Tell the first host's parent about a rank of this host. Does nothing on the first host."""
         if self._line is not None and not self.decides:
-            self._line.link.send(event=event, rank=rank, **more)
+            self._line.link.send(message)
 
-    def tell_said(self, child: Any, said: dict[str, Any]) -> None:
+    def tell_said(self, child: Child, said: ForParent) -> None:
         """Pass on a message of a rank of this host about its training."""
         if self.decides:
-            self.parent.replacer.hear(child, said)
+            deliver(said, self.parent.replacer, child)
         else:
-            self.tell("of_rank", child.rank, pid=child.pid, said=said)
+            self.tell(RankSaid(child.rank, child.pid, said))
 
-    def tell_left(self, child: Any) -> None:
+    def tell_left(self, child: Child) -> None:
         """Say that the cell of a rank has ended, and with it a training. Does nothing on the first host."""
-        self.tell("of_rank", child.rank, pid=child.pid, said={"event": "seat", "cell": "", "why": ""})
+        self.tell(RankSaid(child.rank, child.pid, FitLeft()))
 
-    def tell_lost(self, death: dict[str, Any]) -> None:
+    def tell_lost(self, death: Death) -> None:
         """Say that a rank of this host has ended. The first host's parent decides what becomes of it."""
-        self.undecided.add(death["rank"])
-        self.tell("lost", **death)
+        self.undecided.add(death.rank)
+        self.tell(RankEnded(death))
 
     @property
     def awaited(self) -> bool:
         """Return True if this parent has to stay even if it has no ranks left."""
-        waits = bool(self.undecided) or self.in_reserve
-        return waits and not self.parent.ending and self._line is not None and not self._line.gone
+        waits = bool(self.undecided) and not self.parent.ending
+        return waits and self._line is not None and not self._line.gone
 
     def go_on(self) -> None:
         """Start the ranks that are due, once the old rank of that number has been reaped."""
         for rank in sorted(set(self._to_start) - set(self.parent.children)):
             asked = self._to_start.pop(rank)
             if not self.parent.ending:
-                self.in_reserve = False
-                if rank not in self.taken:
-                    self.parent.spares.place(asked["cell"], asked["death"])
-                self.taken.discard(rank)
+                self.parent.spares.place(asked.cell, asked.death)
                 self.parent.start_rank(rank, replaces=True)
+
+    @handles(StartRank)
+    def _on_start(self, start: StartRank) -> None:
+        if start.rank in self.parent.spec.ranks:
+            self.undecided.discard(start.rank)
+            self._to_start[start.rank] = start
+            self.go_on()
+
+    @handles(TellRank)
+    def _on_tell(self, tell: TellRank) -> None:
+        if child := self.parent.children.get(tell.rank):
+            child.link.send(tell.message)
+
+    @handles(DismissRank)
+    def _on_dismiss(self, dismiss: DismissRank) -> None:
+        if child := self.parent.children.get(dismiss.rank):
+            child.dismiss()
 
     # At the first host's parent
 
-    def begin(self, rank: int, cell: str, death: dict[str, Any]) -> None:
+    def begin(self, rank: int, cell: str, death: Death) -> None:
         """Have a rank started on its own host, in the place of one that died in a training in that cell."""
         if self._line is None or rank in self.parent.spec.ranks:
             self.parent.replacer.placed(rank, self.parent.spares.place(cell, death))
@@ -180,6 +190,34 @@ class OtherHosts:
         there = self.ranks[rank] = RankElsewhere(rank, self._line)
         there.start(cell, death)
 
+    @handles(RankStarted)
+    def _on_started(self, started: RankStarted) -> None:
+        if there := self.ranks.get(started.rank):
+            there.pid = started.pid
+
+    @handles(RankPlaced)
+    def _on_placed(self, placed: RankPlaced) -> None:
+        if placed.rank in self.ranks:
+            self.parent.replacer.placed(placed.rank, placed.said)
+
+    @handles(RankSaid)
+    def _on_said(self, message: RankSaid) -> None:
+        if there := self._newest(message.rank, message.pid):
+            deliver(message.said, self.parent.replacer, there)
+
+    @handles(RankEnded)
+    def _on_ended(self, ended: RankEnded) -> None:
+        if there := self._newest(ended.death.rank, ended.death.pid):
+            del self.ranks[there.rank]
+            death = self.parent.replacer.explained(there, replace(ended.death, pid=there.pid))
+            if not self.parent.ending and not self.parent.replacer.takes(there, death):
+                self.parent.declare_dead(death)
+
+    def _newest(self, rank: int, pid: int) -> RankElsewhere | None:
+        """Return the rank with this pid (0: any); None if the message is about a process that was replaced."""
+        there = self.ranks.get(rank)
+        return there if there is not None and pid in (there.pid, 0) else None
+
     # Both
 
     def forget(self, rank: int, how: str) -> None:
@@ -187,50 +225,3 @@ class OtherHosts:
         self.undecided.discard(rank)
         if self.ranks.pop(rank, None):
             self.parent.replacer.lost(rank, how)
-
-    def hear(self, event: str, message: dict[str, Any]) -> bool:
-        """Handle a message of the coordinator. Returns False if it is not about ranks of other hosts."""
-        if event == "take_place":
-            self._take_place(message["base"], message["count"])
-            return True
-        rank = message["rank"] if event in (*_TO_FIRST, *_FROM_FIRST) else -1
-        if event in _TO_FIRST and (there := self.ranks.get(rank)) is not None:
-            self._hear_of(there, event, message)
-        elif event in _FROM_FIRST and rank in self.parent.spec.ranks:
-            self._do(event, rank, message)
-        return rank >= 0
-
-    def _hear_of(self, there: RankElsewhere, event: str, message: dict[str, Any]) -> None:
-        if event == "started":
-            there.pid = message["pid"]
-        elif event == "placed":
-            self.parent.replacer.placed(there.rank, message["said"])
-        elif message["pid"] not in (there.pid, 0):  # about a process that was replaced meanwhile
-            return
-        elif event == "of_rank":
-            self.parent.replacer.hear(there, message["said"])
-        else:
-            del self.ranks[there.rank]
-            death = {**message, "pid": there.pid}
-            if not self.parent.ending and not self.parent.replacer.takes(there, death):
-                self.parent.declare_dead(death)
-
-    def _take_place(self, base: int, count: int) -> None:
-        """Take `count` ranks on this host, which was in reserve. The first host's parent has them started."""
-        spec = self.parent.spec
-        self.parent.spec = replace(spec, base=base, pins=spec.spares[:count], spares=spec.spares[count:])
-        self.taken = {*self.parent.spec.ranks}
-        write_pins(self.parent.spec, self.parent.folder / "spec.json")
-        log(f"this host takes the place of another one, with ranks {[*self.parent.spec.ranks]}")
-
-    def _do(self, event: str, rank: int, message: dict[str, Any]) -> None:
-        child = self.parent.children.get(rank)
-        if event == "start_rank":
-            self.undecided.discard(rank)
-            self._to_start[rank] = message
-            self.go_on()
-        elif child is not None and event == "to_rank":
-            child.link.send(**message["word"])
-        elif child is not None:
-            child.dismissed = True
-            kill_group(child.pid)

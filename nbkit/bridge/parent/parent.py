@@ -38,21 +38,51 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 from nbkit.bridge.parent import spec as specs
-from nbkit.bridge.parent.child_processes import Ends, has_ended, kill_group, log
+from nbkit.bridge.parent.child_processes import Ends, has_ended, kill_group, log, start_afresh
 from nbkit.bridge.parent.other_hosts import CoordinatorLine, OtherHosts, RankElsewhere
-from nbkit.bridge.parent.replacement import Replacer, Resizer, Seat
-from nbkit.bridge.parent.spec import EngineSpec, write_pins
+from nbkit.bridge.parent.replacement import Replacer, Resizer
+from nbkit.bridge.parent.spec import write_pins
 from nbkit.private_symbols import LACKING
 from nbkit.rank.world.rank_place import open_listener
-from nbkit.wire import interrupts
+from nbkit.wire import cluster_end, interrupts
 from nbkit.wire.link import Link
+from nbkit.wire.messages import (
+    CellBegan,
+    CellEnded,
+    CellFailed,
+    Death,
+    DeviceFailed,
+    EndNow,
+    EndOfCluster,
+    EndRank,
+    EndTraining,
+    FitEntered,
+    FitLeft,
+    ForParent,
+    ForRank,
+    InterruptRank,
+    InUse,
+    RankEnd,
+    RankIsDead,
+    RankPlaced,
+    RankReady,
+    RankStarted,
+    ReadyToForm,
+    ReleaseCell,
+    ReplacementNoted,
+    ToldToEnd,
+    TrainingEnded,
+    TrainingGoesOn,
+    WaitsForOthers,
+    deliver,
+    handlers_of,
+    handles,
+)
 from nbkit.wire.own_modules import look_in
 from nbkit.wire.processes import STOP_SIGNAL, Process, followers, node_name
 
@@ -98,25 +128,13 @@ def unregister(engine_file: Path, rank: int) -> None:
 END_SECONDS = 600.0  # for a training to reach a boundary and be saved; the sender of SIGTERM waits less
 
 
-class EndingParent(Protocol):
-    """The part of `Parent` that `EndInOrder` uses. children: by rank."""
-
-    coordinator: CoordinatorLine | None
-    ending: bool
-
-    @property
-    def children(self) -> Mapping[int, Any]: ...
-
-    def end_all(self, why: str) -> None: ...
-
-
 class EndInOrder:
     """Ends the ranks in order. There is one per parent.
 
     asked: set by the signal handler, which does nothing else, so that the signal can come at any time.
     """
 
-    def __init__(self, parent: EndingParent) -> None:
+    def __init__(self, parent: Parent) -> None:
         self.parent = parent
         self.asked, self.why, self.deadline = False, "", float("inf")
 
@@ -125,7 +143,7 @@ class EndInOrder:
         if self.asked:
             self.asked = False  # a second signal finds that the end was begun
             if self.parent.coordinator:
-                self.parent.coordinator.link.send(event="told_to_end")
+                self.parent.coordinator.link.send(ToldToEnd())
             if not self.parent.ending:
                 self.begin("the cluster was told to end (SIGTERM)")
         if time.monotonic() > self.deadline:
@@ -154,28 +172,20 @@ class EndInOrder:
             self.why = why
             log(f"a training is to end in order: {why}")
             for child in self.parent.children.values():
-                child.link.send(do="end", why=why, now=now)
+                child.link.send(EndOfCluster(why, now))
 
 
 DEATHS = 2  # so many deaths of one rank on one device in one cell may be the device's fault
 
 
-class PlacingParent(Protocol):
-    """The part of `Parent` that `Spares` uses."""
-
-    spec: EngineSpec
-    folder: Path
-    coordinator: CoordinatorLine | None
-
-
 class Spares:
     """The devices in reserve for the ranks of a host. There is one per parent."""
 
-    def __init__(self, parent: PlacingParent) -> None:
+    def __init__(self, parent: Parent) -> None:
         self.parent = parent
         self._pids: defaultdict[tuple[str, int, str], set[int]] = defaultdict(set)  # (cell, rank, device) -> dead pids
 
-    def place(self, cell: str, death: dict[str, Any]) -> str:
+    def place(self, cell: str, death: Death) -> str:
         """Choose the device of the process that replaces a dead rank. Returns a sentence about a change, or "".
 
         death: as for Replacer.takes; it may come again, for a further process in its place. On several hosts the
@@ -186,20 +196,20 @@ class Spares:
         if said:
             log(said)
         if said and line:
-            pin, left = spec.pin(death["rank"]), [spare.label for spare in spec.spares]
-            line.link.send(event="placed", rank=death["rank"], said=said, label=pin.label, reason=pin.why, spares=left)
+            pin, left = spec.pin(death.rank), tuple(spare.label for spare in spec.spares)
+            line.link.send(RankPlaced(death.rank, said, pin.label, pin.why, left))
         return said
 
-    def _placed(self, cell: str, death: dict[str, Any]) -> str:
-        spec, rank = self.parent.spec, death["rank"]
+    def _placed(self, cell: str, death: Death) -> str:
+        spec, rank = self.parent.spec, death.rank
         if not spec.spares and not spec.retired:
             return ""
         old = spec.pin(rank)
         died = self._pids[cell, rank, old.label]
-        died.add(death["pid"])
-        if not death["failed"] and len(died) < DEATHS:
+        died.add(death.pid)
+        if not death.failed and len(died) < DEATHS:
             return ""
-        why = f"{old.label} failed" if death["failed"] else f"it died {_times(len(died))} on {old.label}"
+        why = f"{old.label} failed" if death.failed else f"it died {_times(len(died))} on {old.label}"
         if not spec.spares:
             return f"rank {rank} stays on {old.label}, though {why}: no spare is left{self._where()}"
         new, *left = spec.spares
@@ -234,20 +244,20 @@ _COORDINATOR = "coordinator"  # its key in the selector, beside the ranks
 class Child:
     """A rank as its parent sees it.
 
-    seat: where a newcomer could enter the cell that it runs. replaces: it is a newcomer. dismissed: it was ended
+    fit: where a new rank can enter the `fit` that it runs. replaces: it is a newcomer. dismissed: it was ended
     because its replacement begins again or was given up. failed: its words on its device, which does not compute any
     more.
     """
 
     rank: int
     pid: int
-    link: Link
+    link: Link[ForRank, ForParent]
     ready: bool = False
     replaces: bool = False
     dismissed: bool = False
     failed: str = ""
-    seat: Seat | None = None
-    cells: dict[str, list[int]] = field(default_factory=dict)  # running cells: id -> its ranks
+    fit: FitEntered | None = None
+    cells: dict[str, tuple[int, ...]] = field(default_factory=dict)  # running cells: id -> its ranks
 
     def dismiss(self) -> None:
         """End it, without declaring it dead."""
@@ -331,14 +341,12 @@ class Parent:
                 mine.close()
                 self._become(rank, theirs, listener, replaces)
         else:
-            from nbkit.bridge.parent import spawned
-
-            pid = spawned.start(self.folder, self.spec.port, rank, theirs, listener, replaces=replaces)
+            pid = start_afresh(self.folder, self.spec.port, rank, theirs, listener, replaces=replaces)
         theirs.close()
         child = self.children[rank] = Child(rank, pid, Link(mine), replaces=replaces)
         self.selector.register(mine, selectors.EVENT_READ, rank)
         log(f"rank {rank} is pid {child.pid}")
-        self.elsewhere.tell("started", rank, pid=child.pid)
+        self.elsewhere.tell(RankStarted(rank, child.pid))
 
     @property
     def members(self) -> dict[int, Child | RankElsewhere]:
@@ -371,101 +379,125 @@ class Parent:
             os._exit(1)
 
     def _hear(self, child: Child | None) -> None:
-        messages = child.link.receive() if child else None
-        if child is None or messages is None:
-            if child:
-                self.selector.unregister(child.link.sock)
+        if child is None:
+            return
+        if (messages := child.link.receive()) is None:
+            self.selector.unregister(child.link.sock)
+            if child.link.refused:
+                log(f"rank {child.rank} is ended: {child.link.refused}")
+                kill_group(child.pid)
             return
         for message in messages:
-            self._heard(child, message)
+            deliver(message, self, child)
 
-    def _heard(self, child: Child, message: dict[str, Any]) -> None:
-        event = message["event"]
-        if event == "cell" and message["state"] == "running":
-            self.seen = time.monotonic()
-            self._began(child, message["cell"], message["ranks"])
-        elif event == "cell":
-            self.seen = time.monotonic()
-            self._ended(child, message["cell"], message["state"])
-        elif event == "ready":
-            child.ready = True
-        elif event == "seen":
-            self.seen = time.monotonic()
-        elif event == "device_failed":
-            child.failed = message["said"]
-        elif event == "training_ended":
-            if self.coordinator and child.rank == self.spec.base:  # all ranks of a host say the same
-                self.coordinator.link.send(**message)
-        elif event in ("waits", "replaced") and self.resizer.takes(child, message):
-            pass
-        elif event in ("seat", "waits", "replaced", "stands"):
+    # Messages of a rank
+
+    @handles(RankReady)
+    def _on_ready(self, _: RankReady, child: Child) -> None:
+        child.ready = True
+
+    @handles(InUse)
+    def _on_use(self, _: InUse, __: Child) -> None:
+        self.seen = time.monotonic()
+
+    @handles(CellBegan)
+    def _on_cell_began(self, began: CellBegan, child: Child) -> None:
+        self.seen = time.monotonic()
+        child.cells[began.cell] = began.ranks
+        # The cell was on its way when the rank died. Nothing else would end its wait for the dead rank.
+        for rank in self.dead.intersection(began.ranks):
+            child.link.send(ReleaseCell(began.cell, f"rank {rank} died"))
+        # Another rank has failed in the cell before this one began, so this one was not released then.
+        if began.cell in self.failed:
+            child.link.send(ReleaseCell(began.cell, self.failed[began.cell]))
+
+    @handles(CellEnded)
+    def _on_cell_ended(self, ended: CellEnded, child: Child) -> None:
+        self.seen = time.monotonic()
+        child.cells.pop(ended.cell, None)
+        if child.fit and child.fit.cell == ended.cell:
+            self.replacer.leave(child)
+        self.elsewhere.tell_left(child)
+        if ended.status == "error":
+            self._release_soon(ended.cell, child.rank)
+            if self.coordinator:
+                self.coordinator.link.send(CellFailed(ended.cell, child.rank))
+
+    @handles(DeviceFailed)
+    def _on_device_failed(self, failed: DeviceFailed, child: Child) -> None:
+        child.failed = failed.said
+
+    @handles(TrainingEnded)
+    def _on_training_ended(self, ended: TrainingEnded, child: Child) -> None:
+        if self.coordinator and child.rank == self.spec.base:  # all ranks of a host say the same
+            self.coordinator.link.send(ended)
+
+    @handles(ReadyToForm, TrainingGoesOn)
+    def _on_ready_to_form(self, message: ForParent, child: Child) -> None:
+        if not self.resizer.takes(child, message):
             self.elsewhere.tell_said(child, message)
-        elif event in ("interrupt", "end"):
-            if other := self.children.get(message["rank"]):
-                self._signal(other, message)
-            elif self.coordinator and message["rank"] not in self.spec.ranks:
-                self.coordinator.link.send(**message)
 
-    def _signal(self, child: Child, message: dict[str, Any]) -> None:
-        if message["event"] == "interrupt":
-            interrupts.send(self.folder / "output", child.rank, message["cell"], partial(os.kill, child.pid))
-        else:
+    @handles(FitEntered, FitLeft, WaitsForOthers)
+    def _on_training(self, message: ForParent, child: Child) -> None:
+        self.elsewhere.tell_said(child, message)
+
+    @handles(InterruptRank)
+    def _on_interrupt(self, message: InterruptRank, sender: Child | None = None) -> None:
+        if child := self.children.get(message.rank):
+            interrupts.send(self.folder / "output", child.rank, message.cell, partial(os.kill, child.pid))
+        elif sender and self.coordinator and message.rank not in self.spec.ranks:
+            self.coordinator.link.send(message)
+
+    @handles(EndRank)
+    def _on_end_rank(self, message: EndRank, sender: Child | None = None) -> None:
+        if child := self.children.get(message.rank):
             log(f"rank {child.rank} answers to nothing and is ended on request")
             kill_group(child.pid)
+        elif sender and self.coordinator and message.rank not in self.spec.ranks:
+            self.coordinator.link.send(message)
 
     def _hear_coordinator(self) -> None:
         assert self.coordinator is not None
         for message in self.coordinator.receive():
-            event = message.pop("event")
-            if self.elsewhere.hear(event, message):
-                continue
-            if event == "failed":
-                self._release_soon(message["cell"], message["rank"])
-            elif event == "died":
-                self.dead.add(message["rank"])
-                self.elsewhere.forget(message["rank"], message["how"])
-                if message.pop("unregister"):  # its own parent cannot do it
-                    self.tell_hub(message["rank"])
-                self.spread_death(message)
-            elif event in ("interrupt", "end") and (child := self.children.get(message["rank"])):
-                self._signal(child, {"event": event, **message})
-            elif event == "end_training":
-                for child in self.children.values():
-                    child.link.send(do="end_training", why=message["why"])
-            elif event == "end_in_order":
-                self.end_in_order.begin(message["why"])
-            elif event == "end_all":
-                self.end_all(message["why"])
+            about_ranks = type(message) in handlers_of(OtherHosts)
+            deliver(message, self.elsewhere if about_ranks else self)
         if self.coordinator.gone:
             self.selector.unregister(self.coordinator.link.sock)
             log("the line to the coordinator is closed")
-            if self.spec.fenced and not self.coordinator.link.closed:
-                self.end_all("this host was out of reach, and other ranks may have taken the place of these")
-            elif self.coordinator.link.broke:  # nobody can reach the ranks any more, or stop their waits
+            if self.coordinator.link.broke:  # nobody can reach the ranks any more, or stop their waits
                 for child in self.children.values():
                     for cell in child.cells:
-                        child.link.send(do="release", cell=cell, reason="the notebook's host does not answer")
+                        child.link.send(ReleaseCell(cell, "the notebook's host does not answer"))
             elif not self.ending:  # it was killed
                 self.end_in_order.begin("the coordinator of the cluster has ended", now=False)
 
-    def _began(self, child: Child, cell: str, ranks: list[int]) -> None:
-        child.cells[cell] = ranks
-        # The cell was on its way when the rank died. Nothing else would end its wait for the dead rank.
-        for rank in self.dead.intersection(ranks):
-            child.link.send(do="release", cell=cell, reason=f"rank {rank} died")
-        # Another rank has failed in the cell before this one began, so this one was not released then.
-        if cell in self.failed:
-            child.link.send(do="release", cell=cell, reason=self.failed[cell])
+    # Messages of the coordinator. OtherHosts has more.
 
-    def _ended(self, child: Child, cell: str, state: str) -> None:
-        child.cells.pop(cell, None)
-        if child.seat and child.seat.cell == cell:
-            self.replacer.leave(child)
-        self.elsewhere.tell_left(child)
-        if state == "error":
-            self._release_soon(cell, child.rank)
-            if self.coordinator:
-                self.coordinator.link.send(event="failed", cell=cell, rank=child.rank)
+    @handles(CellFailed)
+    def _on_cell_failed(self, failed: CellFailed) -> None:
+        self._release_soon(failed.cell, failed.rank)
+
+    @handles(RankIsDead)
+    def _on_rank_is_dead(self, message: RankIsDead) -> None:
+        death = message.death
+        self.dead.add(death.rank)
+        self.elsewhere.forget(death.rank, death.how)
+        if message.unregister:
+            self.tell_hub(death.rank)
+        self.spread_death(death)
+
+    @handles(EndTraining)
+    def _on_end_training(self, message: EndTraining) -> None:
+        for child in self.children.values():
+            child.link.send(message)
+
+    @handles(EndOfCluster)
+    def _on_end_of_cluster(self, message: EndOfCluster) -> None:
+        self.end_in_order.begin(message.why, now=message.now)
+
+    @handles(EndNow)
+    def _on_end_now(self, message: EndNow) -> None:
+        self.end_all(message.why)
 
     def _release_soon(self, cell: str, failed: int) -> None:
         if cell not in self.due:
@@ -481,7 +513,7 @@ class Parent:
                 if len(self.failed) > FAILED_KEPT:
                     self.failed.pop(next(iter(self.failed)))
                 for child in waiting:
-                    child.link.send(do="release", cell=cell, reason=why)
+                    child.link.send(ReleaseCell(cell, why))
 
     def _reap(self) -> None:
         for child in list(self.children.values()):
@@ -504,14 +536,14 @@ class Parent:
         child.link.sock.setblocking(False)
         while (messages := child.link.receive()) is not None:
             for message in messages:
-                self._heard(child, message)
+                deliver(message, self, child)
         child.link.sock.close()
 
     def _tell_dead(self, child: Child, how: str) -> None:
         """Handle the unexpected end of a rank: have it replaced, or tell everybody and release waiting ranks."""
-        death = {"rank": child.rank, "pid": child.pid, "how": how, "when": time.time(), "cells": sorted(child.cells)}
-        death |= {"failed": child.failed}
+        death = Death(child.rank, how, time.time(), child.pid, tuple(sorted(child.cells)), child.failed)
         self.resizer.give_up(f"rank {child.rank} died ({how})", gone=child)
+        death = self.replacer.explained(child, death)
         if child.dismissed or (self.elsewhere.decides and self.replacer.takes(child, death)):
             return
         if not all(other.ready or other.replaces for other in (child, *self.children.values())):
@@ -525,39 +557,32 @@ class Parent:
         else:
             self.elsewhere.tell_lost(death)
 
-    def declare_dead(self, death: dict[str, Any]) -> None:
+    def declare_dead(self, death: Death) -> None:
         """Tell everybody, on all hosts, that a rank is dead and is not replaced."""
-        self.dead.add(death["rank"])
+        self.dead.add(death.rank)
         self.note(death)
         if self.coordinator:
-            self.coordinator.link.send(event="died", **death)
+            self.coordinator.link.send(RankIsDead(death))
         self.spread_death(death)
-        self.tell_hub(death["rank"])
+        self.tell_hub(death.rank)
 
-    def note(self, death: dict[str, Any], **more: Any) -> None:
-        """Write the report of a death for the notebook.
-
-        more: `replaced`, which is "under way" or "done", and details of the replacement.
-        """
-        path = self.folder / f"rank{death['rank']}.end.json"
-        scratch = path.with_suffix(".tmp")
+    def note(self, death: Death) -> None:
+        """Write the report of a death for the notebook. It is a RankEnd if the rank is replaced."""
         try:
-            scratch.write_text(json.dumps({**death, **more}))
-            scratch.replace(path)
+            cluster_end.write_rank(self.folder, death)
         except OSError as error:  # a full disk must not end the cluster; the ranks report the death too
-            log(f"what is told of rank {death['rank']} could not be written: {error}")
-        if self.coordinator and more:  # the notebook gets it there; plain deaths have their own message
-            self.coordinator.link.send(event="note", **death, **more)
+            log(f"what is told of rank {death.rank} could not be written: {error}")
+        if self.coordinator and isinstance(death, RankEnd):  # the notebook gets it there; other deaths have RankIsDead
+            self.coordinator.link.send(ReplacementNoted(death))
 
-    def spread_death(self, death: dict[str, Any]) -> None:
+    def spread_death(self, death: Death) -> None:
         """Tell the ranks of a death, and release those that ran a cell with the dead rank."""
-        dead = death["rank"]
         for child in self.children.values():
-            child.link.send(do="died", **death)
+            child.link.send(RankIsDead(death))
             # If a host is out of reach, nobody knows which cells its ranks were in.
-            shared = [cell for cell, ranks in child.cells.items() if dead in ranks]
-            for cell in shared if death["cells"] is None else death["cells"]:
-                child.link.send(do="release", cell=cell, reason=f"rank {dead} died")
+            shared = (cell for cell, ranks in child.cells.items() if death.rank in ranks)
+            for cell in shared if death.cells is None else death.cells:
+                child.link.send(ReleaseCell(cell, f"rank {death.rank} died"))
 
     def tell_hub(self, rank: int) -> None:
         """Tell ipyparallel's hub of a death, from a separate process. The hub would otherwise wait for heartbeats."""

@@ -23,7 +23,6 @@ It is given up if a rank dies or does not come in time. Then nothing has changed
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -32,9 +31,27 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbkit.bridge.parent.child_processes import kill_group, log
 from nbkit.bridge.parent.spec import EngineSpec, pins_of, write_pins
-
-if TYPE_CHECKING:
-    from nbkit.bridge.parent.parent import Child, Parent
+from nbkit.wire import cluster_end
+from nbkit.wire.messages import (
+    Death,
+    EndRank,
+    FitEntered,
+    FitLeft,
+    FormResizedWorld,
+    FormWorld,
+    ForParent,
+    GivenUp,
+    LeaveWorld,
+    RankEnd,
+    RankIsReplaced,
+    RanksChanged,
+    ReadyToForm,
+    SizeChange,
+    TrainingGoesOn,
+    WaitsForOthers,
+    WantedSize,
+    handles,
+)
 
 if TYPE_CHECKING:
     from nbkit.bridge.parent.other_hosts import RankElsewhere
@@ -46,26 +63,18 @@ WAIT_SECONDS = 60.0  # for every survivor to leave its step, and for the newcome
 SAME_STEP = 3  # so many deaths of one rank at one step are the fault of its program
 
 
-@dataclass(frozen=True)
-class Seat:
-    """The place where a newcomer can enter: the statement of the cell that calls `fit`."""
-
-    cell: str
-    statement: int
-
-
 @dataclass
 class Replacement:
     """A replacement that is under way.
 
-    deaths: rank -> the report of its death. waits: rank -> its message that it is ready to form the world. fresh: ranks
+    deaths: by rank. waits: rank -> its message that it is ready to form the world. fresh: ranks
     that have died since the world was last formed. starts: how often each rank was started. devices: rank -> the
     sentence about its new device. left: why a rank will not come, or "".
     """
 
-    seat: Seat
-    deaths: dict[int, dict[str, Any]] = field(default_factory=dict)
-    waits: dict[int, dict[str, Any]] = field(default_factory=dict)
+    fit: FitEntered
+    deaths: dict[int, Death] = field(default_factory=dict)
+    waits: dict[int, ReadyToForm] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
     starts: Counter[int] = field(default_factory=Counter)
     devices: dict[int, str] = field(default_factory=dict)
@@ -73,10 +82,10 @@ class Replacement:
     formed: bool = False
     deadline: float = 0.0
 
-    def add(self, death: dict[str, Any]) -> None:
+    def add(self, death: Death) -> None:
         """Add a rank that has died. A world that was formed is void, and all ranks have to wait again."""
-        rank = death["rank"]
-        self.deaths[rank] = {**death, "cells": sorted({self.seat.cell, *(death["cells"] or ())})}
+        rank = death.rank
+        self.deaths[rank] = replace(death, cells=tuple(sorted({self.fit.cell, *(death.cells or ())})))
         self.fresh.add(rank)
         self.starts[rank] += 1
         self.waits.pop(rank, None)
@@ -87,23 +96,22 @@ class Replacement:
     @property
     def step(self) -> int:
         """The number of finished steps of the survivor that has made the fewest; -1 if not known."""
-        return min((said["step"] for said in self.waits.values() if said["step"] >= 0), default=-1)
+        return min((ready.step for ready in self.waits.values() if ready.step >= 0), default=-1)
 
-    def form(self) -> dict[str, Any]:
+    def form(self) -> FormWorld:
         """Return the message to all ranks to form the world. Called when everyone waits."""
         self.formed = True
         self.fresh.clear()
-        return {
-            "do": "form",
-            "generation": max(said["generation"] for said in self.waits.values()) + 1,
-            "address": self.waits[0]["address"],
-            "port": self.waits[0]["port"],
-            "newcomers": sorted(self.deaths),
-            "statement": self.seat.statement,
-            "since": min(death["when"] for death in self.deaths.values()),
-            "how": ", ".join(f"rank {rank} died ({death['how']})" for rank, death in sorted(self.deaths.items())),
-            "devices": "; ".join(self.devices[rank] for rank in sorted(self.devices)),
-        }
+        return FormWorld(
+            generation=max(ready.generation for ready in self.waits.values()) + 1,
+            address=self.waits[0].address,
+            port=self.waits[0].port,
+            newcomers=tuple(sorted(self.deaths)),
+            statement=self.fit.statement,
+            how=", ".join(f"rank {rank} died ({death.how})" for rank, death in sorted(self.deaths.items())),
+            since=min(death.when for death in self.deaths.values()),
+            devices="; ".join(self.devices[rank] for rank in sorted(self.devices)),
+        )
 
 
 class Replacer:
@@ -116,30 +124,30 @@ class Replacer:
         self._stand: dict[tuple[int, int], float] = {}  # (rank, pid) -> seconds for which it has waited for others
         self._hung: dict[tuple[int, int], str] = {}  # (rank, pid) that was ended because it hung -> how it ended
 
-    def hear(self, child: Member, message: dict[str, Any]) -> None:
-        """Handle a message of a rank.
+    @handles(FitEntered)
+    def _on_fit_entered(self, entered: FitEntered, child: Member) -> None:
+        child.fit = entered
 
-        seat: the rank is in a `fit` that can be entered, or has left it. waits: it is ready to form the world.
-        replaced: the training goes on. stands: it has waited for other ranks for so long.
-        """
-        if message["event"] == "seat" and message["cell"]:
-            child.seat = Seat(message["cell"], message["statement"])
-        elif message["event"] == "seat":
-            self.leave(child, message["why"])
-        elif message["event"] == "waits" and self.under_way:
-            self.under_way.waits[child.rank] = message
-        elif message["event"] == "replaced":
-            self._end(message)
-        elif message["event"] == "stands":
-            self._stand[child.rank, child.pid] = message["seconds"]
-            if message["due"]:
-                self._end_hung(message["seconds"])
+    @handles(FitLeft)
+    def _on_fit_left(self, left: FitLeft, child: Member) -> None:
+        self.leave(child, left.why)
+
+    @handles(ReadyToForm)
+    def _on_ready_to_form(self, ready: ReadyToForm, child: Member) -> None:
+        if self.under_way:
+            self.under_way.waits[child.rank] = ready
+
+    @handles(WaitsForOthers)
+    def _on_wait(self, waits: WaitsForOthers, child: Member) -> None:
+        self._stand[child.rank, child.pid] = waits.seconds
+        if waits.due:
+            self._end_hung(waits.seconds)
 
     def _end_hung(self, seconds: float) -> None:
         """End the ranks that do not wait, after the others have waited for `seconds`. If all wait, none is ended."""
         members = list(self.parent.members.values())
         moves = [child for child in members if not self._stand.get((child.rank, child.pid))]
-        in_step = all(child.seat is not None and not child.dismissed for child in members)
+        in_step = all(child.fit is not None and not child.dismissed for child in members)
         if self.under_way or not in_step:
             return
         for child in moves:
@@ -148,11 +156,11 @@ class Replacer:
             if child.rank in self.parent.children:
                 kill_group(child.pid)
             elif self.parent.coordinator is not None:
-                self.parent.coordinator.link.send(event="end", rank=child.rank, cell="")
+                self.parent.coordinator.link.send(EndRank(child.rank))
 
     def leave(self, child: Member, why: str = "") -> None:
         """Note that a rank has left the training. If others wait to go on with it, the replacement is given up."""
-        child.seat = None
+        child.fit = None
         if self.under_way and not self._is_new(child):
             # `go_on` acts on it, after all messages are read: another rank may have said that the training goes on.
             self.under_way.left = self.under_way.left or why or f"rank {child.rank} has left the training"
@@ -167,32 +175,35 @@ class Replacer:
         if self.under_way:
             self.under_way.left = self.under_way.left or f"rank {rank} is lost: {how}"
 
-    def takes(self, child: Member, death: dict[str, Any]) -> bool:
+    def explained(self, child: Member, death: Death) -> Death:
+        """Return the death, with why it was ended if it hung."""
+        return replace(death, how=self._hung.pop((child.rank, child.pid), death.how))
+
+    def takes(self, child: Member, death: Death) -> bool:
         """Handle the death of `child`. Returns True if its rank is replaced, or if its death ends a replacement."""
         parent, replacement = self.parent, self.under_way
         self._stand.pop((child.rank, child.pid), None)
-        death["how"] = self._hung.pop((child.rank, child.pid), death["how"])
         # A rank that is being ended, such as a new rank of a resize that was given up, is not part of the training.
         there = [other for other in parent.members.values() if not other.dismissed]
         survivors = [other for other in there if not self._is_new(other)]
-        seats = {other.seat for other in survivors} | (set() if self._is_new(child) else {child.seat})
-        seat = seats.pop() if survivors and len(seats) == 1 else None
-        if parent.end_in_order.why or seat is None:
+        fits = {other.fit for other in survivors} | (set() if self._is_new(child) else {child.fit})
+        fit = fits.pop() if survivors and len(fits) == 1 else None
+        if parent.end_in_order.why or fit is None:
             if replacement is None:
                 return False
             replacement.add(death)
             self._give_up(f"rank {child.rank} died as well")
             return True
-        replacement = self.under_way = replacement or Replacement(seat)
+        replacement = self.under_way = replacement or Replacement(fit)
         if replacement.formed:  # the newcomers have to start again
             self._dismiss(replacement.deaths)
         replacement.add(death)
         if replacement.starts[child.rank] > SAME_STEP:
             self._give_up(f"rank {child.rank} ended {SAME_STEP} times while it was replaced")
             return True
-        parent.note(death, replaced="under way")
+        parent.note(RankEnd(**asdict(death), replaced="under way"))
         for other in survivors:
-            other.link.send(do="died", replaced=True, **death)
+            other.link.send(RankIsReplaced(death))
         self.go_on()
         return True
 
@@ -207,7 +218,7 @@ class Replacer:
         if replacement.formed:
             return
         for rank in sorted(set(replacement.deaths) - set(parent.members)):
-            parent.elsewhere.begin(rank, replacement.seat.cell, replacement.deaths[rank])
+            parent.elsewhere.begin(rank, replacement.fit.cell, replacement.deaths[rank])
         if late := sorted(set(range(parent.spec.world_size)) - set(replacement.waits)):
             if time.monotonic() > replacement.deadline:
                 self._give_up(f"ranks {late} were not ready to go on within {WAIT_SECONDS:.0f} s")
@@ -215,14 +226,14 @@ class Replacer:
         if why := self._too_often(replacement):
             self._give_up(why)
             return
-        word = replacement.form()
-        log(f"generation {word['generation']} is formed with new ranks {word['newcomers']}")
+        form = replacement.form()
+        log(f"generation {form.generation} is formed with new ranks {[*form.newcomers]}")
         for child in parent.members.values():
-            child.link.send(**word)
+            child.link.send(form)
 
     def _too_often(self, replacement: Replacement) -> str:
         """Return why one of the dead ranks is not replaced once more, or ""."""
-        cell, step = replacement.seat.cell, replacement.step
+        cell, step = replacement.fit.cell, replacement.step
         for rank in replacement.fresh:
             self._died.append((cell, rank, step))
             # A survivor may have finished the step that another survivor was broken out of.
@@ -231,16 +242,17 @@ class Replacer:
                 return f"rank {rank} has died {same} times at step {step + 1}, so it is the program"
         return ""
 
-    def _end(self, told: dict[str, Any]) -> None:
-        """End the replacement: a survivor says that the training goes on, so nobody is dead any more."""
+    @handles(TrainingGoesOn)
+    def _on_training_goes_on(self, told: TrainingGoesOn, _: Member) -> None:
+        """End the replacement: nobody is dead any more."""
         replacement, self.under_way = self.under_way, None
         if replacement is None:
             return
         for rank, death in replacement.deaths.items():
-            about = {"by": replacement.waits[rank]["process"], "cell": replacement.seat.cell, "said": told["said"]}
-            self.parent.note(death, replaced="done", **about)
+            by, cell = replacement.waits[rank].process, replacement.fit.cell
+            self.parent.note(RankEnd(**asdict(death), replaced="done", by=by, cell=cell, said=told.said))
         for child in self.parent.members.values():
-            child.link.send(do="replaced")
+            child.link.send(RanksChanged())
 
     def _give_up(self, why: str) -> None:
         """Give up: the ranks that died are dead, and the survivors' cell ends as without a replacement."""
@@ -249,10 +261,9 @@ class Replacer:
         log(f"no replacement: {why}")
         self._dismiss(replacement.deaths)
         for child in self.parent.members.values():
-            child.link.send(do="kept", why=why)
+            child.link.send(GivenUp(why))
         for death in replacement.deaths.values():
-            death |= {"how": f"{death['how']}; not replaced: {why}"}
-            self.parent.declare_dead(death)
+            self.parent.declare_dead(replace(death, how=f"{death.how}; not replaced: {why}"))
 
     def _is_new(self, child: Member) -> bool:
         return self.under_way is not None and child.rank in self.under_way.deaths
@@ -273,9 +284,9 @@ class ResizeUnderWay:
 
     size: int
     cell: str
-    pins: list[dict[str, Any]]
+    pins: tuple[dict[str, Any], ...]
     before: EngineSpec
-    waits: dict[int, dict[str, Any]] = field(default_factory=dict)
+    waits: dict[int, ReadyToForm] = field(default_factory=dict)
     started: set[int] = field(default_factory=set)
     formed: bool = False
     deadline: float = 0.0
@@ -293,15 +304,16 @@ class Resizer:
         self.under_way: ResizeUnderWay | None = None
         self._leaving: dict[int, float] = {}  # rank -> time until which its cell may go on
 
-    def takes(self, child: Child, message: dict[str, Any]) -> bool:
-        """Handle the message of a rank that it waits, or that all go on. Returns False if it is not about a resize."""
-        if "size" in message and self.under_way is None:
-            self._begin(message)
+    def takes(self, child: Child, message: ForParent) -> bool:
+        """Handle ReadyToForm or TrainingGoesOn of a rank. Returns False if it is not about a resize."""
+        ready = message if isinstance(message, ReadyToForm) else None
+        if ready and ready.resize and self.under_way is None:
+            self._begin(ready.resize)
         if (resizing := self.under_way) is None:
             return False
-        if message["event"] == "waits":
-            resizing.waits[child.rank] = message
-        else:
+        if ready:
+            resizing.waits[child.rank] = ready
+        elif isinstance(message, TrainingGoesOn):
             self._end(message)
         return True
 
@@ -327,20 +339,19 @@ class Resizer:
                 self.give_up(f"ranks {late} were not ready within {RESIZE_WAIT_SECONDS:.0f} s")
             return
         resizing.formed = True
-        word = {
-            "do": "form",
-            "size": resizing.size,
-            "generation": max(said["generation"] for said in resizing.waits.values()) + 1,
-            "address": resizing.waits[0]["address"],
-            "port": resizing.waits[0]["port"],
-            "newcomers": resizing.newcomers,
-            "statement": seat.statement if (seat := self.parent.children[0].seat) is not None else -1,
-            "pins": resizing.pins,
-        }
-        log(f"generation {word['generation']} is formed with {resizing.size} ranks")
+        form = FormResizedWorld(
+            generation=max(ready.generation for ready in resizing.waits.values()) + 1,
+            address=resizing.waits[0].address,
+            port=resizing.waits[0].port,
+            newcomers=tuple(resizing.newcomers),
+            statement=fit.statement if (fit := self.parent.children[0].fit) is not None else -1,
+            size=resizing.size,
+            pins=resizing.pins,
+        )
+        log(f"generation {form.generation} is formed with {resizing.size} ranks")
         for child in self.parent.children.values():
             if child.rank < resizing.size:
-                child.link.send(**word)
+                child.link.send(form)
 
     def give_up(self, why: str, gone: Child | None = None) -> None:
         """Give up: all ranks go on as before, if they can. gone: the rank that died, reported unless it is new."""
@@ -357,41 +368,38 @@ class Resizer:
                 child.dismissed = True
                 kill_group(child.pid)
             elif child.rank < resizing.before.world_size:
-                child.link.send(do="kept", why=why)
+                child.link.send(GivenUp(why))
 
-    def _begin(self, message: dict[str, Any]) -> None:
-        parent, size = self.parent, message["size"]
-        pins = message["pins"] or [asdict(pin) for pin in parent.spec.pins[:size]]
-        resizing = self.under_way = ResizeUnderWay(size, message["cell"], pins, parent.spec)
+    def _begin(self, wanted: WantedSize) -> None:
+        parent, size = self.parent, wanted.size
+        pins = wanted.pins or tuple(asdict(pin) for pin in parent.spec.pins[:size])
+        resizing = self.under_way = ResizeUnderWay(size, wanted.cell, pins, parent.spec)
         resizing.deadline = time.monotonic() + RESIZE_WAIT_SECONDS
         parent.spec = replace(parent.spec, pins=pins_of(pins), world_size=size)
         write_pins(parent.spec, parent.folder / "spec.json")
         for rank in self._leaving:
             self._leaving[rank] = 0.0  # its number is wanted again
 
-    def _end(self, told: dict[str, Any]) -> None:
+    def _end(self, told: TrainingGoesOn) -> None:
         """End the resize: a rank says that all go on."""
         resizing, self.under_way = self.under_way, None
         assert resizing is not None
         pids = {child.rank: child.pid for child in self.parent.children.values() if child.rank < resizing.size}
-        seat = self.parent.children[0].seat
-        about = {
-            "n": resizing.size,
-            "enters": seat is not None and seat.cell == resizing.cell,
-            "pids": [pids[rank] for rank in sorted(pids)],
-            "pins": resizing.pins,
-            "newcomers": resizing.newcomers,
-            "cell": resizing.cell,
-            "said": told["said"],
-            "when": time.time(),
-        }
-        path = self.parent.folder / "resized.json"
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(about))
-        scratch.replace(path)
+        fit = self.parent.children[0].fit
+        change = SizeChange(
+            n=resizing.size,
+            pids=tuple(pids[rank] for rank in sorted(pids)),
+            pins=resizing.pins,
+            newcomers=tuple(resizing.newcomers),
+            cell=resizing.cell,
+            enters=fit is not None and fit.cell == resizing.cell,
+            said=told.said,
+            when=time.time(),
+        )
+        cluster_end.write_size(self.parent.folder, change)
         for child in self.parent.children.values():
             if child.rank >= resizing.size:
                 self._leaving[child.rank] = time.monotonic() + LEAVE_SECONDS
-                child.link.send(do="leave")
+                child.link.send(LeaveWorld())
             else:
-                child.link.send(do="resized")
+                child.link.send(RanksChanged())

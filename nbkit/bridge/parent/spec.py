@@ -47,9 +47,8 @@ class EngineSpec:
 
     folder: of the cluster. engine_file: the controller's connection file for engines, which may not exist yet.
 
-    pins: of the ranks of this host, the first of which is rank `base` of `world_size`; empty for a host in reserve.
-    spares: devices in reserve. retired: devices that ranks were moved away from. fenced: the ranks of this host end if
-    the coordinator cannot be reached, since other ranks may have taken their place.
+    pins: of the ranks of this host, the first of which is rank `base` of `world_size`.
+    spares: devices in reserve. retired: devices that ranks were moved away from.
 
     ttl: seconds without a notebook and without a running cell after which the cluster ends. launcher: the notebook; if
     it ends, the start is given up. forked: ranks are forks of the parent; else each is started afresh. address: of this
@@ -76,7 +75,6 @@ class EngineSpec:
     hosts: tuple[str, ...] = ()
     spares: tuple[RankPin, ...] = ()
     retired: tuple[RankPin, ...] = ()
-    fenced: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "world_size", self.world_size or len(self.pins))
@@ -118,11 +116,7 @@ def pins_of(saved: Iterable[Mapping[str, Any]]) -> tuple[RankPin, ...]:
 
 def write_pins(spec: EngineSpec, path: Path) -> None:
     """Write the devices of `spec` to `path`: for ranks that are started afresh, and for the notebook."""
-    saved = (
-        json.loads(path.read_text())
-        | {"base": spec.base}
-        | {key: [asdict(pin) for pin in getattr(spec, key)] for key in _DEVICES}
-    )
+    saved = json.loads(path.read_text()) | {key: [asdict(pin) for pin in getattr(spec, key)] for key in _DEVICES}
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(saved))
     scratch.replace(path)

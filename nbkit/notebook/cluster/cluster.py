@@ -31,9 +31,9 @@ from nbkit.notebook.cluster.cells.handle import CellHandle, until_training, wait
 from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.debugging.debug import debug
+from nbkit.notebook.cluster.hosts.launcher import StartRequest, loaded, saved
 from nbkit.notebook.cluster.hosts.requeue import watch
 from nbkit.notebook.cluster.hosts.start import reach_on_hosts, submit_to_hosts
-from nbkit.notebook.cluster.hosts.start_request import Request, loaded, saved, with_spares
 from nbkit.notebook.cluster.hosts.sync_files import Synced, project_at, sync
 from nbkit.notebook.cluster.launch.launch import connect, with_all_ranks
 from nbkit.notebook.cluster.launch.pins import pinning_of, pins_within, repinned, resized_pins
@@ -51,6 +51,7 @@ from nbkit.notebook.cluster.why import Why, ask_why
 from nbkit.notebook.tracing import TraceFile
 from nbkit.wire import parcel
 from nbkit.wire.cells import CellRequest, ranks_text
+from nbkit.wire.messages import GetStatus
 
 
 def push(
@@ -208,14 +209,14 @@ class Cluster:
         cpu: bool = False,
         spares: int = 0,
         ttl: str | float | None = None,
-        on: Request | None = None,
+        on: StartRequest | None = None,
     ) -> Cluster:
         """Start a cluster on this machine, or `on` others, and make it the notebook's.
 
         n: ranks; default one per idle GPU, one if others use the GPUs, two without a GPU. gpus: a choice such as "2,3".
         spares: this many extra GPUs, or sets of cores, on each host, in reserve for a rank whose own device fails in a
         training; taken from the end of `gpus`. ttl: seconds, or "12h", without a notebook and a running cell after
-        which the cluster ends (two hours, unless nbkit.toml says otherwise). on: a SlurmRequest or an SshRequest, which
+        which the cluster ends (two hours, unless nbkit.toml says otherwise). on: a StartRequest of a launcher, which
         gives the number of ranks. Returns when every rank has answered and the process group has done an all-reduce.
         Raises ClusterError, ClusterExists or UsageError, with nothing left running.
         """
@@ -224,7 +225,8 @@ class Cluster:
         ttl = settings.ttl_of(ttl)
         named = name is not None
         if on is not None:
-            on, spares = with_spares(on, spares or on.spares), spares or on.spares
+            spares = spares or on.spares
+            on = replace(on, spares=spares)
         asked: dict[str, object] = {"n": n, "gpus": gpus, "cpu": cpu} if on is None else {"on": saved(on)}
         options = {**asked, **({"spares": spares} if spares else {}), "ttl": ttl, "named": named}
         if name is None and _current is not None and (again := _current._taken_again(options)):
@@ -253,7 +255,7 @@ class Cluster:
         return self
 
     @classmethod
-    def submit(cls, on: Request, *, name: str | None = None, ttl: str | float | None = None) -> ClusterList:
+    def submit(cls, on: StartRequest, *, name: str | None = None, ttl: str | float | None = None) -> ClusterList:
         """Request the hosts of a cluster and return at once, with the list that shows it; `attach` takes it up.
 
         It starts when there are hosts, whether this notebook is alive or not; `ttl` counts from then. Arguments and
@@ -502,7 +504,7 @@ class Cluster:
 
     def status(self) -> Status:
         """Return a table of the ranks: pid, device, memory, state, current cell, age."""
-        answers = self.connection.client.ask(range(self.entry.n), "status")
+        answers = self.connection.client.ask(range(self.entry.n), GetStatus())
         entry = repinned(self.entry)
         rows = rank_rows(entry, answers, self.connection.deaths)
         return Status(entry, rows, self.connection.generation.number, self.notes)

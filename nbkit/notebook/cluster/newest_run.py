@@ -10,6 +10,7 @@ from typing import Any
 from nbkit.errors import NbkitError
 from nbkit.notebook.cluster.cells.connection import Connection
 from nbkit.records.record_file import old_part
+from nbkit.wire.messages import GetRecords
 
 _PIECES = 8  # of a megabyte, of one file at a time
 
@@ -48,7 +49,7 @@ class NewestRun:
             alive = [rank for rank in ranks if rank not in connection.deaths]
             answers: dict[int, dict[str, Any]] = {}
             for rank in alive:
-                answers |= connection.client.ask([rank], "recorded", rank=rank, **content)
+                answers |= connection.client.ask([rank], GetRecords(rank, **content))
             return answers
         except (NbkitError, OSError):
             return {}

@@ -36,6 +36,7 @@ from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.site_settings import home_here
 from nbkit.quoting import path_part, shell_words, user_path
 from nbkit.wire import cluster_end, parcel
+from nbkit.wire.messages import protocol
 from nbkit.wire.processes import STOP_SIGNAL, followers
 from nbkit.wire.processes import Process as Process
 
@@ -43,7 +44,10 @@ DETACHED = "detached"  # among the options of one whose notebook has not waited 
 SPREAD_PATIENCE = 20.0  # seconds; a launcher has to be asked
 _ELSEWHERE = "%env NBKIT_HOME=/tmp/nbkit   or another folder of yours"
 FORMAT = 1
-"""The format of cluster.json. It grows by one when a release writes fields that older ones must know."""
+"""The format of cluster.json. It grows by one when a release writes fields that older ones must know.
+
+The file has the protocol of the cluster's messages too: a notebook of another protocol cannot attach.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class ClusterEntry:
     """A cluster as the registry knows it.
 
     host: where its processes run. ttl: seconds. born: time.time(). labels, reasons: what each rank is pinned to and
-    why, in rank order. spares: the devices still in reserve. spare_hosts: the hosts still in reserve.
+    why, in rank order. spares: the devices still in reserve.
     """
 
     name: str
@@ -68,7 +72,6 @@ class ClusterEntry:
     options: dict[str, object] = field(default_factory=dict)
     ranks: tuple[Process, ...] = ()
     spares: tuple[str, ...] = ()
-    spare_hosts: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -144,7 +147,7 @@ def save(entry: ClusterEntry) -> None:
     """Write an entry atomically."""
     path = entry.folder / "cluster.json"
     scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps({"format": FORMAT, **asdict(entry)}))
+    scratch.write_text(json.dumps({"format": FORMAT, "protocol": protocol(), **asdict(entry)}))
     scratch.replace(path)
 
 
@@ -156,15 +159,19 @@ def find(name: str) -> ClusterEntry | None:
         saved = json.loads((home() / name / "cluster.json").read_text())
     except (OSError, json.JSONDecodeError):
         return None
-    written_in = saved.get("format", "none") if isinstance(saved, dict) else "none"
-    try:
-        if written_in == FORMAT:
+    saved = saved if isinstance(saved, dict) else {}
+    written_in, spoken = saved.get("format", "none"), saved.get("protocol", "none")
+    numbers = f"its cluster.json is of format {written_in}; this release reads {FORMAT}"
+    if written_in == FORMAT and spoken != protocol():
+        numbers = f"its processes have protocol {spoken}; this release has {protocol()}"
+    elif written_in == FORMAT:
+        try:
             return _entry(saved)
-    except (TypeError, KeyError, AttributeError):
-        written_in = f"{FORMAT}, but not whole"
+        except (TypeError, KeyError, AttributeError):
+            numbers = f"its cluster.json is of format {FORMAT}, but not whole"
     raise ClusterError(
         f"Another release of nbkit has started the cluster {name!r}.",
-        numbers=f"its cluster.json is of format {written_in}; this release reads {FORMAT}",
+        numbers=numbers,
         hint=f"nbkit stop {name}   with that release; where none of it runs any more: "
         f"{shell_words('rm', '-r', home() / name)}",
     )
@@ -174,7 +181,7 @@ def _entry(saved: dict[str, Any]) -> ClusterEntry:
     for role in ("controller", "parent", "kernel"):
         saved[role] = Process(**saved[role])
     saved["ranks"] = tuple(Process(**rank) for rank in saved["ranks"])
-    saved |= {key: tuple(saved.get(key, ())) for key in ("labels", "reasons", "spares", "spare_hosts")}
+    saved |= {key: tuple(saved.get(key, ())) for key in ("labels", "reasons", "spares")}
     return ClusterEntry(**{known.name: saved[known.name] for known in fields(ClusterEntry)})
 
 

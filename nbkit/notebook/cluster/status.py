@@ -12,9 +12,9 @@ import psutil
 
 from nbkit.durations import text_of
 from nbkit.notebook.cluster.machine.gpus import find_gpus
-from nbkit.notebook.cluster.output.root_cause import Death
 from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.wire.cells import first_line
+from nbkit.wire.messages import Death
 
 COLUMNS = ("rank", "pid", "device", "memory", "state", "cell", "age")
 
@@ -60,11 +60,7 @@ class Status:
         asked: Any = self.entry.options.get("spares")
         if asked and self.entry.is_spread:
             asked = f"{asked} on each host"
-        lines = [f"spares: {', '.join(self.entry.spares) or f'none is left of {asked}'}"] if asked else []
-        on: Any = self.entry.options.get("on", {})
-        if hosts := on.get("spare_hosts"):
-            lines.append(f"spare hosts: {', '.join(self.entry.spare_hosts) or f'none is left of {hosts}'}")
-        return lines
+        return [f"spares: {', '.join(self.entry.spares) or f'none is left of {asked}'}"] if asked else []
 
     def __repr__(self) -> str:
         table = text_table(COLUMNS, [row.cells() for row in self.rows])

@@ -24,6 +24,7 @@ from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.newest_run import NewestRun
 from nbkit.notebook.cluster.output.display import NoScreen
 from nbkit.notebook.tracing import TraceFile, trace
+from nbkit.wire.messages import ControlTraining, GetControlResult, GetStatus, GetStrategies, GetStrategyRow, Request
 
 _DONE = {"pause": "paused", "resume": "going on", "save": "saved", "stop": "stopped"}
 
@@ -253,14 +254,14 @@ class TrainingClient:
 
     def runs(self) -> bool:
         """Return True if a training makes steps. Does not make the ranks compute anything about its model."""
-        return bool(self._ask_one("status").get("training"))
+        return bool(self._ask_one(GetStatus()).get("training"))
 
     def look(self) -> dict[str, Any]:
         """Return a rank's answer about its training, even if it is busy; see bridge/requests.py. {} means no answer.
 
         "table" is the estimate for every strategy, {} while it is being computed.
         """
-        answer = self._ask_one("strategies", known=self._stamp)
+        answer = self._ask_one(GetStrategies(self._stamp))
         if not answer:
             return {}
         if answer["table"] is not None or not answer["job"]:
@@ -269,7 +270,7 @@ class TrainingClient:
 
     def option(self, strategy: str) -> dict[str, Any]:
         """Return the row that the table of `look` would have for a strategy; {} if there is none, or no answer yet."""
-        return self._ask_one("option", strategy=strategy).get("row") or {}
+        return self._ask_one(GetStrategyRow(strategy)).get("row") or {}
 
     def look_well(self, patience: float = TABLE_SECONDS) -> dict[str, Any]:
         """Return the table of the strategy in force, {} if it takes longer than `patience` seconds."""
@@ -296,11 +297,11 @@ class TrainingClient:
             self.switched.append(result)
         return result
 
-    def _ask_one(self, what: str, **values: Any) -> dict[str, Any]:
+    def _ask_one(self, request: Request) -> dict[str, Any]:
         """Return the answer of the first live rank; {} if none came."""
         connection = self._connection
         first = min(set(range(connection.entry.n)) - set(connection.deaths), default=0)
-        return dict(connection.client.ask([first], what, ANSWER_SECONDS, **values).get(first, {}))
+        return dict(connection.client.ask([first], request, ANSWER_SECONDS).get(first, {}))
 
     def _check(self) -> None:
         self._connection.check_open()
@@ -315,7 +316,7 @@ class TrainingClient:
         connection = self._connection
         n = connection.entry.n
         while (busy := connection.busy()) is not None:
-            states = connection.client.ask(range(n), "status")
+            states = connection.client.ask(range(n), GetStatus())
             if len(states) == n and all(state["training"] for state in states.values()):
                 return True
             begins = _TRAINS.search(busy.request.source) and not any(state["trained"] for state in states.values())
@@ -328,7 +329,7 @@ class TrainingClient:
     def _at_boundary(self, do: str, args: dict[str, Any]) -> ControlResult:
         connection, id = self._connection, _new_id()
         number = connection.next_request()
-        connection.client.request(range(connection.entry.n), "control", number=number, id=id, action=do, args=args)
+        connection.client.request(range(connection.entry.n), ControlTraining(number, id, do, args))
         return self._result(id)
 
     def _as_cell(self, do: str, args: dict[str, Any]) -> ControlResult:
@@ -350,7 +351,7 @@ class TrainingClient:
         known = time.monotonic()
         while True:
             n = self._connection.entry.n
-            answers = self._connection.client.ask(range(n), "result", ANSWER_SECONDS, id=id)
+            answers = self._connection.client.ask(range(n), GetControlResult(id), ANSWER_SECONDS)
             for answer in answers.values():
                 if answer["result"] is not None:
                     return ControlResult(**answer["result"])

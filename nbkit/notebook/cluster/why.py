@@ -18,19 +18,19 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as settle
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
 from nbkit.durations import text_of
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.execution import Execution
-from nbkit.notebook.cluster.output.root_cause import Death
 from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.notebook.cluster.status import html_table, text_table
 from nbkit.wire import process_state
 from nbkit.wire.activity import ANYONE, Activity, CodeLine, GroupLog, Operation
 from nbkit.wire.cells import ranks_named
+from nbkit.wire.messages import Death, GetActivity, GetProgress, LookAtProcesses
 from nbkit.wire.process_state import ProcessState
 from nbkit.wire.user_code import is_users
 
@@ -102,7 +102,7 @@ def collect(
 ) -> dict[int, RankState]:
     """Return the state of each rank. May be called from any thread. stacks: include the stack of every thread."""
     alive = [rank for rank in range(entry.n) if rank not in deaths]
-    replies = client.request(alive, "why", stacks=stacks)
+    replies = client.request(alive, GetActivity(stacks))
     settle(replies.values(), ANSWER_SECONDS)
     if silent := [rank for rank in alive if not _has_come(replies, rank)]:
         looks = looks_from_outside(entry, client, silent, [rank for rank in alive if rank not in silent])
@@ -153,8 +153,8 @@ def looks_from_outside(
             if found := process_state.look(entry.ranks[rank], logs / f"rank{rank}.log", left):
                 looks[rank] = found
         return looks
-    processes = {str(rank): list(astuple(entry.ranks[rank])) for rank in silent}
-    answers = client.ask(answering, "outside", 2 * LOOK_SECONDS, processes=processes)
+    asked = LookAtProcesses(tuple(silent), tuple(entry.ranks[rank] for rank in silent))
+    answers = client.ask(answering, asked, 2 * LOOK_SECONDS)
     return {
         rank: found
         for answer in answers.values()
@@ -646,7 +646,7 @@ class QuietWatch:
         if self.execution.done.done():
             return
         self.begin()  # scheduled first, so that a failure is retried
-        replies = self.client.request(self.execution.request.ranks, "moved")
+        replies = self.client.request(self.execution.request.ranks, GetProgress())
         self.client.later(_ANSWER_SECONDS, self._compare, replies)
 
     def _compare(self, replies: Mapping[int, Future[Any]]) -> None:

@@ -2,7 +2,7 @@
 
 The model is given as formulas or as measurements (`Subject`). `Known` asks for its pieces and weights once for each
 pair of tp and cp degrees. The bytes to send follow from sums over the weights, which is fast enough for thousands of
-candidates. nbkit.planner.traffic computes the same bytes weight by weight, and a test compares the two.
+candidates. nbkit.planner.traffic has the formulas, and computes the same bytes weight by weight for a training.
 
 Hardware is described in a line: "128 x 8 H100" is 128 nodes of 8 devices each; "8 A100" is one node. The figures come
 from the makers' public data sheets: dense bf16 (fp16 for the V100), and one direction of a link. The network speed is
@@ -35,7 +35,7 @@ from nbkit.planner.link_speed import OperationSpeed
 from nbkit.planner.peak import ModelPiece, PeakLine, Weights
 from nbkit.planner.stages import partition, ranks_of_stages
 from nbkit.planner.step import DATA, Lines, OperationPath, Parts, StepUnit, Work, step_parts
-from nbkit.planner.traffic import Rest, TrafficTerm, summed
+from nbkit.planner.traffic import DataSizes, Rest, TrafficTerm, block_terms, data_terms, key_value_terms
 from nbkit.schedules import type_of
 from nbkit.strategy import Strategy
 
@@ -475,50 +475,35 @@ def _terms(known: Known, candidate: Candidate, facts: Facts) -> Iterator[Traffic
     blocks = -(-(facts.blocks or 1) // pp)
     hidden = rows * (facts.sequence or 1) * (facts.width or 1) * subject.element / cp
     if strategy.dp > 1:
-        yield from data_terms(known, strategy, micros, facts.node)
+        yield from data_terms_of(known, strategy, micros, facts.node)
     if tp > 1:
-        once = 1 if candidate.recompute else 0
-        # A block has two calls in forward, two in backward and one more if recomputed. Embedding and head: one each.
-        calls, size = (4 + once) * blocks + 2 / pp, hidden
-        for op in ("all_gather", "reduce_scatter"):
-            yield TrafficTerm("tp", op, tp, round(micros * calls), round(size * calls), "hidden states")
+        yield from block_terms(tp, hidden, blocks, micros, again=candidate.recompute)
+        for op in ("all_gather", "reduce_scatter"):  # embedding and head, on the average place
+            yield TrafficTerm("tp", op, tp, round(2 * micros / pp), round(2 * hidden / pp), "embedding and head")
     if pp > 1:
         stages = type_of(strategy.schedule or "1f1b").stages_per_rank
         size = round(2 * stages * hidden / tp)
         yield TrafficTerm("pp", "send", 2, 2 * stages * micros, size, "hidden states and their gradients")
     if cp > 1:
         whole, held = hidden * cp, known.held(strategy)
-        both = 2 * whole * (facts.kv_heads or 1) / (facts.heads or 1) / tp
-        for op in ("all_gather", "reduce_scatter"):
-            yield TrafficTerm("cp", op, cp, 2 * micros * blocks, round(both * blocks), "keys and values")
+        yield from key_value_terms(strategy, facts, whole, blocks, micros)
         yield TrafficTerm("cp", "all_gather", cp, micros, round((1 if pp > 1 else 2) * whole), "ends of the blocks")
         yield TrafficTerm("cp", "all_reduce", cp, 1, held, "gradients that are partial sums")
 
 
-def data_terms(known: Known, strategy: Strategy, micros: int, node: int | None) -> Iterator[TrafficTerm]:
+def data_terms_of(known: Known, strategy: Strategy, micros: int, node: int | None) -> Iterator[TrafficTerm]:
     """Yield the terms of the data axis. node: ranks on each node; None if all ranks are on one."""
-    dp, shard, levers, held = strategy.dp, strategy.shard, strategy.levers, known.held(strategy)
-    gradients = round(held * known.subject.each.gradient / known.subject.each.parameter)
-    axis = "dp" if shard == dp else "shard"
-    node_of = _node_of(strategy.mesh.size, node or strategy.mesh.size)
-    if levers.compress:
-        for op in ("all_to_all", "all_gather"):
-            yield TrafficTerm(axis, op, dp, 1, round(levers.share * gradients), "gradients, rounded")
-    elif levers.sync_every > 1:
-        averaged = round(held / levers.sync_every)
-        yield from summed(strategy, averaged, "weights, averaged now and then", 0, node_of)
-    elif not strategy.zero:
-        yield from summed(strategy, gradients, "gradients", 0, node_of)
-    else:
-        # Gathered before forward and before backward, reduced after backward. A pipeline keeps what it has gathered.
-        passes = micros if strategy.zero == 3 and strategy.pp == 1 else 1
-        yield TrafficTerm(axis, "reduce_scatter", shard, passes, passes * gradients, "gradients")
-        size = held
-        if strategy.zero == 3:
-            size = passes * (known.gathered(strategy) + (known.gathered_inside(strategy) if strategy.pp == 1 else 0))
-        yield TrafficTerm(axis, "all_gather", shard, passes, size, "parameters")
-        if shard < dp:
-            yield from summed(strategy, passes * gradients // shard, "gradients", 0, node_of)
+    held, each = known.held(strategy), known.subject.each
+    gradients = round(held * each.gradient / each.parameter)
+    sizes = DataSizes(
+        elements=held / each.parameter,
+        gradients=gradients,
+        weights=held,
+        shard=gradients // strategy.shard,
+        gathered=known.gathered(strategy),
+        gathered_again=known.gathered_inside(strategy),
+    )
+    yield from data_terms(strategy, sizes, micros, 0, _node_of(strategy.mesh.size, node or strategy.mesh.size))
 
 
 @lru_cache(maxsize=64)  # recompute does not change where a model is cut

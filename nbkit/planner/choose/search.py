@@ -6,8 +6,8 @@ strategy is refused by that sum.
 
 A `Plan` holds the rows, the best first, and the refused strategies with the arithmetic. It is shown as text or HTML,
 and `why` explains why one row comes before another. `recommended` chooses one of several strategies: by their seconds,
-or by the cost of a switch if the seconds do not decide. `levers_that_help` finds the levers of the data axis
-(nbkit/levers.py) that shorten a step which waits for its link.
+or by the cost of a switch if the seconds do not decide. `keys_that_help` finds the keys of the data axis
+(nbkit/techniques/) that shorten a step which waits for its link.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any, Literal, TypeVar
 
+from nbkit import techniques
 from nbkit.errors import StrategyError, UsageError
-from nbkit.levers import Levers
 from nbkit.planner.choose.load import (
     Candidate,
     Hardware,
@@ -28,7 +28,7 @@ from nbkit.planner.choose.load import (
     Load,
     Rates,
     Subject,
-    data_terms,
+    data_terms_of,
     interval,
     lines_of,
     load_of,
@@ -120,32 +120,43 @@ def bounds_of(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 _WORTH = 0.95
-"""A lever is mentioned if a step with it takes at most this share of the seconds."""
-_EXACT = tuple(Levers(bucket=size << 20) for size in (1, 4, 100))
-_ROUGH = Levers(compress="bf16"), Levers(compress="int8"), Levers(sync_every=8)
+"""A key is mentioned if a step with it takes at most this share of the seconds."""
 
 
-def levers_that_help(strategy: Strategy, plain: float, predict: Callable[[Strategy], float | None]) -> dict[str, float]:
-    """Return the predicted seconds of a step by lever, for levers that make it shorter.
+def keys_that_help(strategy: Strategy, plain: float, predict: Callable[[Strategy], float | None]) -> dict[str, float]:
+    """Return the predicted seconds of a step by key and value, for those that make it shorter.
 
-    First comes the best bucket size, which changes no sum. Then come levers after which a training differs from that
-    of one process. plain: seconds of `strategy` without levers. The result is empty unless every rank holds whole
+    First come the best value of each key that changes no sum. Then come those after which a training differs from that
+    of one process. plain: seconds of `strategy` without them. The result is empty unless every rank holds whole
     gradients.
     """
     if strategy.zero or strategy.dp == 1 or strategy.dp < strategy.mesh.size:
         return {}
-    found = {}
-    for lever in (*_EXACT, *_ROUGH):
-        took = predict(replace(strategy, levers=lever))
-        if took is not None and took <= _WORTH * plain:
-            found[lever] = took
-    exact = sorted((found.pop(lever), str(lever)) for lever in _EXACT if lever in found)[:1]
-    return {**{lever: took for took, lever in exact}, **{str(lever): took for lever, took in found.items()}}
+    exact, rough = dict[str, float](), dict[str, float]()
+    for key in techniques.keys():
+        found = {}
+        for value in key.suggestions:
+            try:
+                took = predict(replace(strategy, settings={key.name: value}))
+            except StrategyError:
+                continue
+            if took is not None and took <= _WORTH * plain:
+                found[value] = took
+        same = [value for value in found if key.deviation(value) is None]
+        if same:
+            best = min(same, key=lambda value: (found[value], key.word(value)))
+            exact[key.word(best)] = found[best]
+        rough |= {key.word(value): took for value, took in found.items() if value not in same}
+    return exact | rough
 
 
-def is_exact(lever: str) -> bool:
-    """Return True if a training with this lever has the losses of one process."""
-    return Levers.parse(dict(word.split("=", 1) for word in lever.lower().split())).deviation is None
+def is_exact(word: str) -> bool:
+    """Return True if a training with this word of a strategy has the losses of one process."""
+    name, _, value = word.lower().partition("=")
+    if not techniques.is_key(name):  # the ranks know more keys than this process
+        return False
+    key = techniques.key_of(name)
+    return key.deviation(key.parse(value)) is None
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,7 @@ class PlanRow:
     are recomputed. peak: bytes of the fullest rank. seconds: of a step; parts: the same by part; low, high: their
     bounds. sent: bytes that the busiest rank sends in a step, by axis. between: those of them along axes that cross
     nodes. rate: tokens per second, or samples if they have no positions. limit: what takes the longest. levers: seconds
-    of a step with a key of nbkit/levers.py, if the step waits for a link that the key relieves. Except for bucket
+    of a step with a key of nbkit/techniques/, if the step waits for a link that the key relieves. Except for bucket
     sizes, such a step does not compute what one process does.
     """
 
@@ -398,10 +409,10 @@ def _relieved(
     """Return the seconds that a step would take with levers of the data axis."""
 
     def predict(strategy: Strategy) -> float:
-        terms = tuple(data_terms(known, strategy, candidate.micros, on.node))
+        terms = tuple(data_terms_of(known, strategy, candidate.micros, on.node))
         return seconds(replace(load, terms=terms), strategy, on, rates).total
 
-    return levers_that_help(candidate.strategy, parts.total, predict)
+    return keys_that_help(candidate.strategy, parts.total, predict)
 
 
 def _limit(parts: Parts, load: Load, strategy: Strategy, on: Hardware) -> str:

@@ -42,6 +42,7 @@ from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
 from nbkit.rank.parallel.whole_step import prove_step
 from nbkit.rank.torch_private import DropoutNd
 from nbkit.strategy import Strategy
+from nbkit.techniques import DEGREES
 
 
 def planner_facts(plan: ParallelPlan, *, batch: int | None = None, world: int | None = None) -> Facts:
@@ -276,9 +277,9 @@ def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list
         return strategy, misfit
     degrees = dict(word.split("=", 1) for word in strategy.split() if "=" in word)
     size = 1
-    for axis in ("dp", "tp", "pp", "cp"):
+    for axis in DEGREES:
         size *= int(degrees[axis]) if degrees.get(axis, "").isdecimal() else 1
-    if size == 1 and world is None and not degrees.keys() & {"dp", "tp", "pp", "cp"}:
+    if size == 1 and world is None and not degrees.keys() & DEGREES.keys():
         raise StrategyError(
             f"{strategy!r} takes the world, and there is none.", numbers="no process group", hint="world_size=4"
         )

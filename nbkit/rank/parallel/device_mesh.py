@@ -189,7 +189,7 @@ class Axes:
         edges: the channels of a pipeline. With them, a pipeline makes no collectives along pp.
         """
         halved = self.shard not in (1, self.mesh.dp)
-        axes = {"tp", "cp", *(("shard", "replicate") if halved else ("dp",)), *(() if edges else ("pp",))}
+        axes = {*AXES} - {"dp", "pp"} | {*(("shard", "replicate") if halved else ("dp",)), *(() if edges else ("pp",))}
         levels = {f"{axis} {level}" for axis in axes for level in (WITHIN, BETWEEN)} & self._groups.keys()
         axes = levels | {axis for axis in axes if f"{axis} {WITHIN}" not in levels}
         return [group for axis in sorted(axes) if (group := self._groups.get(axis)) is not None]

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import NbkitError, StrategyError
-from nbkit.levers import NONE
 from nbkit.planner.validate import Finding
 from nbkit.rank.comm.delegating_group import stand_in
 from nbkit.rank.comm.thread_group import Alone, ThreadMeeting, ThreadRanks
@@ -56,6 +55,7 @@ from nbkit.rank.parallel.reshard.plain_attributes import plain_attributes, put
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.schedules import type_of
 from nbkit.strategy import Strategy, divisors
+from nbkit.techniques import Settings
 from nbkit.tensor_layout import Layout
 
 _CPU = torch.device("cpu")
@@ -424,13 +424,13 @@ class StepProof:
 def tiny(strategy: Strategy) -> Strategy:
     """Return the smallest strategy that is composed as `strategy` is. More ranks of dp do what two of them do.
 
-    Levers are left out, because they only change how gradients are sent. If the strategy still has too many ranks to
+    Keys about how gradients are sent are left out. If the strategy still has too many ranks to
     run, it gets fewer stages and fewer parts of the positions.
     """
     groups = 2 if strategy.shard < strategy.dp else 1
     shard = min(strategy.shard, 2)
     dp = min(strategy.dp, groups * shard if strategy.zero else 2)
-    small = replace(strategy, dp=dp, shard=shard if strategy.zero else 0, speeds=(), levers=NONE)
+    small = replace(strategy, dp=dp, shard=shard if strategy.zero else 0, speeds=(), settings=Settings())
     for axis in ("pp", "cp"):
         for degree in reversed(divisors(getattr(strategy, axis))):
             if small.mesh.size > _RANKS and 1 < degree < getattr(small, axis):

@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nbkit.errors import UsageError
+from nbkit.mesh import AXES
 from nbkit.rank.comm.gloo.interruptible_wait import Interruptible, wait, wait_for_message
 from nbkit.rank.device import Event, accelerator
 from nbkit.rank.telemetry.phases import clock
@@ -139,7 +140,7 @@ BATCH = "batch"
 """The operation that waits for several messages issued as one. Its parts carry the bytes."""
 
 MODES = ("off", "count", "time")
-_AXES = ("pp", "dp", "cp", "tp", "shard", "replicate")
+_AXES = (*AXES, "shard", "replicate")
 
 
 class GroupInfo:

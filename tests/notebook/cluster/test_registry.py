@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from nbkit.commands import main
 from nbkit.errors import ClusterError, ClusterNotFound
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cluster import Cluster
+from nbkit.notebook.cluster.hosts import progress
+from nbkit.notebook.cluster.hosts.progress import StartProgress
 from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.wire.processes import Process
 
@@ -35,17 +38,29 @@ def saved(name: str, **changed: object) -> ClusterEntry:
     return entry
 
 
-def test_an_entry_is_read_as_it_was_written_and_what_a_newer_release_added_is_passed_over() -> None:
-    plain, more = saved("plain"), saved("more", colour="blue")
+def test_an_entry_is_read_as_it_was_written_and_what_another_release_added_is_passed_over() -> None:
+    plain, more = saved("plain"), saved("more", colour="blue", spare_hosts=["node3"])
 
     assert registry.find("none") is None
     assert registry.find("plain") == plain
     assert registry.find("more") == more
 
 
+def test_the_progress_of_a_start_by_another_release_is_read_too(tmp_path: Path) -> None:
+    written = StartProgress("forked", labels=("node1: core 0",), backend="gloo")
+    (tmp_path / "progress.json").write_text(json.dumps({**asdict(written), "spare_hosts": ["node3"]}))
+    assert progress.read(tmp_path) == written
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
-    [({"format": 2}, "format 2; this release reads 1"), ({"format": None}, "format none"), ({"n": None}, "not whole")],
+    [
+        ({"format": 2}, "format 2; this release reads 1"),
+        ({"format": None}, "format none"),
+        ({"n": None}, "not whole"),
+        ({"protocol": "another"}, "protocol another; this release has"),
+        ({"protocol": None}, "protocol none"),
+    ],
 )
 def test_an_entry_of_another_format_is_refused_by_name_and_disturbs_no_other(
     changed: dict[str, object], says: str, capsys: pytest.CaptureFixture[str]

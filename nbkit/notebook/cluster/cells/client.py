@@ -26,8 +26,8 @@ import ipyparallel
 from ipyparallel import serialize
 
 from nbkit.errors import ClusterError
-from nbkit.wire.cells import COMM_TYPES, SIGNATURES_KEPT
-from nbkit.wire.rank_functions import Remote
+from nbkit.wire.cells import COMM_TYPES, SIGNATURES_KEPT, Remote
+from nbkit.wire.messages import NEWS, REQUEST, Hello, Request, SayHello, StopCall, decoded, encoded
 
 HELLO_SECONDS, HELLO_SECONDS_PER_RANK = 0.3, 0.002  # until a greeting counts as lost
 STOPPED_SECONDS = 3.0  # time for a stopped call to end
@@ -124,7 +124,7 @@ class Client:
         )
 
     def _on_message(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
-        if kind == "nbkit_hello":
+        if kind == NEWS and isinstance(decoded(content), Hello):
             self.heard.add(mark["rank"])
         elif self._listener is not None:
             self._listener(kind, mark, content)
@@ -160,7 +160,7 @@ class Client:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and is_worth_it():
             calls = self.call(wanted - set(answers), "nbkit.bridge.calls:hello")
-            requests = self.request(wanted - self.heard, "hello")
+            requests = self.request(wanted - self.heard, SayHello())
             settle([*calls.values(), *requests.values()], HELLO_SECONDS + HELLO_SECONDS_PER_RANK * len(wanted))
             asked += calls.items()  # late replies count too
             answers.update({rank: call.result() for rank, call in asked if call.done() and not call.exception()})
@@ -173,7 +173,7 @@ class Client:
         """Make sure that the ranks' messages arrive here. Like `reach`, but the ranks may be busy."""
         wanted, deadline = set(ranks), time.monotonic() + timeout
         while not wanted <= self.heard and time.monotonic() < deadline:
-            self.request(wanted - self.heard, "hello")
+            self.request(wanted - self.heard, SayHello())
             self._hears(wanted)
 
     def _hears(self, ranks: set[int]) -> bool:
@@ -206,17 +206,17 @@ class Client:
                 ident=engine.encode(),
             )
 
-    def request(self, ranks: Iterable[int], do: str, **content: Any) -> dict[int, Future[Any]]:
+    def request(self, ranks: Iterable[int], request: Request) -> dict[int, Future[Any]]:
         """Send a request to each rank that it answers at once, even if it is busy.
 
         The futures hold whole reply messages.
         """
-        known = set(self.ipp.ids)
+        known, content = set(self.ipp.ids), encoded(request)
         return {
             rank: self.ipp._send(
                 self.ipp._control_stream,
-                "nbkit_request",
-                content={"do": do, **content},
+                REQUEST,
+                content=content,
                 ident=self.ipp._engines[rank].encode(),
             )
             for rank in ranks
@@ -235,14 +235,14 @@ class Client:
                     raise result  # the client hands errors over as results
         except BaseException:
             if left := [rank for rank, future in futures.items() if not future.done()]:
-                self.request(left, "stop_call")
+                self.request(left, StopCall())
                 settle([futures[rank] for rank in left], STOPPED_SECONDS)
             raise
         return {rank: future.result() for rank, future in futures.items()}
 
-    def ask(self, ranks: Iterable[int], do: str, timeout: float = 2.0, **content: Any) -> dict[int, dict[str, Any]]:
+    def ask(self, ranks: Iterable[int], request: Request, timeout: float = 2.0) -> dict[int, dict[str, Any]]:
         """Send a `request` and return the replies. Ranks that do not answer in `timeout` seconds are left out."""
-        futures = self.request(ranks, do, **content)
+        futures = self.request(ranks, request)
         deadline = time.monotonic() + timeout
         answers = {}
         for rank, future in futures.items():

@@ -12,25 +12,43 @@ import traceback
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from nbkit.errors import CellRunning, ClusterError
-from nbkit.notebook.cluster import registry, resized
+from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.debugging.prompt import announced
 from nbkit.notebook.cluster.launch.pins import repinned
 from nbkit.notebook.cluster.output.display import Screen
 from nbkit.notebook.cluster.output.lines import label
-from nbkit.notebook.cluster.output.root_cause import Death, ends_in
 from nbkit.notebook.cluster.output.widget_comms import ClusterComms
 from nbkit.notebook.cluster.registry import ClusterEntry, names_of_notebook
 from nbkit.notebook.cluster.why import QuietWatch
 from nbkit.notebook.cluster.world_generation import WorldGeneration
 from nbkit.wire import cluster_end
 from nbkit.wire.cells import COMM_TYPES, LONG_SECONDS, CellRecord, CellRequest, Prompt, ranks_named, record_from
+from nbkit.wire.messages import (
+    NEWS,
+    Death,
+    FollowCell,
+    GetStatus,
+    LiveCellEnded,
+    NotebookSeen,
+    PromptOpened,
+    RankEnd,
+    RankIsDead,
+    RanksChanged,
+    RunLiveCell,
+    SayHello,
+    SizeChange,
+    StopCell,
+    decoded,
+    deliver,
+    handles,
+)
 from nbkit.wire.processes import Process
 
 
@@ -97,7 +115,7 @@ class Connection:
         self._read_deaths()
         alive = [rank for rank in self.client.ranks if rank not in self.deaths]
         self.client.listen_to(alive, 5.0)
-        states = self.client.ask(alive, "status")
+        states = self.client.ask(alive, GetStatus())
         self.request_number = max((state["requests"] for state in states.values()), default=0)
         self.generation.learn(states)
         held = next((s for s in states.values() if s["cell"]), None)
@@ -192,7 +210,7 @@ class Connection:
         if note:
             self.client.soon(execution.say, note)
         if live:  # its records come as messages, because no call of it is answered
-            self.client.request(request.ranks, "live", number=self.next_request(), cell=asdict(request))
+            self.client.request(request.ranks, RunLiveCell(self.next_request(), request))
             return execution
         futures = self.client.call(request.ranks, "nbkit.bridge.calls:run_cell", request)
         self.latest = execution
@@ -208,7 +226,7 @@ class Connection:
     def ask_to_stop(self, request: CellRequest, live: bool) -> dict[int, Future[Any]]:
         """Ask all ranks to stop a cell. All are asked, because every rank must know the numbers of requests."""
         everyone = sorted({*self.client.ranks, *request.ranks})
-        return self.client.request(everyone, "stop", cell=request.id, number=self.next_request(), live=live)
+        return self.client.request(everyone, StopCell(request.id, self.next_request(), live))
 
     def next_request(self) -> int:
         """Return the number of the next request that all ranks handle in the same order."""
@@ -240,7 +258,7 @@ class Connection:
         """Tell the cluster at regular intervals that this notebook is there."""
         if not self.ended:
             self.client.later(seconds, self._keep_in_touch, seconds)  # scheduled first, so that a failure is retried
-            self.client.request(self.client.ranks[:1], "seen")
+            self.client.request(self.client.ranks[:1], NotebookSeen())
 
     def _watch(self) -> None:
         """Check every second that the cluster is still there and ours, and whether a rank has died.
@@ -278,15 +296,9 @@ class Connection:
     # Receiving -------------------------------------------------------------------------------------------------------
 
     def _on_message(self, kind: str, mark: dict[str, Any], content: dict[str, Any]) -> None:
-        """Handle one of nbkit's own messages."""
-        if kind == "nbkit_record":
-            self._on_live_record(mark["rank"], content["record"])
-        elif kind == "nbkit_died":
-            self._on_death(Death(content["rank"], content["how"], content["when"]))
-        elif kind == "nbkit_replaced":
-            self._read_deaths()
-        elif kind == "nbkit_prompt":
-            self._on_prompt(Prompt(**content))
+        """Handle a message of a rank: one of nbkit's own, an output of a cell, or a widget's."""
+        if kind == NEWS:
+            deliver(decoded(content), self, mark["rank"])
         elif kind in COMM_TYPES:
             self._on_comm(kind, mark, content)
         elif execution := self.cells.get(mark["cell"]):
@@ -303,9 +315,22 @@ class Connection:
         if execution := self.cells.get(prompt.cell):
             execution.guard("a prompt", prompt.rank, execution.on_prompt, prompt, announced(prompt, execution.request))
 
-    def _on_live_record(self, rank: int, text: str) -> None:
+    @handles(RankIsDead)
+    def _on_rank_died(self, message: RankIsDead, _: int) -> None:
+        self._on_death(message.death)
+
+    @handles(RanksChanged)
+    def _on_ranks_changed(self, _: RanksChanged, __: int) -> None:
+        self._read_deaths()
+
+    @handles(PromptOpened)
+    def _on_prompt_opened(self, opened: PromptOpened, _: int) -> None:
+        self._on_prompt(opened.prompt)
+
+    @handles(LiveCellEnded)
+    def _on_live_cell_ended(self, ended: LiveCellEnded, rank: int) -> None:
         try:
-            record = record_from(text)
+            record = record_from(ended.record)
         except Exception as error:  # the cell it belongs to is written in it
             for live in [live for live in self.cells.values() if live.live]:
                 live.on_fault("a record", rank, error, over=True)
@@ -346,53 +371,54 @@ class Connection:
 
         def read() -> None:
             found = self._read_deaths()
-            if rank < self.entry.n and not any(read["rank"] == rank and read.get("replaced") for read in found):
+            if rank < self.entry.n and not any(end.rank == rank and end.replaced for end in found):
                 self._on_death(Death(rank, "its process ended", time.time()))
 
         if not self.ended:
             self.client.later(DEATH_NEWS_SECONDS, read)
 
-    def _read_deaths(self) -> list[dict[str, Any]]:
+    def _read_deaths(self) -> list[RankEnd]:
         """Read what the parent of the ranks wrote about ended ranks before it told anybody, and act on it."""
         self.read_size()
-        found = [each for each in ends_in(self.entry.folder) if each["rank"] < self.entry.n]
-        for read in found:
-            if read.get("replaced") == "done":
-                self._on_replaced(read)
-            elif not read.get("replaced"):
-                self._on_death(Death(read["rank"], read["how"], read["when"]))
+        found = [end for end in cluster_end.read_ranks(self.entry.folder) if end.rank < self.entry.n]
+        for end in found:
+            if end.replaced == "done":
+                self._on_replaced(end)
+            elif not end.replaced:
+                self._on_death(end)
         return found
 
     def read_size(self) -> None:
         """Read the number of ranks that the parent has written, if it has changed."""
-        read = None if self.ended else resized.read(self.entry.folder, since=self._resized)
-        if read is None or read["n"] == self.entry.n:
+        change = None if self.ended else cluster_end.read_size(self.entry.folder)
+        if change is None or change.when <= self._resized or change.n == self.entry.n:
             return
-        self._resized = read["when"]
-        self.entry = resized.entry_of(self.entry, read)
+        self._resized = change.when
+        self.entry = _resized(self.entry, change)
         self.generation.resized(self.entry.n)
-        self.client.heard -= {*read["newcomers"], *(rank for rank in self.client.heard if rank >= read["n"])}
-        if execution := self.cells.get(read["cell"]):
-            newcomers = read["newcomers"] if read["enters"] else []
-            execution.guard("another number of ranks", None, execution.on_resized, read["n"], newcomers, read["said"])
+        self.client.heard -= {*change.newcomers, *(rank for rank in self.client.heard if rank >= change.n)}
+        if execution := self.cells.get(change.cell):
+            newcomers = list(change.newcomers) if change.enters else []
+            execution.guard("another number of ranks", None, execution.on_resized, change.n, newcomers, change.said)
             for rank in newcomers:
                 self._greet(execution, rank)
 
-    def _on_replaced(self, read: dict[str, Any]) -> None:
-        """Handle that another process replaces a rank that died in a training. read: what the parent wrote about it."""
-        rank, key = read["rank"], (read["rank"], read["when"])  # pids of two hosts may be the same number
+    def _on_replaced(self, end: RankEnd) -> None:
+        """Handle that another process replaces a rank that died in a training."""
+        rank, key = end.rank, (end.rank, end.when)  # pids of two hosts may be the same number
         if key in self.replaced or self.ended:
             return
-        told = any(said == read["said"] for _, said in self.replaced.values())
-        self.replaced[key] = read["cell"], read["said"]
+        told = any(said == end.said for _, said in self.replaced.values())
+        self.replaced[key] = end.cell, end.said
         ranks = [*self.entry.ranks]
-        ranks[rank] = Process(**read["by"])
+        if end.by is not None:
+            ranks[rank] = end.by
         self.entry = repinned(replace(self.entry, ranks=tuple(ranks)))
         registry.save(self.entry)
         self.client.heard.discard(rank)
-        if execution := self.cells.get(read["cell"]):
+        if execution := self.cells.get(end.cell):
             if not told:
-                execution.guard("a rank that is replaced", rank, execution.say, read["said"])
+                execution.guard("a rank that is replaced", rank, execution.say, end.said)
             execution.on_replaced(rank)
             self._greet(execution, rank)
 
@@ -401,17 +427,17 @@ class Connection:
         if execution.done.done() or self.ended or rank >= self.entry.n:
             return
         if rank not in self.client.heard:
-            self.client.request([rank], "hello")
+            self.client.request([rank], SayHello())
             self.client.later(FOLLOW_SECONDS, self._greet, execution, rank)
             return
         self._follow(execution, rank, 0)
         if execution.stop is not None:  # it did not exist when the others were asked
-            self.client.request([rank], "stop", cell=execution.request.id, number=self.request_number)
+            self.client.request([rank], StopCell(execution.request.id, self.request_number))
 
     def _on_end(self, execution: Execution) -> None:
         self.cells.pop(execution.request.id, None)
         if not self.ended and time.time() - execution.sent > LONG_SECONDS:
-            self.client.request(self.client.ranks, "seen", cell=execution.request.id)
+            self.client.request(self.client.ranks, NotebookSeen(execution.request.id))
 
     def _on_call_over(self, execution: Execution, rank: int, answer: Future[Any]) -> None:
         try:
@@ -449,7 +475,7 @@ class Connection:
     def _follow(self, execution: Execution, rank: int, cursor: int) -> None:
         if execution.done.done() or self.ended:
             return
-        futures = self.client.request([rank], "follow", cell=execution.request.id, cursor=cursor)
+        futures = self.client.request([rank], FollowCell(execution.request.id, cursor))
         for future in futures.values():
             future.add_done_callback(lambda reply: self.client.soon(self._on_followed, execution, rank, reply))
 
@@ -479,6 +505,18 @@ class Connection:
         ):
             pause = 0.0 if content["outputs"] else FOLLOW_SECONDS
             self.client.later(pause, self._follow, execution, rank, content["cursor"])
+
+
+def _resized(entry: ClusterEntry, change: SizeChange) -> ClusterEntry:
+    """Return the entry of the cluster with its new ranks, and register it."""
+    with suppress(ProcessLookupError):
+        ranks = tuple(map(Process.of, change.pids))
+        pins, labels, reasons = change.pins, entry.labels[: change.n], entry.reasons[: change.n]
+        if all("label" in pin for pin in pins):  # planned by a notebook; else every rank has kept its own
+            labels, reasons = (tuple(pin[key] for pin in pins) for key in ("label", "why"))
+        entry = replace(entry, n=change.n, ranks=ranks, labels=labels, reasons=reasons)
+        registry.save(entry)
+    return entry
 
 
 def _out_of_reach(entry: ClusterEntry, why: str) -> ClusterError:

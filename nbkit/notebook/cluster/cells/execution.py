@@ -20,8 +20,9 @@ from nbkit.notebook.cluster.cells.results import Results, group_by_text, value_o
 from nbkit.notebook.cluster.output.display import NOBODY, KeptText, Outbox, Screen, ShownByRank, ShownMessage
 from nbkit.notebook.cluster.output.lines import Lines, label
 from nbkit.notebook.cluster.output.rank_tabs import RankTabs
-from nbkit.notebook.cluster.output.root_cause import Death, cell_error, fault, root_of, twins_of
+from nbkit.notebook.cluster.output.root_cause import cell_error, fault, root_of, twins_of
 from nbkit.wire.cells import COMM_TYPES, CellRecord, CellRequest, Failure, Prompt, first_line, ranks_text
+from nbkit.wire.messages import Death
 
 if TYPE_CHECKING:
     from nbkit.notebook.cluster.cells.stop import Stop

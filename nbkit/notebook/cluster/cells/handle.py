@@ -20,6 +20,7 @@ from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cells.stop import Presses, Stop, begin_stop
 from nbkit.notebook.cluster.debugging.prompt import PromptTalk
+from nbkit.wire.messages import GetStatus
 
 TICK_SECONDS = 0.1
 
@@ -117,7 +118,7 @@ async def wait_async(connection: Connection, execution: Execution, timeout: floa
 def until_training(connection: Connection) -> Iterator[None]:
     """Yield until all ranks are between two steps of a training. The running cell may not have reached it yet."""
     while True:
-        states = connection.client.ask(range(connection.entry.n), "status")
+        states = connection.client.ask(range(connection.entry.n), GetStatus())
         if states and all(state["training"] for state in states.values()):
             return
         if not connection.busy():

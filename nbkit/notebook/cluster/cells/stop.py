@@ -38,6 +38,7 @@ from nbkit.notebook.cluster.output import display
 from nbkit.notebook.cluster.registry import ClusterEntry
 from nbkit.wire import interrupts
 from nbkit.wire.cells import ranks_named, ranks_text
+from nbkit.wire.messages import EndRank, InterruptRank
 
 _ALONE = "in code that lets no other Python of its process run (a C call)"
 _DOES = {
@@ -58,7 +59,7 @@ def interrupt(entry: ClusterEntry, client: Client, rank: int, cell: str, through
         interrupts.send(entry.folder / "output", rank, cell, entry.ranks[rank].end)
         return True
     if through is not None:
-        client.request([through], "interrupt", rank=rank, cell=cell)
+        client.request([through], InterruptRank(rank, cell))
     return through is not None
 
 
@@ -68,7 +69,7 @@ def end(entry: ClusterEntry, client: Client, rank: int) -> None:
         entry.ranks[rank].end(signal.SIGKILL, group=True)
         return
     others = [other for other in range(entry.n) if other != rank]
-    client.request(others, "end", rank=rank)  # one that answers is enough
+    client.request(others, EndRank(rank))  # one that answers is enough
 
 
 def activity(entry: ClusterEntry, rank: int) -> str:

@@ -12,6 +12,7 @@ from nbkit.notebook.cluster.debugging.prompt import PromptTalk
 from nbkit.notebook.cluster.output import display
 from nbkit.notebook.cluster.registry import notebook_number
 from nbkit.wire.cells import CellRequest, ranks_text
+from nbkit.wire.messages import GetStatus
 
 
 def debug(connection: Connection, rank: int | None = None) -> None:
@@ -56,7 +57,7 @@ def debug(connection: Connection, rank: int | None = None) -> None:
 
 def _failed(connection: Connection) -> dict[int, Any]:
     """Return, for each rank that keeps frames, the number of the cell, its error, and the time of the error."""
-    states = connection.client.ask(range(connection.entry.n), "status")
+    states = connection.client.ask(range(connection.entry.n), GetStatus())
     return {rank: state["failed"] for rank, state in states.items() if state["failed"]}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.cells.execution import Execution
 from nbkit.wire.cells import CellRequest, Prompt, ranks_text
+from nbkit.wire.messages import AnswerPrompt, RefusePrompts
 
 LEAVING = frozenset({"q", "quit", "exit", "EOF"})  # what ends the program under pdb
 SAME_RANK_SECONDS = 1.0  # the rank that has been answered comes to its next line, or another one is asked
@@ -89,7 +90,7 @@ class PromptTalk:
         """Tell the ranks that nobody can type here."""
         self.execution.unanswered = why
         self.execution.prompts.clear()
-        self.client.request(self.execution.request.ranks, "refuse", cell=self.execution.request.id, why=why)
+        self.client.request(self.execution.request.ranks, RefusePrompts(self.execution.request.id, why))
 
     def _turn_to(self, rank: int) -> None:
         if rank in self.execution.prompts:
@@ -100,7 +101,7 @@ class PromptTalk:
 
     def _send(self, prompt: Prompt, line: str) -> None:
         self.execution.prompts.pop(prompt.rank, None)
-        self.client.request([prompt.rank], "answer", number=prompt.number, line=line)
+        self.client.request([prompt.rank], AnswerPrompt(prompt.number, line))
 
     def _words(self, prompt: Prompt) -> str:
         others = [rank for rank in self.execution.prompts if rank != prompt.rank]

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import nbkit
 from nbkit.errors import ClusterError, NbkitError, UsageError
@@ -36,8 +36,25 @@ from nbkit.notebook.cluster.launch.pins import Pinning, pins_on
 from nbkit.notebook.cluster.launch.platform_check import check_platform, starts_by_forking, torch_version
 from nbkit.notebook.cluster.machine.machine import read_machine
 from nbkit.wire.link import SignedLink, key_of
+from nbkit.wire.messages import (
+    AgentRefused,
+    EndNow,
+    ForAgent,
+    ForCoordinator,
+    HostJoined,
+    HostsTried,
+    HostUnfit,
+    Listen,
+    Listening,
+    StartRanks,
+    TryHosts,
+    deliver,
+    handles,
+)
 from nbkit.wire.own_modules import OWN_MODULES
 from nbkit.wire.processes import Process, node_name
+
+AgentLine: TypeAlias = SignedLink[ForCoordinator, ForAgent]
 
 ANSWER_SECONDS = 5.0  # the system asks again after 1 s and after 3 s
 
@@ -153,7 +170,7 @@ _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 
 def main() -> None:
     payload = json.loads(os.environ.pop(PAYLOAD, "") or sys.stdin.readline())
-    index = int(payload.get("index", _index_here()))
+    index = _index_here()
     host = node_name()
     link, ahead = _connect(host, payload)
     try:
@@ -165,11 +182,11 @@ def main() -> None:
         # One about devices speaks of the ranks of one machine.
         about_devices = payload["spares"] and isinstance(error, UsageError)
         way = f"without --spares   or   --hosts {host}:1   for fewer ranks there" if about_devices else error.hint
-        link.send(event="refused", index=index, host=host, what=error.what, numbers=error.numbers, hint=way)
+        link.send(HostUnfit(host, error.what, error.numbers, way))
         sys.exit(str(error))
     address = link.sock.getsockname()[0]
-    link.send(event="joined", index=index, host=host, driver=machine.survey.driver, ahead=ahead, **_facts(pinning))
-    folder = _folder(payload, index, pinning, address, link, _awaited(link, address))
+    link.send(_joined(index, host, machine.survey.driver, ahead, pinning))
+    folder = _folder(payload, index, pinning, address, link, _await_start(link, address))
     _environment(payload, address)
     _become_parent(folder, link)
 
@@ -185,16 +202,16 @@ def _check_gpus(pinning: Pinning, *, cpu: bool) -> None:
         )
 
 
-def _index_here() -> str:
+def _index_here() -> int:
     """Return the number of this host, as the launcher counts them."""
     number = next((os.environ[name] for name in _INDICES if name in os.environ), "0")
     # Libraries that look for these variables would take them for a rank's number.
     for name in [name for name in os.environ if name.startswith(_OF_MPI)]:
         del os.environ[name]
-    return number
+    return int(number)
 
 
-def _connect(host: str, payload: dict[str, Any]) -> tuple[SignedLink, float]:
+def _connect(host: str, payload: dict[str, Any]) -> tuple[AgentLine, float]:
     """Return the line to the coordinator, and the seconds by which this host's clock is ahead of the coordinator's."""
     place = (payload["address"], payload["port"])
     try:
@@ -206,46 +223,73 @@ def _connect(host: str, payload: dict[str, Any]) -> tuple[SignedLink, float]:
     return SignedLink(sock, key_of(payload["secret"], nonce), opened=True), time.time() - float(clock or "nan")
 
 
-def _awaited(link: SignedLink, address: str) -> dict[str, Any]:
-    """Return the message to go, once all hosts are there, fit together and have tried to connect to each other."""
-    probe = Probe(address)
+class JoinedAgent:
+    """An agent from HostJoined to StartRanks. probe: where it listens at `address`. start: None until it has come."""
+
+    def __init__(self, link: AgentLine, address: str, probe: Probe) -> None:
+        self.link, self.address, self.probe = link, address, probe
+        self.start: StartRanks | None = None
+
+    @handles(Listen)
+    def _on_listen(self, _: Listen) -> None:
+        self.link.send(Listening(self.address, self.probe.port))
+
+    @handles(TryHosts)
+    def _on_try(self, hosts: TryHosts) -> None:
+        self.link.send(HostsTried(tuple(unanswered(hosts.places))))
+
+    @handles(StartRanks)
+    def _on_start(self, start: StartRanks) -> None:
+        self.start = start
+
+    @handles(AgentRefused)
+    def _on_refusal(self, refused: AgentRefused) -> None:
+        sys.exit(refused.why)
+
+    @handles(EndNow)
+    def _on_end(self, end: EndNow) -> None:
+        sys.exit(end.why)
+
+
+def _await_start(link: AgentLine, address: str) -> StartRanks:
+    """Return the message to start, once all hosts are there, fit together and have tried to connect to each other."""
+    agent = JoinedAgent(link, address, Probe(address))
     try:
-        while True:
-            for word in link.receive() or [{"event": "ended", "why": "the start was given up"}]:
-                if word["event"] == "go":
-                    return word
-                if word["event"] == "listen":
-                    link.send(event="listens", address=address, port=probe.port)
-                elif word["event"] == "reach":
-                    link.send(event="reached", unanswered=unanswered(word["places"]))
-                else:
-                    sys.exit(word["why"])
+        while agent.start is None:
+            if (messages := link.receive()) is None:
+                sys.exit(str(link.refused or "the start was given up"))
+            for message in messages:
+                deliver(message, agent)
+        return agent.start
     finally:
-        probe.close()
+        agent.probe.close()
 
 
-def _facts(pinning: Pinning) -> dict[str, Any]:
-    return {
-        "versions": versions_here(),
-        "device": "cuda" if pinning.pins[0].kind == "gpu" else "cpu",
-        "backend": pinning.backend,
-        "labels": [pin.label for pin in pinning.pins],
-        "reasons": [pin.why for pin in pinning.pins],
-        "spares": [pin.label for pin in pinning.spares],
-        "notes": list(pinning.notes),
-        "addresses": addresses_here(),
-    }
+def _joined(index: int, host: str, driver: str, ahead: float, pinning: Pinning) -> HostJoined:
+    return HostJoined(
+        index=index,
+        host=host,
+        driver=driver,
+        ahead=ahead,
+        versions=versions_here(),
+        device="cuda" if pinning.pins[0].kind == "gpu" else "cpu",
+        backend=pinning.backend,
+        labels=tuple(pin.label for pin in pinning.pins),
+        reasons=tuple(pin.why for pin in pinning.pins),
+        spares=tuple(pin.label for pin in pinning.spares),
+        notes=tuple(pinning.notes),
+        addresses=tuple(addresses_here()),
+    )
 
 
 def _folder(
-    payload: dict[str, Any], index: int, pinning: Pinning, address: str, link: SignedLink, go: dict[str, Any]
+    payload: dict[str, Any], index: int, pinning: Pinning, address: str, link: AgentLine, start: StartRanks
 ) -> Path:
     """Return the folder of the cluster on this host.
 
     Only this user can read it; it is removed when the ranks have ended.
     """
-    name, counts = payload["name"], payload["counts"][: len(payload["counts"]) - payload["spare_hosts"]]
-    in_reserve, pins = index >= len(counts), [pin.saved for pin in pinning.pins]
+    name, counts = payload["name"], payload["counts"]
     folder = Path(tempfile.mkdtemp(prefix=f"nbkit-{name}-{index}-"))
     for part in ("logs", "output", "profile/security"):
         (folder / part).mkdir(parents=True, mode=0o700)
@@ -259,18 +303,17 @@ def _folder(
                 "folder": str(folder),
                 "profile_dir": str(folder / "profile"),
                 "engine_file": str(engine_file),
-                "backend": go["backend"],
-                "device": go["device"],
+                "backend": start.backend,
+                "device": start.device,
                 "ttl": 0.0,  # the coordinator's
                 "launcher": asdict(Process.of(os.getpid())),
                 "forked": os.environ.get("NBKIT_START", "fork" if starts_by_forking() else "spawn") == "fork",
-                "pins": [] if in_reserve else pins,
-                "spares": [*(pins if in_reserve else []), *(pin.saved for pin in pinning.spares)],
+                "pins": [pin.saved for pin in pinning.pins],
+                "spares": [pin.saved for pin in pinning.spares],
                 "address": address,
-                "hosts": go["addresses"],
+                "hosts": start.addresses,
                 "base": sum(counts[:index]),
                 "world_size": sum(counts),
-                "fenced": payload["spare_hosts"] > 0,
                 "line": {
                     "fd": link.sock.fileno(),
                     "key": link.key,
@@ -298,7 +341,7 @@ def _environment(payload: dict[str, Any], address: str) -> None:
         os.chdir(payload["cwd"])
 
 
-def _become_parent(folder: Path, link: SignedLink) -> NoReturn:
+def _become_parent(folder: Path, link: AgentLine) -> NoReturn:
     link.sock.set_inheritable(True)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *OWN_MODULES, "nbkit.bridge.parent.parent", str(folder)])

@@ -1,6 +1,6 @@
 """The coordinator of a cluster on several hosts: a process beside the controller, on the notebook's host.
 
-    python -m nbkit.notebook.cluster.hosts.coordinator.coordinator FOLDER
+    python -m nbkit.notebook.cluster.hosts.coordinator FOLDER
 
 It has the launcher start an agent on each host, and each agent keeps a signed line to it. The coordinator
 
@@ -10,9 +10,9 @@ It has the launcher start an agent on each host, and each agent keeps a signed l
 - has trainings saved before a launcher takes the hosts away, at a time limit or for another job;
 - ends the cluster when it is stopped, when the controller is gone, or when nobody has used it for its time to live.
 
-`Places` records which hosts have joined, which ranks each holds, and which is in reserve. `Reachability` asks the
-agents, those of hosts in reserve too, whether their hosts can connect to each other. `Gathering` lasts from the
-launcher's start until all agents are there and their hosts have been compared. All of this comes before the first fork.
+`Places` records which hosts have joined and which ranks each holds. `Reachability` asks the agents whether their hosts
+can connect to each other. `Gathering` lasts from the launcher's start until all agents are there and their hosts have
+been compared. All of this comes before the first fork.
 """
 
 from __future__ import annotations
@@ -31,92 +31,116 @@ from pathlib import Path
 from typing import Any
 
 from nbkit.errors import ClusterError, NbkitError
+from nbkit.mpi_variables import forget_mpi
 from nbkit.notebook.cluster.hosts import progress
 from nbkit.notebook.cluster.hosts.agent import check_versions, notes_on
-from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
+from nbkit.notebook.cluster.hosts.launcher import LauncherDriver, LauncherStatus, loaded
 from nbkit.notebook.cluster.hosts.network import listen_at
-from nbkit.notebook.cluster.hosts.progress import LauncherView, StartProgress
-from nbkit.notebook.cluster.hosts.start_request import Starter, loaded
+from nbkit.notebook.cluster.hosts.progress import StartProgress
 from nbkit.wire import cluster_end
-from nbkit.wire.cells import ranks_named
 from nbkit.wire.cluster_end import ClusterEnd
 from nbkit.wire.link import SignedLink, key_of
+from nbkit.wire.messages import (
+    AgentRefused,
+    CellFailed,
+    Death,
+    DismissRank,
+    EndNow,
+    EndOfCluster,
+    EndRank,
+    EndTraining,
+    ForAgent,
+    ForCoordinator,
+    ForHost,
+    HostJoined,
+    HostsTried,
+    HostUnfit,
+    InterruptRank,
+    InUse,
+    Listen,
+    Listening,
+    PassedOn,
+    RankEnded,
+    RankIsDead,
+    RankPlaced,
+    RankSaid,
+    RankStarted,
+    ReplacementNoted,
+    StartFailed,
+    StartRank,
+    StartRanks,
+    TellRank,
+    ToldToEnd,
+    TrainingEnded,
+    TryHosts,
+    deliver,
+    handles,
+)
 from nbkit.wire.processes import Process, followers
 
 
 class ConnectedHost:
-    """A host whose agent has connected.
+    """A host whose agent has connected. facts: what it reported about itself, None until it has."""
 
-    facts: what it reported about itself. has_taken_place: it was in reserve before.
-    """
+    def __init__(self, link: SignedLink[ForAgent | ForHost, ForCoordinator]) -> None:
+        self.link = link
+        self._facts: HostJoined | None = None
 
-    def __init__(self, link: SignedLink) -> None:
-        self.link, self.has_taken_place = link, False
-        self.facts: dict[str, Any] = {}
+    @property
+    def has_joined(self) -> bool:
+        return self._facts is not None
+
+    @property
+    def facts(self) -> HostJoined:
+        """The report of the agent, once it has joined, with later changes of devices."""
+        assert self._facts is not None
+        return self._facts
+
+    @facts.setter
+    def facts(self, facts: HostJoined) -> None:
+        self._facts = facts
 
     @property
     def name(self) -> str:
-        return str(self.facts["host"])
+        return self.facts.host
 
 
 class Places:
     """The hosts of a cluster and the ranks that they hold.
 
-    counts: ranks of each host. The last `spare_hosts` of them hold none until they replace another host.
-    hosts: index -> host, for those that are there.
+    counts: ranks of each host. hosts: index -> host, for those that are there.
     """
 
-    def __init__(self, counts: Sequence[int], spare_hosts: int) -> None:
-        self.total, self.counts = len(counts), tuple(counts[: len(counts) - spare_hosts])
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = tuple(counts)
         self.hosts: dict[int, ConnectedHost] = {}
-        self._facts: list[dict[str, Any]] = []  # of the hosts that hold ranks, once all have joined
+        self._settled: list[ConnectedHost] = []  # once all have joined
 
     @property
-    def hold_ranks(self) -> bool:
-        """Return True if any host is left that holds ranks."""
-        return any(index < len(self.counts) for index in self.hosts)
-
-    @property
-    def in_reserve(self) -> list[ConnectedHost]:
-        return [host for index, host in sorted(self.hosts.items()) if index >= len(self.counts)]
+    def total(self) -> int:
+        return len(self.counts)
 
     def ranks_of(self, index: int) -> range:
-        """Return the ranks of a host. A host in reserve has none."""
+        """Return the ranks of a host."""
         base = sum(self.counts[:index])
-        return range(base, base + (self.counts[index] if index < len(self.counts) else 0))
+        return range(base, base + self.counts[index])
 
-    def settle(self) -> list[dict[str, Any]]:
+    def settle(self) -> list[HostJoined]:
         """Return what the hosts reported about themselves, in order. Call it when all have joined."""
-        facts = [self.hosts[index].facts for index in range(self.total)]
-        self._facts = facts[: len(self.counts)]
-        return facts
+        self._settled = [self.hosts[index] for index in range(self.total)]
+        return [host.facts for host in self._settled]
 
-    def placed(self, host: ConnectedHost, rank: int, label: str, reason: str, spares: Sequence[str]) -> None:
+    def placed(self, host: ConnectedHost, placed: RankPlaced) -> None:
         """Record the device of a rank, which may have gone to a spare device of its host."""
-        at = rank - self.ranks_of(host.facts["index"]).start
-        host.facts["labels"][at], host.facts["reasons"][at] = label, reason
-        host.facts["spares"] = list(spares)
-
-    def take_place(self, index: int) -> ConnectedHost | None:
-        """Let a host in reserve replace the host with that index, which is gone. Return it, or None if there is none.
-
-        The first host cannot be replaced: its parent decides who is replaced, and the store of the world is there.
-        """
-        count = len(self.ranks_of(index))
-        fit = [host for host in self.in_reserve if len(host.facts["labels"]) >= count]
-        if not fit or index == 0 or 0 not in self.hosts:
-            return None
-        host = self.hosts[index] = self.hosts.pop(fit[0].facts["index"])
-        facts = self._facts[index] = host.facts
-        facts |= {"index": index, "spares": [*facts["labels"][count:], *facts["spares"]]}
-        facts |= {key: facts[key][:count] for key in ("labels", "reasons")}
-        host.has_taken_place = True
-        host.link.send(event="take_place", base=self.ranks_of(index).start, count=count)
-        return host
+        facts = host.facts
+        at = placed.rank - self.ranks_of(facts.index).start
+        labels, reasons = [*facts.labels], [*facts.reasons]
+        labels[at], reasons[at] = placed.label, placed.reason
+        host.facts = replace(facts, labels=tuple(labels), reasons=tuple(reasons), spares=placed.spares)
 
     def shown(self, state: StartProgress) -> StartProgress:
-        """Return `state` with the devices of the ranks and the reserve."""
-        return progress.with_devices(state, self._facts, [host.name for host in self.in_reserve])
+        """Return `state` with the devices of the ranks and those in reserve."""
+        return progress.with_devices(state, [host.facts for host in self._settled])
 
 
 _SHOWN = 4
@@ -131,29 +155,29 @@ class Reachability:
     def __init__(self, hosts: Sequence[ConnectedHost]) -> None:
         self._hosts = hosts
         self._places: dict[int, tuple[str, int]] = {}
-        self._failed: dict[int, list[tuple[int, str]]] = {}
+        self._failed: dict[int, tuple[tuple[int, str], ...]] = {}
         for host in hosts:
-            host.link.send(event="listen")
+            host.link.send(Listen())
 
     @property
     def answered(self) -> list[ConnectedHost]:
         """Return the hosts that have reported what they found."""
         return [self._hosts[number] for number in sorted(self._failed)]
 
-    def listens(self, host: ConnectedHost, message: dict[str, Any]) -> None:
+    def listens(self, host: ConnectedHost, at: Listening) -> None:
         """Record that a host listens. Once all do, tell each one which hosts to try."""
-        self._places[host.facts["index"]] = message["address"], message["port"]
+        self._places[host.facts.index] = at.address, at.port
         if len(self._places) == len(self._hosts):
             for number, each in enumerate(self._hosts):
                 tried = hosts_to_try(number, len(self._hosts))
-                each.link.send(event="reach", places=[(other, *self._places[other]) for other in tried])
+                each.link.send(TryHosts(tuple((other, *self._places[other]) for other in tried)))
 
-    def reached(self, host: ConnectedHost, message: dict[str, Any]) -> bool:
+    def reached(self, host: ConnectedHost, tried: HostsTried) -> bool:
         """Record what a host found. Return True if all have answered.
 
         Raises ClusterError if all have answered and one cannot connect to another.
         """
-        self._failed[host.facts["index"]] = [(number, why) for number, why in message["unanswered"]]
+        self._failed[host.facts.index] = tried.unanswered
         if len(self._failed) < len(self._hosts):
             return False
         ways = [(source, *to) for source in sorted(self._failed) for to in self._failed[source]]
@@ -202,28 +226,28 @@ class Fit:
 class Gathering:
     """Waits for all agents and compares their hosts.
 
-    places: it fills them. port: where this process listens for agents, at the starter's address.
+    places: it fills them. port: where this process listens for agents, at the launcher's address.
     """
 
-    def __init__(self, starter: Starter, places: Places, port: int) -> None:
-        self._starter, self._places, self._port = starter, places, port
+    def __init__(self, driver: LauncherDriver, places: Places, port: int) -> None:
+        self._driver, self._places, self._port = driver, places, port
         self._first_sign = 0.0
         self._refused: list[str] = []  # refused agents, with reasons
         self._fit: Fit | None = None  # once they are compared
         self._reachability: Reachability | None = None
 
-    def join(self, host: ConnectedHost, facts: dict[str, Any]) -> str:
+    def join(self, host: ConnectedHost, facts: HostJoined) -> str:
         """Record that an agent is ready. Return why it is refused, "" if it is not.
 
         If two agents have the same number, the second is refused. Raises ClusterError if all are there but do not fit
         together.
         """
-        index, total = facts["index"], self._places.total
+        index, total = facts.index, self._places.total
         self._first_sign = self._first_sign or time.monotonic()
         if (first := self._places.hosts.get(index)) is not None:
-            why = f"an agent on {facts['host']} came as host {index} of {total}, which {first.name} is already"
+            why = f"an agent on {facts.host} came as host {index} of {total}, which {first.name} is already"
             print(f"{time.strftime('%H:%M:%S')} coordinator: {why}: refused", flush=True)
-            host.link.send(event="refused", why=why)
+            host.link.send(AgentRefused(why))
             self._refused.append(why)
             return why
         host.facts = facts
@@ -234,23 +258,23 @@ class Gathering:
             self._reachability = Reachability([self._places.hosts[number] for number in range(total)])
         return ""
 
-    def hear(self, host: ConnectedHost, message: dict[str, Any]) -> Fit | None:
-        """Record where an agent listens, or what it found.
-
-        Return the settings to start with, once all hosts fit together. Raises ClusterError if a host cannot connect to
-        another one.
-        """
+    def listens(self, host: ConnectedHost, at: Listening) -> None:
+        """Record where an agent listens."""
         assert self._reachability is not None
-        if message["event"] == "listens":
-            self._reachability.listens(host, message)
+        self._reachability.listens(host, at)
+
+    def reached(self, host: ConnectedHost, tried: HostsTried) -> Fit | None:
+        """Record what an agent found. Return the settings to start with, once all hosts fit together.
+
+        Raises ClusterError if a host cannot connect to another one.
+        """
+        assert self._reachability is not None and self._fit is not None
+        if not self._reachability.reached(host, tried):
             return None
-        if not self._reachability.reached(host, message):
-            return None
-        assert self._fit is not None
         refused = (f"{why}: it was refused" for why in self._refused)
         return replace(self._fit, notes=(*self._fit.notes, *refused))
 
-    def progress(self, seen: LauncherView) -> StartProgress:
+    def progress(self, seen: LauncherStatus) -> StartProgress:
         """Return how far the start is.
 
         seen: the launcher's view. Raises ClusterError when nothing is left to wait for.
@@ -260,43 +284,45 @@ class Gathering:
         if seen.state == "over":
             raise ClusterError(
                 f"{seen.words[:1].upper()}{seen.words[1:]} before the cluster was ready.",
-                numbers=self._starter.log() or "its output is not here, or empty",
+                numbers=self._driver.log() or "its output is not here, or empty",
                 hint="%cluster start   again",
             )
-        if seen.state == "running":
+        if seen.state == "pending":  # a host may still wait in a queue while others have answered
+            self._first_sign = 0.0
+        elif seen.state == "running":
             self._first_sign = self._first_sign or time.monotonic()
         if self._first_sign and time.monotonic() - self._first_sign > ANSWER_SECONDS:
             raise self._unanswered()
-        if seen.state == "pending":
+        if seen.state == "pending" and not self._places.hosts:
             return StartProgress("waiting", seen.words)
         answered = f"{len(self._places.hosts)} of {self._places.total} hosts have answered"
         return StartProgress("starting", f"{seen.words}; {answered}")
 
     def lost(self, host: ConnectedHost) -> ClusterError:
         """Handle that a joined host, or its agent, is gone."""
-        index, gone = host.facts["index"], "does not answer any more" if host.link.broke else "has lost its agent"
+        index, gone = host.facts.index, "does not answer any more" if host.link.broke else "has lost its agent"
         return ClusterError(
             f"The host {host.name} {gone}: the cluster was starting.",
-            numbers=self._starter.log() or f"it had joined as host {index}, with {self._starter.counts[index]} ranks",
+            numbers=self._driver.log() or f"it had joined as host {index}, with {self._driver.counts[index]} ranks",
             hint="%cluster start   again",
         )
 
     def _compared(self) -> Fit:
         facts = self._places.settle()
-        check_versions({one["host"]: one["versions"] for one in facts})
-        differ = notes_on({one["host"]: one["driver"] for one in facts}, {one["host"]: one["ahead"] for one in facts})
-        devices = {one["host"]: one["device"] for one in facts}
+        check_versions({one.host: one.versions for one in facts})
+        differ = notes_on({one.host: one.driver for one in facts}, {one.host: one.ahead for one in facts})
+        devices = {one.host: one.device for one in facts}
         if len(set(devices.values())) > 1:
             raise ClusterError(
                 "Some hosts have GPUs for the ranks, and some have not.",
                 numbers=", ".join(f"{host}: {device}" for host, device in devices.items()),
                 hint="--cpu   or   hosts that are alike",
             )
-        notes = (*(f"{one['host']}: {note}" for one in facts for note in one["notes"]), *differ)
+        notes = (*(f"{one.host}: {note}" for one in facts for note in one.notes), *differ)
         return Fit(
-            backend="nccl" if all(one["backend"] == "nccl" for one in facts) else "gloo",
-            device=facts[0]["device"],
-            addresses=tuple(sorted({address for one in facts for address in one["addresses"]})),
+            backend="nccl" if all(one.backend == "nccl" for one in facts) else "gloo",
+            device=facts[0].device,
+            addresses=tuple(sorted({address for one in facts for address in one.addresses})),
             notes=notes,
         )
 
@@ -309,8 +335,8 @@ class Gathering:
             return ClusterError(what, numbers="; ".join(self._refused), hint="%cluster start --hosts node1:4,node2:4")
         return ClusterError(
             what,
-            numbers=f"answered: {', '.join(here) or 'none'}; they have to reach {self._starter.address}, port "
-            f"{self._port} and above\n{self._starter.log()}".strip(),
+            numbers=f"answered: {', '.join(here) or 'none'}; they have to reach {self._driver.address}, port "
+            f"{self._port} and above\n{self._driver.log()}".strip(),
             hint="a firewall between the hosts has to let their connections pass",
         )
 
@@ -325,33 +351,33 @@ END_SECONDS = 4.0  # for the agents to end their ranks, before the launcher ends
 class Coordinator:
     """The coordinator; see the module's docstring."""
 
-    def __init__(self, folder: Path, plan: dict[str, Any], starter: Starter) -> None:
-        self.folder, self.plan, self.starter = folder, plan, starter
+    def __init__(self, folder: Path, plan: dict[str, Any], driver: LauncherDriver) -> None:
+        self.folder, self.plan, self.driver = folder, plan, driver
         self.secret = secrets.token_hex(32)
-        self.listener = listen_at(starter.address)
+        self.listener = listen_at(driver.address)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ, None)
-        self.places = Places(starter.counts, starter.spare_hosts)
+        self.places = Places(driver.counts)
         self.hosts = self.places.hosts  # index -> host, of those that have joined
-        self.gathering = Gathering(starter, self.places, self.listener.getsockname()[1])
+        self.gathering = Gathering(driver, self.places, self.listener.getsockname()[1])
         self.dead: set[int] = set()
         self.state = StartProgress("waiting", "the controller starts")
         self.going = False
         self.ending = ""  # why
         self.seen = time.monotonic()
-        self.looked, self.look = 0.0, LauncherView("pending", "")
+        self.looked, self.look = 0.0, LauncherStatus("pending", "")
         self.told = ""  # why trainings are to end
         self.taken_away = False  # the hosts: their ranks end too
         self.controller: Process | None = None
         # The notebook, whose end gives up a start, unless it does not wait for it.
-        self._launcher = None if plan["detached"] else Process(**plan["launcher"])
+        self._notebook = None if plan["detached"] else Process(**plan["notebook"])
 
     def run(self) -> None:
         """Run until the cluster has ended."""
         signal.signal(signal.SIGTERM, lambda *_: self.end("the cluster was stopped"))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            self.starter.start(self._payload())
+            self.driver.start(self._payload())
             while not self.ending:
                 for key, _ in self.selector.select(TICK_SECONDS):
                     self._accept() if key.data is None else self._hear(key.data)
@@ -368,16 +394,16 @@ class Coordinator:
             time.sleep(0.01)
             if self.ending or self._is_given_up():
                 raise ClusterError("The start was given up.")
+        request = self.plan["request"]
         return json.dumps(
             {
                 "name": self.plan["name"],
-                "address": self.starter.address,
+                "address": self.driver.address,
                 "port": self.listener.getsockname()[1],
                 "secret": self.secret,
-                "counts": list(self.starter.counts),
-                "cpu": self.starter.cpu,
-                "spares": self.plan["request"]["spares"],
-                "spare_hosts": self.starter.spare_hosts,
+                "counts": list(self.driver.counts),
+                "cpu": request["cpu"],
+                "spares": request["spares"],
                 "cwd": self.plan["cwd"],
                 "environment": self.plan["environment"],
                 "engine": json.loads(path.read_text()),
@@ -385,7 +411,7 @@ class Coordinator:
         )
 
     def _is_given_up(self) -> bool:
-        return self._launcher is not None and not self._launcher.is_alive()
+        return self._notebook is not None and not self._notebook.is_alive()
 
     def _find_controller(self) -> Process | None:
         if self.controller is None:
@@ -410,51 +436,87 @@ class Coordinator:
         messages = host.link.receive()
         if messages is None:
             self.selector.unregister(host.link.sock)
+            if host.link.refused and not self.going:
+                raise ClusterError(
+                    "A host has another release of nbkit than this notebook.",
+                    numbers=f"{host.link.sock.getpeername()[0]}: {host.link.refused.numbers}",
+                    hint="use one environment everywhere: --python PATH names the one on the hosts",
+                )
             host.link.sock.close()
-            if host.facts:
+            if host.has_joined:
                 self._lost(host)
             return
         for message in messages:
-            self._heard(host, message)
+            deliver(message, self, host)
 
-    def _heard(self, host: ConnectedHost, message: dict[str, Any]) -> None:
-        event = message["event"]
-        if event == "joined":
-            why = self.gathering.join(host, message)
-            if why and self.going:
-                self._show(replace(self.state, notes=(*self.state.notes, f"{why}: it was refused")))
-        elif event in ("listens", "reached"):
-            if (fit := self.gathering.hear(host, message)) is not None:
-                self._begin(fit)
-        elif event == "refused":
-            raise ClusterError(
-                f"{message['host']}: {message['what']}", numbers=message["numbers"], hint=message["hint"]
-            )
-        elif event == "start_failed":
-            log = "\n    ".join(message["log"] or ["(its log is empty)"])
-            raise ClusterError(
-                f"Rank {message['rank']} on {host.name} ended while the cluster was starting.",
-                numbers=f"{message['how']}; the last lines of its log:\n    {log}",
-                hint=f"nbkit doctor   (in a terminal on {host.name}) says what is missing",
-            )
-        elif event == "seen":
-            self.seen = time.monotonic()
-        elif event == "died":
-            self._died(message, host)
-        elif event == "note":
-            self._write_end(message)
-        elif event in ("started", "of_rank", "placed", "lost"):
-            if event == "placed":
-                self.places.placed(host, message["rank"], message["label"], message["reason"], message["spares"])
-            if event == "placed" or host.has_taken_place:
-                self._show(self.places.shown(self.state))
-            self._to_first(message)
-        elif event == "told_to_end":
-            self._end_in_order()
-        elif event == "training_ended":
-            self._training_ended(message)
-        else:  # failed; interrupt and end go to whoever has that rank
-            self._pass_on(message, host)
+    @handles(HostJoined)
+    def _on_joined(self, facts: HostJoined, host: ConnectedHost) -> None:
+        why = self.gathering.join(host, facts)
+        if why and self.going:
+            self._show(replace(self.state, notes=(*self.state.notes, f"{why}: it was refused")))
+
+    @handles(Listening)
+    def _on_listening(self, at: Listening, host: ConnectedHost) -> None:
+        self.gathering.listens(host, at)
+
+    @handles(HostsTried)
+    def _on_tried(self, tried: HostsTried, host: ConnectedHost) -> None:
+        if (fit := self.gathering.reached(host, tried)) is not None:
+            self._begin(fit)
+
+    @handles(HostUnfit)
+    def _on_unfit(self, unfit: HostUnfit, _: ConnectedHost) -> None:
+        raise ClusterError(f"{unfit.host}: {unfit.what}", numbers=unfit.numbers, hint=unfit.hint)
+
+    @handles(StartFailed)
+    def _on_start_failed(self, failed: StartFailed, host: ConnectedHost) -> None:
+        log = "\n    ".join(failed.log or ["(its log is empty)"])
+        raise ClusterError(
+            f"Rank {failed.rank} on {host.name} ended while the cluster was starting.",
+            numbers=f"{failed.how}; the last lines of its log:\n    {log}",
+            hint=f"nbkit doctor   (in a terminal on {host.name}) says what is missing",
+        )
+
+    @handles(InUse)
+    def _on_use(self, _: InUse, __: ConnectedHost) -> None:
+        self.seen = time.monotonic()
+
+    @handles(RankIsDead)
+    def _on_rank_is_dead(self, message: RankIsDead, host: ConnectedHost) -> None:
+        self._died(message.death, host)
+
+    @handles(ReplacementNoted)
+    def _on_replacement(self, noted: ReplacementNoted, _: ConnectedHost) -> None:
+        self._write_end(noted.end)
+
+    @handles(RankPlaced)
+    def _on_placed(self, placed: RankPlaced, host: ConnectedHost) -> None:
+        self.places.placed(host, placed)
+        self._show(self.places.shown(self.state))
+        self._to_first(placed)
+
+    @handles(RankStarted, RankSaid)
+    def _to_first(self, message: PassedOn, _: ConnectedHost | None = None) -> None:
+        """Send a message to the first host's parent, which decides who is replaced."""
+        if first := self.hosts.get(0):
+            first.link.send(message)
+
+    @handles(RankEnded)
+    def _on_ended(self, ended: RankEnded, _: ConnectedHost) -> None:
+        if 0 in self.hosts:
+            self._to_first(ended)
+        else:  # without the first host no rank is replaced
+            self._died(ended.death, None, unregister=True)
+
+    @handles(CellFailed, InterruptRank, EndRank, StartRank, TellRank, DismissRank)
+    def _on_message_for_others(self, message: PassedOn, source: ConnectedHost) -> None:
+        self._pass_on(message, source)
+
+    def _pass_on(self, message: ForHost, source: ConnectedHost | None = None) -> None:
+        """Send a message to all hosts but its source. A host acts on what is about its ranks."""
+        for host in self.hosts.values():
+            if host is not source:
+                host.link.send(message)
 
     def _begin(self, fit: Fit) -> None:
         """Let the hosts fork their ranks. Call it when all are there and fit together."""
@@ -462,49 +524,29 @@ class Coordinator:
         self.going, self.seen = True, time.monotonic() + RANKS_SECONDS
         self.looked = 0.0  # as it runs: when its time is over, and how often it was put back in the queue before
         for host in self.hosts.values():
-            host.link.send(event="go", backend=fit.backend, device=fit.device, addresses=fit.addresses)
+            host.link.send(StartRanks(fit.backend, fit.device, fit.addresses))
         self._show(self.places.shown(StartProgress("forked", notes=fit.notes, backend=fit.backend)))
 
-    def _pass_on(self, message: dict[str, Any], source: ConnectedHost | None) -> None:
-        for host in self.hosts.values():
-            if host is not source:
-                host.link.send(**message)
-
-    def _died(self, death: dict[str, Any], source: ConnectedHost | None, *, unregister: bool = False) -> None:
+    def _died(self, death: Death, source: ConnectedHost | None, *, unregister: bool = False) -> None:
         """Handle the death of a rank: write it down for the notebook, and tell the other hosts."""
-        self.dead.add(death["rank"])
-        record = self._write_end(death)
+        self.dead.add(death.rank)
+        self._write_end(death)
         if self.taken_away:  # the other ranks end by themselves, and may still be saving
             return
         for index, host in enumerate(host for host in self.hosts.values() if host is not source):
-            host.link.send(event="died", unregister=unregister and index == 0, **record)
+            host.link.send(RankIsDead(death, unregister=unregister and index == 0))
 
-    def _write_end(self, death: dict[str, Any]) -> dict[str, Any]:
-        """Write down, for the notebook, that a rank has ended and what has replaced it. Return that record."""
-        record = {key: value for key, value in death.items() if key != "event"}
-        path = self.folder / f"rank{death['rank']}.end.json"
-        scratch = path.with_suffix(".tmp")
+    def _write_end(self, death: Death) -> None:
+        """Write the report of a death for the notebook. It is a RankEnd if the rank is replaced."""
         with suppress(OSError):  # the folder goes with the cluster
-            scratch.write_text(json.dumps(record))
-            scratch.replace(path)
-        return record
-
-    def _to_first(self, message: dict[str, Any]) -> None:
-        """Send a message to the first host's parent, which decides who is replaced. Without it no rank is replaced."""
-        if first := self.hosts.get(0):
-            first.link.send(**message)
-        elif message["event"] == "lost":
-            self._died(message, None, unregister=True)
+            cluster_end.write_rank(self.folder, death)
 
     def _lost(self, host: ConnectedHost) -> None:
         """Handle a closed line to an agent: its ranks are gone or out of reach."""
-        index = host.facts["index"]
+        index = host.facts.index
         self.hosts.pop(index, None)
         if not self.going:
             raise self.gathering.lost(host)
-        if index >= len(self.places.counts):  # it was in reserve
-            self._show(self.places.shown(self.state))
-            return
         left = [rank for rank in self.places.ranks_of(index) if rank not in self.dead]
         self.looked = 0.0
         seen = self._look()
@@ -514,34 +556,12 @@ class Coordinator:
         if seen.state == "over" or (self.taken_away and seen.state == "ending"):
             how = seen.words
         # The host's cells are unknown here; each other rank is released from the cells it shares with the dead ones.
-        about = {"pid": 0, "how": how, "when": time.time(), "cells": None, "failed": ""}
-        stays = not self.taken_away and not self.dead and seen.state not in ("ending", "over")
-        if stays and (spare := self.places.take_place(index)) is not None:
-            self._put_in_place(spare, host, about)
-            return
         for rank in left:
-            self._died({"rank": rank, **about}, host, unregister=True)
-        if not self.places.hold_ranks:
+            self._died(Death(rank, how, time.time()), host, unregister=True)
+        if not self.hosts:
             if (end := cluster_end.read(self.folder)) is not None:
                 cluster_end.write(self.folder, replace(end, why=how, again=seen.again))
             self.end(how)
-
-    def _put_in_place(self, spare: ConnectedHost, gone: ConnectedHost, about: dict[str, Any]) -> None:
-        """Let a host in reserve take over the ranks of a host that is gone. The first host's parent has them started.
-
-        about: what is reported about their deaths. If they are in no training that goes on, that parent declares them
-        dead.
-        """
-        ranks = self.places.ranks_of(spare.facts["index"])
-        left = len(self.places.in_reserve)
-        said = (
-            f"{ranks_named([*ranks]).lower()} {'is' if len(ranks) == 1 else 'are'} on the spare host {spare.name} now, "
-            f"in the place of {gone.name}; {left or 'no'} spare host{'s are' if left > 1 else ' is'} left"
-        )
-        print(f"{time.strftime('%H:%M:%S')} coordinator: {about['how']}: {said}", flush=True)
-        for rank in ranks:
-            self._to_first({"event": "lost", "rank": rank, **about})
-        self._to_first({"event": "placed", "rank": ranks[0], "said": said})
 
     # Hosts that are taken away --------------------------------------------------------------------------------------
 
@@ -552,40 +572,41 @@ class Coordinator:
         if time.time() >= self.look.save_at and self.look.why != self.told:
             self.looked = 0.0  # a limit may have been changed since
             if time.time() >= self._look().save_at:
-                self._tell(self.look.why, "end_training")
+                self._tell(EndTraining(self.look.why))
         elif self.told and time.time() < self.look.save_at:
             print(f"{time.strftime('%H:%M:%S')} coordinator: there is time again", flush=True)
             self.told = ""
             cluster_end.take_back(self.folder)
-            self._pass_on({"event": "end_training", "why": ""}, None)
+            self._pass_on(EndTraining(""))
 
-    def _end_in_order(self) -> None:
-        """Handle that a host was told to end by SIGTERM. The launcher knows why."""
+    @handles(ToldToEnd)
+    def _on_told_to_end(self, _: ToldToEnd, __: ConnectedHost) -> None:
+        """Have all hosts end in order. The launcher knows why."""
         if self.taken_away:
             return
         self.taken_away, self.looked = True, 0.0
         seen = self._look()
         why = seen.words if seen.state in ("ending", "over") else seen.why if time.time() >= seen.save_at else ""
-        self._tell(why or "the hosts of the cluster were told to end (SIGTERM)", "end_in_order")
+        self._tell(EndOfCluster(why or "the hosts of the cluster were told to end (SIGTERM)"))
 
-    def _tell(self, why: str, event: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} coordinator: {why}: trainings are saved and end", flush=True)
-        self.told = why
-        end = cluster_end.read(self.folder) or ClusterEnd(why)
-        cluster_end.write(self.folder, replace(end, why=why, again=self.look.again))
-        self._pass_on({"event": event, "why": why}, None)
+    def _tell(self, message: EndTraining | EndOfCluster) -> None:
+        print(f"{time.strftime('%H:%M:%S')} coordinator: {message.why}: trainings are saved and end", flush=True)
+        self.told = message.why
+        end = cluster_end.read(self.folder) or ClusterEnd(message.why)
+        cluster_end.write(self.folder, replace(end, why=message.why, again=self.look.again))
+        self._pass_on(message)
 
-    def _training_ended(self, message: dict[str, Any]) -> None:
+    @handles(TrainingEnded)
+    def _on_training_ended(self, ended: TrainingEnded, _: ConnectedHost) -> None:
         """Write the end of a training here too: the ranks' folder is another one, and is removed with them."""
-        why, again = self.told or message["why"], self.look.again
-        cluster_end.write(self.folder, ClusterEnd(why, message["step"], message["saved"], again))
+        cluster_end.write(self.folder, ClusterEnd(self.told or ended.why, ended.step, ended.saved, self.look.again))
 
     # Life ---------------------------------------------------------------------------------------------------------
 
-    def _look(self) -> LauncherView:
+    def _look(self) -> LauncherStatus:
         often = SELDOM_SECONDS if self.going else LOOK_SECONDS
         if time.monotonic() - self.looked > often:
-            self.looked, self.look = time.monotonic(), self.starter.look()
+            self.looked, self.look = time.monotonic(), self.driver.status()
         return self.look
 
     def _watch(self) -> None:
@@ -593,7 +614,7 @@ class Coordinator:
         if controller and not controller.is_alive() and not self.taken_away:
             if self.going and self.hosts:  # trainings are saved, and the end of the last host's ranks is the cluster's
                 self.taken_away = True
-                self._tell("the controller of the cluster has ended", "end_in_order")
+                self._tell(EndOfCluster("the controller of the cluster has ended"))
             else:
                 self.end("the controller is gone")
         elif not self.going and self._is_given_up():
@@ -622,7 +643,7 @@ class Coordinator:
 
     def _finish(self) -> None:
         print(f"{time.strftime('%H:%M:%S')} coordinator: ending the cluster: {self.ending}", flush=True)
-        self._pass_on({"event": "end_all", "why": self.ending}, None)
+        self._pass_on(EndNow(self.ending))
         if self.state.phase != "over":
             self._show(StartProgress("over", self.ending))
         deadline = time.monotonic() + END_SECONDS
@@ -630,10 +651,10 @@ class Coordinator:
             for key, _ in self.selector.select(TICK_SECONDS):
                 if key.data is not None and key.data.link.receive() is None:
                     self.selector.unregister(key.data.link.sock)
-                    self.hosts.pop(key.data.facts.get("index", -1), None)
-        self.starter.end()
+                    self.hosts.pop(key.data.facts.index if key.data.has_joined else -1, None)
+        self.driver.stop()
         # Who waits for the start is told why it failed, and ends the controller itself.
-        if self.controller and (self.going or self._launcher is None or self._is_given_up()):
+        if self.controller and (self.going or self._notebook is None or self._is_given_up()):
             self.controller.end(signal.SIGTERM)
             deadline = time.monotonic() + END_SECONDS
             while self.controller.is_alive() and time.monotonic() < deadline:
@@ -647,9 +668,10 @@ def main() -> None:
     folder = Path(sys.argv[1])
     plan = json.loads((folder / "hosts.json").read_text())
     os.umask(0o077)
+    forget_mpi(os.environ)  # what launchers start inherits this environment
     try:
-        starter = starter_of(loaded(plan["request"]), folder)
-        coordinator = Coordinator(folder, plan, starter)
+        driver = LauncherDriver(loaded(plan["request"]), folder)
+        coordinator = Coordinator(folder, plan, driver)
     except NbkitError as error:
         progress.write(
             folder, StartProgress("over", error.what, what=error.what, numbers=error.numbers, hint=error.hint)

@@ -23,9 +23,8 @@ from nbkit.errors import ClusterError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.cells.client import Client
 from nbkit.notebook.cluster.hosts import progress
-from nbkit.notebook.cluster.hosts.launchers.choose_launcher import starter_of
-from nbkit.notebook.cluster.hosts.progress import LiveLine, StartProgress
-from nbkit.notebook.cluster.hosts.start_request import Request, saved
+from nbkit.notebook.cluster.hosts.launcher import LauncherDriver, StartRequest, saved
+from nbkit.notebook.cluster.hosts.progress import StartProgress
 from nbkit.notebook.cluster.launch.launch import (
     START_SECONDS,
     connect,
@@ -42,6 +41,7 @@ from nbkit.notebook.cluster.registry import DETACHED, ClusterEntry
 from nbkit.notebook.cluster.world_generation import form
 from nbkit.notebook.user_files import uninterrupted
 from nbkit.wire.cells import ranks_named
+from nbkit.wire.messages import GetStatus
 from nbkit.wire.own_modules import OWN_MODULES
 from nbkit.wire.processes import Process
 
@@ -58,7 +58,7 @@ class CoordinatorLauncher(LocalProcessLauncher):  # type: ignore[misc]
 
 
 def launch_on_hosts(
-    name: str, request: Request, ttl: float, options: dict[str, object]
+    name: str, request: StartRequest, ttl: float, options: dict[str, object]
 ) -> tuple[ClusterEntry, Client, tuple[str, ...]]:
     """Start cluster `name`. Also return what to tell the user. Waits as long as the job is in the queue.
 
@@ -68,7 +68,7 @@ def launch_on_hosts(
         return reach_on_hosts(begin(ttl, options))
 
 
-def submit_to_hosts(name: str, request: Request, ttl: float, options: dict[str, object]) -> ClusterEntry:
+def submit_to_hosts(name: str, request: StartRequest, ttl: float, options: dict[str, object]) -> ClusterEntry:
     """Request the hosts of cluster `name`, and return when the launcher has done so. No notebook waits for its ranks.
 
     Raises as `launch_on_hosts` does if the request is refused at once.
@@ -91,7 +91,7 @@ def reach_on_hosts(entry: ClusterEntry) -> tuple[ClusterEntry, Client, tuple[str
         client = _connected(entry, time.monotonic() + START_SECONDS)
         forked = _await_ranks(entry, client, line)
         entry = replace(entry, backend=forked.backend, labels=forked.labels, reasons=forked.reasons)
-        entry = replace(entry, spares=forked.spares, spare_hosts=forked.spare_hosts)
+        entry = replace(entry, spares=forked.spares)
         entry = with_ranks(entry, client, lambda: entry.parent.is_alive() and not any(deaths_in(entry.folder)))
         _form_world(entry, client)
         registry.save(entry)
@@ -110,9 +110,9 @@ def reach_on_hosts(entry: ClusterEntry) -> tuple[ClusterEntry, Client, tuple[str
 
 
 @contextmanager
-def _all_or_nothing(name: str, request: Request) -> Iterator[Callable[[float, dict[str, object]], ClusterEntry]]:
+def _all_or_nothing(name: str, request: StartRequest) -> Iterator[Callable[[float, dict[str, object]], ClusterEntry]]:
     """Yield a function (ttl, options) -> entry that begins cluster `name`. An exception ends all that was begun."""
-    starter = starter_of(request, registry.home() / name)
+    driver = LauncherDriver(request, registry.home() / name)
     folder = make_folder(name)
     coordinator = CoordinatorLauncher(
         work_dir=os.getcwd(),
@@ -121,7 +121,7 @@ def _all_or_nothing(name: str, request: Request) -> Iterator[Callable[[float, di
         output_file=str(folder / "logs" / "coordinator.log"),
         log=quiet(),
     )
-    controller = controller_launcher(folder, name, starter.address)
+    controller = controller_launcher(folder, name, driver.address)
 
     def begin(ttl: float, options: dict[str, object]) -> ClusterEntry:
         _write_plan(folder, name, request, ttl, detached=DETACHED in options)
@@ -129,7 +129,7 @@ def _all_or_nothing(name: str, request: Request) -> Iterator[Callable[[float, di
         controller.start()
         process = Process.of(controller.pid)
         (folder / "controller.json").write_text(json.dumps(asdict(process)))
-        n = sum(starter.counts[: len(starter.counts) - starter.spare_hosts])
+        n = request.num_ranks
         entry = ClusterEntry(
             name=name,
             host=socket.gethostname(),
@@ -159,13 +159,13 @@ def _all_or_nothing(name: str, request: Request) -> Iterator[Callable[[float, di
         raise
 
 
-def _write_plan(folder: Path, name: str, request: Request, ttl: float, *, detached: bool) -> None:
+def _write_plan(folder: Path, name: str, request: StartRequest, ttl: float, *, detached: bool) -> None:
     plan = {
         "name": name,
         "request": saved(request),
         "ttl": ttl,
         "detached": detached,
-        "launcher": asdict(Process.of(os.getpid())),
+        "notebook": asdict(Process.of(os.getpid())),
         "cwd": os.getcwd(),
         "environment": environment_of_ranks(),
         "engine_file": str(folder / "profile" / "security" / f"ipcontroller-{name}-engine.json"),
@@ -237,7 +237,8 @@ def _missing(entry: ClusterEntry, client: Client, state: StartProgress) -> Clust
 def _form_world(entry: ClusterEntry, client: Client) -> None:
     try:
         # A notebook that ended while it waited may have formed one.
-        form(client, entry.n, 1 + max(state["generation"] for state in client.ask(range(entry.n), "status").values()))
+        states = client.ask(range(entry.n), GetStatus())
+        form(client, entry.n, 1 + max(state["generation"] for state in states.values()))
     except Exception as error:
         _check(entry)
         raise ClusterError(
@@ -259,3 +260,23 @@ def _give_up(coordinator: int) -> None:
     deadline = time.monotonic() + registry.SPREAD_PATIENCE
     while process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+class LiveLine:
+    """A line of output that is overwritten during a start."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+
+    def show(self, words: str) -> None:
+        """Replace the line."""
+        if words != self._shown:
+            sys.stdout.write(f"\r{words.ljust(len(self._shown))}")
+            sys.stdout.flush()
+            self._shown = words
+
+    def close(self) -> None:
+        """End the line, so that the next output begins a new one."""
+        if self._shown:
+            sys.stdout.write("\n")
+            self._shown = ""

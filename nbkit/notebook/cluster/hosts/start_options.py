@@ -6,145 +6,96 @@ from dataclasses import replace
 from typing import Any
 
 from nbkit.errors import UsageError
-from nbkit.notebook.cluster.hosts.launchers.mpi import nodes_of_job
-from nbkit.notebook.cluster.hosts.launchers.slurm import allocation_here
-from nbkit.notebook.cluster.hosts.launchers.ssh import read_hosts
-from nbkit.notebook.cluster.hosts.start_request import (
-    AllocationRequest,
-    MpiRequest,
-    PluginRequest,
-    Request,
-    SlurmRequest,
-    SshRequest,
-    with_spares,
-)
+from nbkit.notebook.cluster.hosts.launcher import Launcher, StartRequest, built_in, launcher_class
+from nbkit.notebook.cluster.hosts.launchers.slurm import AllocationRequest, SlurmRequest, allocation_here
+
+# The options that not every launcher has, as they are typed: see `Launcher.own_options`.
+_OWN = {
+    "hosts": "--hosts",
+    "nodes": "--nodes",
+    "partition": "--partition",
+    "time": "--time",
+    "save_before": "--save-before",
+    "detach": "--detach",
+    "requeue": "--requeue",
+    "rest": "What follows --",
+}
 
 
-def requested(options: Any) -> Request | None:
+def requested(options: Any) -> StartRequest | None:
     """Return the request for other hosts; None for a cluster on this machine.
 
     Raises UsageError for options that do not fit together.
     """
-    found = _requested(options)
-    if found is not None:
-        found = with_spares(found, options.spares)
-    if options.spare_hosts and not isinstance(found, SshRequest | SlurmRequest):
-        where = "--mpi" if options.mpi else "ranks of this machine" if found is None else "an allocation"
+    launcher = _chosen(options)
+    _check_own_options(options, launcher)
+    found: StartRequest | None = None
+    if launcher is None:
+        if options.n is None and not options.gpus:
+            found = allocation_here(spares=options.spares)
+    elif options.gpus:
         raise UsageError(
-            "--spare-hosts is for --hosts and --slurm.",
-            numbers=f"--spare-hosts {options.spare_hosts}, {where}: what starts those ends with one of its hosts",
-            hint="--hosts node1:4,node2:4,node3:4 --spare-hosts 1   or   --slurm -n 8 --nodes 2 --spare-hosts 1",
+            "On other hosts GPUs are not listed: a rank takes one that is idle.",
+            numbers=f"--gpus {options.gpus}",
+            hint="-n 4 --slurm   or   --hosts node1:4,node2:4   or   --cpu",
         )
-    if not options.container:
-        return found
+    else:
+        found = launcher.request_of(options)
     if found is None:
-        raise UsageError(
-            "--container is for other hosts.",
-            numbers=f"--container {options.container!r}, and ranks of this machine",
-            hint="--slurm -n 4   or   --hosts node1:4   beside it",
-        )
+        _check_here(options)
+        return None
     if options.container.startswith("-") and not isinstance(found, SlurmRequest | AllocationRequest):
         raise UsageError(
             "These are options of srun's, which starts nothing here.",
             numbers=f"--container {options.container!r} without --slurm",
             hint="--container 'apptainer exec torch.sif'",
         )
-    return replace(found, container=options.container)
+    common = {key: getattr(options, key) for key in ("cpu", "python", "container", "spares")}
+    return replace(found, options=options.rest, **common)
 
 
-def _requested(options: Any) -> Request | None:
-    of_slurm = {
-        "--nodes": options.nodes,
-        "--partition": options.partition,
-        "--time": options.time,
-        "--save-before": options.save_before,
-        "--detach": options.detach,
-        "--requeue": options.requeue,
-    }
-    if options.launcher:
-        return _by_plugin(options, of_slurm)
-    if options.slurm and (options.hosts or options.mpi):
-        other = "--hosts" if options.hosts else "--mpi"
-        raise UsageError(
-            "Either Slurm or another starts the ranks.", numbers=f"--slurm and {other}", hint="one of them"
-        )
-    if options.rest and not options.slurm and not options.mpi:
-        raise UsageError(
-            "What follows -- is for --slurm, --mpi or --launcher.",
-            numbers=" ".join(options.rest),
-            hint="%cluster start --slurm -n 4   before it",
-        )
-    for idle, value in of_slurm.items():
-        if value and not options.slurm:
+def _chosen(options: Any) -> type[Launcher] | None:
+    """Return the launcher that the options name; None for this machine."""
+    flags = {"--slurm": options.slurm and "slurm", "--mpi": options.mpi and "mpi", "--launcher": options.launcher}
+    chosen = {flag: launcher_class(name) for flag, name in flags.items() if name}
+    if options.hosts and not any("hosts" in kind.own_options for kind in chosen.values()):
+        chosen["--hosts"] = launcher_class("ssh")
+    if len(chosen) > 1:
+        raise UsageError("One launcher starts the ranks.", numbers=" and ".join(chosen), hint="one of them")
+    return next(iter(chosen.values()), None)
+
+
+def _check_own_options(options: Any, launcher: type[Launcher] | None) -> None:
+    """Raise UsageError for an option that the launcher does not have."""
+    for key, typed in _OWN.items():
+        if not getattr(options, key) or (launcher is not None and key in launcher.own_options):
+            continue
+        takers = [kind.flag for kind in built_in().values() if key in kind.own_options and kind.flag]
+        takers += ["--launcher"] * (key in Launcher.own_options)
+        what = f"{typed} is for {' or '.join(takers)}."
+        if options.launcher:
+            flag = f"--launcher {options.launcher}"
             raise UsageError(
-                f"{idle} is for --slurm.", numbers=f"{idle} without it", hint="%cluster start --slurm -n 4"
+                what,
+                numbers=flag,
+                hint=f"%cluster start {flag} -n 4 -- WORDS   hands the launcher words of its own",
             )
-    here = not (options.slurm or options.hosts or options.mpi)
-    if here and options.n is None and not options.gpus:
-        if found := allocation_here(spares=options.spares):
-            return replace(found, cpu=options.cpu, python=options.python)
-    if here:
-        if options.python:
-            raise UsageError(
-                "--python is for other hosts.", numbers=f"--python {options.python}", hint="--hosts or --slurm"
-            )
-        return None
-    if options.gpus:
         raise UsageError(
-            "On other hosts GPUs are not listed: a rank takes one that is idle.",
-            numbers=f"--gpus {options.gpus}",
-            hint="-n 4 --slurm   or   --hosts node1:4,node2:4   or   --cpu",
+            what,
+            numbers=" ".join(options.rest) if key == "rest" else f"{typed} without it",
+            hint=f"%cluster start {takers[0]} -n 4",
         )
-    if options.mpi:
-        return _over_mpi(options)
-    if options.hosts:
-        hosts = read_hosts(options.hosts)
-        total = sum(count for _, count in hosts[: len(hosts) - max(options.spare_hosts, 0)])
-        if options.n not in (None, total):
-            raise UsageError(
-                "--hosts says how many ranks there are.", numbers=f"-n {options.n}, --hosts {total}", hint="without -n"
-            )
-        return SshRequest(hosts, options.cpu, options.python, spare_hosts=options.spare_hosts)
-    if options.n is None:
-        raise UsageError("How many ranks shall Slurm start?", numbers="no -n", hint="%cluster start --slurm -n 4")
-    asked = SlurmRequest(
-        options.n, options.nodes, options.partition, options.time, options.cpu, options.rest, options.python,
-        requeue=options.requeue, spare_hosts=options.spare_hosts,
-    )  # fmt: skip
-    return asked if options.save_before is None else replace(asked, save_before=options.save_before)
 
 
-def _by_plugin(options: Any, of_slurm: dict[str, Any]) -> PluginRequest:
-    """Return the request for a launcher from another package."""
-    others = [name for name in ("slurm", "hosts", "mpi", "gpus") if getattr(options, name)]
-    others += [name.removeprefix("--") for name, value in of_slurm.items() if value and name != "--nodes"]
-    if others:
+def _check_here(options: Any) -> None:
+    """Raise UsageError for options of other hosts, for ranks of this machine."""
+    if options.python:
         raise UsageError(
-            f"--{others[0]} is not for --launcher.",
-            numbers=f"--launcher {options.launcher} and --{others[0]}",
-            hint=f"%cluster start --launcher {options.launcher} -n 4 -- WORDS   hands the launcher words of its own",
+            "--python is for other hosts.", numbers=f"--python {options.python}", hint="--hosts or --slurm"
         )
-    if options.n is None:
+    if options.container:
         raise UsageError(
-            f"How many ranks shall {options.launcher} start?",
-            numbers="no -n",
-            hint=f"%cluster start --launcher {options.launcher} -n 4",
+            "--container is for other hosts.",
+            numbers=f"--container {options.container!r}, and ranks of this machine",
+            hint="--slurm -n 4   or   --hosts node1:4   beside it",
         )
-    return PluginRequest(options.launcher, options.n, options.nodes, options.cpu, tuple(options.rest), options.python)
-
-
-def _over_mpi(options: Any) -> MpiRequest:
-    """Return the request for mpirun, on the hosts of --hosts, of the surrounding batch job, or on this machine."""
-    hosts = read_hosts(options.hosts) if options.hosts else nodes_of_job()
-    total = sum(count for _, count in hosts)
-    if not hosts and options.n is None:
-        raise UsageError("How many ranks shall mpirun start?", numbers="no -n", hint="%cluster start --mpi -n 4")
-    if hosts and options.n not in (None, total):
-        if options.hosts or options.n % len(hosts):
-            raise UsageError(
-                "The hosts say how many ranks there are.",
-                numbers=f"-n {options.n}; {', '.join(f'{name}:{count}' for name, count in hosts)}",
-                hint="without -n",
-            )
-        hosts = tuple((name, options.n // len(hosts)) for name, _ in hosts)
-    return MpiRequest(hosts or (("localhost", options.n),), options.cpu, options.rest, options.python)

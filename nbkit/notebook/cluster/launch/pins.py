@@ -342,8 +342,7 @@ def repinned(entry: ClusterEntry) -> ClusterEntry:
         told = progress.read(entry.folder)
         if told is None or told.phase != "forked":
             return entry
-        entry = replace(entry, labels=told.labels, reasons=told.reasons)
-        return replace(entry, spares=told.spares, spare_hosts=told.spare_hosts)
+        return replace(entry, labels=told.labels, reasons=told.reasons, spares=told.spares)
     with suppress(OSError, ValueError):
         now = pinning_of(entry)
         labels, reasons = tuple(pin.label for pin in now.pins), tuple(pin.why for pin in now.pins)

@@ -10,8 +10,8 @@ from pathlib import Path
 from nbkit.ipyparallel_private import SYMBOLS as IPYPARALLEL
 from nbkit.ipython_private import SYMBOLS as IPYTHON
 from nbkit.notebook.cluster.cells.connection import Connection
+from nbkit.notebook.cluster.hosts.launcher import StartRequest
 from nbkit.notebook.cluster.hosts.start import launch_on_hosts
-from nbkit.notebook.cluster.hosts.start_request import Request
 from nbkit.notebook.cluster.launch.launch import launch
 from nbkit.notebook.cluster.launch.pins import Pinning
 from nbkit.private_symbols import LACKING, problems
@@ -46,7 +46,7 @@ def _of_ranks(folder: Path) -> list[str]:
     return list(json.loads(path.read_text())) if path.exists() else []
 
 
-def launched_on_hosts(name: str, request: Request, ttl: float, options: dict[str, object]) -> Started:
+def launched_on_hosts(name: str, request: StartRequest, ttl: float, options: dict[str, object]) -> Started:
     began = time.monotonic()
     entry, client, notes = launch_on_hosts(name, request, ttl, options)
     return Started(Connection(entry, client), None, time.monotonic() - began, notes)

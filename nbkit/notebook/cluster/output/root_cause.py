@@ -5,42 +5,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nbkit.errors import CellError, RankDied
+from nbkit.wire import cluster_end
 from nbkit.wire.cells import CellRecord, CellRequest, ranks_named, ranks_text
 from nbkit.wire.cluster_end import HINT, SAVED
-
-
-@dataclass(frozen=True)
-class Death:
-    """The end of a rank's process. how: "SIGKILL", "it exited with code 1", ..."""
-
-    rank: int
-    how: str
-    when: float
-
-
-def ends_in(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield what the parent of the ranks wrote about each ended rank in the cluster's folder.
-
-    The parent writes it before it tells anybody.
-    """
-    for path in folder.glob("rank*.end.json"):
-        with suppress(OSError, ValueError):  # the folder is gone, or the file half written: the next look finds it
-            yield json.loads(path.read_text())
+from nbkit.wire.messages import Death
 
 
 def deaths_in(folder: Path) -> Iterator[Death]:
     """Return the ranks that have ended and are not, and will not be, replaced by another process."""
-    for read in ends_in(folder):
-        if not read.get("replaced"):
-            yield Death(read["rank"], read["how"], read["when"])
+    return (end for end in cluster_end.read_ranks(folder) if not end.replaced)
 
 
 def root_of(records: Mapping[int, CellRecord], deaths: Mapping[int, Death]) -> int | None:

@@ -36,10 +36,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.levers import BUCKET, FIRST_BUCKET
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.device_mesh import Axes, LevelGroups
 from nbkit.rank.torch_private import foreach_copy_
+from nbkit.techniques.exchange import BUCKET, FIRST_BUCKET
 from nbkit.tensor_layout import bounds
 
 

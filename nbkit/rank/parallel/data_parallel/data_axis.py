@@ -13,27 +13,31 @@ With several micro-batches, zero 1 and 2 reduce once, after the last, and hold w
 its bytes for each micro-batch, or once if it keeps the parameters gathered. Frozen parameters are never reduced, and
 are gathered only under zero 3. Under zero 3 the root unit (what no unit holds) is gathered once, not twice. Under
 autocast, parameters that only matrix products read are gathered in its dtype, half the bytes (zero3/unit.py). Gradients
-are reduced in the dtype of the parameters. nbkit.levers can reduce the bytes of zero 0.
+are reduced in the dtype of the parameters. Keys of a strategy can change what zero 0
+sends: nbkit/techniques/.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from nbkit.levers import NONE, Levers
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.data_parallel.buckets import Links
-from nbkit.rank.parallel.data_parallel.ddp import CompressedReplicas, LocalSteps, Replicas, momentum
+from nbkit.rank.parallel.data_parallel.ddp import Replicas, ReplicaSetup
 from nbkit.rank.parallel.data_parallel.zero1_2 import ShardedOptimizer
 from nbkit.rank.parallel.device_mesh import Axes
 from nbkit.rank.parallel.module.copies import homes, is_placeholder, parameter_like, replace_submodule
 from nbkit.rank.parallel.reshard.redistribute import emptied
 from nbkit.rank.parallel.zero3.unit import Casts
 from nbkit.rank.parallel.zero3.zero3 import ShardedParameters
+from nbkit.techniques import GradientExchange, Settings, engine_of, key_of
 from nbkit.tensor_layout import Layout
+
+_PLAIN, _NONE = GradientExchange(), Settings()
 
 
 def data_axis(
@@ -42,7 +46,8 @@ def data_axis(
     axes: Axes,
     *,
     zero: int,
-    levers: Levers = NONE,
+    exchange: GradientExchange = _PLAIN,
+    settings: Mapping[str, Any] = _NONE,
     units: Sequence[nn.Module] = (),
     keep: bool = False,
     ahead: int = 1,
@@ -53,18 +58,18 @@ def data_axis(
 ) -> DataAxis:
     """Give the skeleton `module` memory, and return its data axis. Local; sends nothing.
 
-    layouts: canonical name -> what this rank's tensor parallelism and pipeline left of the global tensor. adaptive: see
-    Options. For zero 3: units: the blocks that are gathered one at a time, in the order in which forward runs them;
-    keep: gather once, in the first forward, and release in `finish` (pipelines, whose forwards precede their
-    backwards); ahead: how many units are gathered before the backward pass comes to them; rooted: names of parameters
-    in units that are gathered with the root, and stay as long; proven: a forward and a backward pass have worked with
-    these units, so that the first need not be watched; casts: parameters that are gathered in the dtype of autocast
-    where that is on.
+    layouts: canonical name -> what this rank's tensor parallelism and pipeline left of the global tensor. exchange,
+    settings: of the strategy. adaptive: see Options. For zero 3: units: the blocks that are gathered one at a time, in
+    the order in which forward runs them; keep: gather once, in the first forward, and release in `finish` (pipelines,
+    whose forwards precede their backwards); ahead: how many units are gathered before the backward pass comes to them;
+    rooted: names of parameters in units that are gathered with the root, and stay as long; proven: a forward and a
+    backward pass have worked with these units, so that the first need not be watched; casts: parameters that are
+    gathered in the dtype of autocast where that is on.
     """
     if zero == 0 or axes.size("shard") == 1:
-        return _replicated(module, layouts, axes, levers, adaptive)
+        return _replicated(module, layouts, axes, exchange, settings, adaptive)
     if zero < 3:
-        return ShardedOptimizer(module, layouts, Links.of(axes), zero=zero, bucket=levers.bucket)
+        return ShardedOptimizer(module, layouts, Links.of(axes), zero=zero, bucket=exchange.bucket)
     links = Links.of(axes)
     return ShardedParameters(
         module, layouts, links, units=units, keep=keep, ahead=ahead, rooted=rooted, proven=proven, casts=casts
@@ -72,7 +77,12 @@ def data_axis(
 
 
 def _replicated(
-    module: nn.Module, layouts: Mapping[str, Layout], axes: Axes, levers: Levers, adaptive: bool
+    module: nn.Module,
+    layouts: Mapping[str, Layout],
+    axes: Axes,
+    exchange: GradientExchange,
+    settings: Mapping[str, Any],
+    adaptive: bool,
 ) -> Replicas:
     """Return a data axis under which every rank holds everything."""
     for name, places in homes(module).items():
@@ -80,15 +90,11 @@ def _replicated(
         if is_placeholder(param):  # else the module is the user's own, and trains as it is
             memory = emptied(torch.empty(layouts[name].local, dtype=param.dtype, device=param.device))
             replace_submodule(places, parameter_like(memory, param))
-    ranks, group, levels = axes.size("dp"), axes.group("dp"), axes.levels("dp")
-    if levers.sync_every > 1:
-        slow = momentum(ranks) if adaptive else 0.0
-        found: Replicas = LocalSteps(
-            module, replicas=ranks, across=group, levels=levels, every=levers.sync_every, momentum=slow
-        )
-    elif levers.compress:
-        found = CompressedReplicas(module, Links(group, ranks, axes.index("dp"), None, 0), levers)
-    else:
-        found = Replicas(module, world_size=ranks, group=group, levels=levels, bucket=levers.bucket)
+    ranks, index, group, levels = axes.size("dp"), axes.index("dp"), axes.group("dp"), axes.levels("dp")
+    setup = ReplicaSetup(ranks, index, group, levels, exchange.bucket, adaptive)
+    for name, value in settings.items():
+        if (engine := engine_of(key_of(name))) is not None:
+            setup = engine(value, setup)
+    found = setup.build(module)
     found.lay_out(layouts)
     return found

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nbkit.errors import TrainingError
-from nbkit.levers import BUCKET
 from nbkit.rank.parallel.data_parallel.buckets import (
     Bucket,
     BucketedAxis,
@@ -41,6 +40,7 @@ from nbkit.rank.parallel.data_parallel.buckets import (
 from nbkit.rank.parallel.module.copies import aliased, homes, parameter_like, replace_submodule
 from nbkit.rank.parallel.reshard.redistribute import emptied
 from nbkit.rank.torch_private import foreach_copy_
+from nbkit.techniques.exchange import BUCKET
 from nbkit.tensor_layout import Layout, bounds
 
 _UNDER_WAY = 2  # buckets; their memory comes on top of the parameters'

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nbkit.errors import NbkitError
-from nbkit.planner.choose.search import levers_that_help, recommended
+from nbkit.planner.choose.search import keys_that_help, recommended
 from nbkit.planner.switch_cost import during
 from nbkit.planner.traffic import wire_bytes
 from nbkit.rank.parallel.reshard.redistribute import ROUND_BYTES
@@ -222,7 +222,7 @@ def _levers(job: Job, seen: CostModel) -> dict[str, Any]:
     took = predicted_step(job, seen, plain)
     if took is None:
         return {}
-    each = levers_that_help(plain, took, lambda strategy: predicted_step(job, seen, strategy))
+    each = keys_that_help(plain, took, lambda strategy: predicted_step(job, seen, strategy))
     return {"strategy": str(plain), "step_s": took, "each": each} if each else {}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbkit import schedules
+from nbkit import schedules, techniques
 from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.parallel.reshard.plain_attributes import Attributes, put, set_since
@@ -25,6 +25,7 @@ from nbkit.rank.train.trainer import Trainer
 from nbkit.records.events import Switched
 from nbkit.schedules import ScheduleType
 from nbkit.strategy import Strategy
+from nbkit.techniques import Key
 
 _HINT = "what a new process can import, or what a cell has defined; or on_failure='stop'"
 
@@ -34,7 +35,7 @@ class TrainingHandover:
     """A training as the survivors have it.
 
     It is the same on all of them, except for what a forward sets in the parts that it runs. attributes: of the model,
-    set since its strategy began. schedules: those that the user has registered.
+    set since its strategy began. schedules, keys: those that the user has registered.
     """
 
     blueprint: Blueprint
@@ -47,6 +48,7 @@ class TrainingHandover:
     saved: LastCheckpoint
     attributes: Attributes
     schedules: Sequence[ScheduleType]
+    keys: Sequence[Key]
 
     def job(self, like: Job | None = None) -> Job:
         """Return the job of the new process, without a sharded model.
@@ -55,6 +57,8 @@ class TrainingHandover:
         """
         for each in self.schedules:
             schedules.add(each)
+        for key in self.keys:
+            techniques.add(key)
         return Job.joining(self.blueprint, self.plan, seed=self.seed, switches=self.switches, like=like)
 
     def start(self, job: Job, sharded_model: ShardedModel, inner: torch.optim.Optimizer) -> None:
@@ -116,7 +120,7 @@ def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> TrainingHandove
     attributes = {at: value for at, value in attributes.items() if at not in job.builder.facts.caches}
     return TrainingHandover(
         job.builder.blueprint, loop, job.plan, strategy, switches, at, job.seed, saved, attributes,
-        schedules.registered(),
+        schedules.registered(), techniques.registered(),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from nbkit.rank.comm.agree import largest
 from nbkit.rank.train.estimate.free_memory import left, side_bytes
 from nbkit.rank.world.world import World
 from nbkit.strategy import Strategy
+from nbkit.techniques import DEGREES
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
 
@@ -70,13 +71,14 @@ def planned(trainer: Trainer, ranks: int, text: str, pins: tuple[dict[str, Any],
 
 
 def scaled(now: Strategy, ranks: int) -> Strategy:
-    """Return `now` on `ranks` ranks: tp, pp and cp stay, dp takes the rest.
+    """Return `now` on `ranks` ranks: dp takes what the other axes leave.
 
     Raises StrategyError if they do not divide.
     """
-    rest, left_over = divmod(ranks, now.tp * now.pp * now.cp)
+    rest, left_over = divmod(ranks, now.mesh.size // now.dp)
     if left_over or not rest:
-        return Strategy.parse(f"tp={now.tp} pp={now.pp} cp={now.cp}", ranks)  # which says why
+        others = " ".join(f"{axis}={now.degree(axis)}" for axis in DEGREES if axis != "dp")
+        return Strategy.parse(others, ranks)  # which says why
     shard = now.shard if now.shard < now.dp and rest % now.shard == 0 and now.shard < rest else 0
     # What was measured on other ranks does not hold for these.
     return replace(now, dp=rest, shard=shard, speeds=(), places=())

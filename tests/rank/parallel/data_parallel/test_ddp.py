@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from nbkit.errors import TrainingError
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.data_parallel import buckets
-from nbkit.rank.parallel.data_parallel.ddp import Replicas, broadcast_from_first
+from nbkit.rank.parallel.data_parallel.ddp import Replicas, ReplicaSetup, broadcast_from_first
 
 
 class Parts(nn.Module):
@@ -41,7 +41,7 @@ def reduced(model: nn.Module, replicas: Replicas, loss: Any) -> dict[str, Tensor
 def partly_used(world: Any) -> list[dict[str, Tensor | None]]:
     torch.manual_seed(0)
     model = Parts()
-    replicas = Replicas(model, world_size=2)
+    replicas = Replicas(model, ReplicaSetup(ranks=2))
     x = torch.ones(2, 4) * (1 + world.place.rank)
 
     def loss(step: int) -> Tensor:
@@ -71,7 +71,7 @@ def test_parameters_that_only_some_ranks_use_are_summed_and_those_of_no_rank_sta
 
 def traffic(world: Any) -> list[Any]:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    replicas = Replicas(model, world_size=2)
+    replicas = Replicas(model, ReplicaSetup(ranks=2))
     sent: list[tuple[str, int]] = []
     reduced(model, replicas, lambda: model(torch.ones(1, 256)).sum())
     delegating_group.listeners.append(lambda op, group, nbytes: sent.append((op, nbytes)))
@@ -94,7 +94,7 @@ def test_the_bytes_on_the_wire_are_those_of_the_gradients_and_the_first_go_durin
 def changed_by_hand(world: Any) -> list[Any]:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     broadcast_from_first(model, world_size=2)
-    replicas = Replicas(model, world_size=2)
+    replicas = Replicas(model, ReplicaSetup(ranks=2))
     x = torch.ones(1, 3) * (1 + world.place.rank)
     before = reduced(model, replicas, lambda: model(x).sum())
     model[0].requires_grad_(False)
@@ -128,7 +128,7 @@ def kinds_of_tensors(world: Any) -> bool:
     model = Odd()
     broadcast_from_first(model, world_size=2)
     zero = all(float(t.float().abs().sum()) == 0 for t in (model.brief, model.turned, model.count))
-    replicas = Replicas(model, world_size=2)
+    replicas = Replicas(model, ReplicaSetup(ranks=2))
     grads = reduced(model, replicas, lambda: model.brief.float().sum() + model.turned.sum())
     summed = all(bool((g == 2).all()) for g in grads.values() if g is not None)
     return zero and bool(model.flags) and summed and grads["brief"].dtype == torch.bfloat16
@@ -140,7 +140,7 @@ def test_bool_buffers_bfloat16_and_transposed_parameters_are_broadcast_and_summe
 
 def reentrant(world: Any) -> str:
     model = nn.Linear(3, 3)
-    replicas = Replicas(model, world_size=2)
+    replicas = Replicas(model, ReplicaSetup(ranks=2))
     x = torch.ones(1, 3, requires_grad=True)
 
     def twice() -> Tensor:

@@ -1,1 +1,1 @@
-"""Launchers that start agents on other hosts: Slurm, SSH, mpirun, or a step of the job that the notebook runs in."""
+"""Contains nbkit's own launchers, a file for each kind. A new file here is found without any other change."""

@@ -11,20 +11,95 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from nbkit.errors import ClusterError, UsageError
-from nbkit.notebook.cluster.hosts.launchers.agents_command import AgentsCommand
-from nbkit.notebook.cluster.hosts.launchers.ssh import hostname_of
+from nbkit.notebook.cluster.hosts.launcher import Launcher
+from nbkit.notebook.cluster.hosts.launchers.ssh import HostsRequest, hostname_of, read_hosts
 from nbkit.notebook.cluster.hosts.network import address_towards
-from nbkit.notebook.cluster.hosts.progress import LauncherView
-from nbkit.notebook.cluster.hosts.start_request import MpiRequest, agent_command
 from nbkit.quoting import shell_words
 
 # Files of PBS and LSF: the host of each slot, a line each.
 _NODE_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
 # Open MPI's own name: version 4 (also if called otherwise, Debian's mpirun.openmpi), and version 5.
 _NAMES_OF_OPEN_MPI = ("Open MPI", "OpenRTE", "PRRTE")
+
+
+@dataclass(frozen=True)
+class MpiRequest(HostsRequest):
+    """Ranks on `hosts`, where mpirun starts the agents. options: of mpirun."""
+
+    kind: ClassVar[str] = "mpi"
+
+
+class MpiLauncher(Launcher):
+    """Starts the agents with mpirun, one on each host."""
+
+    name, flag, own_options, request_type = "mpi", "--mpi", ("hosts", "rest"), MpiRequest
+    request: MpiRequest
+
+    def __init__(self, request: MpiRequest, folder: Path) -> None:
+        program = shutil.which("mpirun") or shutil.which("mpiexec")
+        if not program:
+            raise UsageError(
+                "There is no mpirun on this machine.",
+                numbers="neither mpirun nor mpiexec is in PATH",
+                hint="module load openmpi   (before the notebook starts)   or   %cluster start --hosts node1:4",
+            )
+        super().__init__(request, folder)
+        self.program = program
+
+    @classmethod
+    def request_of(cls, options: Any) -> MpiRequest:
+        """Return the request for the hosts of --hosts, of the surrounding batch job, or for this machine."""
+        hosts = read_hosts(options.hosts) if options.hosts else nodes_of_job()
+        total = sum(count for _, count in hosts)
+        if not hosts and options.n is None:
+            raise UsageError("How many ranks shall mpirun start?", numbers="no -n", hint="%cluster start --mpi -n 4")
+        if hosts and options.n not in (None, total):
+            if options.hosts or options.n % len(hosts):
+                raise UsageError(
+                    "The hosts say how many ranks there are.",
+                    numbers=f"-n {options.n}; {', '.join(f'{name}:{count}' for name, count in hosts)}",
+                    hint="without -n",
+                )
+            hosts = tuple((name, options.n // len(hosts)) for name, _ in hosts)
+        return MpiRequest(hosts or (("localhost", options.n),))
+
+    @property
+    def ranks_of_hosts(self) -> tuple[int, ...]:
+        return self.request.counts
+
+    def address(self) -> str:
+        return address_towards([hostname_of(name) for name, _ in self.request.hosts])  # mpirun goes by ssh
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        agent = ("sh", "-c", f"{shell_words(*command)}; true")
+        said = subprocess.run([self.program, "--version"], capture_output=True, text=True, check=False).stdout
+        of_open_mpi = any(name in said for name in _NAMES_OF_OPEN_MPI)
+        here = self.request.hosts == (("localhost", self.n),)
+        names = [] if here else [name for name, _ in self.request.hosts]
+        words = _open_mpi(names, agent) if of_open_mpi else _hydra(names, self.address(), agent)
+        self.run([self.program, *self.options, *words], environment)
+
+    def explain(self, index: int) -> ClusterError:
+        """Return the error that contains the last lines of mpirun."""
+        return ClusterError(
+            "mpirun has ended before the cluster was ready.",
+            numbers=f"the last lines of what it said:\n    {self.log().replace(chr(10), chr(10) + '    ')}",
+            hint=f"{self.program} hostname   (in a terminal);   what follows   --   goes to mpirun as it is",
+        )
+
+
+def nodes_of_job(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, int], ...]:
+    """Return the hosts of the batch job that this process runs in, with their slots; () outside of a job."""
+    for variable in _NODE_FILES:
+        path = Path(environment.get(variable, ""))
+        if path.is_file():
+            return tuple(Counter(path.read_text().split()).items())
+    return ()
 
 
 def _open_mpi(names: Sequence[str], agent: Sequence[str]) -> list[str]:
@@ -47,53 +122,3 @@ def _hydra(names: Sequence[str], address: str, agent: Sequence[str]) -> list[str
     """
     on = ("-localhost", address, "-hosts", ",".join(names), "-ppn", "1") if names else ()
     return ["-bind-to", "none", "-genvall", *on, "-wdir", "/", "-n", str(len(names) or 1), *agent]
-
-
-def nodes_of_job(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, int], ...]:
-    """Return the hosts of the batch job that this process runs in, with their slots; () outside of a job."""
-    for variable in _NODE_FILES:
-        path = Path(environment.get(variable, ""))
-        if path.is_file():
-            return tuple(Counter(path.read_text().split()).items())
-    return ()
-
-
-class MpiHosts(AgentsCommand):
-    """The agents of one cluster, started by mpirun. A starter, see `start_request.Starter`."""
-
-    def __init__(self, request: MpiRequest, folder: Path) -> None:
-        program = shutil.which("mpirun") or shutil.which("mpiexec")
-        if not program:
-            raise UsageError(
-                "There is no mpirun on this machine.",
-                numbers="neither mpirun nor mpiexec is in PATH",
-                hint="module load openmpi   (before the notebook starts)   or   %cluster start --hosts node1:4",
-            )
-        super().__init__(folder, "mpi.log")
-        self.request, self.program, self.cpu = request, program, request.cpu
-        self.counts = tuple(count for _, count in request.hosts)
-        self.address = address_towards([hostname_of(name) for name, _ in request.hosts])  # mpirun goes by ssh
-
-    def start(self, payload: str) -> None:
-        """Start the agents, one on each host."""
-        agent = ("sh", "-c", f"{shell_words(*agent_command(self.request))}; true")
-        said = subprocess.run([self.program, "--version"], capture_output=True, text=True, check=False).stdout
-        of_open_mpi = any(name in said for name in _NAMES_OF_OPEN_MPI)
-        here = self.request.hosts == (("localhost", self.counts[0]),)
-        names = [] if here else [name for name, _ in self.request.hosts]
-        words = _open_mpi(names, agent) if of_open_mpi else _hydra(names, self.address, agent)
-        words[0:0] = [self.program, *self.request.options]
-        self.run(words, payload)
-
-    def look(self) -> LauncherView:
-        """Return the state of mpirun. If it ended too early, the error contains its last lines."""
-        if not self.has_ended():
-            return LauncherView(
-                "running", f"mpirun starts agents on {len(self.counts)} host{'s' * (len(self.counts) > 1)}"
-            )
-        error = ClusterError(
-            "mpirun has ended before the cluster was ready.",
-            numbers=f"the last lines of what it said:\n    {self.log().replace(chr(10), chr(10) + '    ')}",
-            hint=f"{self.program} hostname   (in a terminal);   what follows   --   goes to mpirun as it is",
-        )
-        return LauncherView("over", "mpirun has ended", error=error)

@@ -5,7 +5,7 @@ One task, the agent, runs on each node; srun starts it. A rank or an agent that 
 The state of a job, and when and why it will end, come from `scontrol show job` at that moment. The environment of the
 job is not used: it holds the end time from the job's start, but a limit can be changed and a job preempted.
 
-`AllocatedNodes` runs ranks in the Slurm allocation of the notebook itself: the agents are a step of that job.
+`AllocationLauncher` runs ranks in the Slurm allocation of the notebook itself: the agents are a step of that job.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from nbkit.errors import ClusterError, UsageError
-from nbkit.mpi_variables import without_mpi
-from nbkit.notebook.cluster.hosts.launchers.agents_command import AgentsCommand
+from nbkit.notebook.cluster.hosts.launcher import Launcher, LauncherStatus, StartRequest
 from nbkit.notebook.cluster.hosts.network import address_towards
-from nbkit.notebook.cluster.hosts.progress import LauncherView
-from nbkit.notebook.cluster.hosts.start_request import AllocationRequest, SlurmRequest, agent_command, last_lines
 from nbkit.quoting import shell_words, slurm_file
 
 _COMMAND_SECONDS = 30.0
@@ -45,6 +42,64 @@ _ENDS = {
 _OF_SLURM = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 """Ends that nobody has wanted, and of which a job's program has no part."""
 _ABSENT = ("", "None", "N/A", "Unknown", "(null)")
+
+
+@dataclass(frozen=True)
+class SlurmRequest(StartRequest):
+    """`n` ranks in a Slurm job. options: options of sbatch, passed unchanged.
+
+    nodes: None takes as few as hold them. partition, time: "" leaves the choice to Slurm. save_before: how many seconds
+    before the end of the job a training in it is saved, and ends; at most a quarter of the job's time. requeue: if
+    Slurm takes the hosts away under a training, request others.
+    """
+
+    kind: ClassVar[str] = "slurm"
+
+    n: int
+    nodes: int | None = None
+    partition: str = ""
+    time: str = ""
+    save_before: float = 120.0
+    requeue: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n < 1 or (self.nodes is not None and self.nodes < 1):
+            raise UsageError(
+                "A cluster has at least one rank, on at least one node.",
+                numbers=f"-n {self.n}, --nodes {self.nodes}",
+                hint="-n 4 --nodes 2",
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.n
+
+    @property
+    def num_hosts(self) -> int:
+        return self.nodes or 1
+
+
+@dataclass(frozen=True)
+class AllocationRequest(StartRequest):
+    """Ranks on the nodes of the running Slurm job. counts: on each node."""
+
+    kind: ClassVar[str] = "step"
+
+    job: str
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "counts", tuple(self.counts))
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.counts)
 
 
 @dataclass(frozen=True)
@@ -71,7 +126,7 @@ class JobState:
             return float("inf")
         return self.ends - self.begins
 
-    def seen(self, save_before: float) -> LauncherView:
+    def seen(self, save_before: float) -> LauncherStatus:
         """Return the job's state as a launcher reports it.
 
         save_before: how many seconds before the job's end a training is saved. For a short job it is at most a quarter
@@ -80,26 +135,26 @@ class JobState:
         name = f"job {self.job}"
         if self.state == "PENDING":
             expected = f", expected to start {moment(self.begins)}" if self.begins is not None else ""
-            return LauncherView("pending", f"{name} is pending ({self.reason}){expected}")
+            return LauncherStatus("pending", f"{name} is pending ({self.reason}){expected}")
         if self.state == "COMPLETING":  # its final state is known only when it is over
             return self._ended("ending", self._how_it_ends())
         if self.state not in _ENDS:  # RUNNING, or a temporary state: CONFIGURING, SIGNALING, SUSPENDED
             words = f"{name} runs on {self.nodes}"
             if self.ends is None:
-                return LauncherView("running", words)
+                return LauncherStatus("running", words)
             if self.preempted_at:
                 why = f"{name} is preempted by another job and ends {moment(self.ends)}"
-                return LauncherView("running", words, 0.0, why, again=True)
+                return LauncherStatus("running", words, 0.0, why, again=True)
             save_at = self.ends - min(save_before, self.seconds / 4)
-            return LauncherView(
+            return LauncherStatus(
                 "running", words, save_at, f"{name} reaches its time limit {moment(self.ends)}", again=True
             )
         if self.preempted_at and self.state == "COMPLETED":  # it gave way before it was ended
             return self._ended("over", "PREEMPTED")
         return self._ended("over", self.state)
 
-    def _ended(self, state: Literal["ending", "over"], how: str) -> LauncherView:
-        return LauncherView(state, f"job {self.job} {_ENDS[how]}", again=how in _OF_SLURM)
+    def _ended(self, state: Literal["ending", "over"], how: str) -> LauncherStatus:
+        return LauncherStatus(state, f"job {self.job} {_ENDS[how]}", again=how in _OF_SLURM)
 
     def _how_it_ends(self) -> str:
         if self.preempted_at:
@@ -112,8 +167,15 @@ def read_job(job: str) -> JobState:
 
     Raises ClusterError if Slurm does not answer.
     """
+    words = ("scontrol", "--oneliner", "show", "job", job)
     try:
-        text = answer("scontrol", "--oneliner", "show", "job", job)
+        try:
+            text = answer(*words)
+        except ClusterError as error:
+            if "Invalid job id" in error.numbers:
+                raise
+            time.sleep(0.2)  # busy for a moment, it refuses a connection at once
+            text = answer(*words)
     except ClusterError as error:
         if "Invalid job id" not in error.numbers:
             raise
@@ -177,7 +239,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a job: `nodes`, each with the same number of ranks, used or in reserve.
+    """Size of a job: `nodes`, each with the same number of ranks.
 
     cpus, gpus: of each node, for ranks and spares.
     """
@@ -232,31 +294,14 @@ def size_of(request: SlurmRequest, nodes: Sequence[Node]) -> tuple[Size, list[No
         )
     unit = "CPU" if request.cpu or not any(node.gpus for node in there) else "GPU"
     sizes = sorted((_room(node, unit) - request.spares for node in there), reverse=True)
-    sizes = sizes[request.spare_hosts :]  # what is left for ranks, on the smallest node too
-    if not sizes:
-        raise UsageError(
-            "Too few nodes for the ranks and their spare hosts.",
-            numbers=f"--spare-hosts {request.spare_hosts}; {named} has {_nodes(len(there))}",
-            hint=f"--spare-hosts {len(there) - 1}" if len(there) > 1 else "without --spare-hosts",
-        )
     count = request.nodes if request.nodes is not None else _fewest(request.n, sizes)
     if count is None or count > len(sizes) or request.n > count * sizes[count - 1] or request.n % count:
         raise _too_large(request, named, unit, sizes, count)
-    if request.spare_hosts and count < 2:
-        raise UsageError(
-            "A spare host takes the place of any node with ranks but the first, and they are all on the first.",
-            numbers=f"-n {request.n} on {_nodes(count)}, --spare-hosts {request.spare_hosts}",
-            hint=f"-n {request.n + request.n % 2} --nodes 2 --spare-hosts {request.spare_hosts}",
-        )
     ranks = request.n // count
     devices = ranks + request.spares
     able = [node for node in there if _room(node, unit) >= devices]
     share = min(node.cpus // node.gpus for node in able) if unit == "GPU" else 1
-    return Size(count + request.spare_hosts, ranks, devices * max(1, share), devices if unit == "GPU" else 0), able
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' * (count != 1)}"
+    return Size(count, ranks, devices * max(1, share), devices if unit == "GPU" else 0), able
 
 
 def _room(node: Node, unit: str) -> int:
@@ -286,39 +331,52 @@ def _too_large(request: SlurmRequest, named: str, unit: str, sizes: Sequence[int
     most = max(k * sizes[k - 1] for k in range(1, len(sizes) + 1))
     fits = [k for k in range(1, len(sizes) + 1) if request.n % k == 0 and request.n // k <= sizes[k - 1]]
     on = "" if request.nodes is None else f" on {request.nodes} node{'s' * (request.nodes > 1)}"
-    reserve = request.spare_hosts
-    kept = f" --spares {spares}" * (spares > 0) + f" --spare-hosts {reserve}" * (reserve > 0)
+    kept = f" --spares {spares}" * (spares > 0)
     ways = [f"-n {request.n} --nodes {fits[0]}{kept}"] if fits else []
     ways += [f"-n {most} --nodes {next(k for k in range(1, len(sizes) + 1) if k * sizes[k - 1] == most)}{kept}"]
     return UsageError(
         what,
-        numbers=f"-n {request.n}{on}; {named} has {_nodes(len(sizes) + reserve)} of {sizes[-1] + spares}"
+        numbers=f"-n {request.n}{on}; {named} has {len(sizes)} node{'s' * (len(sizes) != 1)} of {sizes[-1] + spares}"
         + (f" to {sizes[0] + spares}" if sizes[0] > sizes[-1] else "")
         + f" {unit}s"
-        + (f", {spares} of each spare" if spares else "")
-        + (f", {_nodes(reserve)} in reserve" if reserve else ""),
+        + (f", {spares} of each spare" if spares else ""),
         hint="   or   ".join(dict.fromkeys(ways)),
     )
 
 
-class SlurmJob:
-    """The Slurm job of one cluster. A starter, see `start_request.Starter`."""
+class SlurmLauncher(Launcher):
+    """Submits a Slurm job with one task, the agent, on each node."""
+
+    name, flag, request_type = "slurm", "--slurm", SlurmRequest
+    own_options = ("nodes", "partition", "time", "save_before", "detach", "requeue", "rest")
+    request: SlurmRequest
 
     def __init__(self, request: SlurmRequest, folder: Path) -> None:
-        self.request, self.folder, self.cpu, self.job = request, folder, request.cpu, ""
-        self.size, nodes = size_of(request, read_nodes())
-        self.counts = (self.size.ranks,) * self.size.nodes
-        self.spare_hosts = request.spare_hosts
-        self.address = address_towards([node.address for node in nodes][: self.size.nodes])
-        self._last = LauncherView("pending", "the job is being submitted")
+        super().__init__(request, folder)
+        self.job, self._is_over = "", False
+        self.size, self._nodes = size_of(request, read_nodes())
         self._restarts: int | None = None  # of the job as it ran first
 
-    def start(self, payload: str) -> None:
+    @classmethod
+    def request_of(cls, options: Any) -> SlurmRequest:
+        if options.n is None:
+            raise UsageError("How many ranks shall Slurm start?", numbers="no -n", hint="%cluster start --slurm -n 4")
+        more = {} if options.save_before is None else {"save_before": options.save_before}
+        return SlurmRequest(options.n, options.nodes, options.partition, options.time, requeue=options.requeue, **more)
+
+    @property
+    def ranks_of_hosts(self) -> tuple[int, ...]:
+        return (self.size.ranks,) * self.size.nodes
+
+    def address(self) -> str:
+        return address_towards([node.address for node in self._nodes][: self.size.nodes])
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Submit the job. If it is refused, raises ClusterError with sbatch's own words."""
         done = subprocess.run(
-            ["sbatch", "--parsable", *self._words(), *self.request.options],
-            input=self._script(),
-            env={**without_mpi(os.environ), "NBKIT_AGENT": payload},  # arguments would be readable by everybody
+            ["sbatch", "--parsable", *self._words(), *self.options],
+            input=_script(command),
+            env={**os.environ, **environment},
             capture_output=True,
             text=True,
             check=False,
@@ -340,55 +398,37 @@ class SlurmJob:
             "gpus-per-node": self.size.gpus,
             "partition": self.request.partition,
             "time": self.request.time,
-            "output": slurm_file(self.folder / "logs" / "job.log"),
+            "output": slurm_file(self.folder / "logs" / "launcher.log"),
             "export": "ALL",
         }
-        kept = ["--no-kill"] if self.request.spare_hosts else []  # the job goes on when a node is gone
-        return [*(f"--{option}={value}" for option, value in asked.items() if value), *kept]
+        return [f"--{option}={value}" for option, value in asked.items() if value]
 
-    def _script(self) -> str:
-        # srun of some releases does not take over --cpus-per-task of the job.
-        return (
-            "#!/bin/sh\n"
-            'exec srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
-            f"{'--no-kill ' * (self.request.spare_hosts > 0)}{shell_words(*agent_command(self.request))}\n"
-        )
+    def poll(self) -> LauncherStatus:
+        """Return where the job stands. Raises ClusterError while Slurm itself does not answer."""
+        state = read_job(self.job)
+        status = state.seen(self.request.save_before)
+        if self._restarts is None and status.state == "running":
+            self._restarts = state.restarts
+        elif self._restarts is not None and state.restarts > self._restarts:
+            # A requeued job would have ranks without the cells that this cluster has run.
+            self.stop()
+            status = LauncherStatus("over", f"job {self.job} was put back in the queue", again=True)
+        self._is_over = status.state == "over"
+        return status
 
-    def look(self) -> LauncherView:
-        """Return where the job stands."""
-        if self._last.state != "over" and (state := self._read()) is not None:
-            self._last = state.seen(self.request.save_before)
-            if self._restarts is None and self._last.state == "running":
-                self._restarts = state.restarts
-            elif self._restarts is not None and state.restarts > self._restarts:
-                # A requeued job would have ranks without the cells that this cluster has run.
-                self.end()
-                self._last = LauncherView("over", f"job {self.job} was put back in the queue", again=True)
-        return self._last
-
-    def _read(self) -> JobState | None:
-        """Return the job's state, or None while Slurm itself does not answer.
-
-        The coordinator's log then has its message.
-        """
-        for pause in (0.2, 0.0):  # busy for a moment, it refuses a connection at once
-            try:
-                return read_job(self.job)
-            except ClusterError as error:
-                print(f"{time.strftime('%H:%M:%S')} coordinator: {error.what} {error.numbers}", flush=True)
-                time.sleep(pause)
-        return None
-
-    def log(self) -> str:
-        """Return the last lines of the job's output, if the nodes share this file system."""
-        path = self.folder / "logs" / "job.log"
-        return last_lines(path)
-
-    def end(self) -> None:
-        """Cancel the job."""
-        if self.job and self._last.state != "over":
+    def stop(self) -> None:
+        if self.job and not self._is_over:
             with suppress(ClusterError):
                 answer("scancel", self.job)
+
+
+def _script(command: Sequence[str]) -> str:
+    # srun of some releases does not take over --cpus-per-task of the job.
+    return (
+        "#!/bin/sh\n"
+        'exec srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" '
+        f"{shell_words(*command)}\n"
+    )
 
 
 def allocation_here(environment: Mapping[str, str] = os.environ, spares: int = 0) -> AllocationRequest | None:
@@ -426,26 +466,39 @@ def counts_of(tasks: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-class AllocatedNodes(AgentsCommand):
-    """The job step of one cluster. A starter, see `start_request.Starter`."""
+class AllocationLauncher(Launcher):
+    """Starts the agents as a step of the Slurm job that the notebook runs in. It leaves ending the job to the job."""
 
-    def __init__(self, request: AllocationRequest, folder: Path) -> None:
-        super().__init__(folder, "step.log")
-        self.request, self.cpu, self.counts = request, request.cpu, request.counts
-        self.address = address_towards(_node_addresses(request.job))
+    name, own_options, request_type = "step", (), AllocationRequest
+    request: AllocationRequest
 
-    def start(self, payload: str) -> None:
-        """Start the step. It shares the nodes with the rest of the job, and leaves ending the job to the job."""
-        nodes = len(self.counts)
-        asked = (f"--jobid={self.request.job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
+    @classmethod
+    def request_of(cls, options: Any) -> AllocationRequest:
+        if (found := allocation_here(spares=options.spares)) is None:
+            raise UsageError(
+                "This notebook does not run in a Slurm allocation of several nodes.",
+                numbers=f"SLURM_JOB_ID={os.environ.get('SLURM_JOB_ID', '')}",
+                hint="%cluster start --slurm -n 4",
+            )
+        return found
+
+    @property
+    def ranks_of_hosts(self) -> tuple[int, ...]:
+        return self.request.counts
+
+    def address(self) -> str:
+        return address_towards(_node_addresses(self.request.job))
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        asked = (f"--jobid={self.request.job}", "--overlap", f"--nodes={self.nodes}", f"--ntasks={self.nodes}")
         kept = ("--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL")
-        self.run(["srun", *asked, *kept, *agent_command(self.request)], payload)
+        self.run(["srun", *asked, *kept, *command], environment)
 
-    def look(self) -> LauncherView:
-        """Return the state of the step."""
-        if self.has_ended():
-            return LauncherView("over", f"the step in job {self.request.job} has ended")
-        running = LauncherView("running", f"in job {self.request.job}, which this notebook runs in")
+    def poll(self) -> LauncherStatus:
+        """Return the state of the step, and when its job ends."""
+        if super().poll():
+            return LauncherStatus("over", f"the step in job {self.request.job} has ended")
+        running = LauncherStatus("running", f"in job {self.request.job}, which this notebook runs in")
         with suppress(ClusterError):  # Slurm itself is away for a moment
             job = read_job(self.request.job).seen(SlurmRequest.save_before)
             return job if job.state == "ending" else replace(running, save_at=job.save_at, why=job.why)

@@ -1,22 +1,23 @@
 """Ranks on hosts reached over SSH: which hosts, how their agents are started, and what went wrong with one.
 
-All hosts are started at the same time. ssh itself connects, so ~/.ssh/config applies. The agent's input goes over its
+All hosts are started at the same time. ssh itself connects, so ~/.ssh/config applies. The agent's payload goes over its
 standard input. ssh keeps running and brings back what the agent prints.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from nbkit.errors import ClusterError, UsageError
+from nbkit.notebook.cluster.hosts.launcher import Launcher, StartRequest, last_lines
 from nbkit.notebook.cluster.hosts.network import address_towards
-from nbkit.notebook.cluster.hosts.progress import LauncherView
-from nbkit.notebook.cluster.hosts.start_request import SshRequest, agent_command, last_lines
 from nbkit.quoting import check_host, shell_words, ssh_command, user_path
 
 # A host silent for 15 s has died. During the start nothing else would notice.
@@ -53,50 +54,80 @@ def read_hosts(text: str) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-class SshHosts:
-    """The agents of one cluster, started over ssh. A starter, see `start_request.Starter`."""
+@dataclass(frozen=True)
+class HostsRequest(StartRequest):
+    """Ranks on `hosts`, each a name that ssh knows with a number of ranks."""
+
+    hosts: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "hosts", tuple((check_host(name), count) for name, count in self.hosts))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(count for _, count in self.hosts)
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.hosts)
+
+
+@dataclass(frozen=True)
+class SshRequest(HostsRequest):
+    """Ranks on `hosts`, where ssh starts the agents."""
+
+    kind: ClassVar[str] = "ssh"
+
+
+class SshLauncher(Launcher):
+    """Starts the agents with ssh, all at once."""
+
+    name, flag, own_options, request_type = "ssh", "--hosts", ("hosts",), SshRequest
+    request: SshRequest
 
     def __init__(self, request: SshRequest, folder: Path) -> None:
         if not shutil.which("ssh"):
             raise UsageError(
                 "There is no ssh on this machine.", numbers="it is not in PATH", hint="apt install openssh-client"
             )
-        self.request, self.folder, self.cpu = request, folder, request.cpu
+        super().__init__(request, folder)
         self.python = request.python or sys.executable
-        self.counts = tuple(count for _, count in request.hosts)
-        self.spare_hosts = request.spare_hosts
-        self.address = address_towards([hostname_of(name) for name, _ in request.hosts])
-        self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, payload: str) -> None:
-        """Start the agents, all at once."""
-        command = f"exec {shell_words(*agent_command(self.request))}"
+    @classmethod
+    def request_of(cls, options: Any) -> SshRequest:
+        """Return the request for the hosts of --hosts. Raises UsageError if -n is another number of ranks."""
+        request = SshRequest(read_hosts(options.hosts))
+        if options.n not in (None, request.num_ranks):
+            raise UsageError(
+                "--hosts says how many ranks there are.",
+                numbers=f"-n {options.n}, --hosts {request.num_ranks}",
+                hint="without -n",
+            )
+        return request
+
+    @property
+    def ranks_of_hosts(self) -> tuple[int, ...]:
+        return self.request.counts
+
+    def address(self) -> str:
+        return address_towards([hostname_of(name) for name, _ in self.request.hosts])
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         for index, (name, _) in enumerate(self.request.hosts):
-            with open(self._log(index), "ab") as log:
-                started = subprocess.Popen(
-                    ["ssh", *_OPTIONS, name, command], stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
-                )
-            self._started.append(started)
-        for index, started in enumerate(self._started):
-            assert started.stdin is not None
-            try:
-                started.stdin.write(json.dumps({**json.loads(payload), "index": index}).encode() + b"\n")
-                started.stdin.close()
-            except BrokenPipeError:
-                continue  # it has ended, and `look` says why
+            there = f"exec env NBKIT_HOST_INDEX={index} {shell_words(*command)}"
+            payload = f"{environment['NBKIT_AGENT']}\n"
+            self.run(["ssh", *_OPTIONS, name, there], {}, text=payload, log=_log_of(index))
 
-    def look(self) -> LauncherView:
-        """Return the state of the agents, with the error of the first one that has ended."""
-        ended = [index for index, started in enumerate(self._started) if started.poll() is not None]
-        error = self._error(ended[0]) if ended else None
-        if self._started and len(ended) == len(self._started):
-            return LauncherView("over", "the agents of all hosts have ended", error=error)
-        return LauncherView("running", f"{len(self.counts)} hosts are being started", error=error)
-
-    def _error(self, index: int) -> ClusterError:
+    def explain(self, index: int) -> ClusterError:
+        """Return the error for a host, with what puts it right where that is known."""
         name, said = self.request.hosts[index][0], self._said(index)
         last = said.strip().splitlines()[-1] if said.strip() else "it said nothing"
-        if not said.strip() and self._started[index].returncode == _OWN_ERROR:  # what a quiet ssh does not say
+        if not said.strip() and self.commands[index].returncode == _OWN_ERROR:  # what a quiet ssh does not say
             said = last = f"Timeout, server not responding: ssh has ended with code {_OWN_ERROR}"
         for mark, what, hint in _FAILURES:
             if re.search(mark, said):
@@ -111,24 +142,14 @@ class SshHosts:
 
     def log(self) -> str:
         """Return the last lines of all agents."""
-        return "\n".join(filter(None, (self._said(index).strip() for index in range(len(self._started)))))
+        return "\n".join(filter(None, (self._said(index).strip() for index in range(self.nodes))))
 
     def _said(self, index: int) -> str:
-        path = self._log(index)
-        return last_lines(path)
+        return last_lines(self.folder / "logs" / _log_of(index))
 
-    def _log(self, index: int) -> Path:
-        return self.folder / "logs" / f"host{index}.log"
 
-    def end(self) -> None:
-        """End the connections. Agents that have joined have already ended; others find nobody to join."""
-        for started in self._started:
-            started.terminate()
-        for started in self._started:
-            try:
-                started.wait(5)
-            except subprocess.TimeoutExpired:
-                started.kill()
+def _log_of(index: int) -> str:
+    return f"host{index}.log"
 
 
 def hostname_of(name: str) -> str:

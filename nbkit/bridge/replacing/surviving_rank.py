@@ -1,4 +1,4 @@
-"""A rank whose training is broken off because another rank died. It waits for a message of its parent, and goes on.
+"""A rank of a training that waits for its parent, because another rank died or the number of ranks changes.
 
 The messages come on the thread of the link. The main thread, in which the training runs, takes them from a queue.
 """
@@ -9,24 +9,19 @@ import os
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import torch
 
 from nbkit.bridge import calls
-from nbkit.bridge.calls import BroughtProject
-from nbkit.bridge.replacing.brought_files import hand_on
-from nbkit.bridge.replacing.form_resized import RankLeft, form_resized
-from nbkit.bridge.replacing.handing import broadcast, gathered
-from nbkit.bridge.replacing.namespace import equal_names, names_of
+from nbkit.bridge.replacing.handover import hand_over
 from nbkit.bridge.replacing.statement import NOWHERE, statement_of
 from nbkit.bridge.runner import Runner
-from nbkit.errors import ClusterError, NbkitError
+from nbkit.errors import ClusterError, NbkitError, Stopped
 from nbkit.rank.train.own_loop.own_loop import OwnLoop
 from nbkit.rank.train.replace import stages
-from nbkit.rank.train.replace.pickle_by_value import dumps
 from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.replace.resume_fit import FitRange, NewWorld
 from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary, WantedWorld
@@ -34,7 +29,21 @@ from nbkit.rank.train.resize.resize import resize
 from nbkit.rank.train.step.failure import PEER_GONE
 from nbkit.rank.world import failure_alarm, world
 from nbkit.rank.world.meeting import PARTED
-from nbkit.wire.cells import CellRequest
+from nbkit.wire.messages import (
+    DeviceFailed,
+    FitEntered,
+    FitLeft,
+    FormResizedWorld,
+    FormWorld,
+    ForRank,
+    GivenUp,
+    LeaveWorld,
+    RankIsReplaced,
+    ReadyToForm,
+    TrainingGoesOn,
+    WaitsForOthers,
+    WantedSize,
+)
 
 NEWS_SECONDS = 3.0  # a failed collective shows a peer's end before its death is reported
 WORD_SECONDS = 120.0  # twice as long as the parent waits for anybody
@@ -42,22 +51,11 @@ FORM_SECONDS = 30.0
 _TICK = 0.05
 
 
-@dataclass(frozen=True)
-class CellHandover:
-    """The data that a new rank gets before it has a Trainer.
+class RankLeft(Stopped):
+    """Raised on a rank that leaves: its cell ends here, and then its process ends."""
 
-    trains: it will get a Trainer. span: of the `fit` under way, or None. dtype: torch's default. names: pickled. bound:
-    see RankNames. lacks: names that it does not get. project: the copied files to import from, or None.
-    """
-
-    request: CellRequest
-    trains: bool
-    span: FitRange | None
-    dtype: torch.dtype
-    names: bytes
-    bound: dict[str, str]
-    lacks: tuple[str, ...]
-    project: BroughtProject | None
+    def _render_traceback_(self) -> list[str]:
+        return [str(self)]  # nobody reads it, and a traceback with frames takes IPython seconds
 
 
 class SurvivingRank:
@@ -65,27 +63,24 @@ class SurvivingRank:
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.link = runner, runner.link
-        self._words: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[ForRank] = queue.SimpleQueue()
         self._broken = False  # a rank has died, and the world was not formed since
         self.enterable = False
 
     # From the link's thread
 
-    def hear(self, word: dict[str, Any]) -> None:
-        """Take a message of the parent.
-
-        died: another rank has died and is being replaced. form: everyone waits. kept: it is not replaced after all.
-        """
-        if word["do"] == "died":
+    def hear(self, message: ForRank) -> None:
+        """Take a message of the parent about this training."""
+        if isinstance(message, RankIsReplaced):
             self._broken = True
-            failure_alarm.break_out(f"rank {word['rank']} died")
-        self._words.put(word)
+            failure_alarm.break_out(f"rank {message.death.rank} died")
+        self._messages.put(message)
 
     def waits(self, seconds: float, *, due: bool = False) -> None:
-        self.link.send(event="stands", seconds=seconds, due=due)
+        self.link.send(WaitsForOthers(seconds, due))
 
     def leave_device(self, said: str) -> None:
-        self.link.send(event="device_failed", said=said)
+        self.link.send(DeviceFailed(said))
         os._exit(1)  # skips the cleanup of Python and CUDA at exit, which would wait for the device
 
     def asks(self) -> bool:
@@ -119,10 +114,10 @@ class SurvivingRank:
         request = running[0].request
         if not len(request.ranks) == calls.place.world_size > 1:
             return False
-        while not self._words.empty():
-            self._words.get()  # left from an earlier training
+        while not self._messages.empty():
+            self._messages.get()  # left from an earlier training
         self._broken, self.enterable = False, statement is not None
-        self.link.send(event="seat", cell=request.id, statement=NOWHERE if statement is None else statement)
+        self.link.send(FitEntered(request.id, NOWHERE if statement is None else statement))
         return True
 
     def kept(self, path: str, step: int) -> None:
@@ -131,7 +126,7 @@ class SurvivingRank:
 
     def leave(self, why: str = "") -> None:
         self.enterable = False
-        self.link.send(event="seat", cell="", why=why)
+        self.link.send(FitLeft(why))
 
     def is_broken(self, error: BaseException) -> bool:
         here, deadline = world.current(), time.monotonic() + NEWS_SECONDS
@@ -146,24 +141,25 @@ class SurvivingRank:
         return recover(trainer, newcomers)
 
     def tell(self, said: str) -> None:
-        self.link.send(event="replaced", said=said)
+        self.link.send(TrainingGoesOn(said))
 
     def await_world(self, error: BaseException, trainer: Any, span: FitRange) -> NewWorld:
         if not self.is_broken(error):
             raise error
         stages.begin("noticed")
         while True:
-            word = self._form(error, trainer.step)
+            form = self._await_form(error, trainer.step)
+            assert isinstance(form, FormWorld)
             stages.mark("everyone waits")
             try:
-                self._join(word)
+                self._join(form)
                 stages.mark("world formed")
-                self.hand_over(trainer, span, word["newcomers"])
+                hand_over(self.runner, trainer, span, form.newcomers)
             except (ClusterError, RuntimeError) as another:
                 if not self.is_broken(another):
                     raise
                 continue  # another one has died
-            return NewWorld(tuple(word["newcomers"]), word["how"], word["since"], word["devices"])
+            return NewWorld(form.newcomers, form.how, form.since, form.devices)
 
     def resized(self, trainer: Any, asked: ResizeAtBoundary, span: FitRange | None) -> None:
         here = world.current()
@@ -178,73 +174,84 @@ class SurvivingRank:
     def resize(self, wanted: WantedWorld, trainer: Any, span: FitRange | None) -> tuple[int, ...]:
         here = world.current()
         assert here is not None and calls.place is not None
-        while not self._words.empty():
-            self._words.get()
-        about = {"size": wanted.ranks, "pins": list(wanted.pins), "cell": self.runner.running[0].request.id}
+        while not self._messages.empty():
+            self._messages.get()
+        size = WantedSize(wanted.ranks, wanted.pins, self.runner.running[0].request.id)
         error = ClusterError("The world could not be formed with another number of ranks.")
-        word = self._form(error, -1 if trainer is None else trainer.step, **about)
-        if word["do"] == "leave":
+        form = self._await_form(error, -1 if trainer is None else trainer.step, size)
+        if isinstance(form, LeaveWorld):
             here.leave()
             raise RankLeft(f"this rank is not needed any more: the cluster has {wanted.ranks} ranks")
-        return form_resized(self, word, trainer, span)
+        assert isinstance(form, FormResizedWorld)
+        return self._form_resized(form, trainer, span)
 
-    def _form(self, error: BaseException, step: int, **about: Any) -> dict[str, Any]:
+    def _await_form(
+        self, error: BaseException, step: int, size: WantedSize | None = None
+    ) -> FormWorld | FormResizedWorld | LeaveWorld:
         """Say that this rank waits, and return the message to form the world, or that this rank leaves.
 
         Raises `error` if the dead rank is not replaced, and ClusterError if the number of ranks stays, or if no message
-        comes. about: what else to say, for a resize.
+        comes. size: for a resize.
         """
         here = world.current()
         assert here is not None
-        listening = dict(zip(("address", "port"), calls.open_store(), strict=True)) if here.place.rank == 0 else {}
-        self.link.send(event="waits", generation=here.generation, step=step, **listening, **about)
+        address, port = calls.open_store() if here.place.rank == 0 else ("", 0)
+        self.link.send(ReadyToForm(here.generation, step, address, port, resize=size))
         deadline = time.monotonic() + WORD_SECONDS
         while time.monotonic() < deadline:
             try:
-                word = self._words.get(timeout=_TICK)  # a stop interrupts this
+                message = self._messages.get(timeout=_TICK)  # a stop interrupts this
             except queue.Empty:
                 continue
-            if word["do"] == "kept":
-                if about:
-                    raise ClusterError(
-                        "The number of ranks stays what it was.",
-                        numbers=word["why"],
-                        hint=f"%cluster resize {about['size']}",
-                    )
-                error.add_note(f"It was not replaced: {word['why']}.")
+            if isinstance(message, GivenUp) and size is not None:
+                raise ClusterError(
+                    "The number of ranks stays what it was.",
+                    numbers=message.why,
+                    hint=f"%cluster resize {size.size}",
+                )
+            if isinstance(message, GivenUp):
+                error.add_note(f"It was not replaced: {message.why}.")
                 raise error
-            if word["do"] in ("form", "leave"):
-                return word
+            if isinstance(message, FormWorld | FormResizedWorld | LeaveWorld):
+                return message
         raise ClusterError(
             "A rank has died, and its replacement does not come.",
             numbers=f"waited {WORD_SECONDS:.0f} s",
             hint="%cluster restart, then trainer.load(path)",
         ) from error
 
-    def _join(self, word: dict[str, Any]) -> None:
+    def _form_resized(self, form: FormResizedWorld, trainer: Any, span: FitRange | None) -> tuple[int, ...]:
+        """Form the world that `form` describes, and hand its new ranks what they need. Returns the new ranks."""
+        here, size, newcomers = world.current(), form.size, form.newcomers
+        assert here is not None
+        place = replace(here.place, world_size=size, local_world_size=size)
+        take_pin(form.pins[place.rank])
+        calls.place = place
+        running, names = self.runner.running[0], self.runner.shell.user_ns
+        if names.get("world_size") == here.place.world_size:
+            names["world_size"] = size
+        listener = calls.take_listener() if place.rank == 0 else None
+        here.resize(
+            place, form.generation, listen=listener, address=form.address, port=form.port, timeout_s=FORM_SECONDS
+        )
+        running.request = replace(running.request, ranks=tuple(range(size)))
+        if newcomers:
+            hand_over(self.runner, trainer, span, newcomers)
+        return newcomers
+
+    def _join(self, form: FormWorld) -> None:
         here = world.current()
         assert here is not None
-        self._broken = not self._words.empty()  # a rank that has died since is in a further message
+        self._broken = not self._messages.empty()  # a rank that has died since is in a further message
         if self._broken:
             raise ClusterError("Another rank has died.")
         listener = calls.take_listener() if here.place.rank == 0 else None
-        here.reform(
-            word["generation"], listen=listener, address=word["address"], port=word["port"], timeout_s=FORM_SECONDS
-        )
+        here.reform(form.generation, listen=listener, address=form.address, port=form.port, timeout_s=FORM_SECONDS)
 
-    def hand_over(self, trainer: Any, span: FitRange | None, newcomers: list[int]) -> None:
-        """Give the new ranks the names that are equal on all survivors, and the cell. Collective, on all ranks."""
-        shell, place = self.runner.shell, calls.place
-        assert place is not None
-        own = names_of(shell.user_ns, shell.user_ns_hidden, trainer)
-        everyone = gathered(own)
-        survivors = [names for names in everyone if names is not None]
-        equal, bound, lacks = equal_names(survivors)
-        giver = min(set(range(place.world_size)) - set(newcomers))
-        handed = None
-        if place.rank == giver:
-            names = dumps({name: shell.user_ns[name] for name in sorted(equal)}, classes=True)
-            request, dtype = self.runner.running[0].request, torch.get_default_dtype()
-            project, without = calls.brought, tuple(sorted(lacks))
-            handed = CellHandover(request, trainer is not None, span, dtype, names, bound, without, project)
-        hand_on(broadcast(handed, giver).project, giver, new=False)
+
+def take_pin(pin: dict[str, Any]) -> None:
+    """Use the cores and threads that are planned for the new number of ranks. The GPU stays the same."""
+    if pin["cores"] and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, pin["cores"])
+    os.environ["OMP_NUM_THREADS"] = str(pin["threads"])
+    torch.set_num_threads(pin["threads"])

@@ -6,23 +6,20 @@ It takes the place of a rank that died, or the number of ranks grows.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
-from typing import Any
 
 import torch
 
 from nbkit.bridge import calls
-from nbkit.bridge.replacing.brought_files import hand_on
-from nbkit.bridge.replacing.handing import broadcast, gathered
-from nbkit.bridge.replacing.namespace import data_of, parts_of
+from nbkit.bridge.replacing.handover import data_of, parts_of, receive
 from nbkit.bridge.replacing.statement import NOWHERE, Entering
-from nbkit.bridge.replacing.survivor import FORM_SECONDS, CellHandover
+from nbkit.bridge.replacing.surviving_rank import FORM_SECONDS
 from nbkit.bridge.runner import Runner
 from nbkit.rank.train.replace import stages
 from nbkit.rank.train.replace.pickle_by_value import loads
 from nbkit.rank.train.replace.resume_fit import NewWorld, save_and_leave, together
 from nbkit.rank.train.resize.resize import joined
 from nbkit.rank.world.world import World
+from nbkit.wire.messages import FormResizedWorld, FormWorld, ReadyToForm
 from nbkit.wire.processes import Process
 
 
@@ -35,45 +32,42 @@ class ReplacementRank:
     def announce(self) -> None:
         """Say that this rank is ready to join; the parent answers when everyone is."""
         assert calls.place is not None
-        listening = dict(zip(("address", "port"), calls.open_store(), strict=True)) if calls.place.rank == 0 else {}
-        process = asdict(Process.of(os.getpid()))
-        self.runner.link.send(event="waits", generation=0, step=-1, process=process, **listening)
+        address, port = calls.open_store() if calls.place.rank == 0 else ("", 0)
+        self.runner.link.send(ReadyToForm(0, -1, address, port, process=Process.of(os.getpid())))
 
-    def take_over(self, word: dict[str, Any]) -> None:
+    def take_over(self, form: FormWorld | FormResizedWorld) -> None:
         """Join the world, and run the cell from the statement that trains. Call it in the main thread.
 
         An error ends this process: another rank has died meanwhile, or the state of the training is lost.
         """
-        place, newcomers, statement = calls.place, tuple(word["newcomers"]), word["statement"]
+        place, newcomers, statement = calls.place, form.newcomers, form.statement
         assert place is not None
         stages.mark("everyone waits")
         World.join(
             place,
             listen=calls.take_listener() if place.rank == 0 else None,
-            address=word["address"],
-            port=word["port"],
-            generation=word["generation"],
+            address=form.address,
+            port=form.port,
+            generation=form.generation,
             timeout_s=FORM_SECONDS,
         )
         stages.mark("world formed")
-        gathered(None)
-        giver = min(set(range(place.world_size)) - set(newcomers))
-        handed: CellHandover = broadcast(None, giver)
-        hand_on(handed.project, giver, new=True)
+        handed = receive(newcomers)
         torch.set_default_dtype(handed.dtype)
         names = self.runner.shell.user_ns
         names.update(loads(handed.names))
         if handed.trains:
-            resizes = "size" in word
-            told = "" if resizes else word["devices"]
-            world = NewWorld(newcomers, word.get("how", ""), word.get("since", 0.0), told)
-            trainer = joined(newcomers) if resizes else together(None, world)
+            if isinstance(form, FormWorld):
+                trainer = together(None, NewWorld(newcomers, form.how, form.since, form.devices))
+            else:
+                trainer = joined(newcomers)
             parts = parts_of(trainer) | data_of(trainer)
             names.update({name: parts[part] for name, part in handed.bound.items()})
             if handed.span is not None and statement == NOWHERE:
                 save_and_leave(trainer)
             elif handed.span is not None:
-                trainer.join(handed.span if resizes else handed.span.without(trainer, len(newcomers)))
+                dead = len(newcomers) if isinstance(form, FormWorld) else 0
+                trainer.join(handed.span.without(trainer, dead))
         lacks = ", ".join(name for name in handed.lacks if name not in names)
         remark = f"rank {place.rank} is new and does not have: {lacks}" if lacks else ""
         if handed.span is not None:

@@ -1,0 +1,385 @@
+"""Launchers start one command, the agent, on each host of a cluster. The agent then starts the ranks of its host.
+
+A launcher is one class that derives from `Launcher`:
+
+- nbkit's own launchers are in the folder `launchers`. A new file there is found without any other change.
+- A launcher of another package is found by its entry point in the group `nbkit.launchers`:
+
+      [project.entry-points."nbkit.launchers"]
+      mine = "my_package.launcher:MyLauncher"
+
+`%cluster start --launcher NAME -n 8 --nodes 2 -- WORDS` starts the ranks with the launcher NAME. `--slurm`, `--mpi` and
+`--hosts` are other names for nbkit's own.
+
+A `StartRequest` says what the user has asked for. The cluster's entry keeps it, so that a restart asks for the same.
+`LauncherDriver` calls the launcher: in the notebook to check the request, and in the coordinator to start the agents.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from nbkit.errors import ClusterError, NbkitError, UsageError
+from nbkit.notebook.cluster.hosts.network import address_towards
+from nbkit.quoting import user_path
+from nbkit.wire.own_modules import OWN_MODULES
+
+GROUP = "nbkit.launchers"
+AGENT = "nbkit.notebook.cluster.hosts.agent"
+_LOG_LINES = 15
+_END_SECONDS = 10.0
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRequest:
+    """Asks for ranks on other hosts. Each launcher has a class of requests with fields of its own.
+
+    cpu: CPU ranks, even if hosts have GPUs. options: words for the launcher, typed behind `--`. python: on the hosts;
+    "" for the notebook's own. container: words in front of the agent's command that put it, and so the ranks, into a
+    container: "apptainer exec --nv torch.sif", or options of srun ("--container-image=..." of pyxis). spares: devices
+    in reserve on each host.
+    """
+
+    kind: ClassVar[str] = ""
+
+    cpu: bool = False
+    options: tuple[str, ...] = ()
+    python: str = ""
+    container: str = ""
+    spares: int = 0
+
+    def __post_init__(self) -> None:
+        if self.spares < 0:
+            raise UsageError("So many spares cannot be.", numbers=f"--spares {self.spares}", hint="--spares 1")
+        object.__setattr__(self, "options", tuple(self.options))
+
+    @property
+    def launcher(self) -> str:
+        """The name of the launcher."""
+        return self.kind
+
+    @property
+    def num_ranks(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts; 1 if the user did not say."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LauncherRequest(StartRequest):
+    """`n` ranks on `nodes` hosts, started by the launcher `name`. nodes: None if the user did not say."""
+
+    name: str
+    n: int
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n < 1 or (self.nodes is not None and not 1 <= self.nodes <= self.n):
+            raise UsageError(
+                "A cluster has at least one rank on each node.",
+                numbers=f"-n {self.n}, --nodes {self.nodes}",
+                hint="-n 4 --nodes 2",
+            )
+
+    @property
+    def launcher(self) -> str:
+        return self.name
+
+    @property
+    def num_ranks(self) -> int:
+        return self.n
+
+    @property
+    def num_hosts(self) -> int:
+        return self.nodes or 1
+
+
+@dataclass(frozen=True)
+class LauncherStatus:
+    """State of what a launcher has started.
+
+    state "pending": it waits in a queue, for as long as it takes; once it is "running", the agents have 90 s to answer.
+    "ending": it is being ended now; words then say what ends it, unless this side does. "over": it has ended.
+    words: a description for people. error: what went wrong, which ends the start of a cluster but not a cluster that
+    runs. save_at: when a training has to be saved because its hosts will soon be taken away, as time.time() gives it;
+    inf if no end is known. why: the reason they are taken away. again: a batch system takes or took them away and
+    nobody asked for that, so other hosts may be requested.
+    """
+
+    state: Literal["pending", "running", "ending", "over"]
+    words: str
+    save_at: float = float("inf")
+    why: str = ""
+    error: ClusterError | None = None
+    again: bool = False
+
+
+class Launcher:
+    """Starts one command, the agent, on each host of a cluster. The agent then starts the ranks of its host.
+
+    A launcher class must have `start`; the rest has defaults. If `start` begins no command with `run`, it needs `poll`
+    and `stop` too. All methods are called in one process, from one thread, and must return soon.
+
+    n: ranks. nodes: hosts. options: the words behind `--`. request: everything that the user asked for. folder: the
+    cluster's folder, for scripts and logs; only its user can read it.
+    """
+
+    name: ClassVar[str] = ""
+    """The name of a launcher that is part of nbkit. Other packages give theirs a name by the entry point."""
+    flag: ClassVar[str] = ""
+    """The option of `%cluster start` that chooses it, if there is another one than `--launcher NAME`."""
+    own_options: ClassVar[tuple[str, ...]] = ("nodes", "detach", "rest")
+    """The options of `%cluster start` that not every launcher has. "rest": the words behind `--`."""
+    request_type: ClassVar[type[StartRequest]] = LauncherRequest
+
+    def __init__(self, request: Any, folder: Path) -> None:
+        self.request, self.folder = request, folder
+        self.n, self.nodes, self.options = request.num_ranks, request.num_hosts, request.options
+        self.commands: list[subprocess.Popen[bytes]] = []
+
+    @classmethod
+    def request_of(cls, options: Any) -> StartRequest:
+        """Return the request in the options of `%cluster start`. Raises UsageError if they do not fit together."""
+        name = cls.name or options.launcher
+        flag = cls.flag or f"--launcher {name}"
+        if options.n is None:
+            raise UsageError(f"How many ranks shall {name} start?", numbers="no -n", hint=f"%cluster start {flag} -n 4")
+        return LauncherRequest(name, options.n, options.nodes)
+
+    @property
+    def ranks_of_hosts(self) -> tuple[int, ...]:
+        """Return the number of ranks on each host, in order.
+
+        By default they are divided evenly; the first hosts have one more.
+        """
+        each, more = divmod(self.n, self.nodes)
+        return tuple(each + (host < more) for host in range(self.nodes))
+
+    def address(self) -> str:
+        """Return the address of this machine that the hosts can connect to.
+
+        The default reaches only this machine itself.
+        """
+        return address_towards(["localhost"])
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start `command` once on each host, with `environment` in addition to the host's own.
+
+        If there are several hosts, the variable NBKIT_HOST_INDEX must be i on host number i (from 0). The environment
+        holds a secret: it must not be on a command line, where other users see it. The agent also takes the value of
+        NBKIT_AGENT as the first line of its standard input. Raises ClusterError.
+        """
+        raise NotImplementedError
+
+    def run(
+        self, words: Sequence[str], environment: Mapping[str, str], *, text: str = "", log: str = "launcher.log"
+    ) -> None:
+        """Start a command on this machine that runs as long as agents do. `poll` and `stop` look after it.
+
+        environment: added to that of this process. text: its standard input. log: the file in the cluster's folder
+        `logs` that its output is appended to.
+        """
+        with open(self.folder / "logs" / log, "ab") as output, tempfile.TemporaryFile() as given:
+            given.write(text.encode())
+            given.seek(0)
+            started = subprocess.Popen(
+                words, env={**os.environ, **environment}, stdin=given, stdout=output, stderr=subprocess.STDOUT
+            )
+        self.commands.append(started)
+
+    def poll(self) -> LauncherStatus | str | None:
+        """Return how it has ended, in a few words; None while it runs; or a LauncherStatus, which can say more.
+
+        After the first answer an error does not end a cluster: a batch system may be away for a moment. Raise
+        ClusterError to say so for the first answer too.
+        """
+        ended = [index for index, command in enumerate(self.commands) if command.poll() is not None]
+        if not ended:
+            return None
+        error = self.explain(ended[0])
+        if len(ended) < len(self.commands):
+            return LauncherStatus("running", f"{len(ended)} of {len(self.commands)} agents have ended", error=error)
+        return LauncherStatus("over", "the agents of all hosts have ended", error=error)
+
+    def explain(self, index: int) -> ClusterError:
+        """Return the error for command number `index` of `run`, which has ended before the cluster was ready."""
+        command = self.commands[index]
+        program = Path(command.args[0]).name  # type: ignore[index, arg-type]
+        return _ended_early(self.request.launcher, f"{program} has ended with code {command.returncode}", self.log())
+
+    def stop(self) -> None:
+        """End what was started. Does nothing if it has ended or was never started."""
+        for command in self.commands:
+            command.terminate()
+        for command in self.commands:
+            try:
+                command.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                command.kill()
+
+    def log(self) -> str:
+        """Return the end of what the agents have printed; default: logs/launcher.log in the cluster's folder."""
+        return last_lines(self.folder / "logs" / "launcher.log")
+
+
+@cache
+def built_in() -> dict[str, type[Launcher]]:
+    """Return nbkit's own launchers by name: the classes with a name in the files of the folder `launchers`."""
+    from nbkit.notebook.cluster.hosts import launchers
+
+    found: dict[str, type[Launcher]] = {}
+    for each in pkgutil.iter_modules(launchers.__path__):
+        module = importlib.import_module(f"{launchers.__name__}.{each.name}")
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, Launcher) and value.name:
+                found[value.name] = value
+    return found
+
+
+def launcher_class(name: str) -> type[Launcher]:
+    """Return the launcher with this name, nbkit's own or one that is installed. Raises UsageError if there is none."""
+    if name in built_in():
+        return built_in()[name]
+    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name not in installed:
+        raise UsageError(
+            f"There is no launcher {name!r}.",
+            numbers=f"there are: {', '.join(sorted({*built_in(), *installed}))}",
+            hint="pip install PACKAGE   (the one that brings it)",
+        )
+    found: type[Launcher] = _called(name, installed[name].load)
+    return found
+
+
+class LauncherDriver:
+    """Drives the launcher of a request. counts: ranks of each host. address: of this machine, for the hosts."""
+
+    def __init__(self, request: StartRequest, folder: Path) -> None:
+        self.request, self._name, self._has_answered = request, request.launcher, False
+        self._status = LauncherStatus("pending", "the agents are being started")
+        kind = launcher_class(request.launcher)
+        self._launcher = self._call(lambda: kind(request, folder))
+        self.counts = tuple(self._call(lambda: self._launcher.ranks_of_hosts))
+        if sum(self.counts) != request.num_ranks or min(self.counts) < 1:
+            raise UsageError(
+                f"The launcher {self._name!r} does not divide the ranks over hosts.",
+                numbers=f"-n {request.num_ranks}, ranks of the hosts: {', '.join(map(str, self.counts))}",
+                hint=f"--nodes {min(request.num_ranks, len(self.counts))} or fewer",
+            )
+        self.address = str(self._call(self._launcher.address))
+
+    def start(self, payload: str) -> None:
+        """Let the launcher start the agents. payload: what they have to know. Raises ClusterError."""
+        self._call(lambda: self._launcher.start(agent_command(self.request), {"NBKIT_AGENT": payload}))
+
+    def status(self) -> LauncherStatus:
+        """Ask the launcher how far it is. If it does not answer, return what it said last."""
+        if self._status.state == "over":
+            return self._status
+        try:
+            answer = self._launcher.poll()
+        except Exception as error:
+            if not self._has_answered and not isinstance(error, NbkitError):
+                raise _explained(self._name, error) from error
+            _print_problem(f"{self._name} does not answer: {error}")
+            return self._status
+        self._has_answered = True
+        self._status = answer if isinstance(answer, LauncherStatus) else self._described(answer)
+        return self._status
+
+    def _described(self, how: str | None) -> LauncherStatus:
+        if how is None:
+            hosts = len(self.counts)
+            return LauncherStatus("running", f"{self._name} starts agents on {hosts} host{'s' * (hosts > 1)}")
+        return LauncherStatus("over", f"{self._name}: {how}", error=_ended_early(self._name, how, self.log()))
+
+    def log(self) -> str:
+        """Return the last lines of the agents, if they can be read here."""
+        return str(self._call(self._launcher.log))
+
+    def stop(self) -> None:
+        """End what was started. An error of the launcher goes to the log: the rest of the cluster has to end too."""
+        try:
+            self._call(self._launcher.stop)
+        except ClusterError as error:
+            _print_problem(str(error))
+
+    def _call(self, call: Callable[[], _T]) -> _T:
+        return _called(self._name, call)
+
+
+def agent_command(request: StartRequest) -> list[str]:
+    """Return the command that starts the agent on a host: the container's words, then Python."""
+    # No shell has replaced a ~, and the one of the host, if there is one, gets each word in quotes.
+    container = map(str, map(user_path, shlex.split(request.container)))
+    return [*container, str(user_path(request.python)) if request.python else sys.executable, *OWN_MODULES, AGENT]
+
+
+def saved(request: StartRequest) -> dict[str, Any]:
+    """Return the request in a form that JSON accepts."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(request)))  # lists for tuples, as they come back
+    return {"launcher": request.launcher, **plain}
+
+
+def loaded(options: Any) -> StartRequest:
+    """Return the request that `saved` wrote. Fields of another release that this one does not know are ignored."""
+    kind = launcher_class(options["launcher"]).request_type
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in options.items() if name in known})
+
+
+def last_lines(path: Path) -> str:
+    """Return the end of a log file; nothing if the file does not exist, or is not on this host."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return "\n".join(lines[-_LOG_LINES:])
+
+
+def _ended_early(name: str, how: str, log: str) -> ClusterError:
+    return ClusterError(
+        f"The launcher {name!r} has ended before the cluster was ready.",
+        numbers=f"{how}\n    {log.replace(chr(10), chr(10) + '    ')}".rstrip(),
+        hint="nbkit doctor   (in a terminal)",
+    )
+
+
+def _called(name: str, call: Callable[[], _T]) -> _T:
+    """Call code of the launcher `name`. Raises ClusterError for an error in it, with the place."""
+    try:
+        return call()
+    except NbkitError:
+        raise
+    except Exception as error:
+        raise _explained(name, error) from error
+
+
+def _explained(name: str, error: Exception) -> ClusterError:
+    inner = error.__traceback__
+    while inner is not None and inner.tb_next is not None:
+        inner = inner.tb_next
+    where = "" if inner is None else f" ({Path(inner.tb_frame.f_code.co_filename).name}:{inner.tb_lineno})"
+    return ClusterError(f"The launcher {name!r} raised an error.", numbers=f"{type(error).__name__}: {error}{where}")
+
+
+def _print_problem(words: str) -> None:
+    """Write to the coordinator's log."""
+    print(f"{time.strftime('%H:%M:%S')} launcher: {' '.join(words.split())}", flush=True)

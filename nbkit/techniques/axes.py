@@ -1,0 +1,63 @@
+"""The axes of a strategy: what each of them splits, and with which others it can be composed.
+
+An axis that another one does not name is refused together with it. So a new axis begins as one entry here, and one
+degree in nbkit/mesh.py and nbkit/strategy.py. Every technique refuses it until its own entry names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from nbkit.errors import StrategyError
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis: the technique that splits a training along it.
+
+    splits: what its ranks divide. goes_with: the axes that the technique composes with. missing: why ranks cannot run
+    the axis yet; "" if they can.
+    """
+
+    name: str
+    technique: str
+    splits: str
+    goes_with: frozenset[str] = frozenset()
+    missing: str = ""
+
+    def refuse(self, degrees: Mapping[str, int]) -> None:
+        """Raise StrategyError if the axis cannot be part of a strategy with these `degrees`, each at least 2."""
+        if self.missing:
+            raise StrategyError(
+                f"{self.technique} cannot run yet: {self.missing}.",
+                numbers=f"{self.name} {degrees[self.name]}",
+                hint=f"dp={degrees[self.name]}",
+            )
+        for other in degrees:
+            if other != self.name and other not in self.goes_with:
+                raise StrategyError(
+                    f"{self.technique} splits {self.splits}, and is not known to be right together with {other}.",
+                    numbers=f"{self.name} {degrees[self.name]}, {other} {degrees[other]}; {self.name} goes with "
+                    f"{', '.join(axis for axis in DEGREES if axis in self.goes_with) or 'no other axis'}",
+                    hint=f"{self.name}={degrees[self.name]}, or {other}={degrees[other]}",
+                )
+
+
+_KNOWN = (  # in the order in which a strategy is spelled
+    Axis("dp", "Data parallelism", "the rows of a batch", frozenset({"tp", "pp", "cp"})),
+    Axis("tp", "Tensor parallelism", "every layer", frozenset({"dp", "pp", "cp"})),
+    Axis("pp", "Pipeline parallelism", "the blocks of the model", frozenset({"dp", "tp", "cp"})),
+    Axis("cp", "Context parallelism", "the positions of a sequence", frozenset({"dp", "tp", "pp"})),
+)
+DEGREES: Mapping[str, Axis] = {axis.name: axis for axis in _KNOWN}
+"""Every axis by name, in the order in which a strategy is spelled."""
+
+
+@lru_cache(maxsize=256)
+def refuse_axes(degrees: tuple[tuple[str, int], ...]) -> None:
+    """Raise StrategyError if axes of these degrees cannot be composed."""
+    split = {axis: degree for axis, degree in degrees if degree > 1}
+    for axis in split:
+        DEGREES[axis].refuse(split)

@@ -1,0 +1,42 @@
+"""microbatches=8: how many parts of a rank's rows flow through a pipeline, one behind the other."""
+
+from __future__ import annotations
+
+from nbkit.errors import StrategyError
+from nbkit.schedules import type_of
+from nbkit.techniques.key import AnyStrategy, Key, whole_number
+
+
+class MicrobatchesKey(Key):
+    """The value is a whole number. It is None without a pipeline, and else twice its ranks if it is not given."""
+
+    name = "microbatches"
+    is_field = True
+
+    def parse(self, text: str) -> int:
+        return whole_number(self.name, text)
+
+    def refuse(self, value: int, strategy: AnyStrategy) -> None:
+        if value < 1:
+            twice = 2 * strategy.degree("pp")
+            raise StrategyError(
+                "There is at least one micro-batch.",
+                numbers=f"microbatches={value}",
+                hint=f"microbatches={twice}, twice the pipeline's ranks",
+            )
+
+    def no_effect(self, value: int, strategy: AnyStrategy) -> str:
+        return "with pp=1: there is no pipeline" if strategy.degree("pp") == 1 and value != 1 else ""
+
+    def settle(self, value: int | None, strategy: AnyStrategy) -> int | None:
+        pp, schedule = strategy.degree("pp"), strategy.schedule
+        if pp == 1 or schedule is None:
+            return None
+        found, least = 2 * pp if value is None else value, type_of(schedule).microbatches_per_rank * pp
+        if found < least:
+            raise StrategyError(
+                f"{schedule} needs more micro-batches.",
+                numbers=f"at least {least // pp} x pp {pp} = {least}, {found} given",
+                hint=f"microbatches={least}, or schedule=1f1b",
+            )
+        return found

@@ -1,0 +1,24 @@
+"""places=1:0: the number of each rank in the mesh, for ranks of unequal speed that suit unequal stages."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from nbkit.techniques.key import AnyStrategy, Key, whole_number
+
+
+class PlacesKey(Key):
+    """The value has the number of each rank, () if each rank is at its own. `Mesh` checks it."""
+
+    name = "places"
+    neutral: ClassVar[tuple[int, ...]] = ()
+    is_field = True
+
+    def parse(self, text: str) -> tuple[int, ...]:
+        return tuple(whole_number(self.name, place, least=0) for place in text.split(":") if place)
+
+    def spell(self, value: tuple[int, ...]) -> str:
+        return ":".join(map(str, value))
+
+    def no_effect(self, value: tuple[int, ...], strategy: AnyStrategy) -> str:
+        return "because each rank is at its own" if value == tuple(range(strategy.mesh.size)) else ""

@@ -1,0 +1,159 @@
+"""The keys of a strategy by name.
+
+nbkit's own keys are added in `__init__.py`. A user's key comes from `register`, or from a package that has an entry
+point in the group `nbkit.techniques`. Entry points are only read if a strategy has a key that is not known yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, cast
+
+from nbkit.errors import StrategyError
+from nbkit.techniques.axes import DEGREES
+from nbkit.techniques.exchange import GradientExchange
+
+if TYPE_CHECKING:
+    from nbkit.techniques.key import AnyStrategy, Key
+
+GROUP = "nbkit.techniques"
+RESERVED = (*DEGREES, "zero", "shard")
+"""Keys that nbkit/strategy.py reads itself."""
+
+_keys: dict[str, Key] = {}
+_built_in: list[str] = []
+
+
+def register(key: Key | type[Key]) -> None:
+    """Add a key: from then on `ddp NAME=VALUE` is a strategy. Do so on all ranks, and in the notebook.
+
+    key: an object of a subclass of `Key` or `GradientKey`, or the class. A further call with the same name replaces
+    the key; those that nbkit brings cannot be replaced.
+    """
+    made = key() if isinstance(key, type) else key
+    name = getattr(made, "name", "")
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise StrategyError(
+            f"{name!r} cannot be the name of a key.",
+            numbers="a lower-case letter, then lower-case letters, digits and _",
+            hint="name = 'mine'",
+        )
+    if name in (*RESERVED, *_built_in):
+        raise StrategyError(
+            f"The key {name!r} is one of nbkit's own.",
+            numbers=f"keys: {' '.join([*RESERVED, *_keys])}",
+            hint=f"name = 'my_{name}'",
+        )
+    add(made)
+
+
+def add(key: Key, *, built_in: bool = False) -> None:
+    """Add a key without a check: it was checked where it was registered."""
+    _keys[key.name] = key
+    if built_in:
+        _built_in.append(key.name)
+
+
+def keys() -> Sequence[Key]:
+    """Return the keys that are known, nbkit's own first, in the order in which a strategy is spelled."""
+    return tuple(_keys.values())
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the keys that are known."""
+    return tuple(_keys)
+
+
+def registered() -> list[Key]:
+    """Return the keys that users have registered. A new rank needs them too."""
+    return [key for name, key in _keys.items() if name not in _built_in]
+
+
+def is_key(name: str) -> bool:
+    """Return True if there is a key of that name, here or in an installed package."""
+    if name not in _keys and name not in RESERVED:
+        _register_installed()
+    return name in _keys
+
+
+def key_of(name: str) -> Key:
+    """Return the key of that name. Raises StrategyError if there is none."""
+    if not is_key(name):
+        raise StrategyError(
+            f"{name!r} is not a key.",
+            numbers=f"keys: {' '.join([*RESERVED, *_keys])}",
+            hint="nbkit.techniques.register(...), on all ranks and in the notebook: %%distributed --here",
+        )
+    return _keys[name]
+
+
+def spelled(settings: Mapping[str, Any]) -> str:
+    """Return the words of `settings`, in the order of the keys."""
+    return " ".join(key.word(settings[name]) for name, key in _keys.items() if name in settings)
+
+
+def exchange_of(strategy: AnyStrategy) -> GradientExchange:
+    """Return how the ranks of `strategy` exchange gradients."""
+    found = GradientExchange()
+    for name, value in strategy.settings.items():
+        found = key_of(name).exchange(value, found, strategy)
+    return found
+
+
+def engine_of(key: Key) -> Callable[..., Any] | None:
+    """Return the torch half of a key, imported now if the key has the place of it; None if it has none."""
+    # Looked up on the class, since a function there is not meant as a method.
+    engine = inspect.getattr_static(key, "engine")
+    engine = engine.__func__ if isinstance(engine, staticmethod) else engine
+    if isinstance(engine, str):
+        module, _, name = engine.partition(":")
+        return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
+    return cast("Callable[..., Any] | None", engine)
+
+
+@dataclass(frozen=True)
+class Settings(Mapping[str, Any]):
+    """Values of keys by name, without those that change nothing, in the order of the keys. It is hashable."""
+
+    pairs: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Settings:
+        """Return `values` without neutral ones. Raises StrategyError for a name that no key has."""
+        if isinstance(values, cls):
+            return values
+        given = {name: value for name, value in values.items() if value != key_of(name).neutral}
+        return cls(tuple((name, given[name]) for name in names() if name in given))
+
+    def __repr__(self) -> str:
+        return repr(dict(self.pairs))
+
+    def __getitem__(self, name: str) -> Any:
+        return dict(self.pairs)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+
+@cache
+def _register_installed() -> None:
+    """Register the keys of installed packages, once in a process."""
+    for entry in entry_points(group=GROUP):
+        try:
+            key = entry.load()
+        except Exception as error:
+            raise StrategyError(
+                f"The key {entry.name!r} of an installed package cannot be read.",
+                numbers=f"{entry.value}: {type(error).__name__}: {error}",
+                hint=f"pip install -U {entry.dist.name if entry.dist else 'PACKAGE'}",
+            ) from error
+        register(key)

@@ -1,0 +1,795 @@
+"""The table of messages between the processes of a cluster, and the dispatcher that calls their handlers.
+
+Each message is a frozen dataclass. Its base classes say who receives it, and its docstring says who sends it and why:
+
+    notebook  --Request----->  rank                     ipykernel's control channel
+    notebook  <-ForNotebook--  rank                     its output channel
+    rank      --ForParent--->  parent of its host       a socket pair
+    rank      <-ForRank------  parent
+    parent    --ForCoordinator->  coordinator           TCP between hosts, signed
+    parent    <-ForHost---------  coordinator
+    agent     --ForCoordinator->  coordinator           the same line, before the agent becomes the parent
+    agent     <-ForAgent--------  coordinator
+
+To follow a message, look for its class: it is made where it is sent, and a method with `@handles(ItsClass)` receives
+it. A new message is a class here, a `link.send(...)`, and a method with `@handles`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from nbkit.errors import ClusterError
+from nbkit.wire.cells import CellRequest, Prompt
+from nbkit.wire.processes import Process
+
+
+class Message:
+    """A message. Its fields are plain values, tuples, messages, and dataclasses of these."""
+
+
+class Request(Message):
+    """Sent by the notebook to a rank, which answers at once, with plain values, even while its main thread is busy."""
+
+
+class ForNotebook(Message):
+    """Sent by a rank to every notebook that listens, beside the outputs of cells."""
+
+
+class ForParent(Message):
+    """Sent by a rank to the parent of its host."""
+
+
+class ForRank(Message):
+    """Sent by a parent to its rank."""
+
+
+class ForCoordinator(Message):
+    """Sent by a host of a cluster on several hosts, from its agent or its parent of ranks."""
+
+
+class ForAgent(Message):
+    """Sent by the coordinator to a host whose ranks are not forked yet."""
+
+
+class ForHost(Message):
+    """Sent by the coordinator to the parent of the ranks of a host."""
+
+
+class PassedOn(ForCoordinator, ForHost):
+    """Sent by one host to others, by way of the coordinator."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of a rank's process.
+
+    how: "SIGKILL", "it exited with code 1", ... when: time.time(). pid: 0 if unknown. cells: the cells that it ran, or
+    None if nobody knows. failed: what the rank has said of its device, which does not compute any more, or "".
+    """
+
+    rank: int
+    how: str
+    when: float
+    pid: int = 0
+    cells: tuple[str, ...] | None = None
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class RankEnd(Death):
+    """The report of a death in the cluster's folder, which the notebook reads.
+
+    replaced: "" if the rank is dead; "under way", or "done" by the process `by`, in a training in `cell`. said: to the
+    user.
+    """
+
+    replaced: str = ""
+    by: Process | None = None
+    cell: str = ""
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class SizeChange:
+    """The report of a finished resize in the cluster's folder, which the notebook reads.
+
+    n: the number of ranks. pids, pins: of all of them. newcomers: the new ones. cell: in which it was done; enters: new
+    ranks run it. said: to the user. when: time.time().
+    """
+
+    n: int
+    pids: tuple[int, ...]
+    pins: tuple[dict[str, Any], ...]
+    newcomers: tuple[int, ...]
+    cell: str
+    enters: bool
+    said: str
+    when: float
+
+
+@dataclass(frozen=True)
+class WantedSize:
+    """The number of ranks that a resize asks for. pins: of all ranks, () to keep them. cell: that asks for it."""
+
+    size: int
+    pins: tuple[dict[str, Any], ...]
+    cell: str
+
+
+# notebook -> rank: cells
+
+
+@dataclass(frozen=True)
+class SayHello(Request):
+    """The notebook asks for a Hello: if it arrives, outputs will arrive too."""
+
+
+@dataclass(frozen=True)
+class GetStatus(Request):
+    """The notebook asks for process, device and world of a rank, and what it is doing."""
+
+
+@dataclass(frozen=True)
+class NotebookSeen(Request):
+    """The notebook says now and then that it is there. cell: it has everything of this cell, or ""."""
+
+    cell: str = ""
+
+
+@dataclass(frozen=True)
+class FollowCell(Request):
+    """The notebook asks for outputs of a cell that it has missed, from `cursor` on, and for the record of its end."""
+
+    cell: str
+    cursor: int
+
+
+@dataclass(frozen=True)
+class StopCell(Request):
+    """The notebook stops a cell for the user. number: of the request, the same on all ranks. live: see RunLiveCell."""
+
+    cell: str
+    number: int
+    live: bool = False
+
+
+@dataclass(frozen=True)
+class StopCall(Request):
+    """The notebook stops a call of its own, such as sending a value, for which it does not wait any longer."""
+
+
+@dataclass(frozen=True)
+class CompleteName(Request):
+    """The notebook asks for names on a rank that begin with this text, for Tab."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class AnswerPrompt(Request):
+    """The notebook sends the line that a person has typed for question `number` of a rank."""
+
+    number: int
+    line: str
+
+
+@dataclass(frozen=True)
+class RefusePrompts(Request):
+    """The notebook says that nobody can type anything in a cell, and why."""
+
+    cell: str
+    why: str
+
+
+# notebook -> rank: trainings. All ranks act on those with a number after the same step.
+
+
+@dataclass(frozen=True)
+class RunLiveCell(Request):
+    """The notebook sends a cell that runs between two steps of a training."""
+
+    number: int
+    cell: CellRequest
+
+
+@dataclass(frozen=True)
+class ControlTraining(Request):
+    """The notebook sends an action on a training, such as "switch"; GetControlResult asks what came of it."""
+
+    number: int
+    id: str
+    action: str
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GetControlResult(Request):
+    """The notebook asks for the result of an action, and whether the rank knows of it."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class GetStrategies(Request):
+    """The notebook asks for the progress of a training and the table of its strategies, unless it is still `known`."""
+
+    known: str = ""
+
+
+@dataclass(frozen=True)
+class GetStrategyRow(Request):
+    """The notebook asks for the row of one strategy, which need not be in the table."""
+
+    strategy: str
+
+
+@dataclass(frozen=True)
+class GetRecords(Request):
+    """The notebook asks for the newest run's directory, or a part of a rank's record file. See `Requests`."""
+
+    rank: int
+    file: str = ""
+    offset: int = 0
+
+
+# notebook -> rank: ranks that do not answer
+
+
+@dataclass(frozen=True)
+class GetActivity(Request):
+    """The notebook asks where a rank's code is and what it waits for. stacks: of every thread too."""
+
+    stacks: bool = False
+
+
+@dataclass(frozen=True)
+class GetProgress(Request):
+    """The notebook asks for a value that changes with every operation and step of a rank."""
+
+
+@dataclass(frozen=True)
+class LookAtProcesses(Request):
+    """The notebook asks for the state of silent ranks' processes on the host of this one."""
+
+    ranks: tuple[int, ...]
+    processes: tuple[Process, ...]
+
+
+# rank -> notebook
+
+
+@dataclass(frozen=True)
+class Hello(ForNotebook):
+    """A rank answers SayHello over its output channel."""
+
+
+@dataclass(frozen=True)
+class LiveCellEnded(ForNotebook):
+    """A live cell has ended on a rank. record: see `record_text`."""
+
+    record: str
+
+
+@dataclass(frozen=True)
+class PromptOpened(ForNotebook):
+    """A rank waits for a line that a person types."""
+
+    prompt: Prompt
+
+
+# rank -> parent: cells and the life of the process
+
+
+@dataclass(frozen=True)
+class RankReady(ForParent):
+    """A rank has registered its engine, and can run cells."""
+
+
+@dataclass(frozen=True)
+class CellBegan(ForParent):
+    """A rank begins a cell. ranks: all that run it, so that the parent can release them when one fails."""
+
+    cell: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CellEnded(ForParent):
+    """A cell has ended on a rank. status: if it is "error", the parent releases the other ranks of the cell."""
+
+    cell: str
+    status: str
+
+
+@dataclass(frozen=True)
+class InUse(ForParent, ForCoordinator):
+    """A notebook has shown that it is there; the cluster's time to live begins anew."""
+
+
+@dataclass(frozen=True)
+class InterruptRank(Request, ForParent, PassedOn):
+    """The notebook has a cell of a rank interrupted that does not answer, by another rank and the parents."""
+
+    rank: int
+    cell: str
+
+
+@dataclass(frozen=True)
+class EndRank(Request, ForParent, PassedOn):
+    """The notebook has a rank ended that does not answer at all, by another rank and the parents."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class DeviceFailed(ForParent):
+    """A rank ends because its device does not compute any more. said: the message of the device."""
+
+    said: str
+
+
+@dataclass(frozen=True)
+class TrainingEnded(ForParent, ForCoordinator):
+    """A rank has ended and saved its training, because the cluster ends. saved: what was saved, or why nothing was."""
+
+    why: str
+    step: int
+    saved: str
+
+
+# rank -> parent: a training in which dead ranks are replaced. The first host's parent hears these of all hosts.
+
+
+@dataclass(frozen=True)
+class FitEntered(ForParent):
+    """A rank makes the steps of a `fit` that a new rank can enter, at this statement of this cell."""
+
+    cell: str
+    statement: int
+
+
+@dataclass(frozen=True)
+class FitLeft(ForParent):
+    """A rank has left the `fit`. why: the error that has ended it, or ""."""
+
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class ReadyToForm(ForParent):
+    """A rank waits to form the next generation of the world: after a death, for a resize, or because it is new.
+
+    generation: the newest that it was in, 0 if it is new. step: its number of finished steps, -1 if unknown. address,
+    port: of the store, from rank 0. process: of a new rank. resize: the number of ranks that it waits for.
+    """
+
+    generation: int
+    step: int
+    address: str = ""
+    port: int = 0
+    process: Process | None = None
+    resize: WantedSize | None = None
+
+
+@dataclass(frozen=True)
+class TrainingGoesOn(ForParent):
+    """A rank goes on after the world was formed again, so the replacement or resize is done. said: for the user."""
+
+    said: str
+
+
+@dataclass(frozen=True)
+class WaitsForOthers(ForParent):
+    """A rank has waited in a step for so long; 0: it goes on. due: the ranks that do not wait hang, and are ended."""
+
+    seconds: float
+    due: bool
+
+
+# parent -> rank
+
+
+@dataclass(frozen=True)
+class ReleaseCell(ForRank):
+    """The parent ends a rank's part of a cell, because another rank of the cell has failed or died."""
+
+    cell: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RankIsDead(ForRank, ForNotebook, PassedOn):
+    """The parent tells that a rank is dead and is not replaced. The other ranks tell the notebook.
+
+    unregister: the receiving parent tells the hub of it, since the rank's own parent is gone.
+    """
+
+    death: Death
+    unregister: bool = False
+
+
+@dataclass(frozen=True)
+class RankIsReplaced(ForRank):
+    """The parent tells that a rank has died in a training and is replaced, and breaks the others out of their step."""
+
+    death: Death
+
+
+@dataclass(frozen=True)
+class FormWorld(ForRank):
+    """The parent tells all ranks to form a generation of the world, with new ranks in the place of dead ones.
+
+    address, port: of its store. statement: at which new ranks enter the cell. how, since: who died of what, and when.
+    devices: a sentence about the devices of new ranks, or "".
+    """
+
+    generation: int
+    address: str
+    port: int
+    newcomers: tuple[int, ...]
+    statement: int
+    how: str
+    since: float
+    devices: str
+
+
+@dataclass(frozen=True)
+class FormResizedWorld(ForRank):
+    """The parent tells all ranks to form a generation of the world with another number of ranks. pins: of all ranks."""
+
+    generation: int
+    address: str
+    port: int
+    newcomers: tuple[int, ...]
+    statement: int
+    size: int
+    pins: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class GivenUp(ForRank):
+    """The parent tells waiting ranks that the dead rank is not replaced, or that the number of ranks stays."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class LeaveWorld(ForRank):
+    """The parent tells a rank that the resized world goes on without it."""
+
+
+@dataclass(frozen=True)
+class RanksChanged(ForRank, ForNotebook):
+    """The parent has written down a finished replacement or resize. The ranks tell the notebook to read it."""
+
+
+@dataclass(frozen=True)
+class EndTraining(ForRank, ForHost):
+    """The coordinator has trainings saved and ended at their next step; the ranks live on. why: "" takes it back."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class EndOfCluster(ForRank, ForHost):
+    """The parent has a rank save its training and end after its cell. now: do not wait for a cell without training."""
+
+    why: str
+    now: bool = True
+
+
+# agent -> coordinator -> agent: the start of a cluster on several hosts
+
+
+@dataclass(frozen=True)
+class HostJoined(ForCoordinator):
+    """An agent tells what its host has, so that the hosts can be compared.
+
+    ahead: seconds by which its clock is ahead of the coordinator's. labels, reasons: of its ranks' devices. spares: of
+    those in reserve. versions: by package. driver: of NVIDIA, or "". addresses: of the host.
+    """
+
+    index: int
+    host: str
+    driver: str
+    ahead: float
+    versions: dict[str, str]
+    device: str
+    backend: str
+    labels: tuple[str, ...]
+    reasons: tuple[str, ...]
+    spares: tuple[str, ...]
+    notes: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HostUnfit(ForCoordinator):
+    """An agent tells why its host cannot run its ranks, which ends the start. The fields are those of an NbkitError."""
+
+    host: str
+    what: str
+    numbers: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class AgentRefused(ForAgent):
+    """The coordinator tells an agent that another one came as the same host."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Listen(ForAgent):
+    """The coordinator has an agent listen for a moment, to see whether other hosts can connect to it."""
+
+
+@dataclass(frozen=True)
+class Listening(ForCoordinator):
+    """An agent listens here."""
+
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class TryHosts(ForAgent):
+    """The coordinator has an agent try to connect to hosts that listen: (number of the host, address, port)."""
+
+    places: tuple[tuple[int, str, int], ...]
+
+
+@dataclass(frozen=True)
+class HostsTried(ForCoordinator):
+    """An agent tells which hosts it could not connect to: (number of the host, the system's error)."""
+
+    unanswered: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class StartRanks(ForAgent):
+    """The coordinator has an agent become the parent of its ranks, since all hosts fit together."""
+
+    backend: str
+    device: str
+    addresses: tuple[str, ...]
+
+
+# parent -> coordinator -> parents of other hosts: cells, and the end
+
+
+@dataclass(frozen=True)
+class StartFailed(ForCoordinator):
+    """A parent tells that a rank ended before the cluster was ready. log: the last lines of the rank's log."""
+
+    rank: int
+    how: str
+    log: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CellFailed(PassedOn):
+    """A parent tells that a cell has failed on a rank, so that the parents of other hosts release its other ranks."""
+
+    cell: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class ToldToEnd(ForCoordinator):
+    """A parent has got SIGTERM; the coordinator knows more about why, and tells the other hosts."""
+
+
+@dataclass(frozen=True)
+class EndNow(ForAgent, ForHost):
+    """The coordinator ends all ranks at once, because the cluster is stopped or has not been used."""
+
+    why: str
+
+
+# parent -> coordinator -> first host's parent, which decides for the ranks of all hosts
+
+
+@dataclass(frozen=True)
+class RankStarted(PassedOn):
+    """A parent has started a rank of its host."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class RankSaid(PassedOn):
+    """A parent passes on what a rank of its host says about a training."""
+
+    rank: int
+    pid: int
+    said: ForParent
+
+
+@dataclass(frozen=True)
+class RankPlaced(PassedOn):
+    """A parent has given a rank another device. spares: the labels of those that are left. said: for the user."""
+
+    rank: int
+    said: str
+    label: str
+    reason: str
+    spares: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankEnded(PassedOn):
+    """A parent tells that a rank of its host has ended. The first host's parent decides what becomes of it."""
+
+    death: Death
+
+
+@dataclass(frozen=True)
+class ReplacementNoted(ForCoordinator):
+    """The first host's parent tells how far a replacement is, for the coordinator to write it down."""
+
+    end: RankEnd
+
+
+# first host's parent -> coordinator -> parent of the rank
+
+
+@dataclass(frozen=True)
+class StartRank(PassedOn):
+    """The first host's parent has a rank started in the place of one that died in a training in this cell."""
+
+    rank: int
+    cell: str
+    death: Death
+
+
+@dataclass(frozen=True)
+class TellRank(PassedOn):
+    """The first host's parent sends a message to a rank of another host."""
+
+    rank: int
+    message: ForRank
+
+
+@dataclass(frozen=True)
+class DismissRank(PassedOn):
+    """The first host's parent has a rank of another host ended, without declaring it dead."""
+
+    rank: int
+
+
+# Encoding
+
+REQUEST, NEWS = "nbkit_request", "nbkit_news"
+"""The types of Jupyter messages that carry a Request, and a message ForNotebook."""
+
+_NAME, _PROTOCOL = "_message", "_protocol"  # beside the fields, whose names have no underscore in front
+T = TypeVar("T")
+
+
+class ProtocolError(ClusterError):
+    """A message that cannot be read, mostly because another release of nbkit has sent it."""
+
+
+def encoded(message: Message) -> dict[str, Any]:
+    """Return a message as plain values, with its name and the version of the protocol."""
+    return {_NAME: type(message).__name__, _PROTOCOL: protocol(), **_values_of(message)}
+
+
+def decoded(values: Mapping[str, Any]) -> Message:
+    """Return the message from what `encoded` returned, which may have been JSON meanwhile.
+
+    Raises ProtocolError for another version of the protocol, and for a name or fields that are not in this table.
+    """
+    values = dict(values)
+    name, version = values.pop(_NAME, ""), values.pop(_PROTOCOL, "none")
+    if version != protocol():
+        raise ProtocolError(
+            "A process of this cluster has another release of nbkit.",
+            numbers=f"its messages are of protocol {version}; this release reads {protocol()}",
+            hint="%cluster stop   with the release that has started it; then %cluster start",
+        )
+    if (kind := _dataclasses().get(name)) is None or not issubclass(kind, Message):
+        raise ProtocolError(f"There is no message {name!r}.", numbers="see nbkit/wire/messages.py")
+    return from_plain(kind, values)
+
+
+def to_plain(value: Any) -> Any:
+    """Return dataclasses, and tuples of them, as plain values for JSON."""
+    if isinstance(value, Message):
+        return encoded(value)
+    if is_dataclass(value):
+        return _values_of(value)
+    return [to_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def from_plain(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return the `kind` from what `to_plain` returned. Raises ProtocolError if fields are missing or unknown."""
+    hints = _hints(kind)  # type: ignore[arg-type]
+    try:
+        return kind(**{name: _typed(value, hints.get(name)) for name, value in values.items()})
+    except TypeError as error:
+        raise ProtocolError(f"A {kind.__name__} has other fields.", numbers=str(error)) from None
+
+
+def _values_of(value: Any) -> dict[str, Any]:
+    return {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """Return a plain value as `hint` says: JSON has made lists of tuples, and dicts of dataclasses."""
+    parts = get_args(hint)
+    if value is None:
+        return None
+    if get_origin(hint) in (Union, UnionType):
+        return _typed(value, next(part for part in parts if part is not NoneType))
+    if get_origin(hint) is tuple:
+        kinds = [parts[0]] * len(value) if parts[1:] == (...,) else parts
+        return tuple(map(_typed, value, kinds))
+    if isinstance(hint, type) and issubclass(hint, Message):
+        return decoded(value)
+    return from_plain(hint, value) if is_dataclass(hint) else value  # type: ignore[arg-type]
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+@cache
+def _dataclasses() -> dict[str, type]:
+    return {name: kind for name, kind in globals().items() if isinstance(kind, type) and is_dataclass(kind)}
+
+
+@cache
+def protocol() -> str:
+    """Return the version of the protocol: a digest of all names and fields. Processes of one cluster have the same."""
+    table = [(name, [(each.name, each.type) for each in fields(kind)]) for name, kind in sorted(_dataclasses().items())]
+    return hashlib.sha256(repr(table).encode()).hexdigest()[:8]
+
+
+# Dispatching
+
+Receiver = TypeVar("Receiver")
+M = TypeVar("M", bound=Message)
+Context = ParamSpec("Context")
+Handler: TypeAlias = Callable[Concatenate[Receiver, M, Context], T]
+
+
+def handles(*kinds: type[M]) -> Callable[[Handler[Receiver, M, Context, T]], Handler[Receiver, M, Context, T]]:
+    """Mark a method as the handler of these messages. It is called with the message, and with `deliver`'s context."""
+
+    def mark(method: Handler[Receiver, M, Context, T]) -> Handler[Receiver, M, Context, T]:
+        method.handled_messages = kinds  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+@cache
+def handlers_of(receiver: type) -> dict[type[Message], str]:
+    """Return the names of the methods of a class that handle messages, by the kind of message."""
+    methods = {name: method for base in reversed(receiver.__mro__) for name, method in vars(base).items()}
+    return {kind: name for name, method in methods.items() for kind in getattr(method, "handled_messages", ())}
+
+
+def deliver(message: Message, receiver: object, *context: Any) -> Any:
+    """Call the handler of a message with the message and `context`, and return what it returns.
+
+    Without a handler the message is dropped, and named in the log: a process must not end because of it. That no kind
+    is dropped is for tests/wire/test_messages.py to see.
+    """
+    kind: Any = type(receiver)
+    if (name := handlers_of(kind).get(type(message))) is None:
+        print(f"{kind.__name__} does not handle {message}", file=sys.__stderr__, flush=True)
+        return None
+    return getattr(receiver, name)(message, *context)

@@ -1,0 +1,134 @@
+"""Messages between the processes of a cluster: each has a handler, and arrives as it was sent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import is_dataclass
+
+import pytest
+
+from nbkit.bridge.engine import RankEngine
+from nbkit.bridge.parent.other_hosts import OtherHosts
+from nbkit.bridge.parent.parent import Parent
+from nbkit.bridge.parent.replacement import Replacer
+from nbkit.bridge.requests import Requests
+from nbkit.notebook.cluster.cells.connection import Connection
+from nbkit.notebook.cluster.hosts.agent import JoinedAgent
+from nbkit.notebook.cluster.hosts.coordinator import Coordinator
+from nbkit.wire import messages
+from nbkit.wire.cells import CellRequest
+from nbkit.wire.messages import (
+    Death,
+    EndTraining,
+    FitEntered,
+    FitLeft,
+    ForAgent,
+    ForCoordinator,
+    ForHost,
+    ForNotebook,
+    ForParent,
+    ForRank,
+    GivenUp,
+    HostJoined,
+    Message,
+    ProtocolError,
+    RankIsDead,
+    RankSaid,
+    ReadyToForm,
+    Request,
+    RunLiveCell,
+    TellRank,
+    TrainingGoesOn,
+    WaitsForOthers,
+    WantedSize,
+    decoded,
+    deliver,
+    encoded,
+    handlers_of,
+    handles,
+)
+from nbkit.wire.processes import Process
+
+RECEIVERS: dict[type[Message], type] = {
+    Request: Requests,
+    ForNotebook: Connection,
+    ForParent: Parent,
+    ForRank: RankEngine,
+    ForAgent: JoinedAgent,
+    ForCoordinator: Coordinator,
+}
+
+
+@pytest.mark.parametrize("audience", RECEIVERS, ids=lambda kind: kind.__name__)
+def test_each_message_has_a_handler_in_the_process_that_receives_it(audience: type[Message]) -> None:
+    table = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, audience)]
+    sent = {kind for kind in table if is_dataclass(kind)}
+
+    assert sent
+    assert sent - set(handlers_of(RECEIVERS[audience])) <= {messages.Hello}  # which the client notes
+
+
+def test_each_message_for_the_parent_of_a_host_has_one_handler() -> None:
+    sent = {kind for kind in vars(messages).values() if is_dataclass(kind) and issubclass(kind, ForHost)}  # type: ignore[arg-type]
+    own, of_other_hosts = set(handlers_of(Parent)), set(handlers_of(OtherHosts))
+
+    assert sent <= own | of_other_hosts
+    assert own & of_other_hosts == set()
+
+
+def test_the_replacer_handles_what_ranks_say_about_a_training() -> None:
+    about_training = {FitEntered, FitLeft, ReadyToForm, TrainingGoesOn, WaitsForOthers}
+
+    assert set(handlers_of(Replacer)) == about_training
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        FitLeft("it failed"),
+        TellRank(1, GivenUp("too late")),
+        RankSaid(1, 77, FitEntered("cell", 2)),
+        HostJoined(0, "a", "", 0.1, {"torch": "2"}, "cpu", "gloo", ("core 0",), ("CPU",), (), (), ("10.0.0.1",)),
+        RunLiveCell(3, CellRequest("a", "x = 1", 4, (0, 2))),
+        RankIsDead(Death(1, "SIGKILL", 2.5, pid=7, cells=("a", "b"), failed="")),
+        RankIsDead(Death(1, "its host does not answer", 2.5)),
+        ReadyToForm(2, 9, "10.0.0.1", 4000, Process(7, 1.0, "boot"), WantedSize(2, ({"cores": [1]},), "cell")),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
+    assert decoded(json.loads(json.dumps(encoded(message)))) == message
+
+
+def test_a_message_of_another_release_is_refused_with_both_versions() -> None:
+    sent = {**encoded(EndTraining("")), "_protocol": "another"}
+
+    with pytest.raises(ProtocolError) as refused:
+        decoded(sent)
+    assert refused.value.numbers == f"its messages are of protocol another; this release reads {messages.protocol()}"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"_message": "Unheard"}, "There is no message 'Unheard'."),
+        ({"_message": "Process"}, "There is no message 'Process'."),
+        ({"more": 1}, "A EndTraining has other fields."),
+        ({"why": None, "_message": "FitEntered"}, "A FitEntered has other fields."),
+    ],
+)
+def test_an_unknown_name_or_field_is_refused(change: dict[str, object], said: str) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        decoded({**encoded(EndTraining("")), **change})
+    assert refused.value.what == said
+
+
+def test_a_message_without_a_handler_is_named_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    class Listener:
+        @handles(FitLeft)
+        def _on_left(self, left: FitLeft, where: str) -> str:
+            return f"{left.why} {where}"
+
+    assert deliver(FitLeft("stopped"), Listener(), "here") == "stopped here"
+    assert deliver(EndTraining("why"), Listener(), "here") is None
+    assert "Listener does not handle EndTraining(why='why')" in capfd.readouterr().err
