@@ -48,6 +48,8 @@ class Key:
     same: ClassVar[str] = "it is the default"
     suggestions: ClassVar[Sequence[Any]] = ()
     engine: ClassVar[Callable[..., Any] | str | None] = None
+    needs_whole: ClassVar[bool] = False
+    """True if the key needs ranks that hold the whole model. A key with a torch half does."""
     is_field: ClassVar[bool] = False
     """True if Strategy has a field of this name, because the planner and the ranks read the value in many places."""
 

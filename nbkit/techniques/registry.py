@@ -50,6 +50,12 @@ def register(key: Key | type[Key]) -> None:
             numbers=f"keys: {' '.join([*RESERVED, *_keys])}",
             hint=f"name = 'my_{name}'",
         )
+    if made.engine is not None and not made.needs_whole:
+        raise StrategyError(
+            f"The torch half of the key {name!r} would not be called under zero1 to zero3.",
+            numbers=f"engine={made.engine!r}, needs_whole=False",
+            hint="needs_whole = True",
+        )
     add(made)
 
 

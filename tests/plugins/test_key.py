@@ -168,6 +168,12 @@ def test_names_that_are_taken_or_cannot_be_typed_are_refused(name: Any, said: st
         techniques.register(type("Mine", (GradientKey,), {"name": name}))
 
 
+def test_a_torch_half_that_would_not_be_called_is_refused() -> None:
+    with pytest.raises(StrategyError, match="would not be called under zero1"):
+        techniques.register(type("Mine", (GradientKey,), {"name": "mine", "engine": "a:b", "needs_whole": False}))
+    assert "mine" not in techniques.names()
+
+
 def test_a_package_brings_it_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "wire-1.0.dist-info"
     package.mkdir()
