@@ -30,6 +30,7 @@ _HOME = {
     "GPT": "nbkit.rank.models.gpt",
     "GPTConfig": "nbkit.planner.gpt_config",
     "TextDataset": "nbkit.rank.models.text",
+    **dict.fromkeys(("Checkpoints", "Compute", "Loading", "ModelHints", "Recovery"), "nbkit.trainer_options"),
 }
 
 _MODULES = ("schedules", "techniques")

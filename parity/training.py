@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
+import nbkit
 from nbkit.rank.data.batch import call
 from nbkit.rank.rng.keyed_dropout import KeyedDropout
 from nbkit.rank.train.checkpoint.job_state import weights
@@ -71,13 +72,15 @@ def ours(cell: Cell) -> Outcome:
         data=_items(cell),
         batch_size=BATCH,
         strategy=cell.strategy,
-        stages=SUBJECTS[cell.subject].stages if "pp=5" in cell.strategy else None,
+        hints=nbkit.ModelHints(stages=SUBJECTS[cell.subject].stages if "pp=5" in cell.strategy else None),
         seed=SEED,
         precision="bf16" if "bf16" in cell.extras else None,
         clip_norm=CLIP if "clip" in cell.extras else None,
-        microbatch_size=2 if "accumulate" in cell.extras else None,
-        recompute="recompute" in cell.extras,
-        log_every=1,
+        compute=nbkit.Compute(
+            microbatch_size=2 if "accumulate" in cell.extras else None,
+            recompute="recompute" in cell.extras,
+            grad_norm_every=1,
+        ),
         log_dir=None,
         progress=False,
     )
@@ -110,7 +113,14 @@ def by_hand(cell: Cell) -> list[float]:
     data = _items(cell)
     batches = [default_collate([data[i] for i in chosen]) for chosen in _chosen(cell, len(data))]
     loss = weighted if "mask" in cell.extras else mean
-    job = prepare(lambda: _build(cell), _optimizer, loss=loss, strategy=cell.strategy, seed=SEED, example=batches[0])
+    job = prepare(
+        lambda: _build(cell),
+        _optimizer,
+        loss=loss,
+        strategy=cell.strategy,
+        seed=SEED,
+        hints=nbkit.ModelHints(example=batches[0]),
+    )
     for batch in job.batches(batches):
         job.backward(batch)
         if "clip" in cell.extras:

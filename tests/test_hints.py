@@ -12,6 +12,7 @@ import inspect
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -31,6 +32,7 @@ from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world.rank_place import RankPlace
 from nbkit.rank.world.world import World
 from nbkit.strategy import keys
+from nbkit.trainer_options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "nbkit").rglob("*.py"), *(ROOT / "magics").rglob("*.py")])
@@ -49,6 +51,8 @@ CALLED += [
     partition,
 ]
 ARGUMENTS = {*keys(), "net", *(name for called in CALLED for name in inspect.signature(called).parameters)}
+OPTION_OF = {field.name: kind.__name__ for kind in OPTIONS.values() for field in fields(kind)}
+ALSO_OF_OTHERS = {"shuffle", "example"}  # of DataLoader; of nbkit.plan
 OF_OTHERS = {
     *("num_workers", "sparse", "batch_first", "need_weights", "use_reentrant", "track_running_stats", "lr", "shuffle"),
     *("attn_implementation", "use_dora", "lora_bias", "num_heads", "head_dim", "requires_grad", "device"),
@@ -125,6 +129,10 @@ def missing(hint: str) -> Iterator[str]:
     for name in re.findall(r"(?<![\w.-])([a-z_]+)=(?![=…])", hint):
         if name not in ARGUMENTS | OF_OTHERS and not re.search(rf"\b{name} = ", hint):
             yield f"{name}="
+        elif name in OPTION_OF.keys() - ALSO_OF_OTHERS and not re.search(
+            rf"nbkit\.{OPTION_OF[name]}\([^)]*\b{name}=", hint
+        ):
+            yield f"{name}= outside of nbkit.{OPTION_OF[name]}"
     yield from (name for name in re.findall(r"\bNBKIT_\w+", hint) if f'"{name}"' not in ALL_SOURCE)
 
 
@@ -164,6 +172,8 @@ def test_every_hint_can_be_typed() -> None:
         ("nbkit.Train(...)", "nbkit.Train"),
         ("nbkit doctors", "nbkit doctors"),
         ("NBKIT_NOTHING=1", "NBKIT_NOTHING"),
+        ("on_oom='fit'", "on_oom= outside of nbkit.Recovery"),
+        ("nbkit.Compute(on_oom='fit')", "on_oom= outside of nbkit.Recovery"),
     ],
 )
 def test_what_cannot_be_typed_is_found(hint: str, what: str) -> None:

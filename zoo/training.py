@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
+import nbkit
 from nbkit.errors import NbkitError
 from nbkit.rank.data.batch import call
 from nbkit.rank.parallel.check_model import check
@@ -127,9 +128,9 @@ def ours(cell: Cell) -> Found:
                 optimizer=_optimizer,
                 data=items(cell.subject),
                 batch_size=ROWS,
-                shuffle=False,
+                loading=nbkit.Loading(shuffle=False),
                 strategy=first,
-                log_every=1,
+                compute=nbkit.Compute(grad_norm_every=1),
                 log_dir=None,
                 progress=False,
             )

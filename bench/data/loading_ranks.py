@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import nbkit
 from bench.rigs.jobs import config, trainer
 
 BATCH = 4
@@ -66,7 +67,7 @@ class Worker:
                 model=model,
                 loss=nn.functional.mse_loss,
                 data=data,
-                workers=workers,
+                loading=nbkit.Loading(workers=workers),
                 callbacks=[lambda *_: self._ended.append(time.perf_counter())],
             )
             data.seconds, model.seconds = batch_seconds, self._step

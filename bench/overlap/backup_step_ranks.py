@@ -55,7 +55,7 @@ class Worker:
             batch_size=_ROWS,
             strategy=f"{strategy} microbatches=8" if strategy == "pp" else strategy,
             callbacks=[lambda trainer, record: self._began.append(time.perf_counter())],
-            backup_every=every,
+            recovery=nbkit.Recovery(backup_every=every),
             log_dir=None,
             progress=False,
         )

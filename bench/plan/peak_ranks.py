@@ -41,7 +41,7 @@ class Worker:
             lambda module: torch.optim.AdamW(module.parameters(), lr=1e-4),
             loss=loss,
             strategy=strategy,
-            example=tuple(part[:2] for part in batch),
+            hints=nbkit.ModelHints(example=tuple(part[:2] for part in batch)),
             log_dir=None,
         )
         counted, held = None, 0

@@ -73,7 +73,7 @@ class Worker:
             lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
             loss=token_loss,
             strategy="ddp",
-            example=tuple(part[:2] for part in self._rows),
+            hints=nbkit.ModelHints(example=tuple(part[:2] for part in self._rows)),
             log_dir=None,
         )
         # While its blocks sleep: what they cost is measured here.

@@ -34,7 +34,7 @@ def trainer(of: nbkit.GPTConfig, strategy: str, *, batch: int, **changed: Any) -
         "data": data(of, 8 * batch),
         "batch_size": batch,
         "strategy": strategy,
-        "log_every": 1_000_000,  # the norm of the gradients is a message of its own
+        "compute": nbkit.Compute(grad_norm_every=1_000_000),  # the norm of the gradients is a message of its own
         "log_dir": None,
         "progress": False,
     }

@@ -1,4 +1,4 @@
-"""A rank that falls to half its speed while it trains with balance=True, beside the best division that there is.
+"""A rank that falls to half its speed under `nbkit.Recovery(balance=True)`, beside the best division that there is.
 
 Blocks sleep instead of computing: load of the machine touches both alike. The best division is found by trying every
 number of rows for each replica and of blocks for each stage, in a simulation of the step; the first three train beside,
@@ -106,7 +106,7 @@ def _measured(case: Case, settings: Settings) -> Row:
             apart = max(apart, *(abs(a / b - 1) for a, b in losses))
     share = quantile([best_ / own for best_, own in zip(theirs, ours, strict=True)])
     return Row(
-        f"rank {SLOW} at half speed, {case.strategy}, balance=True",
+        f"rank {SLOW} at half speed, {case.strategy}, nbkit.Recovery(balance=True)",
         f"{1e3 * quantile(ours).middle:.0f} ms a step, {1e3 * min(plain['seconds'][-LAST:]):.0f} without; "
         f"divided anew after {max(named)} slow steps at most, to {to}; losses apart by {apart:.0e}",
         f"{min(given, key=given.__getitem__)}: {1e3 * quantile(theirs).middle:.0f} ms",

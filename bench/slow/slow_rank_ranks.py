@@ -75,7 +75,7 @@ class Worker:
             data=data,
             batch_size=self._rows,
             strategy=strategy,
-            balance=balance,
+            recovery=nbkit.Recovery(balance=balance),
             callbacks=[lambda trainer, record: paced(trainer, record["step"])],
             log_dir="runs",  # by whose records balance= measures
             progress=False,

@@ -35,7 +35,7 @@ class Worker:
             lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
             loss=token_loss,
             strategy=strategy,
-            example=tuple(part[:2] for part in batches[0]),
+            hints=nbkit.ModelHints(example=tuple(part[:2] for part in batches[0])),
             log_dir=None,
         )
         said = {}

@@ -52,7 +52,9 @@ class Worker:
         if "pp" in strategy:
             strategy += f" microbatches={microbatches}"
         # What is on by default is on: the run is recorded.
-        job = trainer(self._config, strategy, batch=self._batch, collate=self._pace, log_dir="runs")
+        job = trainer(
+            self._config, strategy, batch=self._batch, loading=nbkit.Loading(collate=self._pace), log_dir="runs"
+        )
         return job.fit
 
     def _script(self, strategy: str, microbatches: int) -> Callable[[int], Any]:

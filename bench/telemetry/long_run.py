@@ -50,7 +50,7 @@ def note(trainer, record):
 trainer = nbkit.Trainer(
     model=lambda: torch.nn.Linear(1, 1), loss=torch.nn.functional.mse_loss, data=x, batch_size=world_size,
     optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01), log_dir={folder!r} + "/runs", callbacks=[note],
-    save_every=False, progress=False)
+    checkpoints=nbkit.Checkpoints(every=False), progress=False)
 """
 
 

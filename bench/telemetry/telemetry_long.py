@@ -24,8 +24,8 @@ import psutil
 from bench.settings import Settings
 from bench.table import Row, absolute
 from nbkit.notebook.board.board import Board
-from nbkit.rank.telemetry.record_writer import Overview, RecordFile
 from nbkit.rank.telemetry.session import record_path
+from nbkit.records.record_file import Overview, RecordFile
 from nbkit.records.records import Detail, Group, Header, StepRecord, Traffic
 
 STEPS, QUICK_STEPS, RANKS = 1_000_000, 20_000, 4

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+import nbkit
 from bench.rigs.jobs import config, trainer
 from bench.steps.step_seconds import Paced
 from nbkit.rank.telemetry import collectives
-from nbkit.rank.telemetry.session import Session
-from nbkit.rank.telemetry.tensorboard import BoardWriter, ScalarWriter
+from nbkit.rank.telemetry.progress_line import ProgressLine
 from nbkit.rank.train.run_recorder import Recorder
-
-_RECORDS = (BoardWriter, ScalarWriter, Session, Recorder)
 
 
 class Worker:
@@ -22,18 +20,20 @@ class Worker:
 
     def prepare(self, strategy: str) -> None:
         """Train `strategy` from here on."""
-        self._trainer = trainer(self._config, strategy, batch=self._batch, collate=self._pace, log_dir="runs")
+        self._trainer = trainer(
+            self._config, strategy, batch=self._batch, loading=nbkit.Loading(collate=self._pace), log_dir="runs"
+        )
         self._trainer.fit(3)
         job = self._trainer.job
-        others = [one for one in job.ledger.listeners if not isinstance(one, _RECORDS)]
-        self._recording = {True: (job.recorder, [*job.ledger.listeners]), False: (Recorder(job.device), others)}
+        others = [one for one in job.ledger.bus.sinks if isinstance(one, ProgressLine)]
+        self._recording = {True: (job.recorder, [*job.ledger.bus.sinks]), False: (Recorder(job.device), others)}
 
     def block(self, mode: str, steps: int) -> tuple[float, float, float]:
         """(seconds, CPU-seconds, seconds that noting calls has taken) of a step, of so many. mode: "off", "count", or
         "time" with all that a run records of itself."""
         collectives.set_mode(mode)
         job = self._trainer.job
-        job.recorder, job.ledger.listeners[:] = self._recording[mode == "time"]
+        job.recorder, job.ledger.bus.sinks = self._recording[mode == "time"]
         dist.barrier()
         self._pace.restart()
         before = collectives.own_ns()

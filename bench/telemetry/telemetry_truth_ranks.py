@@ -57,7 +57,7 @@ class Worker:
             data=[(torch.zeros(1), torch.zeros(1))] * 64 if unit else data(self._config, 8 * self._batch),
             batch_size=self._batch,
             strategy=strategy,
-            collate=self._collate,
+            loading=nbkit.Loading(collate=self._collate),
             progress=False,
         )
         session = self._trainer.job.recorder._session

@@ -38,6 +38,7 @@ from nbkit.bridge.user_programs import hide_the_world, run_launched_in_place, wa
 from nbkit.errors import ClusterError
 from nbkit.mpi_variables import forget_mpi
 from nbkit.rank.comm.background_creation import forming
+from nbkit.rank.telemetry import sinks
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.replace import resume_fit, stages
 from nbkit.rank.world import failure_alarm, world
@@ -47,6 +48,7 @@ from nbkit.wire.cells import ENGINE_OPTIONS
 from nbkit.wire.cluster_end import ClusterEnd, end_signals
 from nbkit.wire.link import Link
 from nbkit.wire.messages import (
+    CloseSinks,
     EndOfCluster,
     EndTraining,
     FormResizedWorld,
@@ -60,6 +62,7 @@ from nbkit.wire.messages import (
     RankReady,
     RanksChanged,
     ReleaseCell,
+    SinksOpened,
     TrainingEnded,
     deliver,
     handles,
@@ -99,6 +102,7 @@ class Ending:
         self._why = why
         trains = step_boundary.training() is not None
         if now and not trains and not self._began:
+            sinks.close_all()
             os._exit(1)
         if trains and cluster_end.read(self.folder) is None:
             cluster_end.write(self.folder, ClusterEnd(why))
@@ -115,6 +119,7 @@ class Ending:
     def _end(self) -> None:
         for running in list(self.runner.running):
             running.ended.wait()
+        sinks.close_all()
         self._loop.add_callback(self._loop.call_later, SEND_SECONDS, os._exit, 1)
 
     # A fork of this rank, such as a pool's worker, ends by these signals like any process. If a handler is set, Python
@@ -188,6 +193,7 @@ class RankEngine(IPEngine):  # type: ignore[misc]
         self.survivor = resume_fit.host = SurvivingRank(self.runner)
         self.newcomer = ReplacementRank(self.runner) if self.replaces else None
         self.link.listen(lambda message: deliver(message, self), self._orphaned)
+        sinks.announce = lambda: self.link.send(SinksOpened())
         self.link.send(RankReady())
         if self.newcomer is not None:
             self.newcomer.announce()
@@ -226,6 +232,11 @@ class RankEngine(IPEngine):  # type: ignore[misc]
     @handles(EndTraining)
     def _on_end_training(self, message: EndTraining) -> None:
         self.ending.end_training(message.why)
+
+    @handles(CloseSinks)
+    def _on_close_sinks(self, _: CloseSinks) -> None:
+        sinks.close_all()
+        os._exit(0)
 
     @handles(EndOfCluster)
     def _on_end_of_cluster(self, message: EndOfCluster) -> None:

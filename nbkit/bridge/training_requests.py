@@ -338,7 +338,8 @@ def _resize(owner: Any, ranks: int, strategy: str, pins: list[dict[str, Any]]) -
     if ranks > owner.job.world_size and not resume_fit.host.enterable:
         raise UsageError(
             "New ranks cannot enter this cell where it stands.",
-            numbers="they can where NAME.fit(...) is a statement of its own, on all ranks, with on_failure='replace'",
+            numbers="they can where NAME.fit(...) is a statement of its own, on all ranks, "
+            "with recovery=nbkit.Recovery(on_failure='replace')",
             hint=f"%train stop, %cluster resize {ranks}, trainer.fit(...)",
         )
     raise ResizeAtBoundary(wanted)

@@ -25,7 +25,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     action.add_argument("target", metavar="TARGET", help="a directory that is not there yet")
     action.add_argument("--to", choices=("fsdp2", "torchtitan"), default="fsdp2", help="whose layout (default: fsdp2)")
     action.epilog = "torch.distributed.checkpoint.load reads it; trainer.load reads both layouts without conversion."
-    action.set_defaults(command=lambda given: ["torch_layouts.convert", given.folder, given.target, given.to])
+    action.set_defaults(command=lambda given: ["torch_layouts", given.folder, given.target, given.to])
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -164,7 +164,7 @@ def _torch(machine: Machine) -> Iterator[DoctorFinding]:
     except NbkitError as error:
         yield DoctorFinding("PyTorch", "torch", f"{error.what} {error.numbers}", "missing", error.hint)
         return
-    yield DoctorFinding("PyTorch", "torch", f"{version}, built for {machine.torch.kind} {machine.torch.cuda}".strip())
+    yield DoctorFinding("PyTorch", "torch", f"{version}, built for {machine.torch.target}")
     yield from _private_symbols(version)
     if "torch" in sys.modules:
         text = "is imported in this process too; ranks do not need that, and CUDA memory it takes is missing there"

@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any, Literal
 
 import nbkit
+from nbkit.device_kinds import CPU, GLOO
 from nbkit.errors import CellError, CellStopped, NbkitError, StrategyError
 from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.cells.results import Results
@@ -69,7 +70,7 @@ class SelftestCluster:
     @property
     def pipelines(self) -> bool:
         """Return True if stages can send to each other. gloo cannot send GPU tensors."""
-        return self.kind == "cpu" or self.cluster.entry.backend == "nccl"
+        return self.kind == CPU or self.cluster.entry.backend != GLOO
 
     def cell(self, source: str) -> Results:
         """Run it on all ranks, and wait. Raises what it raised, or TimeoutError if it does not end."""
@@ -388,8 +389,9 @@ def _without_home(text: str) -> str:
 # Ranks that outlive a killed selftest let go of their devices after this.
 TTL_SECONDS = 60
 _DEVICES = """
-name, nccl = ("CPU", "") if device.type == "cpu" else (torch.cuda.get_device_name(), str(torch.cuda.nccl.version()))
-f"{name}, {dist.get_backend()} {nccl}, {torch.get_num_threads()} threads"
+from nbkit.rank.device import accelerator
+version = "" if device.type == "cpu" else f" {accelerator().backend_version()}"
+f"{accelerator().name(device)}, {dist.get_backend()}{version}, {torch.get_num_threads()} threads"
 """
 
 

@@ -1,46 +1,176 @@
-"""Hides the differences between kinds of devices. Nothing else in the rank wing refers to cuda.
+"""Hides the differences between kinds of devices. Nothing else in the rank wing refers to cuda or nccl.
 
-The module is built on torch.accelerator, so ROCm works like CUDA; torch calls both of them cuda. To add a kind of
-device, add a line to `BACKENDS`, and a line here for everything that torch.accelerator lacks (names, bf16).
+The module is built on torch.accelerator, so ROCm works like CUDA; torch calls both of them cuda. `DeviceKind` has what
+torch.accelerator lacks: the backend between devices, environment variables, names, texts of errors. A further kind is
+one subclass. A package can bring one by an entry point of the group "nbkit.devices": see docs/extending.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-BACKENDS = {"cuda": "nccl"}
-"""The backend between devices of each kind. With kinds that are not listed, ranks train on the CPU."""
+from nbkit.device_kinds import BACKENDS, CPU, GLOO, NVIDIA
+from nbkit.errors import UsageError
 
-_NO_MEMORY = (
-    *("can't allocate memory", "not enough memory: you tried to allocate"),  # torch's allocator on the CPU
-    *("Failed to CUDA calloc", "Failed to CUDA malloc", "'out of memory'"),  # NCCL, for a communicator
-)
-"""Texts of out-of-memory errors that have no type of their own."""
+GROUP = "nbkit.devices"
 
-_CONTEXT_LOST = ("device-side assert", "illegal memory access", "unspecified launch failure", "misaligned address")
-"""Texts of CUDA errors after which every later call in this process fails with the same error."""
 
-_DEVICE_FAILED = (
-    "illegal memory access",
-    "unspecified launch failure",
-    "uncorrectable ECC error",
-    "uncorrectable NVLink error",
-    "hardware error",
-    "hardware stack error",
-    "busy or unavailable",
-    "no CUDA-capable device",
-)
-"""Texts of CUDA errors that a bad device causes. A bad program can cause some of them too."""
+class DeviceKind:
+    """A kind of device: what ranks need to know of it beyond torch.accelerator.
+
+    name: torch's, as in `torch.device(name)`. backend: torch.distributed's between such devices. environment: variables
+    that are set, where the user has not set them, before the backend is used. interface_variable: restricts the backend
+    to a network interface. times_collectives: the backend's works can tell how long they took.
+    """
+
+    name: ClassVar[str]
+    backend: ClassVar[str]
+    environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    interface_variable: ClassVar[str] = ""
+    times_collectives: ClassVar[bool] = False
+
+    error_prefixes: ClassVar[tuple[str, ...]] = ()
+    """What errors of the device begin with."""
+
+    no_memory: ClassVar[tuple[str, ...]] = ()
+    """Texts of out-of-memory errors that have no type of their own."""
+
+    context_lost: ClassVar[tuple[str, ...]] = ()
+    """Texts of errors after which every later call in this process fails with the same error."""
+
+    device_failed: ClassVar[tuple[str, ...]] = ()
+    """Texts of errors that a bad device causes. A bad program can cause some of them too."""
+
+    def module(self) -> Any:
+        """Return torch's module for the kind."""
+        return torch.get_device_module(self.name)
+
+    def title(self, device: torch.device) -> str:
+        """Return the maker's name of `device`, such as "Tesla T4"."""
+        return str(self.module().get_device_name(device))
+
+    def uuid(self, device: torch.device) -> str:
+        """Return the UUID of `device`, as the notebook pins ranks by it; "" if it is not known."""
+        return ""
+
+    def backend_version(self) -> str:
+        """Return the version of the backend's library; "" if it is not known."""
+        return ""
+
+    def emulates_bf16(self, device: torch.device) -> bool:
+        """Return True if `device` computes bf16 by way of float32."""
+        return False
+
+
+class Cuda(DeviceKind):
+    """GPUs of NVIDIA, and of AMD under ROCm."""
+
+    name = NVIDIA
+    backend = BACKENDS[NVIDIA]
+    environment = MappingProxyType(
+        {
+            # A failing collective must not end a process whose state the user wants to keep.
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            "TORCH_NCCL_ENABLE_MONITORING": "0",
+            # Otherwise torch prints a dump for a failed collective, although training goes on here.
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+            # Each communicator has a stream. A pipeline has four, beside the streams for computing and copying. On
+            # CUDA's 8 hardware queues, a waiting stream would block others. CUDA reads this when it is first used.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        }
+    )
+    interface_variable = "NCCL_SOCKET_IFNAME"
+    times_collectives = True
+    error_prefixes = ("CUDA error: ", "HIP error: ")
+    no_memory = ("Failed to CUDA calloc", "Failed to CUDA malloc", "'out of memory'")  # NCCL, for a communicator
+    context_lost = ("device-side assert", "illegal memory access", "unspecified launch failure", "misaligned address")
+    device_failed = (
+        "illegal memory access",
+        "unspecified launch failure",
+        "uncorrectable ECC error",
+        "uncorrectable NVLink error",
+        "hardware error",
+        "hardware stack error",
+        "busy or unavailable",
+        "no CUDA-capable device",
+    )
+
+    def uuid(self, device: torch.device) -> str:
+        """Return the UUID as nvidia-smi writes it, "GPU-..."; "" if torch does not know it."""
+        found = getattr(self.module().get_device_properties(device), "uuid", "")
+        return f"GPU-{str(found).removeprefix('GPU-')}" if found else ""
+
+    def backend_version(self) -> str:
+        """Return NCCL's version."""
+        return ".".join(map(str, self.module().nccl.version()))
+
+    def emulates_bf16(self, device: torch.device) -> bool:
+        """Return True for GPUs before Ampere."""
+        # Without the argument torch says yes to them too.
+        return not self.module().is_bf16_supported(including_emulation=False)
+
+
+_kinds: dict[str, DeviceKind] = {Cuda.name: Cuda()}
+"""The kinds that ranks can compute on. With kinds that are not listed, ranks train on the CPU."""
+
+_plugins_are_read = False
+
+
+def find_kind(name: str) -> DeviceKind | None:
+    """Return the kind of device that torch calls `name`; None for the CPU, and for one that nothing is known about."""
+    global _plugins_are_read
+    if name != CPU and name not in _kinds and not _plugins_are_read:
+        _plugins_are_read = True
+        for entry in entry_points(group=GROUP):
+            kind = entry.load()()
+            if not isinstance(kind, DeviceKind) or not kind.name or not kind.backend:
+                raise UsageError(
+                    "A kind of device is a class like nbkit.rank.device.DeviceKind, with a name and a backend.",
+                    numbers=f"entry point {entry.name} of {GROUP}: {entry.value}",
+                    hint=f"pip uninstall {entry.dist.name if entry.dist else 'PACKAGE'}",
+                )
+            _kinds.setdefault(kind.name, kind)
+    return _kinds.get(name)
+
+
+def backends() -> set[str]:
+    """Return the backends that nbkit's groups may have."""
+    return {GLOO, *(kind.backend for kind in _kinds.values())}
+
+
+def is_device_backend(backend: str) -> bool:
+    """Return True if `backend` sends from device to device, and not by way of the host."""
+    return any(kind.backend == backend for kind in _kinds.values())
+
+
+def kind_names() -> list[str]:
+    """Return torch's names of the kinds of device that ranks can compute on."""
+    return list(_kinds)
+
+
+def interface_variables() -> list[str]:
+    """Return the variables that restrict the backends between devices to a network interface."""
+    return [kind.interface_variable for kind in _kinds.values() if kind.interface_variable]
+
+
+def backend_times(backend: str) -> bool:
+    """Return True if works of `backend` can tell how long they took."""
+    return any(kind.backend == backend and kind.times_collectives for kind in _kinds.values())
+
+
+_NO_MEMORY = ("can't allocate memory", "not enough memory: you tried to allocate")  # torch's allocator on the CPU
 
 Event = Any
 """A place in a stream, with query() and synchronize(). A stamp also has elapsed_time(later), in ms."""
 
-_CPU = torch.device("cpu")
+_CPU = torch.device(CPU)
 
 
 class Accelerator:
@@ -56,11 +186,17 @@ class Accelerator:
     def kind(self) -> str:
         """Return torch's name for the devices of this machine that ranks can compute on; "cpu" if there are none."""
         found = torch.accelerator.current_accelerator(check_available=True)
-        return found.type if found is not None and found.type in BACKENDS else "cpu"
+        return found.type if found is not None and find_kind(found.type) is not None else CPU
+
+    @property
+    def backend(self) -> str:
+        """Return the backend between such devices; "gloo" if there are none."""
+        kind = find_kind(self.kind)
+        return GLOO if kind is None else kind.backend
 
     def count(self) -> int:
         """Return the number of devices that this process sees."""
-        return torch.accelerator.device_count() if self.kind != "cpu" else 0
+        return torch.accelerator.device_count() if self.kind != CPU else 0
 
     def choose(self, index: int) -> None:
         """Make this thread compute on device `index`."""
@@ -72,14 +208,14 @@ class Accelerator:
 
     def device(self, kind: str) -> torch.device:
         """Return the device for the tensors of a rank whose place says `kind`: the chosen device, or the CPU."""
-        return _CPU if kind == "cpu" else torch.device(kind, self.chosen())
+        return _CPU if kind == CPU else torch.device(kind, self.chosen())
 
     def holds(self, what: Tensor | torch.device | None) -> bool:
         """Return True if `what` is an accelerator device, or a tensor on one.
 
         Operations on such a tensor run asynchronously from the host.
         """
-        return what is not None and getattr(what, "device", what).type in BACKENDS
+        return what is not None and getattr(what, "device", what).type in _kinds
 
     def stamp(self) -> Event:
         """Record an event with a time in the current stream, and return it. It has elapsed_time."""
@@ -165,19 +301,29 @@ class Accelerator:
     def context_lost(self, error: BaseException) -> str:
         """Return the device's message if this process can no longer compute on it; "" for other errors."""
         said = _first_line(error)
-        return said if any(sign in said for sign in _CONTEXT_LOST) else self.failed(error)
+        lost = any(sign in said for kind in _kinds.values() for sign in kind.context_lost)
+        return said if lost else self.failed(error)
 
     def failed(self, error: BaseException) -> str:
         """Return the device's message if another device may not give the error; "" for errors of the program."""
         said = _first_line(error)
-        ours = "CUDA error: " in said or "HIP error: " in said
-        return said if ours and any(sign in said for sign in _DEVICE_FAILED) else ""
+        failed = any(
+            any(prefix in said for prefix in kind.error_prefixes) and any(sign in said for sign in kind.device_failed)
+            for kind in _kinds.values()
+        )
+        return said if failed else ""
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Return True if `error` says that memory could not be allocated, on a device or on the host."""
         return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-            isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)
+            isinstance(error, RuntimeError) and any(sign in str(error) for sign in self._no_memory)
         )
+
+    @property
+    def _no_memory(self) -> Iterator[str]:
+        yield from _NO_MEMORY
+        for kind in _kinds.values():
+            yield from kind.no_memory
 
     def seed(self, value: int) -> None:
         """Seed the generator of the chosen device, if this process has used one."""
@@ -190,7 +336,7 @@ class Accelerator:
     def generators_kept(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
         """Restore torch's generators of the CPU and of `devices` on exit."""
         held = sorted({d.index for d in devices if self.holds(d) and d.index is not None})
-        kind = next((d.type for d in devices if self.holds(d)), "cuda")
+        kind = next((d.type for d in devices if self.holds(d)), NVIDIA)
         return torch.random.fork_rng(devices=held, device_type=kind)
 
     @contextmanager
@@ -210,15 +356,17 @@ class Accelerator:
         return torch.get_device_module(device).default_generators[device.index]  # type: ignore[no-any-return]
 
     def name(self, device: torch.device) -> str:
-        """Return the maker's name of `device`, such as "Tesla T4"."""
-        return str(torch.get_device_module(device).get_device_name(device))
+        """Return the maker's name of `device`, such as "Tesla T4"; "CPU" for the CPU."""
+        return _kinds[device.type].title(device) if self.holds(device) else "CPU"
+
+    def backend_version(self) -> str:
+        """Return the version of the backend between such devices; "" if there are none, or if it is not known."""
+        kind = find_kind(self.kind)
+        return "" if kind is None else kind.backend_version()
 
     def uuid(self, device: torch.device) -> str:
-        """Return the UUID as nvidia-smi writes it, "GPU-..."; "" for the CPU, or if torch does not know it."""
-        if not self.holds(device):
-            return ""
-        found = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", "")
-        return f"GPU-{str(found).removeprefix('GPU-')}" if found else ""
+        """Return the UUID of `device`; "" for the CPU, or if it is not known."""
+        return _kinds[device.type].uuid(device) if self.holds(device) else ""
 
     def runs_triton(self, tensor: Tensor) -> bool:
         """Return True if a Triton kernel can be launched on `tensor`, provided that Triton is installed."""
@@ -226,8 +374,7 @@ class Accelerator:
 
     def emulates_bf16(self, device: torch.device) -> bool:
         """Return True if `device` computes bf16 by way of float32."""
-        # Without the argument torch says yes to GPUs before Ampere too.
-        return not torch.get_device_module(device).is_bf16_supported(including_emulation=False)
+        return _kinds[device.type].emulates_bf16(device)
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from nbkit.records.records import Detail, Group, Header, StepRecord, TimedCall
 
 _STEPS, _STATES, _PIPELINE, _LINES = 1, 2, 3, 10
 _OPS = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
-_CLOCKS = {"host": "the host's", "cuda": "states: the device's; calls begin as the host issued them"}
+_DEVICE_CLOCK = "states: the device's; calls begin as the host issued them"
 _ANYONE = -1
 
 Event = dict[str, Any]
@@ -53,8 +53,13 @@ def chrome_trace(
     return {
         "traceEvents": events + _arrows(sent, taken),
         "displayTimeUnit": "ms",
-        "otherData": {"made by": "nbkit", "clock": _CLOCKS[headers[min(headers)].clock if headers else "host"]},
+        "otherData": {"made by": "nbkit", "clock": _clock(headers)},
     }
+
+
+def _clock(headers: Mapping[int, Header]) -> str:
+    on_host = not headers or headers[min(headers)].clock == "host"
+    return "the host's" if on_host else _DEVICE_CLOCK
 
 
 def compressed(trace: dict[str, Any]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 
@@ -13,6 +13,10 @@ class Event:
     kind: ClassVar[str] = ""
     step: int
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the event as sinks get it and as it is written: {"kind": ..., "step": ..., ...}."""
+        return {"kind": self.kind, **asdict(self)}
+
 
 @dataclass(frozen=True)
 class StepDone(Event):
@@ -20,6 +24,10 @@ class StepDone(Event):
 
     kind: ClassVar[str] = "step"
     record: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the event with the numbers of its record beside its kind and step."""
+        return {"kind": self.kind, "step": self.step, **self.record}
 
 
 @dataclass(frozen=True)

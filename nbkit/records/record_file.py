@@ -1,19 +1,24 @@
-"""Reads the record files of a run, also while they are written.
+"""The record files of a run: reads them, also while they are written, and writes them.
 
 `read_since` reads with a cursor, so it never reads the whole history again. It leaves a line that is still being
 written for the next call, and follows to a part that was begun meanwhile.
 
 `step_at`, `detail_near` and others find single records without reading all files. They search the bytes for the
 beginning of a line: 16 MiB take some milliseconds. Steps older than the two parts exist only as means in the overview.
+
+`RecordFile` writes the file of a rank in two parts of limited size, and `Overview` the whole run. At the default sizes
+about the newest 70 000 steps are there one by one, and all of them as an overview of at most 1024 lines. When those are
+full, every two neighbours become their mean, and each line stands for twice as many steps.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from nbkit.errors import UsageError
 from nbkit.quoting import shell_words
@@ -26,7 +31,9 @@ from nbkit.records.records import (
     MemoryRecord,
     Record,
     StepRecord,
+    Traffic,
     from_line,
+    to_line,
 )
 
 START = (-1, 0)
@@ -294,3 +301,137 @@ def _line(data: mmap.mmap, start: int) -> Record | None:
 def _step_in(line: bytes) -> int | None:
     number = line.partition(b'"step":')[2].partition(b",")[0]
     return int(number) if number.isdigit() else None
+
+
+PART_BYTES = 16 << 20
+OVERVIEW_LINES = 1024
+
+
+class RecordFile:
+    """Appends records to `path`. For one thread. head(part): returns what each part begins with."""
+
+    def __init__(self, path: Path, head: Callable[[int], Sequence[Record]], *, part_bytes: int = PART_BYTES) -> None:
+        self.path, self._head, self._part_bytes = path, head, part_bytes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A process that takes a rank over begins a new part. It never writes into the file of the one before it.
+        self._part = next((one.part for one in read_head(path) if isinstance(one, Header)), -1)
+        self._file: IO[str] | None = None
+        self._begin_part()
+
+    def write(self, records: Sequence[Record]) -> list[str]:
+        """Append records, and hand them to the operating system, so that readers and crashes find whole lines.
+
+        Return the lines.
+        """
+        lines = [to_line(record) for record in records]
+        if self._file is None:
+            return lines
+        self._file.write("".join(lines))
+        self._file.flush()
+        if self._file.tell() > self._part_bytes:
+            self._begin_part()
+        return lines
+
+    def close(self) -> None:
+        """Close the file. Nothing more is written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _begin_part(self) -> None:
+        self.close()
+        self._part += 1
+        young = self.path.with_suffix(".new")
+        young.write_text("".join(to_line(record) for record in self._head(self._part)))
+        # Each of the two is atomic; between them a reader finds no newest part, and waits.
+        if self.path.exists():
+            os.replace(self.path, old_part(self.path))
+        os.replace(young, self.path)
+        self._file = self.path.open("a")
+
+
+class Overview:
+    """All steps of a run as at most `lines` means. The file is rewritten only when they are halved."""
+
+    def __init__(self, path: Path, *, lines: int = OVERVIEW_LINES) -> None:
+        self._path, self._lines = overview_of(path), lines
+        self._file: IO[str] | None = None
+        self._full: list[StepRecord] = []
+        self._open: list[StepRecord] = []
+        self.span = 1
+
+    def add(self, step: StepRecord, line: str = "") -> None:
+        """Add a finished step. line: the same in JSON, if that is known."""
+        self._open.append(step)
+        if len(self._open) < self.span:
+            return
+        self._full.append(mean_of(self._open))
+        self._open = []
+        if len(self._full) < self._lines:
+            self._append(line if line and self.span == 1 else to_line(self._full[-1]))
+            return
+        self._full = [mean_of(self._full[i : i + 2]) for i in range(0, len(self._full), 2)]
+        self.span *= 2
+        self.close()
+        young = self._path.with_suffix(".new")
+        young.write_text("".join(to_line(step) for step in self._full))
+        os.replace(young, self._path)
+
+    def close(self) -> None:
+        """Close the file for now."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self, line: str) -> None:
+        if self._file is None:
+            self._file = self._path.open("a" if len(self._full) > 1 else "w")
+        self._file.write(line)
+        self._file.flush()
+
+
+def mean_of(steps: Sequence[StepRecord]) -> StepRecord:
+    """Return one record of neighbouring steps.
+
+    Numbers are means weighed by their spans. A number that some steps lack is the mean of those that have it. Words
+    (the strategy) and the step number are the newest's; the start is the oldest's.
+    """
+    if len(steps) == 1:
+        return steps[0]
+    total = sum(step.span for step in steps)
+
+    def mean(read: Callable[[StepRecord], float]) -> float:
+        return sum(read(step) * step.span for step in steps) / total
+
+    last = steps[-1]
+    parts = {name: mean(lambda step, name=name: step.parts.get(name, 0.0)) for step in steps for name in step.parts}  # type: ignore[misc]
+    numbers: dict[str, object] = {}
+    for name in {name: None for step in steps for name in step.numbers}:
+        those = [(step.numbers[name], step.span) for step in steps if name in step.numbers]
+        if all(isinstance(value, (int, float)) for value, _ in those):
+            numbers[name] = sum(value * span for value, span in those) / sum(span for _, span in those)
+        else:
+            numbers[name] = those[-1][0]
+    numbers["step"] = last.step
+    return StepRecord(
+        last.step,
+        start_ns=steps[0].start_ns,
+        seconds=mean(lambda step: step.seconds),
+        parts=parts,
+        traffic=_mean_traffic(steps, total),
+        numbers=numbers,
+        cpu_seconds=mean(lambda step: step.cpu_seconds),
+        own_seconds=mean(lambda step: step.own_seconds),
+        lost=sum(step.lost for step in steps),
+        span=total,
+    )
+
+
+def _mean_traffic(steps: Sequence[StepRecord], total: int) -> tuple[Traffic, ...]:
+    sums: dict[tuple[str, str, str, int | None], list[float]] = {}
+    for step in steps:
+        for row in step.traffic:
+            into = sums.setdefault((row.op, row.axis, row.group, row.peer), [0.0] * 5)
+            for i, value in enumerate((row.calls, row.bytes, row.timed, row.seconds, row.blocked)):
+                into[i] += value * step.span / total
+    return tuple(Traffic(*key, *values) for key, values in sums.items())

@@ -29,7 +29,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Header(Record):
-    """The first line of a part. part: its number. clock: "host", or "cuda" if steps have times of the device's clock.
+    """The first line of a part. part: its number. clock: "host", or the kind of device that timed the steps.
 
     unix_s and clock_ns: the same moment by the wall clock of this rank's host and by its perf_counter.
     offset_ns: to add to this rank's perf_counter to get rank 0's. base_bytes: memory of the process before the job.
@@ -171,7 +171,8 @@ class Detail(Record):
 class MemoryRecord(Record):
     """Bytes of a rank after a backward pass. Tensors that share memory count once.
 
-    now, peak: of the allocator ("cuda"), or of the process ("rss"), which includes Header.base_bytes from before.
+    now, peak: of the device's allocator (source: its kind), or of the process ("rss"), which includes Header.base_bytes
+    from before.
     """
 
     kind: ClassVar[str] = "memory"

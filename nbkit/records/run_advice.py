@@ -166,7 +166,7 @@ def _why(late: Late, step: float) -> str:
         )
     return (
         f"whose compute takes longer, as on {twins} with the same share ({_beside_others(late, step)}): "
-        "the share is large, try balance=True"
+        "the share is large, try recovery=nbkit.Recovery(balance=True)"
     )
 
 

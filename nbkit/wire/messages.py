@@ -293,6 +293,11 @@ class RankReady(ForParent):
 
 
 @dataclass(frozen=True)
+class SinksOpened(ForParent):
+    """A training in the rank has sinks of the user's, which are to be closed before the rank is ended."""
+
+
+@dataclass(frozen=True)
 class CellBegan(ForParent):
     """A rank begins a cell. ranks: all that run it, so that the parent can release them when one fails."""
 
@@ -475,6 +480,11 @@ class EndTraining(ForRank, ForHost):
     """The coordinator has trainings saved and ended at their next step; the ranks live on. why: "" takes it back."""
 
     why: str
+
+
+@dataclass(frozen=True)
+class CloseSinks(ForRank):
+    """The cluster ends: the rank closes the user's sinks and ends itself. It is killed if that takes too long."""
 
 
 @dataclass(frozen=True)

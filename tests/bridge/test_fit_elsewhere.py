@@ -21,7 +21,7 @@ def mse(output, target):
         os._exit(3)
     return F.mse_loss(output, target)
 
-defaults = dict(loss=mse, backup_every=1)
+defaults = dict(loss=mse, recovery=nbkit.Recovery(backup_every=1))
 
 def inside(trainer):
     trainer.fit(5)
@@ -54,7 +54,8 @@ def test_the_training_is_saved_where_it_stands_and_says_where_fit_must_stand(
     two: Cluster, undisturbed: list[float], tmp_path: Path, cell: str, strategy: str
 ) -> None:
     saved = str(tmp_path / "saved")
-    two.run(f"trainer = make(strategy={strategy!r}, save_path={saved!r})\nif rank == 1: os.environ['DIES1'] = '8'")
+    saves = f"checkpoints=nbkit.Checkpoints(path={saved!r})"
+    two.run(f"trainer = make(strategy={strategy!r}, {saves})\nif rank == 1: os.environ['DIES1'] = '8'")
     with pytest.raises(CellError, match="A rank died in fit where a new one cannot go on with the cell") as caught:
         two.run(cell, timeout=120)
     said = caught.value.traceback
@@ -72,7 +73,8 @@ def test_the_training_is_saved_where_it_stands_and_says_where_fit_must_stand(
 def test_a_death_that_is_not_replaced_names_the_newest_checkpoint(two: Cluster, tmp_path: Path) -> None:
     """The last test: it ends the cluster."""
     saved = str(tmp_path / "saved")
-    stop = f"on_failure='stop', save_path={saved!r}, save_every=5"
+    stop = "recovery=nbkit.Recovery(on_failure='stop')"
+    stop += f", checkpoints=nbkit.Checkpoints(path={saved!r}, every=5)"
     two.run(f"trainer = make({stop})\nif rank == 1: os.environ['DIES1'] = '8'")
     with pytest.raises(RankDied, match="Rank 1 died") as caught:
         two.run(LOOP, timeout=120)

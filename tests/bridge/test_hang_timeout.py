@@ -38,7 +38,8 @@ def alone_in_a_collective():
         dist.barrier()
 
 at = {{}}
-defaults = dict(data=rows()[:60], batch_size=12, backup_every=1, callbacks=[pace, hangs], hang_timeout={TIMEOUT})
+patient = nbkit.Recovery(backup_every=1, hang_timeout={TIMEOUT})
+defaults = dict(data=rows()[:60], batch_size=12, callbacks=[pace, hangs], recovery=patient)
 """
 CELL = "history = trainer.fit(steps)\n[record['loss'] for record in history]"
 
@@ -116,5 +117,5 @@ def test_where_all_ranks_wait_nobody_is_ended(three: Cluster, how: str) -> None:
 
 def test_what_is_no_number_of_seconds_is_refused(three: Cluster) -> None:
     with pytest.raises(CellError) as refused:
-        three.run("make(hang_timeout=0)")
-    assert "hang_timeout=60" in refused.value.traceback
+        three.run("make(recovery=nbkit.Recovery(hang_timeout=0))")
+    assert "nbkit.Recovery(hang_timeout=60)" in refused.value.traceback

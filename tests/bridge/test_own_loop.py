@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from training_cell import NETWORK
 
+import nbkit
 from nbkit import Cluster
 from nbkit.errors import CellError, RankDied
 
@@ -35,7 +36,8 @@ def again(strategy, log_dir=None, **options):
     global job, loader
     job, example = None, torch.utils.data.default_collate(rows()[:2])
     optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job = nbkit.prepare(Net, optimizer, loss=mse, strategy=strategy, example=example, log_dir=log_dir, **options)
+    hints = nbkit.ModelHints(example=example)
+    job = nbkit.prepare(Net, optimizer, loss=mse, strategy=strategy, hints=hints, log_dir=log_dir, **options)
     loader = DataLoader(rows() + rows()[:32], batch_size=8, shuffle=True)
 """
 STEP = "job.backward(batch); job.optimizer.step(); job.optimizer.zero_grad()"
@@ -86,7 +88,7 @@ def test_the_job_is_saved_and_the_checkpoint_goes_on(
     where: str,
     step: int,
 ) -> None:
-    kill_in(four, strategy, where, rank, step, log_dir=str(tmp_path), backup_every=1)
+    kill_in(four, strategy, where, rank, step, log_dir=str(tmp_path), recovery=nbkit.Recovery(backup_every=1))
     with pytest.raises(CellError, match=r"A rank died in a loop of your own over job\.batches") as caught:
         four.run(cell, timeout=120)
     said = caught.value.traceback
@@ -113,7 +115,7 @@ for batch in job.batches(batches[{found[1]}:]):
 
 
 def test_what_is_no_death_ends_a_loop_as_ever(four: Cluster) -> None:
-    four.run("again('ddp', on_failure='stop')")
+    four.run("again('ddp', recovery=nbkit.Recovery(on_failure='stop'))")
     with pytest.raises(CellError, match="planted"):
         four.run("for batch in job.batches(loader):\n    job.backward(batch)\n    raise ValueError('planted')")
     body = "    job.backward(batch); job.optimizer.step(); job.optimizer.zero_grad()\n"
@@ -127,6 +129,6 @@ def test_what_is_no_death_ends_a_loop_as_ever(four: Cluster) -> None:
 
 def test_a_death_that_is_not_to_be_replaced_ends_the_cell(four: Cluster) -> None:
     """The last test: it ends the cluster."""
-    kill_in(four, "ddp", "forward", 2, on_failure="stop")
+    kill_in(four, "ddp", "forward", 2, recovery=nbkit.Recovery(on_failure="stop"))
     with pytest.raises(RankDied, match="Rank 2 died"):
         four.run(LOOP, timeout=120)

@@ -185,7 +185,7 @@ class Ending(torch.optim.AdamW):
 trainer = None
 trainer = make(
     strategy={strategy!r},
-    backup_every=1,
+    recovery=nbkit.Recovery(backup_every=1),
     callbacks=[lambda trainer, record: ends("callback", record["step"])],
     optimizer=lambda model: Ending(model.parameters(), lr=1e-2),
 )
@@ -200,7 +200,8 @@ class Torn(torch.optim.AdamW):
             raise ValueError("planted")
 
 planted, trainer = [], None
-trainer = make(strategy="zero3", backup_every={}, optimizer=lambda model: Torn(model.parameters(), lr=1e-2))
+kept = nbkit.Recovery(backup_every={})
+trainer = make(strategy="zero3", recovery=kept, optimizer=lambda model: Torn(model.parameters(), lr=1e-2))
 """
 
 

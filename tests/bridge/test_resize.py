@@ -26,7 +26,11 @@ STEPS = 30
 SETUP = f"""{NETWORK}
 steps = {STEPS}
 slow = 0.0
-defaults = dict(model=lambda: Net(width=64, buffer=3), backup_every=0, lr_schedule=lambda step: 1 / (1 + 0.1 * step))
+defaults = dict(
+    model=lambda: Net(width=64, buffer=3),
+    recovery=nbkit.Recovery(backup_every=0),
+    lr_schedule=lambda step: 1 / (1 + 0.1 * step),
+)
 """
 CELL = "history = trainer.fit(steps)\n[record['loss'] for record in history]"
 

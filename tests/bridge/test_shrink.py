@@ -23,7 +23,7 @@ from nbkit.wire.messages import GetStatus
 STEPS = 14
 SETUP = f"""{NETWORK}
 steps = {STEPS}
-defaults = dict(data=rows()[:60], batch_size=12, on_failure="shrink", backup_every=1)
+defaults = dict(data=rows()[:60], batch_size=12, recovery=nbkit.Recovery(on_failure="shrink", backup_every=1))
 """
 CELL = "history = trainer.fit(steps)\n[record['loss'] for record in history]"
 
@@ -129,5 +129,5 @@ def test_two_that_die_at_once_leave_two(four: Cluster, alone: list[float]) -> No
 
 def test_another_policy_is_refused_with_those_that_there_are(four: Cluster) -> None:
     with pytest.raises(CellError) as refused:
-        four.run("make(on_failure='grow')")
+        four.run("make(recovery=nbkit.Recovery(on_failure='grow'))")
     assert "'replace', 'shrink', 'stop'" in refused.value.traceback

@@ -30,12 +30,13 @@ def mse(output, target):
         os.kill(os.getpid(), signal.SIGKILL)
     return F.mse_loss(output, target)
 
-defaults = dict(loss=mse, strategy="zero3", backup_every=1)
+defaults = dict(loss=mse, strategy="zero3", recovery=nbkit.Recovery(backup_every=1))
 
 def prepared():
     optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2)
     example = torch.utils.data.default_collate(rows()[:2])
-    return nbkit.prepare(Net, optimizer, loss=mse, strategy="zero3", example=example, log_dir=None, backup_every=1)
+    hints, recovery = nbkit.ModelHints(example=example), nbkit.Recovery(backup_every=1)
+    return nbkit.prepare(Net, optimizer, loss=mse, strategy="zero3", hints=hints, log_dir=None, recovery=recovery)
 """
 LOOP = """
 for batch in trainer.batches(torch.utils.data.DataLoader(rows(), batch_size=8, shuffle=True)):

@@ -13,7 +13,7 @@ import pytest
 from nbkit.notebook.run.reader import RunReader
 from nbkit.notebook.widgets.run_report import write_report
 from nbkit.notebook.widgets.training_card import card_html
-from nbkit.rank.telemetry.record_writer import OVERVIEW_LINES
+from nbkit.records.record_file import OVERVIEW_LINES
 
 SOURCE = Path(__file__).resolve().parents[1] / "support" / "fake_run.py"
 CELLS = {

@@ -14,8 +14,10 @@ from clusters import assert_gone
 from magics.cluster import options_of
 from nbkit import Cluster
 from nbkit.errors import ClusterError, UsageError
-from nbkit.notebook.cluster.hosts.launcher import LauncherDriver, LauncherRequest
+from nbkit.notebook.cluster.hosts import coordinator
+from nbkit.notebook.cluster.hosts.launcher import LauncherDriver, LauncherRequest, LauncherStatus
 from nbkit.notebook.cluster.hosts.launchers import batch
+from nbkit.notebook.cluster.hosts.progress import StartProgress
 from nbkit.notebook.cluster.hosts.start_options import requested
 
 SYSTEMS = sorted(batch_systems.SYSTEMS)
@@ -139,6 +141,18 @@ def test_a_job_of_grid_engine_in_an_error_state_will_not_start(commands: Callabl
     (folder / "qstat").write_text(said.replace("state qw r", "state qw Eqw"))
     assert started.status().state == "over"
     started.stop()
+
+
+def test_the_time_in_which_hosts_have_to_answer_does_not_pass_while_a_job_waits(
+    commands: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands("lsf")
+    gathering = coordinator.Gathering(driver("lsf", tmp_path / "cluster"), coordinator.Places((1, 1)), 1)
+    assert gathering.progress(LauncherStatus("running", "both run")).phase == "starting"
+    monkeypatch.setattr(coordinator, "ANSWER_SECONDS", 0.0)
+    assert gathering.progress(LauncherStatus("pending", "one waits")) == StartProgress("waiting", "one waits")
+    with pytest.raises(ClusterError, match="2 of 2 hosts did not answer"):
+        gathering.progress(LauncherStatus("running", "both run"))
 
 
 def test_without_its_commands_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

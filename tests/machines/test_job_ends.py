@@ -41,8 +41,8 @@ def made(folder, pause, **more):
         model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), loss=F.mse_loss,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
         data=[(x[i], x[i].sum().tanh().reshape(1)) for i in range(64)], batch_size=8, strategy="zero1",
-        callbacks=[lambda trainer, record: time.sleep(pause)], log_dir=None, save_path=folder, save_every=False,
-        progress=False, **more,
+        callbacks=[lambda trainer, record: time.sleep(pause)], log_dir=None,
+        checkpoints=nbkit.Checkpoints(path=folder, every=False), progress=False, **more,
     )
 """
 PATIENCE = 120.0

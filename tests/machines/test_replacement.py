@@ -25,7 +25,9 @@ WHERE = "import os, socket\ndist.barrier()\n[rank, socket.gethostname(), os.getp
 
 @pytest.fixture(scope="module")
 def undisturbed(on_ssh: Cluster) -> list[float]:
-    on_ssh.run(f"{NETWORK}\nimport os, signal\ndefaults = dict(backup_every=1)\ntrainer = make()")
+    on_ssh.run(
+        f"{NETWORK}\nimport os, signal\ndefaults = dict(recovery=nbkit.Recovery(backup_every=1))\ntrainer = make()"
+    )
     losses: list[float] = on_ssh.run(CELL, timeout=120).values[0]
     return losses
 
@@ -84,8 +86,9 @@ def test_a_host_that_is_gone_ends_the_training_and_the_checkpoint_before_goes_on
     saved = tempfile.mkdtemp(prefix="saved-", dir=ssh.folder)  # the hosts have another /tmp
     cluster = Cluster.start(name="gone", on=SshRequest(tuple((name, 2) for name in ssh.names), cpu=True), ttl=600)
     try:
-        cluster.run(f"{NETWORK}\ndefaults = dict(backup_every=1)")
-        cluster.run(f"trainer = make(strategy='zero3', save_path={saved!r}, save_every=5)", timeout=120)
+        cluster.run(f"{NETWORK}\ndefaults = dict(recovery=nbkit.Recovery(backup_every=1))")
+        saves = f"nbkit.Checkpoints(path={saved!r}, every=5)"
+        cluster.run(f"trainer = make(strategy='zero3', checkpoints={saves})", timeout=120)
         handle = cluster.run(CELL, detach=True)
         reach(cluster, 8, 0)
         ssh.link(2, "down")

@@ -33,7 +33,7 @@ trainer = nbkit.Trainer(
     model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), loss=F.mse_loss,
     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
     data=[(x[i], x[i].sum().tanh().reshape(1)) for i in range(64)], batch_size=8, strategy="zero1",
-    callbacks=[paced], log_dir=None, save_path=FOLDER, save_every=100_000, progress=False,
+    callbacks=[paced], log_dir=None, checkpoints=nbkit.Checkpoints(path=FOLDER, every=100_000), progress=False,
 )
 """
 LAST = 40

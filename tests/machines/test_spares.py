@@ -43,7 +43,7 @@ def mse(output, target):
         os.kill(os.getpid(), signal.SIGKILL)
     return distance.squared(output, target)
 
-defaults = dict(loss=mse, strategy="zero3", backup_every=1)
+defaults = dict(loss=mse, strategy="zero3", recovery=nbkit.Recovery(backup_every=1))
 """
 CELL = f"history = trainer.fit({STEPS})\n[record['loss'] for record in history], sorted(os.sched_getaffinity(0))"
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import nbkit
 from nbkit.errors import NbkitError
 from nbkit.rank.parallel.whole_step import StepProof
 from nbkit.rank.train import builder
@@ -435,7 +436,7 @@ def verdict(
                 optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
                 data=rows(8),
                 batch_size=4,
-                shuffle=False,
+                loading=nbkit.Loading(shuffle=False),
                 log_dir=None,
                 progress=False,
                 strategy=first or strategy,

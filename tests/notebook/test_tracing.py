@@ -29,7 +29,7 @@ trainer = nbkit.Trainer(
     optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
     data=nbkit.TextDataset(block=16, limit=20_000), batch_size=16, progress=False,
     strategy="dp=2 pp=2 schedule=1f1b microbatches=4", callbacks=[lambda *_: time.sleep(0.03)],
-    backup_every=0)  # a backup within the traced steps is sent too, and would be counted
+    recovery=nbkit.Recovery(backup_every=0))  # a backup within the traced steps is sent too, and would be counted
 """
 
 

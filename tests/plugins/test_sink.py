@@ -7,6 +7,7 @@ import json
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from ranks import run_ranks
 from nbkit import prepare
 from nbkit.errors import TrainingError
 from nbkit.rank.telemetry import sinks as sinks_module
+from nbkit.rank.telemetry.sinks import AbsentSink, InThread
+from nbkit.rank.train.replace import hand_over
 from tests.plugins.json_lines import JsonLines
 
 
@@ -102,3 +105,26 @@ def refused(world: Any) -> str:
 
 def test_a_class_in_the_place_of_an_object_is_refused() -> None:
     assert "sinks=[JsonLines()]" in run_ranks(refused, 1)[0]
+
+
+class Unpicklable(Raises):
+    def __reduce__(self) -> Any:
+        raise TypeError("a connection")
+
+
+def test_a_new_rank_0_gets_what_can_be_pickled_of_a_rank_that_has_it(tmp_path: Path) -> None:
+    kept = JsonLines(tmp_path / "events.jsonl")
+    job: Any = SimpleNamespace(rank=1, sinks=(kept, Unpicklable(), AbsentSink("Tracker")))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert hand_over._sinks_for_new(job, first=True) == [kept, AbsentSink("Unpicklable"), AbsentSink("Tracker")]
+        said = [str(one.message) for one in caught]
+        hand_over._sinks_for_new(job, first=False)
+    assert len(caught) == len(said) == 2
+    assert (
+        "given to the sink Unpicklable: rank 0 is a new process; it cannot be" in said[0] and "a connection" in said[0]
+    )
+    assert said[1] == "nothing more is given to the sink Tracker: rank 0 is a new process; no rank that is left has it"
+    # Rank 0 gives none of its open ones away, but the new process knows that there are some.
+    opened: Any = SimpleNamespace(rank=0, sinks=(InThread(kept),))
+    assert hand_over._sinks_for_new(opened, first=False) == [AbsentSink("JsonLines")]

@@ -26,10 +26,8 @@ def asks(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [f"{getattr(node, 'module', '') or ''}.{alias.name}".strip(".") for alias in node.names]
             yield from (f"{node.lineno}: {n}" for n in names if n.startswith(("torch.cuda", "torch.accelerator")))
-        elif isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            if any(isinstance(side, ast.Constant) and side.value == "cuda" for side in sides):
-                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Constant) and node.value in ("cuda", "nccl"):
+            yield f"{node.lineno}: {ast.unparse(node)}"
         elif isinstance(node, ast.keyword) and node.arg == "pin_memory":
             yield f"{node.value.lineno}: pin_memory={ast.unparse(node.value)}"
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.device":
@@ -46,12 +44,11 @@ def test_an_error_of_the_device_is_told_from_one_of_the_program() -> None:
     assert not accelerator().failed(RuntimeError("hardware error"))  # of a program's own
 
 
-def test_one_module_of_the_ranks_asks_for_cuda() -> None:
+def test_one_module_of_the_ranks_asks_for_cuda_and_one_names_it_and_its_backend() -> None:
     found = []
-    for wing in ("rank", "bridge"):
-        for file in sorted((_PACKAGE / wing).rglob("*.py")):
-            if file != _PACKAGE / "rank" / "device.py":
-                found += [f"{file.relative_to(_PACKAGE)}:{ask}" for ask in asks(ast.parse(file.read_text()))]
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        if file not in (_PACKAGE / "rank" / "device.py", _PACKAGE / "device_kinds.py"):
+            found += [f"{file.relative_to(_PACKAGE)}:{ask}" for ask in asks(ast.parse(file.read_text()))]
 
     assert not found, "ask nbkit.rank.device.accelerator() instead"
 
@@ -63,6 +60,7 @@ def test_one_module_of_the_ranks_asks_for_cuda() -> None:
         "x.is_cuda",
         "x.device.type == 'cuda'",
         "d != 'cuda'",
+        "kinds = {'gloo', 'nccl'}",
         "torch.empty(2, pin_memory=True)",
         "import torch.cuda",
         "from torch.cuda import Event",

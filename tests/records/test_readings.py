@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from nbkit.rank.telemetry.record_writer import mean_of
 from nbkit.records import readings
 from nbkit.records.readings import Bar, Late, bars, late_rank, table, traffic_matrix, usual_bars
+from nbkit.records.record_file import mean_of
 from nbkit.records.records import Group, StepRecord, Traffic
 from nbkit.records.run_advice import PipelineLink, largest_loss, reading
 

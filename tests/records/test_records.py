@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nbkit.errors import UsageError
-from nbkit.rank.telemetry.record_writer import Overview, RecordFile, mean_of
 from nbkit.records import record_file, records
+from nbkit.records.record_file import Overview, RecordFile, mean_of
 from nbkit.records.records import Group, Header, Record, StepRecord, Traffic
 
 ROW = Traffic("all_reduce", "dp", "dp 1 [0,1]", None, 2, 1024, 2, 0.25, 0.125)

@@ -70,8 +70,9 @@ def pace(trainer, record):
 def make(strategy, folder=None, **options):
     at.clear()
     happened.clear()
-    given = dict(model=model, batch_size=8, clip_norm=1.0, on_oom="fit", callbacks=[pace], backup_every=1)
-    saves = dict(save_path=folder, save_every=SAVED) if folder else {}
+    given = dict(model=model, batch_size=8, clip_norm=1.0, callbacks=[pace],
+                 recovery=nbkit.Recovery(on_oom="fit", backup_every=1))
+    saves = dict(checkpoints=nbkit.Checkpoints(path=folder, every=SAVED)) if folder else {}
     return nbkit.Trainer(loss=loss, optimizer=lambda m: Fails(m.parameters(), lr=0.01), data=rows, strategy=strategy,
                          log_dir=None, progress=False, **{**given, **saves, **options})
 

@@ -10,7 +10,7 @@ from nbkit.mesh import Mesh
 from nbkit.planner import forecast
 from nbkit.planner.job_facts import Facts, Weight, cuts_for, held
 from nbkit.planner.traffic import Rest, per_step
-from nbkit.rank.telemetry.record_writer import Overview, RecordFile
+from nbkit.records.record_file import Overview, RecordFile
 from nbkit.records.records import (
     LISTEN_EVERY,
     Detail,

@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import nbkit
+
 _TESTS = Path(__file__).resolve().parents[1]
 for _folder in (_TESTS / "models", _TESTS / "support", _TESTS.parent):
     sys.path.insert(0, str(_folder))
@@ -120,7 +122,7 @@ def died(seat: Seat, strategies: Sequence[str]) -> dict[str, list[float]]:
             trainer, seat.new = _recovered(None, seat.replaced), False
         else:
             kill = [_kill_after(2)] if seat.world.place.rank == 1 else [_nothing]
-            trainer = trainer_of(strategy, callbacks=kill, backup_every=1)
+            trainer = trainer_of(strategy, callbacks=kill, recovery=nbkit.Recovery(backup_every=1))
             with pytest.raises((RuntimeError, NbkitError)) as broken:
                 trainer.fit(4)
             if trainer.step < 2:
@@ -278,9 +280,15 @@ def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counte
 
             warnings.showwarning = note
 
-        more: dict[str, Any] = {} if strategy.startswith("pp") else {"microbatch_size": BATCH // 4}
+        more: dict[str, Any] = (
+            {} if strategy.startswith("pp") else {"compute": nbkit.Compute(microbatch_size=BATCH // 4)}
+        )
         with tempfile.TemporaryDirectory() as folder:
-            more |= {"model": lambda: gpt.build(torch.float64, 0.0, ranks), "data": items, "shuffle": False}
+            more |= {
+                "model": lambda: gpt.build(torch.float64, 0.0, ranks),
+                "data": items,
+                "loading": nbkit.Loading(shuffle=False),
+            }
             trainer_of(strategy, **more, log_dir=folder, clip_norm=1.0, callbacks=[watch if REAL else look]).fit(6)
             dist.barrier()  # all write to the folder of rank 0
         # On a real GPU torch tells of waits, and copies from pinned memory are not counted.

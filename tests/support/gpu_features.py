@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+import nbkit
 from nbkit.errors import NbkitError, Stopped
 from nbkit.notebook.run.reader import read_run
 from nbkit.rank.train.control import step_boundary
@@ -76,7 +77,7 @@ def telemetry(strategy: str, rank: int, folder: Path) -> list[float]:
 
 def offload(strategy: str, rank: int, folder: Path) -> list[float]:
     """The optimizer's state in memory of the host."""
-    trainer = trainer_of(strategy, offload="cpu")
+    trainer = trainer_of(strategy, compute=nbkit.Compute(offload="cpu"))
     trainer.fit(STEPS)
     return _losses(trainer)
 

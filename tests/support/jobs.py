@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.errors import Stopped
 from nbkit.rank.train.control import step_boundary
+from nbkit.rank.train.job import Job
 from nbkit.rank.train.trainer import Trainer
 
 SEED = 7
@@ -54,6 +56,26 @@ class Recording(torch.optim.SGD):
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         self.seen.append(torch.cat([g.flatten().clone() for g in grads if g is not None]))
         super().step()
+
+
+class Heard(list[Any]):
+    """A sink that keeps the events of these kinds, or all, with what they say as attributes."""
+
+    def __init__(self, *kinds: str) -> None:
+        super().__init__()
+        self.kinds = kinds
+
+    def write(self, event: dict[str, Any]) -> None:
+        if not self.kinds or event["kind"] in self.kinds:
+            self.append(SimpleNamespace(**event))
+
+
+def heard(owner: Trainer | Job, *kinds: str) -> Heard:
+    """What a training emits from here on."""
+    sink = Heard(*kinds)
+    job: Job = getattr(owner, "job", owner)
+    job.ledger.bus.add(sink)
+    return sink
 
 
 def quiet(**changed: Any) -> Trainer:

@@ -48,6 +48,7 @@ from nbkit.bridge.parent.other_hosts import CoordinatorLine, OtherHosts, RankEls
 from nbkit.bridge.parent.replacement import Replacer, Resizer
 from nbkit.bridge.parent.spec import write_pins
 from nbkit.private_symbols import LACKING
+from nbkit.rank.telemetry.sinks import CLOSE_SECONDS
 from nbkit.rank.world.rank_place import open_listener
 from nbkit.wire import cluster_end, interrupts
 from nbkit.wire.link import Link
@@ -55,6 +56,7 @@ from nbkit.wire.messages import (
     CellBegan,
     CellEnded,
     CellFailed,
+    CloseSinks,
     Death,
     DeviceFailed,
     EndNow,
@@ -75,6 +77,7 @@ from nbkit.wire.messages import (
     ReadyToForm,
     ReleaseCell,
     ReplacementNoted,
+    SinksOpened,
     ToldToEnd,
     TrainingEnded,
     TrainingGoesOn,
@@ -246,7 +249,7 @@ class Child:
 
     fit: where a new rank can enter the `fit` that it runs. replaces: it is a newcomer. dismissed: it was ended
     because its replacement begins again or was given up. failed: its words on its device, which does not compute any
-    more.
+    more. has_sinks: a training in it has sinks of the user's, which are closed before it ends.
     """
 
     rank: int
@@ -256,6 +259,7 @@ class Child:
     replaces: bool = False
     dismissed: bool = False
     failed: str = ""
+    has_sinks: bool = False
     fit: FitEntered | None = None
     cells: dict[str, tuple[int, ...]] = field(default_factory=dict)  # running cells: id -> its ranks
 
@@ -285,7 +289,8 @@ class Parent:
         self.seen = time.monotonic()
         self.ends = Ends()
         self.selector = selectors.DefaultSelector()
-        self.ending = False
+        self.ending = self.stop_asked = False
+        self.kill_at = float("inf")  # when ranks are ended that are still closing their sinks
         self.end_in_order = EndInOrder(self)
         self.messengers: list[int] = []
         self.controller: Process | None = None
@@ -296,7 +301,7 @@ class Parent:
         wake.setblocking(False)
         woken.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(STOP_SIGNAL, lambda *_: self.end_all("the cluster was stopped"))
+        signal.signal(STOP_SIGNAL, self._on_stop)
         signal.signal(signal.SIGTERM, lambda *_: setattr(self.end_in_order, "asked", True))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
@@ -319,8 +324,12 @@ class Parent:
                     self._hear_coordinator()
                 else:
                     self._hear(self.children.get(key.data))
+            if self.stop_asked:
+                self.stop_asked = False
+                self.end_all("the cluster was stopped")
             self.end_in_order.go_on()
             self._reap()
+            self._kill_when_closed()
             self._release_due()
             self.elsewhere.go_on()
             self.replacer.go_on()
@@ -395,6 +404,10 @@ class Parent:
     @handles(RankReady)
     def _on_ready(self, _: RankReady, child: Child) -> None:
         child.ready = True
+
+    @handles(SinksOpened)
+    def _on_sinks(self, _: SinksOpened, child: Child) -> None:
+        child.has_sinks = True
 
     @handles(InUse)
     def _on_use(self, _: InUse, __: Child) -> None:
@@ -617,16 +630,39 @@ class Parent:
             self.end_all(f"no notebook and no cell for {self.spec.ttl:.0f} s")
 
     def end_all(self, why: str) -> None:
-        """End every rank at once. An idle rank has nothing to save."""
+        """End every rank at once. An idle rank has nothing to save. Sinks of the user's get a moment to close."""
         self.ending, self.end_in_order.deadline = True, float("inf")
         log(f"ending the ranks: {why}")
-        for child in self.children.values():
-            kill_group(child.pid)
+        if self.kill_at == float("inf"):
+            self.kill_at = time.monotonic() + CLOSE_SECONDS
+            for child in self.children.values():
+                if child.has_sinks:
+                    child.link.send(CloseSinks())
+        self._kill_when_closed()
         end_schedulers(self.folder, self.controller)
 
+    def _kill_when_closed(self) -> None:
+        """End the ranks if the end has begun and no rank is closing its sinks any more, or if that takes too long.
+
+        The other ranks live until then, so that the sinks are not told of a failure.
+        """
+        closing = any(child.has_sinks for child in self.children.values())
+        if self.kill_at < float("inf") and (not closing or time.monotonic() >= self.kill_at):
+            for child in self.children.values():
+                kill_group(child.pid)
+
+    def _on_stop(self, *_: object) -> None:
+        # A signal can come while a message is being sent, so its handler sends none.
+        if any(child.has_sinks for child in self.children.values()):
+            self.stop_asked = True
+        else:
+            self.end_all("the cluster was stopped")
+
     def _patience(self) -> float:
-        soonest = min((when for when, _ in self.due.values()), default=None)
-        return TICK_SECONDS if soonest is None else max(0.0, min(TICK_SECONDS, soonest - time.monotonic()))
+        now, waits = time.monotonic(), [when for when, _ in self.due.values()]
+        if self.kill_at > now:
+            waits.append(self.kill_at)
+        return max(0.0, min([TICK_SECONDS, *(when - now for when in waits)]))
 
 
 def main() -> None:

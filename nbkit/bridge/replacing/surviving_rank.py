@@ -99,7 +99,7 @@ class SurvivingRank:
         return self._seat(statement)
 
     def loop(self, job: Any) -> OwnLoop | None:
-        if threading.current_thread() is not threading.main_thread() or job.own_loop.on_failure != "replace":
+        if threading.current_thread() is not threading.main_thread() or job.own_loop.recovery.on_failure != "replace":
             return None
         return OwnLoop(job) if self._seat(None) else None
 

@@ -30,7 +30,7 @@ from nbkit.rank.background_threads import started
 from nbkit.rank.comm.background_creation import GroupRendezvous
 from nbkit.rank.comm.gloo.collectives import EXCHANGED, method
 from nbkit.rank.comm.gloo.interruptible_wait import Interruptible, has_left
-from nbkit.rank.device import accelerator
+from nbkit.rank.device import accelerator, backend_times, is_device_backend
 from nbkit.rank.telemetry import collectives
 from nbkit.rank.torch_private import group_tables
 from nbkit.wire.activity import ANYONE, Operation
@@ -172,14 +172,16 @@ class DelegatingGroup(ProcessGroup):
         # could never be replaced.
         kinds = {torch.device(device): inner._get_backend(device).name() for device in inner._device_types}
         for device, kind in kinds.items():
-            self._register_backend(device, getattr(ProcessGroup.BackendType, kind.upper()), None)  # type: ignore[arg-type]
+            self._register_backend(
+                device, getattr(ProcessGroup.BackendType, kind.upper(), ProcessGroup.BackendType.CUSTOM), None
+            )  # type: ignore[arg-type]
         if inner.bound_device_id is not None:
             self.bound_device_id = inner.bound_device_id
         self._name, self._desc, self._rank = inner.group_name, inner.group_desc, inner.rank()
         self.label = _label(inner.group_name, inner.group_desc, members)
         self.seen = collectives.GroupInfo(self.label, collectives.axis_of(inner.group_desc, inner.group_name), members)
-        self._nccl, self._batching = "nccl" in kinds.values(), False
-        if self._nccl:
+        self._between_devices, self._batching = any(map(is_device_backend, kinds.values())), False
+        if any(map(backend_times, kinds.values())):
             inner._enable_collectives_timing()  # type: ignore[attr-defined]
         with _born_lock:
             _born.add(self)
@@ -291,7 +293,9 @@ class DelegatingGroup(ProcessGroup):
         self._batching = False
         if collectives.mode() != "time":
             return self.inner._end_coalescing(device)
-        call = collectives.begin(collectives.BATCH, self.seen, None, self.count, 0, cuda=accelerator().holds(device))
+        call = collectives.begin(
+            collectives.BATCH, self.seen, None, self.count, 0, on_device=accelerator().holds(device)
+        )
         return collectives.follow(call, self.inner._end_coalescing(device))
 
     def split_group(  # type: ignore[override]
@@ -329,9 +333,16 @@ class DelegatingGroup(ProcessGroup):
             return self._handle(issue(tensors, *how), tensors[0], _last[-1], message=True)
         other = self.members[peer] if isinstance(peer, int) else ANYONE
         timed = not self._batching
-        cuda = timed and self._nccl and accelerator().holds(tensors[0])
+        on_device = timed and self._between_devices and accelerator().holds(tensors[0])
         call = collectives.begin(
-            operation, self.seen, other, number, num_bytes(tensors), cuda=cuda, dtype=tensors[0].dtype, tag=how[-1]
+            operation,
+            self.seen,
+            other,
+            number,
+            num_bytes(tensors),
+            on_device=on_device,
+            dtype=tensors[0].dtype,
+            tag=how[-1],
         )
         work = issue(tensors, *how)
         if collectives.mode() != "time":
@@ -340,7 +351,7 @@ class DelegatingGroup(ProcessGroup):
 
     def _handle(self, work: Any, tensor: torch.Tensor | None, issued: int, *, message: bool) -> Any:
         """Return the handle for an operation that is not timed. For an operation on the host, its wait can be ended."""
-        on_device = self._nccl and (self._batching or tensor is None or accelerator().holds(tensor))
+        on_device = self._between_devices and (self._batching or tensor is None or accelerator().holds(tensor))
         return work if work is None or on_device else Interruptible(work, issued, message)
 
 
@@ -380,7 +391,7 @@ def _collective(name: str, spoken: str, payload: int | None) -> Callable[..., An
             None,
             number,
             moved,
-            cuda=timed and self._nccl and accelerator().holds(tensor),
+            on_device=timed and self._between_devices and accelerator().holds(tensor),
             dtype=None if tensor is None else tensor.dtype,
             entered=entered,
         )

@@ -22,10 +22,12 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from nbkit.device_kinds import GLOO
 from nbkit.rank.background_threads import started
 from nbkit.rank.comm.background_creation import BreakableStore, GroupRendezvous, forming
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live
 from nbkit.rank.comm.gloo.interruptible_wait import interrupt
+from nbkit.rank.device import backends, is_device_backend
 from nbkit.rank.torch_private import CAN_BATCH_P2P, CAN_DELEGATE_GROUPS, group_tables
 from nbkit.rank.world import sockets
 
@@ -54,7 +56,6 @@ def install_batched() -> None:
     c10d.batch_isend_irecv = dist.batch_isend_irecv = batch_isend_irecv
 
 
-_DELEGATED = {"gloo", "nccl"}
 _ABORT_SECONDS = _RELEASE_SECONDS = 2.0
 _original: Callable[..., Any] | None = None
 
@@ -65,7 +66,7 @@ An abort may end only the last part of what NCCL sends and not the others, since
 
 
 def install() -> None:
-    """Make every gloo or nccl group of this process a delegating one. A second call changes nothing.
+    """Make every group of this process over a backend that nbkit knows a delegating one. A second call changes nothing.
 
     If this torch version does not support it, groups stay torch's own.
     """
@@ -94,8 +95,10 @@ def install() -> None:
     @functools.wraps(get_backend)
     def backend_of(group: dist.ProcessGroup | None = None) -> Any:
         name = get_backend(group)
-        # "cpu:gloo,cuda:nccl" is an nccl group that takes CPU tensors too, and user code asks for "nccl".
-        return c10d.Backend("nccl") if ":" in name and _kinds(name) == _DELEGATED else name
+        # A group of gloo and nccl is an nccl group that takes CPU tensors too, and user code asks for nccl.
+        kinds = _kinds(name) - {GLOO} if ":" in name and GLOO in _kinds(name) else set()
+        device = next(iter(kinds), "")
+        return c10d.Backend(device) if len(kinds) == 1 and is_device_backend(device) else name
 
     c10d.get_backend = dist.get_backend = backend_of
     install_batched()
@@ -117,12 +120,12 @@ def release(groups: Iterable[DelegatingGroup], instead: Callable[[DelegatingGrou
 
 
 def abort(groups: Iterable[DelegatingGroup], *, seconds: float = _ABORT_SECONDS) -> None:
-    """Abort the nccl communicators of `groups`, all at the same time, and wait at most `seconds`.
+    """Abort the communicators of `groups` between devices, all at the same time, and wait at most `seconds`.
 
     Each abort waits for the device, which the other communicators keep busy. One after the other, the aborts would
     wait for each other.
     """
-    backends = [backend for group in groups if (backend := nccl_backend(group)) is not None]
+    backends = [backend for group in groups if (backend := device_backend(group)) is not None]
     until = time.monotonic() + seconds
     threads = [started(backend.abort, "nbkit-abort") for backend in backends]
     for thread in filter(None, threads):
@@ -256,15 +259,15 @@ def _kinds(backend: Any) -> set[str]:
 
 
 def _delegated(backend: Any) -> bool:
-    return bool(kinds := _kinds(backend)) and kinds <= _DELEGATED
+    return bool(kinds := _kinds(backend)) and kinds <= backends()
 
 
-def nccl_backend(group: DelegatingGroup) -> Any:
-    """Return the nccl backend of a group, or None if it has none."""
+def device_backend(group: DelegatingGroup) -> Any:
+    """Return the backend of a group that sends from device to device, or None if it has none."""
     if isinstance(group.inner, Broken) or group.destroyed:
         return None  # aborting a destroyed group would touch freed memory
     backends = [group.inner._get_backend(torch.device(kind)) for kind in group.inner._device_types]
-    return next((backend for backend in backends if backend.name() == "nccl"), None)
+    return next((backend for backend in backends if is_device_backend(backend.name())), None)
 
 
 def shut_all() -> int:

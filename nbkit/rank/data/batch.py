@@ -134,8 +134,8 @@ def _without_rows(batch: Any, samples: int | None) -> TrainingError | None:
     return None
 
 
-_SPARSE = "a sparse tensor", "collate= with t.to_dense()"
-_NESTED = "a nested tensor", "collate= with torch.nested.to_padded_tensor(t, 0), and a mask"
+_SPARSE = "a sparse tensor", "loading=nbkit.Loading(collate=...) with t.to_dense()"
+_NESTED = "a nested tensor", "loading=nbkit.Loading(collate=...) with torch.nested.to_padded_tensor(t, 0), and a mask"
 
 
 def _in_no_rows(kind: str, hint: str) -> TrainingError:
@@ -146,7 +146,8 @@ def _ragged(part: Any) -> tuple[str, str] | None:
     """Return the name of a part that has no rows of equal size, and a hint what to use instead; None without one."""
     if isinstance(part, PackedSequence):
         return "a PackedSequence", (
-            "collate= with pad_sequence(rows, batch_first=True) and the lengths; pack_padded_sequence(x, "
+            "loading=nbkit.Loading(collate=...) with pad_sequence(rows, batch_first=True) and the lengths; "
+            "pack_padded_sequence(x, "
             "lengths.cpu(), batch_first=True, enforce_sorted=False) in the model's forward"
         )
     if isinstance(part, Tensor):
@@ -167,7 +168,9 @@ def _ragged(part: Any) -> tuple[str, str] | None:
 
 def _list(of: str) -> tuple[str, str]:
     return f"a list of {of}", (
-        "collate= that gives one tensor of each kind: images of one size, boxes padded to one number with a mask"
+        "loading=nbkit.Loading(collate=...) that gives one tensor of each kind: images of one size, boxes padded "
+        "to one number "
+        "with a mask"
     )
 
 

@@ -73,5 +73,6 @@ def refuse_loader(data: Any) -> None:
         raise TrainingError(
             "The data is a DataLoader: its items are batches, not samples.",
             numbers=f"its batch_size {data.batch_size}",
-            hint="data=loader.dataset, with batch_size= and collate=; or nbkit.prepare(...) and job.batches(loader)",
+            hint="data=loader.dataset, with batch_size= and loading=nbkit.Loading(collate=...); or "
+            "nbkit.prepare(...) and job.batches(loader)",
         )

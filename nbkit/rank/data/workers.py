@@ -220,7 +220,7 @@ class ReadAhead:
             raise TrainingError(
                 "The shared memory of this host is full, through which workers hand over the batches that they read.",
                 numbers=f"{batch.shared}; worker {batch.worker}: {batch.error}",
-                hint="workers=0   or more of it: docker run --shm-size=8g",
+                hint="loading=nbkit.Loading(workers=0)   or more of it: docker run --shm-size=8g",
             ) from RuntimeError(batch.trace)
         if isinstance(batch, _Failed):
             self.close()
@@ -229,7 +229,7 @@ class ReadAhead:
             raise TrainingError(
                 f"{what} could not be read by worker {batch.worker}: {batch.error}",
                 numbers=f"samples {', '.join(map(str, wanted.indices[:16]))}{', ...' * (len(wanted.indices) > 16)}",
-                hint=f"data[{index}] in a cell raises it here; workers=0 reads without workers",
+                hint=f"data[{index}] in a cell raises it here; loading=nbkit.Loading(workers=0) reads without workers",
             ) from RuntimeError(batch.trace)
         return batch
 

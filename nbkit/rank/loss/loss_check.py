@@ -59,7 +59,10 @@ from nbkit.rank.rng.draw_plan import DrawPlan, OtherGenerators
 from nbkit.rank.rng.seeding import set_seed
 
 _COUNTED = "(loss.sum(), mask.sum())"
-_WHOLE = "a contrastive loss, or another that compares rows, needs whole batches: strategy='tp', no microbatch_size="
+_WHOLE = (
+    "a contrastive loss, or another that compares rows, needs whole batches: strategy='tp', no "
+    "nbkit.Compute(microbatch_size=...)"
+)
 
 _HINTS = {
     "sum": "divide it by the rows of the whole batch: return loss.sum(), len(target)",
@@ -532,8 +535,10 @@ class _Look:
                 f"The model mixes the rows of a batch, or reads their padding: what {name or 'its forward'} gives for "
                 "one depends on the others",
                 numbers=mixed,
-                hint="a mask over the padding, also where positions are averaged, or collate= that pads to one length; "
-                "statistics of a batch need whole batches: one rank, or strategy='tp', without microbatch_size=",
+                hint="a mask over the padding, also where positions are averaged, or "
+                "loading=nbkit.Loading(collate=...) that pads to one length; "
+                "statistics of a batch need whole batches: one rank, or strategy='tp', without "
+                "nbkit.Compute(microbatch_size=...)",
             )
         if (path := self._time_first(name)) is not None:
             return Coupled(
@@ -545,7 +550,8 @@ class _Look:
             f"The model mixes the rows of a batch: what {name or 'its forward'} gives for one depends on the others",
             numbers=mixed,
             hint="experts that choose their tokens, or drop them by a capacity, and statistics of a batch need whole "
-            "batches: one rank, or strategy='tp', without microbatch_size=; or let each token choose (top-k)",
+            "batches: one rank, or strategy='tp', without nbkit.Compute(microbatch_size=...); or let "
+            "each token choose (top-k)",
         )
 
     def _time_first(self, name: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbkit.errors import StrategyError, TrainingError
+from nbkit.old_keywords import regrouped
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.stages import ranks_of_stages, spelled, stage_ranges
 from nbkit.planner.validate import Finding, refuse, validate
@@ -43,6 +44,8 @@ from nbkit.rank.parallel.whole_step import prove_step
 from nbkit.rank.torch_private import DropoutNd
 from nbkit.strategy import Strategy
 from nbkit.techniques import DEGREES
+from nbkit.trainer_options import OPTIONS, ModelHints, check_options
+from nbkit.unfit_calls import says_what_it_takes
 
 
 def planner_facts(plan: ParallelPlan, *, batch: int | None = None, world: int | None = None) -> Facts:
@@ -90,9 +93,12 @@ def _unproven(plan: ParallelPlan) -> Iterator[Finding]:
         names = list(dict.fromkeys(paths))
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         if plan.facts.proof.of(1) is None:
-            hint = "example=batch, for prepare() and the Trainer; nbkit.check(model, strategy, batch)"
+            hint = "hints=nbkit.ModelHints(example=batch); nbkit.check(model, strategy, batch)"
         else:
-            hint = f"to split its weights all the same: tp_plan={{'{names[0]}.*': 'colwise_gather'}}"
+            hint = (
+                "to split its weights all the same: "
+                f"hints=nbkit.ModelHints(tp_plan={{'{names[0]}.*': 'colwise_gather'}})"
+            )
         yield Finding(False, f"{shown}: whole on every rank of the tensor axis.", why, hint)
 
 
@@ -178,6 +184,7 @@ class Check:
         return f"<b>{html.escape(self._title)}</b>{said}<table>{row(self.columns, 'th')}{body}</table>"
 
 
+@says_what_it_takes(hint="nbkit.check(model, 'tp=2', batch)", options=OPTIONS, accept=regrouped)
 def check(
     model: nn.Module | Callable[[], nn.Module],
     strategy: str | Strategy,
@@ -185,8 +192,7 @@ def check(
     world_size: int | None = None,
     *,
     inputs: Sequence[str] | None = None,
-    stages: Sequence[str] | None = None,
-    tp_plan: Mapping[str, str] | None = None,
+    hints: ModelHints = ModelHints(),
     loss: Loss | None = None,
 ) -> Check:
     """Return how `strategy` would split `model`, module by module, and why not. It runs locally and does not change the
@@ -195,15 +201,17 @@ def check(
     batch: the number of rows of a global batch, or such a batch. Two rows of a batch are run once, to find where the
     model can be cut. Without a batch the blocks are guessed by structure. Stages assume that all blocks cost the same,
     until a job has measured them. world_size: the number of ranks. The default is the current world, or else the
-    product of the strategy's degrees. inputs, stages, tp_plan, loss: as for the Trainer. If the strategy divides the
-    rows of a batch, the model is run on some rows together and alone. The loss is too, if it is given. Raises
-    StrategyError for a strategy that cannot be parsed, and TrainingError if no part of a batch matches inputs=.
-    Whatever does not fit is in `findings`.
+    product of the strategy's degrees. inputs, hints, loss: as for the Trainer. The example of `hints` is the batch if
+    none is given. If the strategy divides the rows of a batch, the model is run on some rows together and alone. The
+    loss is too, if it is given. Raises StrategyError for a strategy that cannot be parsed, and TrainingError if no part
+    of a batch matches inputs=. Whatever does not fit is in `findings`.
     """
+    check_options(hints=hints)
     check_inputs(inputs)
+    batch = hints.example if batch is None else batch
     world = world_size or (dist.get_world_size() if dist.is_initialized() else None)
     with classes_kept(), stand_in(Alone()):  # collectives of the model or the loss do not wait for other ranks
-        return _checked(model, strategy, batch, world, inputs, stages, tp_plan, loss)
+        return _checked(model, strategy, batch, world, inputs, hints, loss)
 
 
 def _checked(
@@ -212,14 +220,13 @@ def _checked(
     batch: Any,
     world: int | None,
     inputs: Sequence[str] | None,
-    stages: Sequence[str] | None,
-    tp_plan: Mapping[str, str] | None,
+    hints: ModelHints,
     loss: Loss | None,
 ) -> Check:
     chosen, misfit = _chosen(strategy, world)
     module = model if isinstance(model, nn.Module) else model()
     found, rows = list(misfit), batch if isinstance(batch, int) else None
-    options, example = JobOptions(tp_plan=tp_plan), None
+    options, example = JobOptions(tp_plan=hints.tp_plan), None
     if batch is not None and rows is None:
         rows = rows_of(batch)
         example = take(batch, 0, min(2, rows), rows=rows)
@@ -231,7 +238,7 @@ def _checked(
     finder = FactFinder(
         module,
         ModelFacts(ModelShapes(skeleton_of(module))),
-        ModelExample(example, loss, inputs, lambda: Sample(batch), False, stages, tp_plan),
+        ModelExample(example, loss, inputs, lambda: Sample(batch), False, hints.stages, hints.tp_plan),
         device=next((p.device for p in module.parameters()), torch.device("cpu")),
         ranks=chosen.mesh.size,
     )

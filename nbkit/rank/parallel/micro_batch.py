@@ -82,7 +82,7 @@ def check_collectives(shard: Shard, model: ShardedModel, size: int | None, colle
         raise TrainingError(
             f"The model or the loss makes an {collective} itself, and the ranks have not as many rows to make it for.",
             numbers=f"a batch of {shard.total} rows: {', '.join(map(str, rows[:8]))} on data ranks 0, 1, ...",
-            hint="drop_last=True, and a batch_size that the data ranks divide",
+            hint="loading=nbkit.Loading(drop_last=True), and a batch_size that the data ranks divide",
         )
 
 

@@ -238,14 +238,16 @@ def need_chain(strategy: Strategy, facts: ModelFacts, _: JobOptions) -> None:
         raise StrategyError(
             f"The model cannot be cut into blocks, which {strategy} needs.",
             numbers=facts.no_chain or "no example batch was there to find them with",
-            hint="stages=['name of the module that begins stage 1', ...]; with prepare(): example=batch",
+            hint="hints=nbkit.ModelHints(stages=['name of the module that begins stage 1', ...]); "
+            "with prepare(): hints=nbkit.ModelHints(example=batch)",
         )
     if strategy.pp > 1 and facts.chain is not None and facts.chain.unrepeated is not None:
         block, how = facts.chain.unrepeated
         raise StrategyError(
             f"{block!r} is recomputed by the model in a way that no stage of {strategy} can repeat.",
             numbers=how,
-            hint="checkpoint(block, x, use_reentrant=False) around each block; or recompute=True of the Trainer",
+            hint="checkpoint(block, x, use_reentrant=False) around each block; "
+            "or compute=nbkit.Compute(recompute=True)",
         )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nbkit.rank.comm.thread_group import ThreadMeeting
-from nbkit.rank.device import accelerator
+from nbkit.rank.device import accelerator, is_device_backend
 from nbkit.rank.parallel.device_mesh import (
     Axes,
     GroupKey,
@@ -62,7 +62,7 @@ def meet_groups(connections: Connections, device: torch.device) -> None:
     memory, and after torch's allocator has returned its reserve. In a step, a rank that finds no memory would leave the
     others waiting.
     """
-    if dist.get_backend() == "nccl" and accelerator().holds(device):
+    if is_device_backend(dist.get_backend()) and accelerator().holds(device):
         groups = [*connections.axes.used(connections.edges), *(group for group, _ in connections.ties)]
         if any(not has_met(group) for group in (*groups, *connections.edges.values())):
             accelerator().trim()

@@ -551,9 +551,7 @@ def _cuts(strategy: Strategy) -> bool:
 def _unmakeable(small: Strategy, facts: ModelFacts, example: Any, size: int) -> str:
     """Return why a model of `size` parameters makes no step of `small`; "" if it can."""
     if example is None:
-        return (
-            "no example batch to run: example=batch, for prepare() and the Trainer; nbkit.check(model, strategy, batch)"
-        )
+        return "no example batch to run: hints=nbkit.ModelHints(example=batch); nbkit.check(model, strategy, batch)"
     if facts.draws is not None and facts.draws.unkeyed:
         return f"the model draws numbers that are not keyed: {facts.draws.unkeyed[0]}"
     if small.mesh.size > _RANKS:

@@ -243,7 +243,7 @@ class KeyedDropout:
             self._said = True
             warnings.warn(
                 "attention drops inside of torch's kernel, which is fast: its masks are others under another strategy. "
-                "dropout='keyed' keeps them, as all other dropout does, without that kernel",
+                "compute=nbkit.Compute(dropout='keyed') keeps them, as all other dropout does, without that kernel",
                 stacklevel=2,
             )
 
@@ -433,7 +433,8 @@ class _Enter:
             raise TrainingError(
                 f"{self.name or 'The model'} is computed again in the backward pass, and would draw other numbers.",
                 numbers="by something else than torch.utils.checkpoint",
-                hint="torch.utils.checkpoint.checkpoint around it; or recompute=True of the Trainer; or dropout of 0",
+                hint="torch.utils.checkpoint.checkpoint around it; or compute=nbkit.Compute(recompute=True); or "
+                "dropout of 0",
             )
         self.drew = False
 

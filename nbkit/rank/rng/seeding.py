@@ -161,7 +161,8 @@ def _refuse_kinds(module: nn.Module) -> None:
             raise TrainingError(
                 "A module is scripted or traced: its code cannot be cut for ranks, nor copied.",
                 numbers=path or type(part).__name__,
-                hint="the module before torch.jit.script or torch.jit.trace; compile=True compiles blocks",
+                hint="the module before torch.jit.script or torch.jit.trace; compute=nbkit.Compute(compile=True) "
+                "compiles blocks",
             )
     every: list[tuple[str, torch.Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in every:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import nbkit
 from nbkit.planner.gpt_config import GPTConfig
 from nbkit.rank.device import accelerator
 from nbkit.rank.models.gpt import GPT
@@ -58,7 +59,7 @@ def under(strategy: str) -> Trainer:
     """
     layers = _layers(strategy)
     if layers not in _lasting:
-        _lasting[layers] = trainer(strategy, snapshot_every=1_000)
+        _lasting[layers] = trainer(strategy, checkpoints=nbkit.Checkpoints(snapshot_every=1_000))
     elif (made := _lasting[layers]).step:
         made.rewind(0)
         made.switch(strategy)

@@ -36,7 +36,7 @@ _AT_ONCE_NS = 50_000
 """A shorter wait, for a message or on a device, found the operation over already: when it ended is unknown."""
 
 
-class CudaCall:
+class DeviceCall:
     """Times of an operation on a device stream. seconds and stalled: None until it is over, or for good."""
 
     __slots__ = ("_first", "_stalls", "seconds", "stalled")
@@ -104,17 +104,17 @@ class Timed(Interruptible):
             pass
 
     def get_future(self) -> Any:
-        return self.inner.get_future() if self.call.cuda is not None else Interruptible.get_future(self)
+        return self.inner.get_future() if self.call.on_device is not None else Interruptible.get_future(self)
 
     def wait(self, *timeout: Any) -> Any:
         call = self.call
-        if call.cuda is not None:
+        if call.on_device is not None:
             first = accelerator().stamp()
             outer = clock.switch(self.state)
             try:
                 return self.inner.wait(*timeout)
             finally:
-                call.cuda.stall(first, self.inner)
+                call.on_device.stall(first, self.inner)
                 clock.back(outer)
         return wait_on_host(self.inner, call, self.state, *timeout)
 
@@ -172,8 +172,8 @@ class CollectiveCall:
     code, at: the user's code that issued it and the instruction in that, None if none is near.
     """
 
-    __slots__ = ("at", "blocked", "bytes", "code", "cuda", "done", "dtype", "group", "heard", "issued", "number", "op",
-                 "outside", "peer", "place", "root", "tag", "waited")  # fmt: skip
+    __slots__ = ("at", "blocked", "bytes", "code", "done", "dtype", "group", "heard", "issued", "number", "on_device",
+                 "op", "outside", "peer", "place", "root", "tag", "waited")  # fmt: skip
 
     def __init__(self, op: str, group: GroupInfo, peer: int | None, place: int, num_bytes: int) -> None:
         self.op, self.group, self.peer, self.place, self.bytes = op, group, peer, place, num_bytes
@@ -183,7 +183,7 @@ class CollectiveCall:
         self.done: int | None = None
         self.outside = clock.outside
         self.heard = True
-        self.cuda: CudaCall | None = None
+        self.on_device: DeviceCall | None = None
         self.dtype: Any = None
         self.tag = 0
         self.root: int | None = None
@@ -198,13 +198,13 @@ class CollectiveCall:
     @property
     def is_open(self) -> bool:
         """Return True if it is known to be under way: a collective on the host that tells when it ends, and has not."""
-        return self.peer is None and self.cuda is None and self.heard and self.done is None and _mode == "time"
+        return self.peer is None and self.on_device is None and self.heard and self.done is None and _mode == "time"
 
     @property
     def seconds(self) -> float | None:
         """Return the seconds from issue to end, peers that came late included; None if that is not known."""
-        if self.cuda is not None:
-            return self.cuda.seconds
+        if self.on_device is not None:
+            return self.on_device.seconds
         return None if self.done is None else (self.done - self.issued) / 1e9
 
     @property
@@ -213,7 +213,7 @@ class CollectiveCall:
 
         Return None if that is not known (yet).
         """
-        return self.blocked / 1e9 if self.cuda is None else self.cuda.stalled
+        return self.blocked / 1e9 if self.on_device is None else self.on_device.stalled
 
     def __repr__(self) -> str:
         took = "not timed" if self.seconds is None else f"{self.seconds * 1e3:.3f} ms"
@@ -311,15 +311,15 @@ def begin(
     place: int,
     num_bytes: int,
     *,
-    cuda: bool,
+    on_device: bool,
     dtype: Any = None,
     tag: int = 0,
     entered: int | None = None,
 ) -> CollectiveCall:
     """Note that an operation is about to be issued.
 
-    cuda: it runs on a stream of a device, so that wait() stops that, not the host. entered: when noting it began, if
-    that was read (ns of perf_counter).
+    on_device: it runs on a stream of a device, so that wait() stops that, not the host. entered: when noting it began,
+    if that was read (ns of perf_counter).
     """
     global _own
     if entered is None:
@@ -338,8 +338,8 @@ def begin(
         frame = frame.f_back
     ring.put(call)
     if _mode == "time":
-        if cuda:
-            call.cuda = CudaCall()
+        if on_device:
+            call.on_device = DeviceCall()
         call.issued = now()
         _own += call.issued - entered
     else:
@@ -358,20 +358,20 @@ def follow(call: CollectiveCall, work: Any, *, at_once: bool = False) -> Any:
     if _mode != "time":
         return work
     state = call.group.blocked if call.peer is None and call.op != BATCH else call.group.transfer
-    if at_once and work is not None and call.cuda is None:
+    if at_once and work is not None and call.on_device is None:
         wait_on_host(work, call, state)
         return work
     entered = now()
     if work is None:
-        if call.cuda is not None:
-            call.cuda.ended_in_stream()
+        if call.on_device is not None:
+            call.on_device.ended_in_stream()
         else:
             # The call itself was the wait.
             call.waited, call.done, call.blocked = call.issued, entered, entered - call.issued
             clock.insert(state, call.issued, entered)
         return None
     timed = Timed(work, call, state)
-    if call.cuda is None:
+    if call.on_device is None:
         # To listen, a thread of the backend has to take the interpreter from the one that waits. gloo has no future
         # for a message, and to be told so costs more than all else here.
         if call.peer is None:

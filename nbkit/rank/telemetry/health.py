@@ -194,9 +194,9 @@ def memory_of(
 
 
 def bytes_held(device: torch.device | None = None) -> tuple[int, int, str]:
-    """Return (bytes now, bytes at the peak, "cuda": of the allocator of `device`, or "rss": of this process)."""
+    """Return (bytes now, bytes at the peak, the kind of `device`: of its allocator; or "rss": of this process)."""
     if device is not None and accelerator().holds(device):
-        return *accelerator().memory(device), "cuda"
+        return *accelerator().memory(device), accelerator().kind
     now = psutil.Process().memory_info().rss
     return now, max(now, _peak_rss()), "rss"
 

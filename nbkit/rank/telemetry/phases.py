@@ -68,17 +68,17 @@ class StepClock:
         self.laps: list[tuple[str, Stamp]] | None = None
         self.ops: list[PipelineOp] = []
         self._thread = 0
-        self._cuda = self._lent = False
+        self._on_device = self._lent = False
         self._complete = True
         self._base = 0
         self._stamp: Callable[[], Stamp] = now
         self.listeners: list[Callable[[StepPhases], None]] = []
         self.listening = True  # see `listens`
 
-    def begin(self, *, cuda: bool = False) -> None:
-        """Track steps that this thread makes from here on. cuda: on a device, whose own time is taken."""
-        self._thread, self._cuda, self._lent = get_ident(), cuda, False
-        self._stamp = accelerator().stamp if cuda else now
+    def begin(self, *, on_device: bool = False) -> None:
+        """Track steps that this thread makes from here on. on_device: by the device's own time."""
+        self._thread, self._on_device, self._lent = get_ident(), on_device, False
+        self._stamp = accelerator().stamp if on_device else now
         self.state = OTHER
         self._open(self._stamp())
 
@@ -126,7 +126,7 @@ class StepClock:
         else:
             # On CUDA, autograd runs in a thread of its own while the training thread waits for it in "backward". When
             # that thread enters the state of a wait, it must also come back from it.
-            self._lent = self._cuda and state == "backward"
+            self._lent = self._on_device and state == "backward"
         if len(self.laps) < _LAPS_AT_MOST:
             self.laps.append((state, self._stamp()))
         else:
@@ -135,7 +135,7 @@ class StepClock:
 
     def insert(self, state: str, start: int, stop: int) -> None:
         """Insert `state` from `start` until `stop`, which is now, if it is known only afterwards. On the host alone."""
-        if self.laps is None or self._cuda or self.state == OUTSIDE or not self._in_charge():
+        if self.laps is None or self._on_device or self.state == OUTSIDE or not self._in_charge():
             return
         if len(self.laps) < _LAPS_AT_MOST:
             self.laps += [(state, start), (self.state, stop)]

@@ -1,7 +1,7 @@
 """Telemetry of a job on this rank: takes what was measured as it comes, and has it written off the step.
 
     session = Session(run_dir, rank=..., world_size=..., device=..., offset_ns=clock_offset())
-    job.ledger.listeners.append(session)        # runs, steps' numbers, events
+    bus.add(session)                            # runs, steps' numbers, events
     clock.step(number)                          # at the end of each step: see phases.py
 
 Nothing here waits but the end of a run, when all is on disk. Until then the files are at most a quarter of a second
@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns as now
 from typing import Any
@@ -29,8 +29,9 @@ from nbkit.rank.device import accelerator
 from nbkit.rank.telemetry.collectives import CollectiveCall, own_ns, ring
 from nbkit.rank.telemetry.health import Health, bytes_held
 from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, StepPhases, clock
-from nbkit.rank.telemetry.record_writer import IDLE, Background, Overview, RecordFile
-from nbkit.records.events import Event, RunStarted, RunStopped, StepDone, Switched
+from nbkit.rank.telemetry.sinks import IDLE, Background
+from nbkit.records.events import RunStarted, RunStopped, StepDone, Switched
+from nbkit.records.record_file import Overview, RecordFile
 from nbkit.records.records import (
     LISTEN_EVERY,
     Detail,
@@ -265,8 +266,8 @@ class RecordThread:
         self.groups += groups
         self._write(groups)
         for call in calls:
-            if call.cuda is not None:
-                call.cuda.resolve()
+            if call.on_device is not None:
+                call.on_device.resolve()
         return calls, lost
 
     def _pass(self, step: StepPhases) -> bool:
@@ -295,7 +296,7 @@ def record_path(run_dir: Path, rank: int) -> Path:
 class Session:
     """Telemetry of a rank in a run.
 
-    It is a listener of events, and hears of steps from the clock while a training runs. offset_ns: of this rank's
+    It is a sink, and hears of steps from the clock while a training runs. offset_ns: of this rank's
     clock, see clock_offset.py. detail_every: every so many steps are kept moment by moment (the first three too, and
     three after a switch); in those, and every LISTEN_EVERY steps, asynchronous collectives tell when they end.
     base_bytes: what this process held before the job; default: what it holds now. first_of_host: see health.py. A
@@ -316,11 +317,11 @@ class Session:
         first_of_host: bool = True,
     ) -> None:
         self.path = record_path(run_dir, rank)
-        self._cuda = cuda = accelerator().holds(device)
+        self._on_device = on_device = accelerator().holds(device)
         self._detail_every, self._until = detail_every, FIRST_IN_DETAIL
         self._made_steps, self._next = 0, 1
         begun, unix = now(), time.time()
-        base = 0 if self._cuda else bytes_held(device)[0] if base_bytes is None else base_bytes
+        base = 0 if on_device else bytes_held(device)[0] if base_bytes is None else base_bytes
 
         def head(part: int) -> Sequence[Record]:  # kept by the thread: it must not hold this object
             header = Header(
@@ -328,7 +329,7 @@ class Session:
                 world_size,
                 part,
                 host=node_name(),
-                clock="cuda" if cuda else "host",
+                clock=accelerator().kind if on_device else "host",
                 strategy=strategy,
                 clock_ns=begun,
                 offset_ns=offset_ns,
@@ -350,18 +351,20 @@ class Session:
         )
         weakref.finalize(self, self._health.end)
 
-    def __call__(self, event: Event) -> None:
+    def write(self, event: dict[str, Any]) -> None:
         """Take an event of the job."""
-        if isinstance(event, StepDone):
-            self._writing.put((event.step, event.record))
+        kind, step = event["kind"], event["step"]
+        if kind == StepDone.kind:
+            del event["kind"]
+            self._writing.put((step, event))
             return
-        self.note(EventRecord(event.step, ns=now(), event={"kind": event.kind, **asdict(event)}))
-        if isinstance(event, RunStarted):
-            self._next = event.step + 1
+        self.note(EventRecord(step, ns=now(), event=event))
+        if kind == RunStarted.kind:
+            self._next = step + 1
             self.begin()
-        elif isinstance(event, RunStopped):
+        elif kind == RunStopped.kind:
             self.end()
-        elif isinstance(event, Switched):
+        elif kind == Switched.kind:
             self.detail(FIRST_IN_DETAIL)
 
     def begin(self) -> None:
@@ -369,7 +372,7 @@ class Session:
         if self._made not in clock.listeners:
             clock.listeners.append(self._made)
         self._writing.put(StepMark(None, ring.end, time.process_time_ns(), own_ns()))
-        clock.begin(cuda=self._cuda)
+        clock.begin(on_device=self._on_device)
         self._look()
         self._health.run(True)
 

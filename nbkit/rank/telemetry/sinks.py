@@ -1,4 +1,4 @@
-"""Sinks: the user's own objects that get the events of a training, such as a tracker's client.
+"""The bus of a job: it hands the events of a training to its sinks.
 
     class Tracker:
         def open(self, run):  # optional
@@ -13,27 +13,39 @@
 
     trainer = nbkit.Trainer(..., sinks=[Tracker()])
 
-TensorBoard's scalars, the records on disk and the progress line listen to the same events: see `History.emit`.
+nbkit's own sinks have the same methods: the records on disk (session.py), TensorBoard's scalars (tensorboard.py), the
+moving line (progress_line.py), and what measures memory now and then (train/run_recorder.py).
+
+There is one rule for errors: a sink that raises is named once, in a warning, and gets nothing more. It never ends a
+training. And there is one rule for threads: `write` is called on the training thread, between two steps, so it returns
+at once. A sink that may take longer is put on the bus as `InThread(sink)`; those of users always are.
 """
 
 from __future__ import annotations
 
+import math
+import queue
+import threading
+import time
+import warnings
 import weakref
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from nbkit.errors import TrainingError
-from nbkit.rank.telemetry.record_writer import Background
-from nbkit.records.events import Event, RunStopped, StepDone
+from nbkit.records.events import Event, RunStopped
 
 _LAST_SECONDS = 10.0
 """The end of a run, and the end of the process, wait so long for a sink."""
 
+CLOSE_SECONDS = 3.0
+"""Stop of the cluster waits so long for all sinks. The notebook waits 5 s for the end of a cluster."""
+
 
 @runtime_checkable
 class Sink(Protocol):
-    """An object that gets the events of a training, on rank 0. `open(run)` and `close()` are optional."""
+    """An object that gets the events of a training. `open(run)` and `close()` are optional."""
 
     def write(self, event: dict[str, Any]) -> None:
         """Take an event: {"kind": ..., "step": finished steps, ...}. The event of a step has its entry of `history`."""
@@ -51,45 +63,214 @@ def check_sinks(sinks: Sequence[Sink]) -> None:
             )
 
 
-class SinkListener:
-    """Hands the events of a job to one sink, in a thread. No step waits for it, and its errors end no training.
+class Bus:
+    """Hands each event of a job to the sinks of this rank, in the order in which they were added."""
 
-    A sink that raises is named in a warning, and gets nothing more.
+    def __init__(self) -> None:
+        self.sinks: list[Sink] = []
+
+    def add(self, sink: Sink | None, *, run: dict[str, Any] | None = None) -> None:
+        """Add a sink; None adds nothing. run: open it for this run."""
+        if sink is not None:
+            self.sinks.append(sink)
+            if run is not None:
+                self._call(sink, "open", run)
+
+    def emit(self, event: Event) -> None:
+        """Hand an event to all sinks."""
+        told = event.as_dict() if self.sinks else {}
+        for sink in list(self.sinks):
+            self._call(sink, "write", dict(told))
+
+    def _call(self, sink: Sink, method: str, *arguments: Any) -> None:
+        try:
+            getattr(sink, method, _nothing)(*arguments)
+        except Exception as error:
+            self.sinks = [other for other in self.sinks if other is not sink]
+            warnings.warn(_lost(f"given to the sink {type(sink).__name__}", error), stacklevel=3)
+
+
+def _lost(what: str, error: Exception) -> str:
+    return f"nothing more is {what}: {type(error).__name__}: {error}"
+
+
+def _nothing(*_: Any) -> None:
+    """Stand in for a method that a sink need not have."""
+
+
+class InThread:
+    """A sink that hands what it gets to another one, in a thread. No step waits for that one.
+
+    The last event of a run waits for the thread, at most `wait_s`. The sink is opened with the first event. It is
+    closed when this object is deleted, when the process exits, or by `close`. what, pace_s: see Background.
     """
 
-    def __init__(self, sink: Sink, run: dict[str, Any]) -> None:
-        thread = _Thread(sink, run)
-        self._writing = Background(
-            thread.take, thread.close, name="nbkit-sink", what=f"given to the sink {type(sink).__name__}"
-        )
+    def __init__(self, sink: Sink, *, what: str = "", pace_s: float = 0.0, wait_s: float | None = None) -> None:
+        self._wait_s = _LAST_SECONDS if wait_s is None else wait_s
         # The thread does not refer to this object, so that it ends with it, or with the process.
-        weakref.finalize(self, self._writing.end, seconds=_LAST_SECONDS)
+        self._inner = inner = _Opened(sink)
+        self.name = type(sink).__name__
+        what = what or f"given to the sink {self.name}"
+        self._writing = Background(inner.take, inner.close, name=f"nbkit-{self.name}", what=what, pace_s=pace_s)
+        weakref.finalize(self, self._writing.end, seconds=self._wait_s)
+        _in_threads.add(self)
 
-    def __call__(self, event: Event) -> None:
+    def open(self, run: dict[str, Any]) -> None:
+        """Open the sink for `run` when its first event comes."""
+        self._inner.run = run
+
+    def write(self, event: dict[str, Any]) -> None:
         """Take an event; the last one of a run waits a while for the sink."""
-        about = event.record if isinstance(event, StepDone) else asdict(event)
-        self._writing.put({"kind": event.kind, "step": event.step, **about})
-        if isinstance(event, RunStopped):
-            self._writing.flush(_LAST_SECONDS)
+        self._writing.put(event)
+        if event["kind"] == RunStopped.kind:
+            self._writing.flush(self._wait_s)
+
+    def close(self, *, seconds: float = _LAST_SECONDS) -> None:
+        """Hand over what is there, and close the sink. Waits for it, at most `seconds`."""
+        self._writing.end(seconds=seconds)
 
 
-class _Thread:
-    """The part of a SinkListener that runs in its thread."""
+class _Opened:
+    """The part of an InThread that its thread refers to. run: what the sink is opened with."""
 
-    def __init__(self, sink: Sink, run: dict[str, Any]) -> None:
-        self._sink, self._run, self._opened = sink, run, False
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._opened = sink, False
+        self.run: dict[str, Any] = {}
 
     def take(self, item: Any) -> None:
+        if not isinstance(item, dict):
+            return
         if not self._opened:
             self._opened = True
-            getattr(self._sink, "open", _nothing)(self._run)
-        if isinstance(item, dict):
-            self._sink.write(item)
+            getattr(self._sink, "open", _nothing)(self.run)
+        self._sink.write(item)
 
     def close(self) -> None:
         if self._opened:
             getattr(self._sink, "close", _nothing)()
 
 
-def _nothing(*_: Any) -> None:
-    """Stand in for a method that a sink need not have."""
+@dataclass(frozen=True)
+class AbsentSink:
+    """Stands for a sink of the user's that this process does not have, because it joined the training later."""
+
+    name: str
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
+_in_threads: weakref.WeakSet[InThread] = weakref.WeakSet()
+
+announce: Callable[[], None] = _nothing
+"""Called when a job has sinks of the user's. The bridge sets it, so that Stop of the cluster waits for `close_all`."""
+
+
+def add_users(bus: Bus, sinks: Iterable[Sink], run: dict[str, Any]) -> tuple[Sink, ...]:
+    """Put sinks of the user's on the bus, each in a thread, and open them for `run`. Return what is on the bus.
+
+    Those that are in threads already stay as they are.
+    """
+    added = [
+        each if isinstance(each, InThread) else InThread(each) for each in sinks if not isinstance(each, AbsentSink)
+    ]
+    for sink in added:
+        bus.add(sink, run=run)
+    if added:
+        announce()
+    return tuple(added)
+
+
+def close_all(seconds: float = CLOSE_SECONDS) -> None:
+    """Close the sinks that have threads, because this process is about to end without cleaning up. From any thread.
+
+    They close at the same time. Waits for them, at most `seconds`.
+    """
+    sinks, until = list(_in_threads), time.monotonic() + seconds
+    for sink in sinks:
+        sink.close(seconds=0.0)
+    for sink in sinks:
+        sink.close(seconds=max(until - time.monotonic(), 0.0))
+
+
+IDLE = ()
+"""The item that is taken when none has come for a while."""
+
+
+class Background:
+    """Calls `take` with each item that is put, in a thread of its own.
+
+    After a failure it takes none; `end` calls `close`. An item that is an Event asks for all that was put before it to
+    be on disk. idle_s: take IDLE if nothing has come for so long. pace_s: after an item, sleep for so long, because
+    waking up for each costs the training. what: what becomes of the items, for the warning: "recorded in runs/a".
+    """
+
+    def __init__(
+        self,
+        take: Callable[[Any], None],
+        close: Callable[[], None],
+        *,
+        name: str,
+        what: str,
+        idle_s: float | None = None,
+        pace_s: float = 0.0,
+    ) -> None:
+        self._take, self._close, self._what, self._idle_s, self._pace_s = take, close, what, idle_s, pace_s
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._hurry = threading.Event()
+        self._failure: Exception | None = None
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, item: Any) -> None:
+        """Put an item. From any thread."""
+        self.tell()
+        self._items.put(item)
+
+    def tell(self) -> None:
+        """Warn, once, if the writing has failed. Only on the main thread, whose output is the cell's."""
+        if self._failure is None or self._warned or threading.current_thread() is not threading.main_thread():
+            return
+        self._warned = True
+        warnings.warn(_lost(self._what, self._failure), stacklevel=3)
+
+    def end(self, *, seconds: float = 0.0) -> None:
+        """Take what is there, and no more. seconds: how long to wait for the thread to end."""
+        self._items.put(None)
+        self._hurry.set()
+        if seconds and threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+
+    def flush(self, seconds: float = math.inf) -> None:
+        """Wait, at most `seconds`, until all that was put is on disk. After `end` nothing more gets there."""
+        written, until = threading.Event(), time.monotonic() + seconds
+        self._items.put(written)
+        self._hurry.set()
+        while self._thread.is_alive() and not written.wait(min(1.0, max(until - time.monotonic(), 0.0))):
+            if time.monotonic() >= until:
+                warnings.warn(f"not yet {self._what}: what it takes longer than {seconds:.0f} s for", stacklevel=3)
+                break
+        self.tell()
+
+    def _run(self) -> None:
+        while (item := self._next()) is not None:
+            try:
+                if self._failure is None:
+                    self._take(item)
+            except Exception as error:
+                self._failure = error
+            finally:
+                if isinstance(item, threading.Event):
+                    item.set()
+        self._close()
+
+    def _next(self) -> Any:
+        try:
+            item = self._items.get(timeout=self._idle_s)
+        except queue.Empty:
+            return IDLE
+        if self._pace_s and item is not None and not isinstance(item, threading.Event) and self._items.empty():
+            self._hurry.wait(self._pace_s)
+            self._hurry.clear()
+        return item

@@ -3,7 +3,8 @@
 About the job, from rank 0: scalars of every step, and events as text. About each rank: where its step goes, what it
 sends, and its memory, read from its own record file.
 
-    job.ledger.listeners += [Session(run_dir, rank=rank, ...), ScalarWriter(run_dir, rank)]     # in this order
+    bus.add(Session(run_dir, rank=rank, ...))
+    bus.add(rank_sink(run_dir, rank))  # after the session
 
 A rank's scalars are written once a second, as the mean of the steps since the last time. So the cost does not grow with
 the pace of the steps.
@@ -12,23 +13,22 @@ the pace of the steps.
 from __future__ import annotations
 
 import importlib.util
-import threading
+import time
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nbkit.rank.telemetry.record_writer import IDLE, Background, mean_of
+from nbkit.rank.telemetry.sinks import InThread, Sink
 from nbkit.records import tags
-from nbkit.records.events import Event, RunStarted, RunStopped, StepDone
+from nbkit.records.events import RunStopped, StepDone
 from nbkit.records.readings import members_of, table
-from nbkit.records.record_file import START, read_since
+from nbkit.records.record_file import START, mean_of, read_since
 from nbkit.records.records import Group, MemoryRecord, Record, StepRecord
 
 _PACE_S = 1.0  # waking up for each step would cost the training more than the writing
+_LAST_SECONDS = 60.0  # the import of TensorBoard takes several of them on a busy machine
 
 _TAGS = {
     "loss": tags.LOSS,
@@ -57,57 +57,60 @@ def _add_values(writer: Any, values: Mapping[str, float], step: int) -> None:
     writer._get_file_writer().add_summary(Summary(value=made), step)
 
 
-class BoardWriter:
-    """A listener that writes events to `path`. All is on disk when a run has stopped.
+def job_sink(path: Path) -> InThread | None:
+    """Return a sink that writes scalars and events of the job to `path`; None, with a warning, without TensorBoard."""
+    if not _installed():
+        warnings.warn(
+            "tensorboard is not installed, so nothing is written for it: pip install tensorboard   "
+            "(log_dir=None turns this off)",
+            stacklevel=2,
+        )
+        return None
+    return _in_thread(JobScalars(path), path)
 
-    A failure in writing is warned of once, at the next step. It never ends a training.
+
+def rank_sink(run_dir: Path, rank: int) -> InThread | None:
+    """Return a sink that writes what the records of `rank` say to <run_dir>/rank<rank>; None without TensorBoard.
+
+    On the bus it comes after the Session, whose file it reads.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._writing: Background | None = None
-        if importlib.util.find_spec("tensorboard") is None:
-            warnings.warn(
-                "tensorboard is not installed, so nothing is written for it: pip install tensorboard   "
-                "(log_dir=None turns this off)",
-                stacklevel=2,
-            )
-            return
-        writer = _JobWriter(path)
-        what = f"written for TensorBoard to {path}"
-        self._writing = Background(writer.take, writer.close, name="nbkit-board", what=what, pace_s=_PACE_S)
-        # The thread refers only to the writer, so that it ends with this object.
-        weakref.finalize(self, self._writing.end)
-
-    def __call__(self, event: Event) -> None:
-        """Take an event; the run's last one waits until all are on disk."""
-        if self._writing is None:
-            return
-        self._writing.put(event)
-        if isinstance(event, RunStopped):
-            self._writing.flush()
+    if not _installed():
+        return None  # job_sink on rank 0 says so
+    path = run_dir / f"rank{rank}"
+    return _in_thread(RankScalars(run_dir / "telemetry" / f"rank{rank}.jsonl", path, rank), path)
 
 
-class _JobWriter:
-    """The part of a BoardWriter that runs in its thread."""
+def _installed() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def _in_thread(sink: Sink, path: Path) -> InThread:
+    return InThread(sink, what=f"written for TensorBoard to {path}", pace_s=_PACE_S, wait_s=_LAST_SECONDS)
+
+
+class JobScalars:
+    """A sink that writes scalars of every step, and events as text."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._writer: Any = None
 
-    def take(self, item: Event | threading.Event) -> None:
+    def write(self, event: dict[str, Any]) -> None:
+        """Write an event. All is on disk after the last one of a run."""
         if self._writer is None:
             self._writer = _open(self._path)
             self._writer.add_custom_scalars(tags.layout())
-        if isinstance(item, threading.Event):
-            self._writer.flush()
-        elif isinstance(item, StepDone):
-            _add_values(self._writer, _scalars(item.record), item.step)
+        kind = event.pop("kind")
+        if kind == StepDone.kind:
+            _add_values(self._writer, _scalars(event), event["step"])
         else:
-            text = ", ".join(f"{key} {value}" for key, value in asdict(item).items() if value not in ("", None))
-            self._writer.add_text(tags.EVENTS, f"{item.kind}: {text}", item.step)
+            text = ", ".join(f"{key} {value}" for key, value in event.items() if value not in ("", None))
+            self._writer.add_text(tags.EVENTS, f"{kind}: {text}", event["step"])
+        if kind == RunStopped.kind:
+            self._writer.flush()
 
     def close(self) -> None:
+        """Close the file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -147,54 +150,23 @@ def _scalars_of(rank: int, step: StepRecord, groups: Iterable[Group]) -> dict[st
     return found
 
 
-class ScalarWriter:
-    """A listener that writes into <run_dir>/rank<rank> while runs are under way. All is on disk when one has stopped.
-
-    A failure in writing is warned of once, at the next step. It never ends a training.
-    """
-
-    def __init__(self, run_dir: Path, rank: int, *, every_s: float = 1.0) -> None:
-        self.path = run_dir / f"rank{rank}"
-        self._writing: Background | None = None
-        if importlib.util.find_spec("tensorboard") is None:
-            return  # rank 0's BoardWriter says so
-        self._follower = _RankWriter(run_dir / "telemetry" / f"rank{rank}.jsonl", self.path, rank)
-        take, close, what = self._follower.take, self._follower.close, f"written for TensorBoard to {self.path}"
-        self._writing = Background(take, close, name="nbkit-scalars", what=what, idle_s=every_s)
-        # The thread refers only to the follower, so that it ends with this object.
-        weakref.finalize(self, self._writing.end)
-
-    def __call__(self, event: Event) -> None:
-        """Take an event; the run's last one waits until all is on disk."""
-        if self._writing is None:
-            return
-        if isinstance(event, RunStarted):
-            self._follower.running = True
-        elif isinstance(event, RunStopped):
-            self._follower.running = False
-            self._writing.flush()
-        else:
-            self._writing.tell()
-
-
-class _RankWriter:
-    """The part of a ScalarWriter that runs in its thread.
-
-    running: write now and then, not only when all is asked for.
-    """
+class RankScalars:
+    """A sink that writes what `records` has got since the last event, as the mean of its steps."""
 
     def __init__(self, records: Path, folder: Path, rank: int) -> None:
         self._records, self._folder, self._rank = records, folder, rank
-        self.running = False
-        self._cursor = START
+        self._cursor, self._due = START, 0.0
         self._groups: list[Group] = []
         self._writer: Any = None
 
-    def take(self, item: Any) -> None:
-        if self.running or item is not IDLE:
+    def write(self, event: dict[str, Any]) -> None:
+        """Write now and then, and at the end of a run."""
+        if event["kind"] == RunStopped.kind or time.monotonic() >= self._due:
+            self._due = time.monotonic() + _PACE_S
             self._write(*self._read())
 
     def close(self) -> None:
+        """Close the file."""
         if self._writer is not None:
             self._writer.close()
 

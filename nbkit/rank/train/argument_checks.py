@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from nbkit.errors import NotFinite, TrainingError
+from nbkit.old_keywords import regrouped
 from nbkit.rank.data.batch import numbers_of, steps_of_epoch
 from nbkit.rank.data.stream import is_map_style
 from nbkit.rank.train.step.pending_step import Pending
 from nbkit.rank.train.step.step_stats import StepNumbers
+from nbkit.trainer_options import OPTIONS, Checkpoints, Compute, Recovery
 from nbkit.unfit_calls import says_what_it_takes
 
 _OPTIMIZER = "optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)"
@@ -25,14 +27,18 @@ def _fit(trainer: Any, *_: Any, **__: Any) -> str:
     loop = trainer.loop
     if not is_map_style(loop.data):
         return "trainer.fit(500)"
-    each = steps_of_epoch(len(loop.data), loop.batch_size, drop_last=loop.drop_last)
+    each = steps_of_epoch(len(loop.data), loop.batch_size, drop_last=loop.loading.drop_last)
     return f"trainer.fit({2 * each})   is two epochs of these data, of {each} steps each"
 
 
 trainer_call = says_what_it_takes(
-    hint=f"nbkit.Trainer(model=model, loss=loss, {_OPTIMIZER}, data=data, batch_size=64), then trainer.fit(500)"
+    hint=f"nbkit.Trainer(model=model, loss=loss, {_OPTIMIZER}, data=data, batch_size=64), then trainer.fit(500)",
+    options=OPTIONS,
+    accept=regrouped,
 )
-prepare_call = says_what_it_takes(hint=f"nbkit.prepare(model, {_OPTIMIZER}, loss=loss)")
+prepare_call = says_what_it_takes(
+    hint=f"nbkit.prepare(model, {_OPTIMIZER}, loss=loss)", options=OPTIONS, accept=regrouped
+)
 fit_call = says_what_it_takes(hint=_fit)
 batches_call = says_what_it_takes(hint="for batch in job.batches(loader):")
 """A user's call that does not fit the function is answered with an example that does."""
@@ -53,14 +59,20 @@ def check_clip_norm(clip_norm: float | None) -> None:
         raise TrainingError("clip_norm is more than 0.", numbers=f"clip_norm={clip_norm}", hint="clip_norm=1.0")
 
 
-def check_places(log_dir: str | None, save_path: str | Path | None, *, saves: bool, balances: bool) -> None:
+def check_places(log_dir: str | None, checkpoints: Checkpoints, recovery: Recovery) -> None:
     """Raise TrainingError for a setting that needs a directory when none is given."""
-    if saves and save_path is None and log_dir is None:
+    if checkpoints.every and checkpoints.path is None and log_dir is None:
         raise TrainingError(
-            "save_every has nowhere to write.", numbers="log_dir=None, save_path=None", hint="save_path='model'"
+            "The checkpoints have nowhere to go.",
+            numbers=f"log_dir=None, checkpoints={checkpoints!r}",
+            hint=f"checkpoints={replace(checkpoints, path='model')!r}",
         )
-    if balances and log_dir is None:
-        raise TrainingError("balance= measures by the records of a run.", numbers="log_dir=None", hint="log_dir='runs'")
+    if recovery.balance and log_dir is None:
+        raise TrainingError(
+            "balance= of nbkit.Recovery measures by the records of a run.",
+            numbers="log_dir=None",
+            hint="log_dir='runs'",
+        )
 
 
 def check_whole(numbers: StepNumbers, pending: Pending) -> None:
@@ -160,14 +172,26 @@ def check_streams(numbers: StepNumbers, pending: Pending) -> None:
         )
 
 
-def check_own_loop(on_failure: str, backup_every: int | None) -> None:
+def check_own_loop(recovery: Recovery, compute: Compute) -> None:
     """Raise TrainingError for settings that a loop of the user's own does not support."""
-    check_counts(backup_every=backup_every or None)
-    if on_failure not in ("replace", "stop"):
+    if recovery.on_failure not in ("replace", "stop"):
         raise TrainingError(
-            f"There is no on_failure {on_failure!r} in a loop of your own.",
+            f"There is no on_failure {recovery.on_failure!r} in a loop of your own.",
             numbers="'replace', 'stop'",
-            hint="on_failure='replace'",
+            hint="recovery=nbkit.Recovery(on_failure='replace')",
+        )
+    supported = Recovery(on_failure=recovery.on_failure, backup_every=recovery.backup_every)
+    if recovery != supported:
+        raise TrainingError(
+            "hang_timeout=, on_oom= and balance= are for the loop of a Trainer.",
+            numbers=f"recovery={recovery!r}",
+            hint=f"recovery={supported!r}, or nbkit.Trainer",
+        )
+    if compute.grad_norm_every != Compute.grad_norm_every:
+        raise TrainingError(
+            "grad_norm_every= is for the loop of a Trainer.",
+            numbers=f"compute={compute!r}",
+            hint="job.grad_norm() in a loop of your own",
         )
 
 

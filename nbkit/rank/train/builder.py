@@ -95,7 +95,7 @@ class Builder:
         Raises TrainingError when a rank built another model than rank 0.
         """
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, config
-        self.offload = config.offload is not None
+        self.offload = config.compute.offload is not None
         if self.offload and not accelerator().holds(device):
             warnings.warn("offload= has no effect on CPU ranks: their state is in host memory already", stacklevel=4)
         self.shells: list[WeightlessModel] = []
@@ -124,10 +124,10 @@ class Builder:
         OutsideState(self.module, config.loss)  # iterators that it finds can be copied and put back from now on
         self.skeleton = self._skeleton(model)
         self.options = JobOptions(
-            tp_plan=config.tp_plan,
-            recompute=config.recompute,
-            cut=config.microbatch_size is not None,
-            compile=config.compile,
+            tp_plan=config.hints.tp_plan,
+            recompute=config.compute.recompute,
+            cut=config.compute.microbatch_size is not None,
+            compile=config.compute.compile,
             adaptive=self.template.is_adaptive(),
         )
         self.finder = self._finder(ModelFacts(ModelShapes(self.skeleton)))
@@ -156,7 +156,7 @@ class Builder:
         """
         self = cls.__new__(cls)
         self.rank, self.world_size, self.device, self.config = rank, world_size, device, blueprint.config
-        self.offload, self.shells = blueprint.config.offload is not None, []
+        self.offload, self.shells = blueprint.config.compute.offload is not None, []
         self.template, self.options = blueprint.template, blueprint.options
         self.skeleton = blueprint.facts.shapes.skeleton
         self.module = skeleton_of(self.skeleton) if module is None else module
@@ -200,7 +200,7 @@ class Builder:
         self._first_batches = FirstBatches(
             self.config.loss,
             self.config.inputs,
-            parted=self.config.microbatch_size is not None,
+            parted=self.config.compute.microbatch_size is not None,
             rank=self.rank,
             world_size=self.world_size,
             device=self.device,
@@ -329,11 +329,11 @@ class Builder:
             prove = partial(
                 prove_step,
                 self.plan(strategy),
-                config.example,
+                config.hints.example,
                 loss=reading_no_parameter(config.loss, strategy, self.module),
                 inputs=config.inputs,
                 optimizer=self.template.on_cpu,
-                microbatch_size=config.microbatch_size,
+                microbatch_size=config.compute.microbatch_size,
                 short=self.finder.short,
                 many=self.finder.many,
                 reference=self.finder.reference,

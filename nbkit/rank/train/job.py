@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.sharded_model import ShardedModel
 from nbkit.rank.rng.seeding import SHARED
 from nbkit.rank.telemetry.phases import phase
-from nbkit.rank.telemetry.sinks import Sink, SinkListener, check_sinks
+from nbkit.rank.telemetry.sinks import Sink, add_users, check_sinks
 from nbkit.rank.train import argument_checks, runs_dir
 from nbkit.rank.train.builder import Blueprint, Builder, Model, Optimizer
 from nbkit.rank.train.config import OWN_LOOP, TrainConfig
@@ -50,11 +50,12 @@ from nbkit.rank.train.control.rank_agreement import EVERY, compare_ranks
 from nbkit.rank.train.control.switch_plan import SwitchPlan, SwitchSchedule
 from nbkit.rank.train.own_loop import own_gradients, torch_clip
 from nbkit.rank.train.replace import resume_fit
-from nbkit.rank.train.run_recorder import record_into, record_run
+from nbkit.rank.train.run_recorder import new_run_dir
 from nbkit.rank.train.step.step_stats import StepResult
 from nbkit.rank.train.switch.switch import Switchable
 from nbkit.rank.world import meeting, world
 from nbkit.records.events import RunStarted, RunStopped, Switched
+from nbkit.trainer_options import Compute, ModelHints, Recovery, check_options
 
 
 def evaluate(job: Job, data: Any, *, batch_size: int, collate: Callable[[list[Any]], Any]) -> float:
@@ -92,42 +93,34 @@ def prepare(
     *,
     loss: Loss,
     strategy: str = "ddp",
-    seed: int = 0,
-    inputs: Sequence[str] | None = None,
     precision: str | None = None,
-    microbatch_size: int | None = None,
-    example: Any = None,
-    stages: Sequence[str] | None = None,
-    tp_plan: Mapping[str, str] | None = None,
-    recompute: bool = False,
-    offload: str | None = None,
-    compile: bool | str = False,
-    dropout: str | None = None,
-    log_dir: str | None = runs_dir.DEFAULT,
+    inputs: Sequence[str] | None = None,
+    seed: int = 0,
     name: str | None = None,
+    log_dir: str | None = runs_dir.DEFAULT,
     sinks: Sequence[Sink] = (),
+    compute: Compute = Compute(),
+    recovery: Recovery = Recovery(),
+    hints: ModelHints = ModelHints(),
     switches: SwitchSchedule = None,
-    on_failure: str = "replace",
-    backup_every: int | None = None,
 ) -> Job:
     """Return a job for a user who has a loop of their own. Collective: every rank calls it.
 
     model: an nn.Module, or a callable that builds one. optimizer: a callable given the model, or, for a model that is a
     module, an optimizer of its parameters. loss: (output, target) -> mean or (sum, weight). inputs: the names of the
     entries of a dict batch that the model takes; loss then gets (output, batch). precision: None, "bf16" or "fp16".
-    microbatch_size: rows per rank and forward, None for all at once. example: a small batch to run the model on.
-    Pipelines and context parallelism need it, and so does tensor parallelism for all but well-known classes.
-    on_failure: "replace" a rank that dies in a loop over `batches` by one that helps to save the job
+    hints: `nbkit.ModelHints(example=batch)` gives a small batch to run the model on, which pipelines and context
+    parallelism need, and tensor parallelism for all but well-known classes. recovery: `nbkit.Recovery` with on_failure
+    "replace", where a rank that dies in a loop over `batches` is replaced by one that helps to save the job
     (docs/clusters.md), or "stop". For all other arguments see Trainer.
     Raises TrainingError or StrategyError if it could not train as asked.
     """
-    config = TrainConfig(
-        loss, seed, inputs, precision, microbatch_size, example, stages, tp_plan, recompute, offload, compile, dropout
-    )
-    argument_checks.check_own_loop(on_failure, backup_every)
+    check_options(compute=compute, hints=hints, recovery=recovery)
+    config = TrainConfig(loss, seed, inputs, precision, compute, hints)
+    argument_checks.check_own_loop(recovery, compute)
     check_sinks(sinks)
     job = Job(model, optimizer, config, strategy=strategy, switches=switches)
-    job.own_loop = replace(OWN_LOOP, on_failure=on_failure, backup_every=backup_every)
+    job.own_loop = replace(OWN_LOOP, recovery=replace(recovery, on_oom="raise"))
     job.check_plan()
     job.record(log_dir, name=name)
     job.listen(sinks, name=name)
@@ -181,11 +174,9 @@ class Job(Switchable):
         own_gradients.watch(self)
 
     def record(self, log_dir: str | None, *, name: str | None = None, batch: int | None = None) -> None:
-        """Record everything from now on in a new directory under `log_dir`; None: nothing. See record_run."""
+        """Record everything from now on in a new directory under `log_dir`; None: nothing. Collective."""
         if log_dir is not None:
-            self.run_dir = record_run(
-                self.recorder,
-                self.ledger.listeners,
+            made = new_run_dir(
                 str(user_path(log_dir)),
                 name=None if name is None else str(name),
                 batch=batch,
@@ -194,9 +185,21 @@ class Job(Switchable):
                 world_size=self.world_size,
                 device=self.device,
             )
+            self.record_on(made)
+
+    def record_on(self, run_dir: Path | None) -> None:
+        """Record into a directory that exists, such as that of a training that this process joins. Collective."""
+        self.run_dir = run_dir
+        if run_dir is not None:
+            self.recorder.record_into(
+                run_dir, self.ledger.bus, strategy=str(self.strategy), rank=self.rank, world_size=self.world_size
+            )
 
     def listen(self, sinks: Sequence[Sink], *, name: str | None) -> None:
-        """Hand all events to these sinks on rank 0. The events are the same on the other ranks."""
+        """Hand all events to these sinks on rank 0. The other ranks keep theirs for a process that replaces rank 0."""
+        self.sinks = tuple(sinks)
+        if self.rank != 0:
+            return
         run = {
             "name": name,
             "run_dir": None if self.run_dir is None else str(self.run_dir),
@@ -204,22 +207,7 @@ class Job(Switchable):
             "world_size": self.world_size,
             "parameters": sum(parameter.numel() for parameter in self.builder.skeleton.parameters()),
         }
-        if self.rank == 0:
-            self.ledger.listeners += [SinkListener(sink, run) for sink in sinks]
-
-    def record_on(self, run_dir: Path | None) -> None:
-        """Record into the directory of a running training that this process joins. Collective: see `record_into`."""
-        self.run_dir = run_dir
-        if run_dir is not None:
-            record_into(
-                run_dir,
-                self.recorder,
-                self.ledger.listeners,
-                strategy=str(self.strategy),
-                rank=self.rank,
-                world_size=self.world_size,
-                device=self.device,
-            )
+        self.sinks = add_users(self.ledger.bus, sinks, run)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -287,7 +275,8 @@ class Job(Switchable):
             raise TrainingError(
                 "backward() twice in one step: the gradients hold the sum over all ranks already.",
                 numbers=f"step {self.step + 1}",
-                hint="job.optimizer.step(); job.optimizer.zero_grad()   (to accumulate: microbatch_size=)",
+                hint="job.optimizer.step(); job.optimizer.zero_grad()   "
+                "(to accumulate: compute=nbkit.Compute(microbatch_size=...))",
             )
         if not self._running:
             self.ledger.settle(keep=1)

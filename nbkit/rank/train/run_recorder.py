@@ -20,16 +20,17 @@ from torch import nn
 from nbkit.errors import NbkitError, TrainingError, UsageError
 from nbkit.planner import forecast
 from nbkit.quoting import path_part
+from nbkit.rank.telemetry import tensorboard
 from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.health import bytes_held, memory_of, reset_peak
 from nbkit.rank.telemetry.phases import OTHER, OUTSIDE, clock, phase
 from nbkit.rank.telemetry.session import FIRST_IN_DETAIL, Session
-from nbkit.rank.telemetry.tensorboard import BoardWriter, ScalarWriter
+from nbkit.rank.telemetry.sinks import Bus
 from nbkit.rank.train.estimate.cost_model import CostModel
 from nbkit.rank.train.runs_dir import check_room, note_name
 from nbkit.rank.world import world
-from nbkit.records.events import Event, RunStarted, Switched
+from nbkit.records.events import RunStarted, Switched
 from nbkit.records.records import StepRecord
 from nbkit.strategy import Strategy
 
@@ -51,9 +52,35 @@ class Recorder:
         self._due = self._since = self._marked = 0
         self._foreseen, self._forecasts = "", False
 
-    def begin(self, session: Session, run_dir: Path, *, forecasts: bool) -> None:
-        """Record from here on. forecasts: this rank writes the forecast."""
-        self._session, self._run_dir, self._forecasts = session, run_dir, forecasts
+    def record_into(self, run_dir: Path, bus: Bus, *, strategy: str, rank: int, world_size: int) -> None:
+        """Record everything that a job does in `run_dir`, which exists. Collective: see clock_offset.
+
+        A process that takes over a rank writes into a further part of that rank's file. A rank on a host that cannot
+        write there warns, and trains without records.
+        """
+        if rank == 0:
+            bus.add(tensorboard.job_sink(run_dir))
+        if mode() == "off":
+            return
+        offset, here = clock_offset(), world.current()
+        try:
+            session = Session(
+                run_dir,
+                rank=rank,
+                world_size=world_size,
+                device=self._device,
+                strategy=strategy,
+                offset_ns=offset,
+                base_bytes=self.base_bytes,
+                first_of_host=here is None or rank % here.place.local_world_size == 0,
+            )
+        except OSError as error:
+            warnings.warn(f"rank {rank} records nothing: {type(error).__name__}: {error}", stacklevel=4)
+            return
+        self._session, self._run_dir, self._forecasts = session, run_dir, rank == 0
+        # In this order: the scalars are read from what the session has written.
+        for sink in (session, self, tensorboard.rank_sink(run_dir, rank)):
+            bus.add(sink)
 
     @property
     def recent(self) -> list[StepRecord]:
@@ -65,12 +92,12 @@ class Recorder:
         """The most bytes that this process has ever held. torch and the kernel count only since the last strategy."""
         return max(self._peak, bytes_held(self._device)[1])
 
-    def __call__(self, event: Event) -> None:
+    def write(self, event: dict[str, Any]) -> None:
         """Take an event. The memory that a strategy needs is known two steps after it came into force."""
-        if isinstance(event, RunStarted | Switched):
-            self._due, self._since = event.step + 2, event.step
-        if isinstance(event, RunStarted):
-            self._marked = event.step
+        if event["kind"] in (RunStarted.kind, Switched.kind):
+            self._due, self._since = event["step"] + 2, event["step"]
+        if event["kind"] == RunStarted.kind:
+            self._marked = event["step"]
 
     def after_step(
         self,
@@ -135,9 +162,7 @@ class Recorder:
             clock.step(step)
 
 
-def record_run(
-    recorder: Recorder,
-    listeners: list[Callable[[Event], None]],
+def new_run_dir(
     log_dir: str,
     *,
     name: str | None,
@@ -147,64 +172,22 @@ def record_run(
     world_size: int,
     device: torch.device,
 ) -> Path:
-    """Record everything that a job does in a new directory under `log_dir`. Collective.
+    """Make a new directory under `log_dir` for the records of a run. Return it, the same on every rank. Collective.
 
-    Returns that directory, the same on every rank, and adds its writers to `listeners`. Raises TrainingError, on every
-    rank, if rank 0 cannot make it or max_disk is reached. A rank on a host that cannot write there warns, and trains
-    without records.
+    Raises TrainingError, on every rank, if rank 0 cannot make it or max_disk is reached.
     """
     runs = Path(log_dir).absolute()
     check_room(runs, runs, "no run is begun")
-    made = [_new_run_dir(log_dir, name, strategy, batch) if rank == 0 else ("", "")]
+    made = [_made_dir(log_dir, name, strategy, batch) if rank == 0 else ("", "")]
     if world_size > 1:
         dist.broadcast_object_list(made, src=0, device=device)
     folder, problem = made[0]
     if problem:
         raise TrainingError("There is nowhere to record the run.", numbers=problem, hint="log_dir=None, or another one")
-    run_dir = Path(folder)
-    record_into(run_dir, recorder, listeners, strategy=strategy, rank=rank, world_size=world_size, device=device)
-    return run_dir
+    return Path(folder)
 
 
-def record_into(
-    run_dir: Path,
-    recorder: Recorder,
-    listeners: list[Callable[[Event], None]],
-    *,
-    strategy: str,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-) -> None:
-    """Record everything that a job does in `run_dir`, which exists. Collective: see clock_offset.
-
-    A process that takes over a rank writes into a further part of that rank's file.
-    """
-    if rank == 0:
-        listeners.append(BoardWriter(run_dir))
-    if mode() == "off":
-        return
-    offset, here = clock_offset(), world.current()
-    try:
-        session = Session(
-            run_dir,
-            rank=rank,
-            world_size=world_size,
-            device=device,
-            strategy=strategy,
-            offset_ns=offset,
-            base_bytes=recorder.base_bytes,
-            first_of_host=here is None or rank % here.place.local_world_size == 0,
-        )
-    except OSError as error:
-        warnings.warn(f"rank {rank} records nothing: {type(error).__name__}: {error}", stacklevel=4)
-        return
-    recorder.begin(session, run_dir, forecasts=rank == 0)
-    # In this order: the scalars are read from what the session has written.
-    listeners += [session, recorder, ScalarWriter(run_dir, rank)]
-
-
-def _new_run_dir(log_dir: str, name: str | None, strategy: str, batch: int | None) -> tuple[str, str]:
+def _made_dir(log_dir: str, name: str | None, strategy: str, batch: int | None) -> tuple[str, str]:
     """Make log_dir/<name or time>-<strategy>[-b<batch>], with a number if that exists already.
 
     Returns (its path, "") or ("", the problem).

@@ -1,8 +1,5 @@
 """The Trainer: a complete training loop, the same in a cell and in a script under torchrun.
 
-ProgressLine prints the one moving line of a training: `step 120/500 · loss 2.314 · 12,300 tokens/s · 31 s to go`. The
-step count includes earlier runs.
-
 Snapshots keeps copies of a training in host memory, every so many steps, and goes back to one of them. As in a
 checkpoint, each element is kept once, by a rank that holds it. One exchange restores it under the strategy in force at
 that time. A rank that joins later holds no part of the snapshots, so all ranks drop theirs.
@@ -11,20 +8,17 @@ that time. A rank that joins later holds no part of the snapshots, so all ranks 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
-from nbkit.durations import seconds_of, text_of
 from nbkit.errors import NotFinite, TrainingError
-from nbkit.figures import figure
 from nbkit.quoting import user_path
 from nbkit.rank.comm.agree import largest
 from nbkit.rank.data.balanced.balanced import check_packed
@@ -38,6 +32,7 @@ from nbkit.rank.parallel.reshard.redistribute import Exchange, plan_collectively
 from nbkit.rank.telemetry.clock_offset import clock_offset
 from nbkit.rank.telemetry.collectives import mode
 from nbkit.rank.telemetry.phases import phase
+from nbkit.rank.telemetry.progress_line import ProgressLine
 from nbkit.rank.telemetry.sinks import Sink, check_sinks
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.argument_checks import check_clip_norm, check_counts, check_places, fit_call, trainer_call
@@ -46,7 +41,6 @@ from nbkit.rank.train.checkpoint import checkpoint, job_state
 from nbkit.rank.train.checkpoint.autosave import Autosave
 from nbkit.rank.train.checkpoint.checkpoint import Taken
 from nbkit.rank.train.checkpoint.job_state import by_name
-from nbkit.rank.train.checkpoint.retention import Asked
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings, TrainConfig, example_of, warn_without_effect
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import note
@@ -56,64 +50,17 @@ from nbkit.rank.train.control.recovery import TrainingProgress
 from nbkit.rank.train.control.switch_plan import SwitchSchedule
 from nbkit.rank.train.estimate.free_memory import left
 from nbkit.rank.train.job import Job
-from nbkit.rank.train.out_of_memory.rescue import check_on_oom
 from nbkit.rank.train.replace.backup import Contents, copy_into, host_memory
-from nbkit.rank.train.replace.hang_watch import check_hang_timeout
-from nbkit.rank.train.replace.resume_fit import FitRange, check_policy, check_same_goal, mend, resized, seat, span_of
+from nbkit.rank.train.replace.resume_fit import FitRange, check_same_goal, mend, resized, seat, span_of
 from nbkit.rank.train.resize.plan_resize import ResizeAtBoundary
 from nbkit.rank.train.step.history import Records
 from nbkit.rank.train.step.lr_schedule import LrSchedule
 from nbkit.rank.train.step.optimizer_state import forget, take_settings
 from nbkit.rank.train.switch.compare import compare, try_out
 from nbkit.rank.world import meeting
-from nbkit.records.events import Checkpointed, Event, LrChanged, RunStarted, RunStopped, StepDone, Switched
+from nbkit.records.events import Checkpointed, LrChanged, Switched
 from nbkit.strategy import Strategy
-
-_PERIOD_S = 0.25
-
-
-class ProgressLine:
-    """A listener that rewrites its line at most four times a second, and ends it when the run stops."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-        self._width = 0
-
-    def __call__(self, event: Event) -> None:
-        """Take an event."""
-        if isinstance(event, RunStarted):
-            self._last, self._width = 0.0, 0
-            if event.arithmetic:
-                print(event.arithmetic, flush=True)
-        elif isinstance(event, StepDone):
-            if (now := time.monotonic()) - self._last >= _PERIOD_S:
-                self._last = now
-                self._show()
-        elif isinstance(event, Switched) and event.in_place:
-            print(f"\r{event.new} in place: memory does not hold it beside {event.old}".ljust(self._width), flush=True)
-        elif isinstance(event, RunStopped) and "loss" in step_boundary.progress():
-            self._show()
-            print(flush=True)
-
-    def _show(self) -> None:
-        line = progress_line()
-        sys.stdout.write("\r" + line.ljust(self._width))
-        sys.stdout.flush()
-        self._width = len(line)
-
-
-def progress_line() -> str:
-    """Return the line as it stands now."""
-    now = step_boundary.progress()
-    parts = [f"step {now.get('step', 0)}" + (f"/{now['goal']}" if now.get("goal") else "")]
-    if "loss" in now:
-        parts.append(f"loss {now['loss']:.3f}")
-    if now.get("tokens_per_s"):
-        parts.append(f"{figure(now['tokens_per_s'])} {now['unit']}/s")
-    if now.get("eta_s") is not None:
-        parts.append(f"{text_of(now['eta_s'])} to go")
-    return " · ".join(parts)
-
+from nbkit.trainer_options import Checkpoints, Compute, Loading, ModelHints, Recovery, check_options
 
 _SHARE_OF_FREE = 0.25  # part of a host's free memory that snapshots may take
 
@@ -163,7 +110,9 @@ class Snapshots:
             raise TrainingError(
                 f"There is no snapshot of step {step} or before.",
                 numbers=f"snapshots of steps {', '.join(map(str, self.steps))}" if self._kept else "there are none",
-                hint=f"trainer.rewind({self.steps[0]})" if self._kept else "Trainer(snapshot_every=50)",
+                hint=f"trainer.rewind({self.steps[0]})"
+                if self._kept
+                else "checkpoints=nbkit.Checkpoints(snapshot_every=50)",
             )
         taken, _ = self._kept[at]
         del self._kept[at + 1 :]
@@ -204,36 +153,27 @@ class Trainer:
     """Trains `model` on `data`. Collective: every rank makes the same calls.
 
     model: a callable that builds an nn.Module, or such a module. loss: (output, target) -> mean, or -> (sum, weight).
-    optimizer: a callable given the model. data: map-style or iterable, with items (input, target) or dicts. With dicts,
-    `inputs` names the entries that the model takes, and loss gets (output, batch). batch_size: global, over all ranks.
-    strategy: "ddp"; "auto" takes the first of a plan (docs/plan.md) and prints it. seed: of weights, order and dropout.
+    optimizer: a callable given the model. data: map-style or iterable, with items (input, target) or dicts.
+    batch_size: global, over all ranks. strategy: "ddp"; "auto" takes the first of a plan (docs/plan.md) and prints it.
     precision: None, or "bf16" or "fp16" (forward and loss under autocast; with "fp16" a scale on the loss).
-    clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr. microbatch_size:
-    samples per rank and forward (default: all of them). shuffle: each epoch anew (default, map-style data only).
-    drop_last: leave out an epoch's last batch when it is short. collate: samples -> batch. workers: processes of each
-    rank that read ahead, also in shards (docs/data.md). eval_data, eval_every: evaluate every so many steps, and put
-    the result into `history` as eval_loss. save_every: write a checkpoint beside the training every so many steps, or
-    every "10min" of training (the default in a detached cell; False: never). save_path: its place; default: checkpoint
-    in the run's directory. keep: how many or how old checkpoints stay, as 3, "2h" or (3, "2h"); default: one.
-    snapshot_every: steps between snapshots, to which `rewind` goes back. callbacks: f(trainer, record), called after
-    each step; a GPU is waited for, so that the model is that of the record. log_every: steps between gradient norms
-    when nothing clips. log_dir: parent of the run's directory (None: no records), which %dashboard and TensorBoard
-    read. name: the run's. sinks: objects with a method write(event), which get each step and event on rank 0. progress:
-    print the moving line. stages: names of the modules that begin stages 1, 2, ... of a pipeline. tp_plan: module name
-    (with *) -> how tensor parallelism splits it. Both are needed only if nbkit does not find them out. example: a small
-    batch to run the model on, for iterable data. recompute: compute activations again in the backward pass. offload:
-    "cpu" keeps the optimizer's state in host memory. compile: compile each block, where that is sound. dropout:
-    "keyed": the same under every strategy (default on CPU ranks); "fused": attention kernels draw their own (default on
-    GPUs, whose fused kernels take no mask). switches: finished steps -> strategy, or a JSON file of that, for an
-    unattended training; step 0 gives the first strategy. balance: measure how fast ranks compute, and switch to
-    matching speeds= of the strategy when they change. on_failure: "replace" a rank that dies in `fit` and go on, if
-    possible (docs/clusters.md); "shrink": go on with the ranks that are left; or "stop". hang_timeout: seconds after
-    which a rank that all others wait for is ended, and counts as dead.
-    on_oom: a step that runs out of memory is taken back (docs/memory.md). "fit" makes it again with a setting that
-    fits; "ask" asks you for the setting (the default in a notebook); "raise" ends `fit` with the error (the default
-    elsewhere). backup_every: steps between backups of what one rank alone holds, in the host memory of another rank.
-    Default: as often as costs below 5 % of a step, if a rank can be replaced. 0: none; a replacement then needs a
-    checkpoint.
+    clip_norm: largest gradient norm. lr_schedule: finished steps -> factor of the optimizer's lr.
+    eval_data, eval_every: evaluate every so many steps, and put the result into `history` as eval_loss.
+    inputs: with dicts, the names of the entries that the model takes; loss then gets (output, batch).
+    seed: of weights, order and dropout. callbacks: f(trainer, record), called after each step; a GPU is waited for, so
+    that the model is that of the record.
+    name: the run's. log_dir: parent of the run's directory (None: no records), which %dashboard and TensorBoard read.
+    sinks: objects with a method write(event), which get each step and event on rank 0. progress: print the moving line.
+
+    What most trainings leave as it is comes in option values, each with a docstring of its own:
+    loading: `nbkit.Loading(shuffle= drop_last= collate= workers=)`, how samples become batches.
+    checkpoints: `nbkit.Checkpoints(every= path= keep= snapshot_every=)`, what is saved without being told.
+    compute: `nbkit.Compute(microbatch_size= recompute= offload= compile= dropout= grad_norm_every=)`, how a step is
+    computed.
+    recovery: `nbkit.Recovery(on_failure= hang_timeout= on_oom= balance= backup_every=)`, what happens when ranks die,
+    hang, slow down or run out of memory.
+    hints: `nbkit.ModelHints(stages= tp_plan= example=)`, what nbkit does not find out about the model.
+    switches: finished steps -> strategy, or a JSON file of that, for an unattended training; step 0 gives the first
+    strategy.
 
     Raises TrainingError or StrategyError, before anything trains, if it could not train as asked.
     """
@@ -250,88 +190,54 @@ class Trainer:
         data: Any,
         batch_size: int,
         strategy: str = "ddp",
-        seed: int = 0,
-        inputs: Sequence[str] | None = None,
         precision: str | None = None,
         clip_norm: float | None = None,
         lr_schedule: Callable[[int], float] | None = None,
-        microbatch_size: int | None = None,
-        shuffle: bool | None = None,
-        drop_last: bool = False,
-        collate: Callable[[list[Any]], Any] = default_collate,
         eval_data: Any = None,
         eval_every: int | None = None,
-        save_every: int | str | bool | None = None,
-        save_path: str | Path | None = None,
-        keep: Asked = None,
-        snapshot_every: int | None = None,
+        inputs: Sequence[str] | None = None,
+        seed: int = 0,
         callbacks: Sequence[Callable[[Trainer, dict[str, Any]], None]] = (),
-        log_every: int = 10,
-        log_dir: str | None = runs_dir.DEFAULT,
         name: str | None = None,
+        log_dir: str | None = runs_dir.DEFAULT,
         sinks: Sequence[Sink] = (),
         progress: bool = True,
-        stages: Sequence[str] | None = None,
-        tp_plan: Mapping[str, str] | None = None,
-        example: Any = None,
-        recompute: bool = False,
-        offload: str | None = None,
-        compile: bool | str = False,
-        dropout: str | None = None,
+        loading: Loading = Loading(),
+        checkpoints: Checkpoints = Checkpoints(),
+        compute: Compute = Compute(),
+        recovery: Recovery = Recovery(),
+        hints: ModelHints = ModelHints(),
         switches: SwitchSchedule = None,
-        balance: bool = False,
-        on_failure: str = "replace",
-        hang_timeout: float | None = None,
-        on_oom: str | None = None,
-        backup_every: int | None = None,
-        workers: int = 0,
     ) -> None:
-        check_policy(on_failure)
-        check_hang_timeout(hang_timeout)
-        check_on_oom(on_oom)
-        save_seconds = seconds_of(save_every) if isinstance(save_every, str) else None
-        save_steps = None if isinstance(save_every, str) or save_every is False else save_every
-        check_counts(batch_size=batch_size, log_every=log_every, eval_every=eval_every, save_every=save_steps)
-        check_counts(backup_every=backup_every or None, snapshot_every=snapshot_every, workers=workers or None)
-        warn_without_effect(data, shuffle, eval_data, eval_every, save_every, save_path, keep, workers)
-        warn_of_collate(data, collate)
+        check_options(loading=loading, checkpoints=checkpoints, compute=compute, recovery=recovery, hints=hints)
+        check_counts(batch_size=batch_size, eval_every=eval_every)
+        warn_without_effect(data, loading, checkpoints, eval_data, eval_every)
         check_clip_norm(clip_norm)
         check_sinks(sinks)
-        check_places(log_dir, save_path, saves=bool(save_every), balances=balance)
-        settings = example_of(data, collate, example), stages, tp_plan, recompute, offload, compile, dropout
+        check_places(log_dir, checkpoints, recovery)
+        if checkpoints.path is not None:
+            checkpoints = replace(checkpoints, path=user_path(checkpoints.path).absolute())
         name = None if name is None else str(name)
-        config = TrainConfig(
-            *(loss, seed, inputs, precision, microbatch_size, *settings),
-            sample=lambda: sample_of(data, collate),
-            batch=batch_size,
-        )
         loop = LoopSettings(
             data=data,
             batch_size=batch_size,
-            shuffle=shuffle is not False,
-            drop_last=drop_last,
-            collate=collate,
             clip_norm=clip_norm,
             lr_schedule=lr_schedule,
             eval_data=eval_data,
             eval_every=eval_every,
-            save_steps=save_steps,
-            save_seconds=save_seconds,
-            save_path=None if save_path is None else user_path(save_path).absolute(),
-            saves_if_detached=save_every is None and (save_path is not None or log_dir is not None),
-            keep=keep,
-            snapshot_every=snapshot_every,
+            saves_if_detached=checkpoints.every is None and (checkpoints.path is not None or log_dir is not None),
             name=name,
             callbacks=tuple(callbacks),
-            log_every=log_every,
-            backup_every=backup_every,
             progress=progress,
-            on_failure=on_failure,
-            hang_timeout=hang_timeout,
-            on_oom=on_oom,
-            balance=balance,
-            workers=workers,
+            grad_norm_every=compute.grad_norm_every,
+            loading=loading,
+            checkpoints=checkpoints,
+            recovery=recovery,
         )
+        warn_of_collate(data, loop.collate)
+        hints = replace(hints, example=example_of(data, loop.collate, hints.example))
+        rows = partial(sample_of, data, loop.collate)
+        config = TrainConfig(loss, seed, inputs, precision, compute, hints, sample=rows, batch=batch_size)
         job = Job(model, optimizer, config, strategy=strategy, switches=switches)
         check_packed(data, job.model)
         self._begin(job, loop)
@@ -373,15 +279,15 @@ class Trainer:
             job.builder.template.check_rate()
         self._rate = LrSchedule(job.optimizer, loop.lr_schedule)
         self.saves = Autosave(job, loop)
-        self.snapshots = Snapshots(job, self.saves, every=loop.snapshot_every, say=self._say)
+        self.snapshots = Snapshots(job, self.saves, every=loop.checkpoints.snapshot_every, say=self._say)
         self._joined: FitRange | None = None
         self.stops = False  # a callback ends the `fit` under way: see stop_if
 
     def _listen(self) -> None:
         self.run_dir = self.job.run_dir
         if self.job.rank == 0 and self.loop.progress:
-            self.job.ledger.listeners.append(ProgressLine())
-        self.job.ledger.listeners.append(self._call_back)
+            self.job.ledger.bus.add(ProgressLine(step_boundary.progress))
+        self.job.ledger.after_step = self._call_back
         stream, moves = self._stream, (self._position, self._go_to, self._cut_for, self._recut)
         self.job.feed = DataHooks(*moves, stream.goes_back, stream.after, where=lambda: self._stream.where())
         note(self)
@@ -434,7 +340,8 @@ class Trainer:
         """Train for `steps` more steps, or until step `until` is finished. Return the records of these steps.
 
         `until` suits a script that is run again after `load`: it makes the steps that are left, or none. resume="auto":
-        before the first step, load the newest whole checkpoint in save_path, or of the runs with this `name`.
+        before the first step, load the newest whole checkpoint in the path of `checkpoints`, or of the runs with this
+        `name`.
 
         Raises Stopped if the user stops it, and NotFinite if the loss is not finite. Both come at a step boundary, on
         every rank alike, and `fit` may be called again.
@@ -452,7 +359,7 @@ class Trainer:
         if span.goal == self.step and joined is None:
             return Records()
         # A new process would lack the same state that a checkpoint lacks.
-        wanted = self.loop.on_failure != "stop" and not self.job.builder.template.lost(self.strategy)
+        wanted = self.loop.recovery.on_failure != "stop" and not self.job.builder.template.lost(self.strategy)
         with seat(self, sys._getframe(2), wanted=wanted) as replaceable:
             while True:
                 try:
@@ -593,7 +500,7 @@ class Trainer:
                     job.backward(shard)
                     if self.loop.clip_norm is not None:
                         job.clip(self.loop.clip_norm)
-                    elif (step + 1) % self.loop.log_every == 0:
+                    elif (step + 1) % self.loop.grad_norm_every == 0:
                         job.grad_norm()
                     first.prove()
                     with job.late_weights() if late else nullcontext():
@@ -608,7 +515,7 @@ class Trainer:
             raise
 
     def _cut_for(self, strategy: Strategy) -> BatchSplit:
-        return BatchSplit.of(self.loop.batch_size, strategy, microbatch_size=self.job.config.microbatch_size)
+        return BatchSplit.of(self.loop.batch_size, strategy, microbatch_size=self.job.config.compute.microbatch_size)
 
     def _recut(self) -> None:
         axes = self.job.sharded_model.axes
@@ -622,12 +529,12 @@ class Trainer:
         self._rate.restore(position["base_lr"], self.job.step)
         self._stream.seek(position["epoch"], position["offset"])
 
-    def _call_back(self, event: Event) -> None:
+    def _call_back(self, record: dict[str, Any]) -> None:
         # After an error only this rank has the record: a callback that communicates would wait forever.
-        if isinstance(event, StepDone) and not self.job.integrity.broken_off:
-            self.saves.trained(event.record["seconds"])
+        if not self.job.integrity.broken_off:
+            self.saves.trained(record["seconds"])
             for callback in self._callbacks:
-                callback(self, event.record)
+                callback(self, record)
 
     def __repr__(self) -> str:
         kind = type(self.model).__name__

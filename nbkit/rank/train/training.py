@@ -22,6 +22,7 @@ from nbkit.rank.data.data_state import DataHooks
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.reshard.plain_attributes import put
 from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.telemetry.sinks import Sink
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.builder import Builder, Model, Optimizer
 from nbkit.rank.train.checkpoint import checkpoint, job_state
@@ -105,6 +106,7 @@ class Training:
         self.switches: list[Switched] = []
         self.pending: PendingSwitch | None = None
         self.run_dir: Path | None = None
+        self.sinks: tuple[Sink, ...] = ()  # the user's
         self._running = self._late = False
         self._cost_model: CostModel | None = None
 

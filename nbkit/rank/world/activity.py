@@ -209,7 +209,7 @@ def _everyone() -> tuple[int, ...]:
 
 def _on_device(cells: Mapping[str, int]) -> Operation | None:
     """Return the oldest operation that a device has not finished for a while."""
-    call = _oldest(lambda call: call.cuda is not None and call.cuda.is_open())
+    call = _oldest(lambda call: call.on_device is not None and call.on_device.is_open())
     if call is None or now() - call.issued < _DEVICE_SECONDS * 1e9:
         return None
     return _operation(call, cells)

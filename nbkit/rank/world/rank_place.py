@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from nbkit.device_kinds import CPU, GLOO
 from nbkit.errors import UsageError
-from nbkit.rank.device import BACKENDS, accelerator
+from nbkit.rank.device import accelerator, backends, find_kind, interface_variables, kind_names
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The place of a process in the world. device: "cpu" or "cuda"; backend: "gloo" or "nccl"."""
+    """The place of a process in the world. device: "cpu", or the kind of its device. backend: torch.distributed's."""
 
     rank: int
     world_size: int
@@ -33,12 +34,19 @@ class RankPlace:
                 "A rank must lie within its world.",
                 numbers=f"rank {self.rank} of {self.world_size}, local {self.local_rank} of {self.local_world_size}",
             )
-        if self.device not in ("cpu", *BACKENDS) or self.backend not in ("gloo", *BACKENDS.values()):
+        kind = find_kind(self.device)
+        if (kind is None and self.device != CPU) or self.backend not in backends():
             raise UsageError(
-                "The device is cpu or cuda, the backend gloo or nccl.", numbers=f"got {self.device}, {self.backend}"
+                "Nothing is known about this kind of device, or about this backend.",
+                numbers=f"got {self.device}, {self.backend}; devices cpu, {', '.join(kind_names())}, "
+                f"backends {', '.join(sorted(backends()))}",
             )
-        if self.backend not in ("gloo", BACKENDS.get(self.device)):
-            raise UsageError("nccl moves CUDA tensors only.", numbers=f"device {self.device}", hint='backend="gloo"')
+        if self.backend not in (GLOO, kind and kind.backend):
+            raise UsageError(
+                f"{self.backend} does not move tensors of this device.",
+                numbers=f"device {self.device}",
+                hint=f'backend="{GLOO}"',
+            )
 
     @classmethod
     def from_env(cls) -> RankPlace:
@@ -51,7 +59,7 @@ class RankPlace:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         device = accelerator().kind
         # nccl refuses two ranks on one GPU.
-        backend = BACKENDS[device] if device != "cpu" and accelerator().count() >= local_size else "gloo"
+        backend = accelerator().backend if device != CPU and accelerator().count() >= local_size else GLOO
         return cls(rank, size, local_rank, local_size, device, backend)
 
     def roles(self) -> dict[str, str]:
@@ -79,23 +87,28 @@ class RankPlace:
 
     def warn_of_gloo(self, *, num_gpus: int) -> None:
         """Warn if gloo was chosen because this process sees fewer GPUs than there are ranks on its host."""
-        if self.device != "cpu" and self.backend == "gloo" and self.local_rank == 0:
+        kind = find_kind(self.device)
+        if kind is not None and self.backend == GLOO and self.local_rank == 0:
             warnings.warn(
-                f"gloo, not nccl: {self.local_world_size} ranks on this host, and this one sees {num_gpus} "
+                f"{GLOO}, not {kind.backend}: {self.local_world_size} ranks on this host, and this one sees {num_gpus} "
                 f"GPU{'s' * (num_gpus > 1)}. If every rank has a GPU of its own: "
-                "dist.init_process_group('cpu:gloo,cuda:nccl') before nbkit",
+                f"dist.init_process_group('{_with_host(kind.name, kind.backend)}') before nbkit",
                 stacklevel=2,
             )
 
     @property
     def message_device(self) -> torch.device:
         """Return the device for tensors sent between ranks. gloo would read GPU memory as if it were host memory."""
-        return accelerator().device("cpu" if self.backend == "gloo" else self.device)
+        return accelerator().device(CPU if self.backend == GLOO else self.device)
 
     @property
     def torch_backend(self) -> str:
-        """Return the backend string for torch. With nccl, CPU tensors use gloo."""
-        return self.backend if self.backend == "gloo" else f"cpu:gloo,{self.device}:{self.backend}"
+        """Return the backend string for torch. CPU tensors use gloo beside the backend of a device."""
+        return GLOO if self.backend == GLOO else _with_host(self.device, self.backend)
+
+
+def _with_host(device: str, backend: str) -> str:
+    return f"{CPU}:{GLOO},{device}:{backend}"
 
 
 def open_listener(address: str = "127.0.0.1") -> socket.socket:
@@ -105,9 +118,9 @@ def open_listener(address: str = "127.0.0.1") -> socket.socket:
 
 
 def keep_local(address: str) -> None:
-    """Restrict gloo and nccl to loopback if `address` is loopback. They would choose an interface by host name."""
+    """Restrict the backends to loopback if `address` is loopback. They would choose an interface by host name."""
     with contextlib.suppress(ValueError):
         if address == "localhost" or ipaddress.ip_address(address).is_loopback:
             loopback = "lo0" if sys.platform == "darwin" else "lo"
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+            for variable in ("GLOO_SOCKET_IFNAME", *interface_variables()):
+                os.environ.setdefault(variable, loopback)

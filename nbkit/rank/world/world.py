@@ -39,11 +39,12 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from nbkit.device_kinds import GLOO
 from nbkit.errors import ClusterError, TrainingError, UsageError
 from nbkit.rank.comm.background_creation import BreakableStore, forming
 from nbkit.rank.comm.delegating_group import FOREVER, Broken, DelegatingGroup, live, registered, reset_counts
 from nbkit.rank.comm.group_creation import abort, install, reform_group, release
-from nbkit.rank.device import accelerator
+from nbkit.rank.device import accelerator, backends, find_kind, is_device_backend
 from nbkit.rank.torch_private import default_store, group_tables
 from nbkit.rank.world import sockets
 from nbkit.rank.world.rank_place import RankPlace, keep_local, open_listener
@@ -104,7 +105,7 @@ def _init(
         and not others
         and world_size in (-1, _world.place.world_size)
         and rank in (-1, _world.place.rank)
-        and (backend is None or set(_names(backend)) <= {"gloo", "nccl"})
+        and (backend is None or set(_names(backend)) <= backends())
     )
     if _world is None or not ours:
         init_process_group(
@@ -123,7 +124,7 @@ def _destroy(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _names(backend: str) -> list[str]:
-    """ "cpu:gloo,cuda:nccl" -> ["gloo", "nccl"]"""
+    """Return the backends that `backend` names, which may be "device:backend,device:backend"."""
     return [part.split(":")[-1] for part in str(backend).lower().split(",")]
 
 
@@ -257,7 +258,7 @@ class World:
                 accelerator().choose(place.gpu(num_gpus=num, bound=bound, current=current))
             place = RankPlace(
                 dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_world_size, place.device,
-                "nccl" if "nccl" in dist.get_backend() else "gloo",
+                next((name for name in _names(dist.get_backend()) if is_device_backend(name)), GLOO),
             )  # fmt: skip
         world = cls(place)
         world._store = default_store()
@@ -361,15 +362,9 @@ class World:
         if os.environ.setdefault("TORCHELASTIC_RUN_ID", _RUN_ID) == _RUN_ID:
             os.environ.update(place.roles())
         keep_local(address)
-        if place.backend == "nccl":
-            # A failing collective must not end a process whose state the user wants to keep.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-            # Otherwise torch prints a dump for a failed collective, although training goes on here.
-            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-            # Each communicator has a stream. A pipeline has four, beside the streams for computing and copying. On
-            # CUDA's 8 hardware queues, a waiting stream would block others. CUDA reads this when it is first used.
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        if (kind := find_kind(place.device)) is not None and place.backend == kind.backend:
+            for name, value in kind.environment.items():
+                os.environ.setdefault(name, value)
 
     def _meet(self, listen: socket.socket | None, address: str, port: int, timeout_s: float) -> None:
         serves = self.place.rank == 0

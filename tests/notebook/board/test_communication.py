@@ -22,8 +22,8 @@ from nbkit.notebook.board.board import Board
 from nbkit.notebook.board.serve import following
 from nbkit.notebook.run.follower import PARTS, Run, RunTimeline
 from nbkit.notebook.run.step_picture import lateness, picture
-from nbkit.rank.telemetry.record_writer import Overview, RecordFile
 from nbkit.records import record_file
+from nbkit.records.record_file import Overview, RecordFile
 from nbkit.records.records import Header, StepRecord
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,8 +11,8 @@ import nbkit
 from nbkit.figures import unit_of
 from nbkit.notebook.board.plugin.plugin import RunCatalog
 from nbkit.notebook.run.follower import PARTS, point_of
-from nbkit.rank.telemetry.record_writer import mean_of
 from nbkit.records.readings import bars
+from nbkit.records.record_file import mean_of
 from nbkit.records.records import StepRecord
 
 

@@ -33,6 +33,8 @@ def make(strategy):
         log_dir=None,
         progress=False,
         strategy=strategy,
+        checkpoints=nbkit.Checkpoints(every=False),
+        compute=nbkit.Compute(microbatch_size=2),
     )
 
 # Never switched.
@@ -41,6 +43,9 @@ first.fit(STEPS // 5)
 """
 MADE = TRAINING[TRAINING.index("    return") : TRAINING.index("# Never")].replace("\n    ", "\n").strip()
 SWITCHED = MADE.replace("return", "trainer =").replace("strategy=strategy,", 'strategy="ddp",  # to begin with')
+# Its old keywords go into the script as they are.
+SWITCHED = SWITCHED.replace("compute=nbkit.Compute(microbatch_size=2)", "microbatch_size=2")
+SWITCHED = SWITCHED.replace("checkpoints=nbkit.Checkpoints(every=False)", "save_every=False")
 LOSSES = """
 %%rank 0
 import json

@@ -23,7 +23,7 @@ torch.manual_seed(0)
 trainer = nbkit.Trainer(
     model=lambda: torch.nn.Linear(6, 3), loss=torch.nn.functional.cross_entropy, progress=False, batch_size=8,
     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    data=[(torch.randn(6), torch.tensor(i % 3)) for i in range(32)], on_failure="stop",
+    data=[(torch.randn(6), torch.tensor(i % 3)) for i in range(32)], recovery=nbkit.Recovery(on_failure="stop"),
 )
 trainer.fit(12)
 """

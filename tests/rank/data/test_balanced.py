@@ -25,7 +25,7 @@ GROUPS = ["ab"[i % 3 == 0] for i in range(52)]
 def labelled(world: Any, batch: int, path: Path) -> dict[str, Any]:
     """Six steps, resumed after four; rows with dropout, weighed unequally."""
     how = {"data": nbkit.Balanced(points(52), cost=COSTS, group=GROUPS), "batch_size": batch}
-    how |= {"model": lambda: net(0.3), "loss": weighted_loss, "microbatch_size": 2}
+    how |= {"model": lambda: net(0.3), "loss": weighted_loss, "compute": nbkit.Compute(microbatch_size=2)}
     first = quiet(**how)
     first.fit(4)
     first.save(path / str(world.place.world_size))

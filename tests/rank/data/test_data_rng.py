@@ -13,6 +13,7 @@ from jobs import points, quiet
 from ranks import run_ranks
 from torch.utils.data import default_collate
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.data.data_rng import content
 
@@ -114,7 +115,7 @@ def said_of_collate(world: Any) -> list[list[str]]:
         drawn = torch.get_rng_state()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            quiet(collate=collate)
+            quiet(loading=nbkit.Loading(collate=collate))
         assert torch.equal(torch.get_rng_state(), drawn)
         found.append([str(each.message) for each in caught])
     return found

@@ -21,6 +21,8 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+import nbkit
+
 LENGTHS = [13, 10, 17, 10]
 
 
@@ -193,7 +195,9 @@ def test_a_resumed_run_reads_nothing_before_its_place_and_has_the_same_losses(ki
 @pytest.mark.usefixtures("known_to_be_right")
 def test_ranks_and_workers_go_on_behind_the_end_of_shards_in_a_later_epoch(tmp_path: Path) -> None:
     """13 steps of 8 lie in the second epoch, of which the 50 samples end unequally."""
-    for whole, again, read, said in run_ranks(resumed, 2, HuggingFace, tmp_path, 12, {"workers": 1}, timeout=120):
+    for whole, again, read, said in run_ranks(
+        resumed, 2, HuggingFace, tmp_path, 12, {"loading": nbkit.Loading(workers=1)}, timeout=120
+    ):
         assert again == whole
         assert not any("read again" in each for each in said)
         assert all(number % 100 >= 6 for number in read)

@@ -59,7 +59,8 @@ def by_loss(world: Any, folder: Path, strategies: tuple[str, ...] = ("ddp",)) ->
 
     def trainer(strategy: str) -> tuple[Any, Any]:
         data = nbkit.Balanced(texts(), cost="loss")
-        how = {"model": lambda: GPT(CONFIG).double(), "loss": token_loss, "batch_size": BATCH, "microbatch_size": 2}
+        how = {"model": lambda: GPT(CONFIG).double(), "loss": token_loss, "batch_size": BATCH}
+        how["compute"] = nbkit.Compute(microbatch_size=2)
         return quiet(data=data, strategy=strategy, **how), data
 
     for strategy in strategies:
@@ -152,7 +153,9 @@ def padless(samples: list[Any]) -> Any:
 def by_seconds(world: Any, given: bool) -> Any:
     samples = [(x, torch.zeros(size), y) for (x, y), size in zip(points(144), SLEPT, strict=True)]
     data = nbkit.Balanced(samples, cost=[float(size) for size in SLEPT] if given else None)
-    trainer = quiet(model=Slow, loss=mean_loss, data=data, collate=padless, batch_size=12, log_dir="runs")
+    trainer = quiet(
+        model=Slow, loss=mean_loss, data=data, loading=nbkit.Loading(collate=padless), batch_size=12, log_dir="runs"
+    )
     shards = watched(trainer)
     trainer.fit(24)
     uneven = [unevenness([TOOK[i] for i in shard.indices], shard.parts) for shard in shards]

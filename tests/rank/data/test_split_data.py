@@ -22,6 +22,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.data.open_stream import open_stream
 
@@ -180,7 +181,7 @@ def test_two_ranks_read_each_sample_once_and_their_losses_are_those_of_one_proce
 def test_workers_read_what_would_be_read_without_them(tmp_path: Path) -> None:
     steps = -(-sum(LENGTHS) // 8)
 
-    found = run_ranks(trained, 2, "hf", tmp_path, steps, {"workers": 2})
+    found = run_ranks(trained, 2, "hf", tmp_path, steps, {"loading": nbkit.Loading(workers=2)})
 
     assert found[0][0] == found[1][0] == pytest.approx(expected(LENGTHS, steps), abs=1e-12)
     assert read_once(tmp_path, 2)
@@ -192,7 +193,7 @@ def test_workers_read_what_would_be_read_without_them(tmp_path: Path) -> None:
     ("ranks", "drop_last"), [(1, False), (2, True), pytest.param(3, False, marks=pytest.mark.long)]
 )
 def test_epochs_end_and_begin_alike_on_any_number_of_ranks(ranks: int, drop_last: bool, tmp_path: Path) -> None:
-    changed = {"drop_last": drop_last, "batch_size": 12}
+    changed = {"loading": nbkit.Loading(drop_last=drop_last), "batch_size": 12}
 
     found = run_ranks(trained, ranks, "files", tmp_path, 13, changed)
 
@@ -203,7 +204,7 @@ def test_epochs_end_and_begin_alike_on_any_number_of_ranks(ranks: int, drop_last
 def switched(world: Any, folder: Path, workers: int) -> tuple[list[float], list[float], list[int]]:
     torch.set_num_threads(1)
     note = folder / f"rank{world.place.rank}"
-    trainer = job(HuggingFace(LENGTHS, note), workers=workers)
+    trainer = job(HuggingFace(LENGTHS, note), loading=nbkit.Loading(workers=workers))
     trainer.fit(2)
     trainer.switch("tp")
     trainer.fit(1)
@@ -215,7 +216,7 @@ def switched(world: Any, folder: Path, workers: int) -> tuple[list[float], list[
     trainer.switch("zero3")
     trainer.fit(4)
     trainer.try_out("ddp", steps=2)
-    resumed = job(HuggingFace(LENGTHS, note), strategy="ddp", workers=workers)
+    resumed = job(HuggingFace(LENGTHS, note), strategy="ddp", loading=nbkit.Loading(workers=workers))
     resumed.load(folder / "saved")
     trainer.fit(2)
     resumed.fit(2)
@@ -254,7 +255,7 @@ class Drawing(Files):
 
 
 def noisy(world: Any, folder: Path, workers: int) -> list[float]:
-    trainer = job(Drawing(LENGTHS, folder / "read"), workers=workers)
+    trainer = job(Drawing(LENGTHS, folder / "read"), loading=nbkit.Loading(workers=workers))
     trainer.fit(3)
     trainer.try_out("zero1" if world.place.world_size > 1 else "ddp", steps=1)  # which goes back, and reads again
     trainer.fit(2)

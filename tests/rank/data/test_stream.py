@@ -14,6 +14,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.data.batch import Shard, bounds, shard_of, take
 from nbkit.rank.data.open_stream import open_stream, shards
@@ -108,7 +109,7 @@ def trained(world: Any, path: Path) -> list[int]:
                 seen.extend(int(i) for i in x[:, 0] if len(x) == 4)
                 return self.inner(x)
 
-        trainer = quiet(data=Numbers(), model=Seen, collate=collate)
+        trainer = quiet(data=Numbers(), model=Seen, loading=nbkit.Loading(collate=collate))
         if run:
             trainer.load(path)
         trainer.fit(steps)
@@ -141,13 +142,13 @@ def drawn(world: Any, path: Path) -> list[Any]:
         return [torch.stack(part) for part in zip(*samples, strict=True)]
 
     # Every rank collates its rows, and two of the whole batch to compare the streams by.
-    whole = quiet(data=Shuffled(), collate=collate)
+    whole = quiet(data=Shuffled(), loading=nbkit.Loading(collate=collate))
     whole.fit(8)
     expected, seen[:] = list(seen), []
-    quiet_steps = quiet(data=Shuffled(), collate=collate)
+    quiet_steps = quiet(data=Shuffled(), loading=nbkit.Loading(collate=collate))
     quiet_steps.fit(4)
     quiet_steps.save(path)
-    resumed = quiet(data=Shuffled(), collate=collate)
+    resumed = quiet(data=Shuffled(), loading=nbkit.Loading(collate=collate))
     resumed.load(path)
     torch.rand(3)
     resumed.fit(4)

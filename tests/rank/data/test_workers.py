@@ -19,6 +19,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.data.open_stream import open_stream
 from nbkit.rank.train.trainer import Trainer
@@ -61,7 +62,7 @@ def trained(job: Trainer) -> list[float]:
 
 def with_and_without(world: Any) -> tuple[Any, ...]:
     data = Augmented()
-    read = quiet(data=data, workers=2)
+    read = quiet(data=data, loading=nbkit.Loading(workers=2))
     known = list(data.read)
     losses = trained(read)
     return trained(quiet(data=Augmented())), losses, data.read == known, read._stream._ahead._thread is None
@@ -193,7 +194,7 @@ def test_more_workers_than_cores_are_no_warning() -> None:
 def iterated(world: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        quiet(data=iter([(torch.zeros(6), torch.tensor(0))] * 32), workers=2)
+        quiet(data=iter([(torch.zeros(6), torch.tensor(0))] * 32), loading=nbkit.Loading(workers=2))
     return [str(warning.message) for warning in said]
 
 

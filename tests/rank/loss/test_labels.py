@@ -110,9 +110,9 @@ ALSO = {"llama": "dp=2 tp=2", "mixtral": "ddp"}
 # strategy -> what the Trainer gets beside it
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "zero3": {"microbatch_size": 1},
+    "zero3": {"compute": nbkit.Compute(microbatch_size=1)},
     "dp=2 pp=2": {},
-    "dp=2 tp=2": {"microbatch_size": 2},
+    "dp=2 tp=2": {"compute": nbkit.Compute(microbatch_size=2)},
 }
 
 
@@ -147,7 +147,14 @@ def trained(world: Any, pairs: dict[str, str]) -> dict[tuple[str, str], float]:
         losses, weights = one_process(build, data)
         asked: dict[str, Any] = {"model": build, "optimizer": sgd, "loss": inside, "inputs": INPUTS, "log_dir": None}
         asked_too = asked | STRATEGIES[strategy]
-        trainer = Trainer(data=data, batch_size=BATCH, shuffle=False, strategy=strategy, progress=False, **asked_too)
+        trainer = Trainer(
+            data=data,
+            batch_size=BATCH,
+            loading=nbkit.Loading(shuffle=False),
+            strategy=strategy,
+            progress=False,
+            **asked_too,
+        )
         made = [record["loss"] for record in trainer.fit(STEPS)]
         state = trainer.full_state_dict()
         apart = [float((state[key] - weight).abs().max()) for key, weight in weights.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,6 +142,7 @@ def noted(model: Inside) -> Callable[[Any, Any], Tensor]:
 
 
 WEIGHTS = torch.arange(1.0, 8.0, dtype=torch.float64)
+PADDED = nbkit.Loading(shuffle=False, collate=pad)
 SEVEN: dict[str, Any] = {"model": points_net, "data": labelled()}
 WITH_LABELS: dict[str, Any] = {
     "model": Inside,
@@ -166,7 +168,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "no pair": ({"loss": lambda o, t: (F.cross_entropy(o, t), 1), **SEVEN}, ["(loss * mask).sum(), mask.sum()"]),
     "padded to the longest": (
-        {"model": series_net, "data": ragged(), "collate": pad, "loss": F.mse_loss},
+        {"model": series_net, "data": ragged(), "loading": PADDED, "loss": F.mse_loss},
         ["no mean over rows", "mask.sum()"],
     ),
     "labels inside, divided by hand": (
@@ -237,18 +239,26 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def made(asked: dict[str, Any], **changed: Any) -> Any:
-    return quiet(**({"model": Words, "data": texts(), "optimizer": sgd, "shuffle": False} | asked | changed))
+    return quiet(
+        **(
+            {"model": Words, "data": texts(), "optimizer": sgd, "loading": nbkit.Loading(shuffle=False)}
+            | asked
+            | changed
+        )
+    )
 
 
 def streamed(asked: dict[str, Any], **changed: Any) -> Any:
     rows = asked.get("data", texts())
-    return made(asked, data=Stream(rows), shuffle=None, **changed)
+    loading = replace(asked.get("loading", nbkit.Loading()), shuffle=None)
+    return made(asked, data=Stream(rows), loading=loading, **changed)
 
 
 def looped(asked: dict[str, Any], **changed: Any) -> list[float]:
     """Losses of two steps of a loop of one's own."""
     asked = {"model": Words, "data": texts(), "loss": by_hand} | asked | changed
-    loader = DataLoader(asked.pop("data"), batch_size=BATCH, collate_fn=asked.pop("collate", None))
+    collate = asked.pop("loading", nbkit.Loading()).collate
+    loader = DataLoader(asked.pop("data"), batch_size=BATCH, collate_fn=collate)
     job = nbkit.prepare(asked.pop("model"), sgd, log_dir=None, seed=7, **asked)
     losses: list[float] = []
     for batch in job.batches(loader):
@@ -300,7 +310,7 @@ def alone(world: Any) -> dict[str, Any]:
     for name, (asked, _) in REFUSED.items():
         made(asked).fit(1)
         try:
-            made(asked, microbatch_size=2)
+            made(asked, compute=nbkit.Compute(microbatch_size=2))
         except NbkitError as error:
             found[name] = str(error)
     found["loop"] = looped({})
@@ -333,7 +343,7 @@ def one_process(asked: dict[str, Any], mean: Mean, steps: int) -> list[float]:
 
 def trained(world: Any) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = {}
-    ways = {"ddp": {}, "zero3": {"strategy": "zero3"}, "microbatch_size": {"microbatch_size": 2}}
+    ways = {"ddp": {}, "zero3": {"strategy": "zero3"}, "microbatch_size": {"compute": nbkit.Compute(microbatch_size=2)}}
     for number, (name, (asked, mean)) in enumerate(EQUAL.items()):
         expected = one_process(asked, mean, 2)
         in_turn = list(ways)[number % len(ways)]

@@ -63,7 +63,7 @@ def losses(world: Any, names: list[str], chains: list[str], instance: bool) -> d
             optimizer=lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.05, momentum=0.9),
             data=data,
             batch_size=bound_models.ROWS,
-            shuffle=False,
+            loading=nbkit.Loading(shuffle=False),
             strategy=first,
             log_dir=None,
             progress=False,

@@ -90,7 +90,7 @@ def told(world: Any) -> dict[str, Any]:
     for name, strategy, changed in (
         ("heads", "tp", {"model": lambda: gpt(2, heads=3, width=24)}),
         ("few blocks", "pp schedule=interleaved", {}),
-        ("no effect", "pp microbatches=2", {"microbatch_size": 2}),
+        ("no effect", "pp microbatches=2", {"compute": nbkit.Compute(microbatch_size=2)}),
         ("fewer", "pp microbatches=1", {}),
     ):
         asked: dict[str, Any] = {

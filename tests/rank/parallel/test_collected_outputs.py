@@ -15,6 +15,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import nbkit
 from nbkit.rank.train.trainer import Trainer
 
 pytestmark = pytest.mark.long
@@ -113,7 +114,7 @@ def collected(world: Any, kind: str, chain: str, loss: Any) -> list[float]:
         optimizer=sgd,
         data=data_of(kind),
         batch_size=ROWS,
-        shuffle=False,
+        loading=nbkit.Loading(shuffle=False),
         strategy=first,
         log_dir=None,
         progress=False,

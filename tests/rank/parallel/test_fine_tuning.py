@@ -12,6 +12,7 @@ from models_zoo import ZOO, exact, hf_gpt2, hf_llama, next_tokens, object_cross_
 from ranks import run_ranks
 from torch import Tensor, nn
 
+import nbkit
 from nbkit.rank.train.trainer import Trainer
 
 ROWS, STEPS = 8, 2
@@ -111,7 +112,7 @@ def tuned(world: Any, cases: list[tuple[str, tuple[str, ...]]]) -> dict[str, Any
                 data=items(name),
                 batch_size=ROWS,
                 strategy=strategy,
-                shuffle=False,
+                loading=nbkit.Loading(shuffle=False),
                 clip_norm=0.5,
                 log_dir=None,
                 progress=False,

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
 BEFORE: dict[str, dict[str, Any]] = {
     "plain": {"strategy": "ddp"},
-    "recompute": {"strategy": "zero1", "recompute": True},
-    "compile": {"strategy": "zero2", "compile": "aot_eager"},
-    "switched": {"strategy": "tp", "recompute": True},
+    "recompute": {"strategy": "zero1", "compute": nbkit.Compute(recompute=True)},
+    "compile": {"strategy": "zero2", "compute": nbkit.Compute(compile="aot_eager")},
+    "switched": {"strategy": "tp", "compute": nbkit.Compute(recompute=True)},
 }
 # Each way of having been in a job, and each thing that a strategy does with blocks: none, gathers them, parts them.
 AGAIN = [("plain", "zero3"), ("recompute", "pp microbatches=2"), ("switched", "ddp")]

@@ -49,7 +49,7 @@ def built(world: Any) -> dict[tuple[str, str], tuple[str, list[str]]]:
     rank = world.place.rank
     for name in MODELS:
         zoo = ZOO[name]
-        job = nbkit.prepare(zoo.build, adam, loss=zoo.loss, example=zoo.batch(4), log_dir=None)
+        job = nbkit.prepare(zoo.build, adam, loss=zoo.loss, hints=nbkit.ModelHints(example=zoo.batch(4)), log_dir=None)
         for text in STRATEGIES:
             strategy = Strategy.parse(text, 4)
             connections = job.builder.connect(strategy, alike=True)

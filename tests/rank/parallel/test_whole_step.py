@@ -236,15 +236,15 @@ def asked_of_ranks(world: Any) -> list[str]:
             lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
             loss=zoo.loss,
             strategy=strategy,
-            example=example,
+            hints=nbkit.ModelHints(example=example),
             log_dir=None,
         )
 
     try:
-        job("pp", example=zoo.batch(2))
+        job("pp", hints=nbkit.ModelHints(example=zoo.batch(2)))
     except StrategyError as error:
         found.append(str(error))
-    going = job("ddp", example=zoo.batch(2))
+    going = job("ddp", hints=nbkit.ModelHints(example=zoo.batch(2)))
     for step, each in enumerate(going.batches([batch] * 3)):
         going.backward(each)
         going.optimizer.step()
@@ -256,7 +256,7 @@ def asked_of_ranks(world: Any) -> list[str]:
                 found.append(str(error))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        job("zero1", example=None)
+        job("zero1", hints=nbkit.ModelHints(example=None))
     unproven = [str(each.message) for each in said if "Not all of" in str(each.message)]
     return [*found, *unproven, str(going.strategy), str(going.step)]
 
@@ -395,7 +395,7 @@ def begun_on_inputs(world: Any) -> list[str]:
             lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
             loss=nn.functional.mse_loss,
             strategy="ddp",
-            example=torch.randn(2, 4),
+            hints=nbkit.ModelHints(example=torch.randn(2, 4)),
             log_dir=None,
         )
         job.backward((torch.randn(4, 4), torch.randn(4, 4)))

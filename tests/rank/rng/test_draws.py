@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
+import nbkit
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel.check_model import check
 from nbkit.rank.rng.draw_plan import DrawPlan, extent
@@ -219,9 +220,9 @@ def of_texts(output: Tensor, target: Tensor) -> Tensor:
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "noisy": {"model": Noisy, "data": data(), "shuffle": False},
+    "noisy": {"model": Noisy, "data": data(), "loading": nbkit.Loading(shuffle=False)},
     # Without an example beforehand. On two ranks a draw for all rows is as long as a rank has rows.
-    "streamed": {"model": Noisy, "data": Stream(), "shuffle": None},
+    "streamed": {"model": Noisy, "data": Stream(), "loading": nbkit.Loading(shuffle=None)},
     "gpt": {"model": gpt, "data": texts(), "loss": of_texts},
     "towers": {"model": Towers, "data": texts(), "loss": of_texts},
 }
@@ -229,7 +230,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # (model, strategy) -> what else the Trainer gets. A GPT with dropout is trained under every family by
 # tests/rank/train/switch/test_switch.py.
 STRATEGIES: dict[tuple[str, str], dict[str, Any]] = {
-    ("noisy", "zero3"): {"microbatch_size": 1},
+    ("noisy", "zero3"): {"compute": nbkit.Compute(microbatch_size=1)},
     ("noisy", "tp"): {},
     ("streamed", "zero3"): {},
     ("towers", "pp"): {},
@@ -244,7 +245,7 @@ ALSO: dict[tuple[str, str], dict[str, Any]] = {
     ("towers", "cp=2"): {},
 }
 ALONE: dict[tuple[str, str], dict[str, Any]] = {
-    ("noisy", "ddp"): {"microbatch_size": 4},
+    ("noisy", "ddp"): {"compute": nbkit.Compute(microbatch_size=4)},
     ("gpt", "ddp"): {},
     ("towers", "ddp"): {},
 }

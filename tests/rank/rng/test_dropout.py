@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank import device
 from nbkit.rank.models.gpt import GPT, GPTConfig
@@ -358,7 +359,7 @@ def test_a_kernel_of_attention_that_drops_draws_by_the_same_place_and_leaves_the
             q = x.unflatten(2, (HEADS, -1)).transpose(1, 2)
             return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
 
-    with pytest.warns(UserWarning, match="dropout='keyed' keeps them"):
+    with pytest.warns(UserWarning, match=r"Compute\(dropout='keyed'\) keeps them"):
         once = run(0)
     with torch.no_grad(), fused.step(0, range(ROWS)):
         whole = model(x)
@@ -371,7 +372,7 @@ def test_a_kernel_of_attention_that_drops_draws_by_the_same_place_and_leaves_the
 
 def test_attention_drops_in_its_kernel_where_that_is_asked_for_and_by_default_on_devices() -> None:
     def fuses(dropout: str | None) -> bool:
-        return TrainConfig(loss=F.mse_loss, dropout=dropout).fuses_dropout(torch.device("cpu"))
+        return TrainConfig(loss=F.mse_loss, compute=nbkit.Compute(dropout=dropout)).fuses_dropout(torch.device("cpu"))
 
     assert (fuses(None), fuses("keyed"), fuses("fused")) == (False, False, True)
     with pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbkit.rank.telemetry.record_writer import Background
+from nbkit.rank.telemetry.sinks import Background
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")

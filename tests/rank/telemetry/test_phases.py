@@ -10,7 +10,7 @@ import pytest
 
 from nbkit.rank.device import Accelerator
 from nbkit.rank.telemetry import phases
-from nbkit.rank.telemetry.collectives import CollectiveCall, CudaCall, GroupInfo, Timed
+from nbkit.rank.telemetry.collectives import CollectiveCall, DeviceCall, GroupInfo, Timed
 from nbkit.rank.telemetry.phases import clock, phase
 
 MS = 1_000_000
@@ -56,7 +56,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[phases.StepPhases]]:
     monkeypatch.setattr(Device, "ms", 0.0)
     steps: list[phases.StepPhases] = []
     monkeypatch.setattr(clock, "listeners", [steps.append])
-    clock.begin(cuda=True)
+    clock.begin(on_device=True)
     yield steps
     clock.end()
 
@@ -70,7 +70,7 @@ def in_another_thread(work: Callable[[], Any]) -> None:
 def waits() -> None:
     group = GroupInfo("dp 1 [0,1]", "dp", (0, 1))
     call = CollectiveCall("all_reduce", group, None, 0, 8)
-    call.cuda = CudaCall()
+    call.on_device = DeviceCall()
     Timed(Slow(), call, group.blocked).wait()
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from nbkit.rank.telemetry.record_writer import RecordFile
-from nbkit.rank.telemetry.tensorboard import BoardWriter, ScalarWriter
+from nbkit.rank.telemetry import tensorboard
+from nbkit.rank.telemetry.sinks import InThread
 from nbkit.records import tags
 from nbkit.records.events import RunStarted, RunStopped, StepDone
+from nbkit.records.record_file import RecordFile
 from nbkit.records.records import Group, Header, MemoryRecord, StepRecord, Traffic
 
 GROUP = Group("dp 0 [0,1]", "dp", (0, 1))
@@ -39,6 +40,12 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(one.step, one.value) for one in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
+def sink_of(run_dir: Path, rank: int) -> InThread:
+    sink = tensorboard.rank_sink(run_dir, rank)
+    assert sink is not None
+    return sink
+
+
 @pytest.fixture
 def records(tmp_path: Path) -> Iterator[RecordFile]:
     file = RecordFile(tmp_path / "telemetry" / "rank1.jsonl", lambda part: [Header(1, 2, part), GROUP])
@@ -47,10 +54,10 @@ def records(tmp_path: Path) -> Iterator[RecordFile]:
 
 
 def test_a_rank_writes_means_in_a_directory_of_its_own(tmp_path: Path, records: RecordFile) -> None:
-    writer = ScalarWriter(tmp_path, 1, every_s=60)
-    writer(RunStarted(0))
+    writer = sink_of(tmp_path, 1)
+    writer.write(RunStarted(0).as_dict())
     records.write([step(1, "ddp"), step(3, "ddp"), step(5, "zero1"), MemoryRecord(3, parameters=77, peak=99)])
-    writer(RunStopped(5))
+    writer.write(RunStopped(5).as_dict())
 
     found = scalars(tmp_path / "rank1")
 
@@ -68,27 +75,28 @@ def test_a_rank_writes_means_in_a_directory_of_its_own(tmp_path: Path, records: 
     # What was not timed has no time.
     assert tags.moved("barrier", "dp", "call_seconds") not in found
     # A second run goes on after the first, and writes nothing twice.
-    writer(RunStarted(5))
+    writer.write(RunStarted(5).as_dict())
     records.write([step(6, "zero1")])
-    writer(RunStopped(6))
+    writer.write(RunStopped(6).as_dict())
     assert [number for number, _ in scalars(tmp_path / "rank1")[tags.RANK_SECONDS]] == [3, 5, 6]
 
 
 def test_a_rank_that_cannot_write_says_why_and_goes_on(tmp_path: Path, records: RecordFile) -> None:
-    writer = ScalarWriter(tmp_path, 1)
+    writer = sink_of(tmp_path, 1)
     (tmp_path / "rank1").write_text("in the way")
     records.write([step(1, "ddp")])
 
     with pytest.warns(UserWarning, match="nothing more is written for TensorBoard"):
-        writer(RunStopped(1))
-    writer(RunStopped(2))
+        writer.write(RunStopped(1).as_dict())
+    writer.write(RunStopped(2).as_dict())
 
 
 def test_the_first_page_of_custom_scalars_names_tags_that_are_written(tmp_path: Path) -> None:
-    writer = BoardWriter(tmp_path)
+    writer = tensorboard.job_sink(tmp_path)
+    assert writer is not None
     record: dict[str, Any] = {"loss": 1.0, "seconds": 0.5, "tokens": 50, "samples": 5, "mfu": 0.4}
-    writer(StepDone(1, record={**record, "lr": 1e-3, "grad_norm": 2.0, "eval_loss": 3.0}))
-    writer(RunStopped(1))
+    writer.write(StepDone(1, record={**record, "lr": 1e-3, "grad_norm": 2.0, "eval_loss": 3.0}).as_dict())
+    writer.write(RunStopped(1).as_dict())
 
     found = scalars(tmp_path)
     assert found[tags.MFU] == [(1, pytest.approx(0.4))] and found[tags.SAMPLES_PER_SECOND] == [(1, 10.0)]

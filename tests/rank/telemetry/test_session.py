@@ -37,7 +37,7 @@ def train(world: World, folder: str) -> None:
     dp = dist.new_group([0, 1, 2], group_desc="dp")
     pp = dist.new_group([0, 1], group_desc="pp")
     session = Session(Path(folder), rank=rank, world_size=N, strategy="dp=3")
-    session(RunStarted(0, strategy="dp=3"))
+    session.write(RunStarted(0, strategy="dp=3").as_dict())
     for number in range(1, 5 * EACH + 1):
         kind = (number - 1) // EACH
         if number == TRACED:
@@ -68,9 +68,9 @@ def train(world: World, folder: str) -> None:
             optimizer.step()
         clock.step(number)
         if number > 1:
-            session(StepDone(number - 1, record={"step": number - 1, "loss": 1.0 / number, "lr": 1e-5}))
-    session(Checkpointed(number, path="model.pt"))
-    session(RunStopped(number))
+            session.write(StepDone(number - 1, record={"step": number - 1, "loss": 1.0 / number, "lr": 1e-5}).as_dict())
+    session.write(Checkpointed(number, path="model.pt").as_dict())
+    session.write(RunStopped(number).as_dict())
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,11 @@ from nbkit.notebook.run.follower import Run
 from nbkit.notebook.run.step_picture import lateness, picture
 from nbkit.planner import forecast
 from nbkit.planner.job_facts import Facts, Weight
+from nbkit.rank.telemetry import tensorboard
 from nbkit.rank.telemetry.health import memory_of
 from nbkit.rank.telemetry.phases import clock, phase
 from nbkit.rank.telemetry.session import Session
-from nbkit.rank.telemetry.tensorboard import ScalarWriter
+from nbkit.rank.telemetry.sinks import Bus
 from nbkit.rank.world.world import World
 from nbkit.records.events import RunStarted, RunStopped, StepDone, Switched
 from nbkit.schedules import Schedule, simulate
@@ -40,14 +41,11 @@ def train(world: World, folder: str) -> None:
     if rank == 0:
         weights = [Weight("weight", (SIZE, SIZE))]
         forecast.append(run_dir, forecast_of(weights, Facts(), Strategy.parse("ddp", 2)))
-    listeners = [
-        Session(run_dir, rank=rank, world_size=2, strategy="dp=2", detail_every=2),
-        ScalarWriter(run_dir, rank),
-    ]
-
-    def tell(event: Any) -> None:
-        for listener in listeners:
-            listener(event)
+    session = Session(run_dir, rank=rank, world_size=2, strategy="dp=2", detail_every=2)
+    bus = Bus()
+    bus.add(session)
+    bus.add(tensorboard.rank_sink(run_dir, rank))
+    tell = bus.emit
 
     tell(RunStarted(0, strategy="dp=2"))
     for number in range(1, STEPS + 1):
@@ -60,7 +58,7 @@ def train(world: World, folder: str) -> None:
                 loss.backward()
                 dist.all_reduce(model.weight.grad, group=groups["dp"])
             if number == 2:
-                listeners[0].memory(memory_of(model, step=number))  # type: ignore[union-attr]
+                session.memory(memory_of(model, step=number))
         else:
             strategy = PIPELINE
             pipe(rank, groups["pp"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nbkit.rank.telemetry.tensorboard import BoardWriter
+from nbkit.rank.telemetry import tensorboard
 from nbkit.records.events import RunStopped, StepDone
 
 
@@ -21,20 +21,19 @@ def test_without_tensorboard_one_line_names_the_command(tmp_path: Path, monkeypa
     monkeypatch.setattr(importlib.util, "find_spec", without)
 
     with pytest.warns(UserWarning, match="pip install tensorboard") as caught:
-        writer = BoardWriter(tmp_path)
+        assert tensorboard.job_sink(tmp_path) is None
 
     assert len(caught) == 1
-    writer(StepDone(1, record={"loss": 1.0}))
-    writer(RunStopped(1))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_writer_that_fails_says_why_and_neither_hangs_nor_ends_a_run(tmp_path: Path) -> None:
-    writer = BoardWriter(tmp_path)
-    writer(StepDone(1, record={}))
+    writer = tensorboard.job_sink(tmp_path)
+    assert writer is not None
+    writer.write(StepDone(1, record={}).as_dict())
 
     with pytest.warns(UserWarning, match="KeyError") as caught:
-        writer(RunStopped(1))
-        writer(RunStopped(2))
+        writer.write(RunStopped(1).as_dict())
+        writer.write(RunStopped(2).as_dict())
 
     assert len(caught) == 1

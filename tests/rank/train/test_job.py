@@ -13,13 +13,14 @@ from jobs import SEED, Recording, assert_same_gradients, dict_loss, mean_loss, n
 from ranks import run_ranks
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
+import nbkit
 from nbkit.errors import NotFinite, TrainingError
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.job import prepare
 
 
 def looped(world: Any) -> dict[str, Any]:
-    job = prepare(net, Recording, loss=mean_loss, seed=SEED, microbatch_size=2)
+    job = prepare(net, Recording, loss=mean_loss, seed=SEED, compute=nbkit.Compute(microbatch_size=2))
     schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, step_size=2, gamma=0.5)
     running = []
     for epoch in range(2):
@@ -114,7 +115,15 @@ def clipped_by_torch(world: Any, strategies: list[str], clip: Any, of_optimizer:
     found: list[Any] = []
     for strategy in strategies:
         example = next(iter(DataLoader(points(), batch_size=8)))
-        job = prepare(net, Recording, loss=mean_loss, seed=SEED, strategy=strategy, example=example, log_dir=None)
+        job = prepare(
+            net,
+            Recording,
+            loss=mean_loss,
+            seed=SEED,
+            strategy=strategy,
+            hints=nbkit.ModelHints(example=example),
+            log_dir=None,
+        )
         try:
             for batch in job.batches(DataLoader(points(), batch_size=8)):
                 job.backward(batch)
@@ -339,7 +348,12 @@ def states_loaded(world: Any) -> list[str]:
     said, kept = [], {}
     for strategy in ("ddp", "zero1", "tp", "pp", "ddp"):
         example = default_collate(points(8))
-        given: dict[str, Any] = {"loss": mean_loss, "strategy": strategy, "log_dir": None, "example": example}
+        given: dict[str, Any] = {
+            "loss": mean_loss,
+            "strategy": strategy,
+            "log_dir": None,
+            "hints": nbkit.ModelHints(example=example),
+        }
         job = prepare(net, lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), **given)
         job.backward(example)
         job.optimizer.step()
@@ -369,7 +383,14 @@ def test_an_optimizer_takes_a_state_that_fits_and_no_other() -> None:
 
 def evaluated(world: Any, strategy: str) -> tuple[float, float]:
     """The loss on other samples between two steps, and at the end."""
-    job = prepare(net, sgd, loss=mean_loss, strategy=strategy, seed=SEED, example=default_collate(points(8)))
+    job = prepare(
+        net,
+        sgd,
+        loss=mean_loss,
+        strategy=strategy,
+        seed=SEED,
+        hints=nbkit.ModelHints(example=default_collate(points(8))),
+    )
     found = []
     for batch in job.batches(DataLoader(points(), batch_size=8)):
         job.backward(batch)

@@ -12,6 +12,7 @@ from jobs import SEED, flat, mean_loss, points, quiet, weighted_loss
 from ranks import run_ranks
 from torch import Tensor, nn
 
+import nbkit
 from nbkit.rank.telemetry import collectives
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
@@ -82,7 +83,7 @@ def rounded(world: Any) -> dict[str, Any]:
     collectives.set_mode("count")
     found: dict[str, Any] = {}
     for strategy in ("ddp", "ddp compress=bf16", "ddp compress=int8 bucket=16K"):
-        trainer = trained(strategy, optimizer=Still, data=points(ROWS), shuffle=False)
+        trainer = trained(strategy, optimizer=Still, data=points(ROWS), loading=nbkit.Loading(shuffle=False))
         trainer.fit(1)
         bytes_, _, ops = sent(trainer, 8)
         inner = trainer.optimizer.inner
@@ -92,13 +93,13 @@ def rounded(world: Any) -> dict[str, Any]:
 
 def apart(folder: Path, world: Any) -> dict[str, Any]:
     collectives.set_mode("count")
-    trainer = trained("ddp sync_every=4", shuffle=False, clip_norm=1e9)
+    trainer = trained("ddp sync_every=4", loading=nbkit.Loading(shuffle=False), clip_norm=1e9)
     trainer.fit(1)  # ends with an average
     one = flat(trainer.model)
     found: dict[str, Any] = {"one": one, "norm": trainer.history[0]["grad_norm"]}
     trainer.fit(1)
     found["two"] = flat(trainer.model)
-    adaptive = trained("ddp sync_every=2", shuffle=False, optimizer=Adam, data=points(ROWS * 4))
+    adaptive = trained("ddp sync_every=2", loading=nbkit.Loading(shuffle=False), optimizer=Adam, data=points(ROWS * 4))
     adaptive.fit(2), adaptive.fit(2)
     found["adaptive"] = flat(adaptive.model)
     found["bytes"], _, found["ops"] = sent(trainer, 8)
@@ -118,7 +119,7 @@ def apart(folder: Path, world: Any) -> dict[str, Any]:
     trainer = trained("ddp", switches={0: "ddp sync_every=4", 2: "ddp compress=int8", 4: "ddp"})
     trainer.fit(6)
     found["live"] = [record["strategy"] for record in trainer.history], *all_of(trainer)
-    trainer = trained("ddp sync_every=4", save_every=2, save_path=folder)
+    trainer = trained("ddp sync_every=4", checkpoints=nbkit.Checkpoints(every=2, path=folder))
     trainer.fit(2)
     found["saved"] = all_of(trainer)
     trainer.fit(1)

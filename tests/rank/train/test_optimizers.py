@@ -57,7 +57,12 @@ def in_plain_torch(name: str, steps: int) -> dict[str, Tensor]:
 
 
 def trainer_of(name: str, strategy: str) -> nbkit.Trainer:
-    settings: dict[str, Any] = {"shuffle": False, "log_dir": None, "progress": False, "strategy": strategy}
+    settings: dict[str, Any] = {
+        "loading": nbkit.Loading(shuffle=False),
+        "log_dir": None,
+        "progress": False,
+        "strategy": strategy,
+    }
     return nbkit.Trainer(model=net, loss=loss, optimizer=OPTIMIZERS[name], data=data(), batch_size=8, **settings)
 
 
@@ -78,7 +83,12 @@ def a_loss_with_parameters(world: Any) -> tuple[str, float]:
 
     Its factory reads the weights.
     """
-    settings: dict[str, Any] = {"shuffle": False, "log_dir": None, "progress": False, "batch_size": 8}
+    settings: dict[str, Any] = {
+        "loading": nbkit.Loading(shuffle=False),
+        "log_dir": None,
+        "progress": False,
+        "batch_size": 8,
+    }
     centres, norms = nn.Parameter(torch.eye(3, dtype=torch.float64)), list[float]()
     with pytest.raises(NbkitError) as refused:
         nbkit.Trainer(

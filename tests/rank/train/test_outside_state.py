@@ -23,6 +23,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+import nbkit
 from nbkit.rank.parallel.proof.outside_state import OutsideState
 from nbkit.rank.parallel.proof.short_example import first_runs
 
@@ -64,7 +65,9 @@ def by_nbkit(name: str, strategy: str) -> list[float] | str:
     kind, loss = cases()[name]
     first = "ddp" if strategy == "chain" else strategy
     try:
-        trainer = quiet(model=kind, loss=loss, optimizer=plain, strategy=first, shuffle=False, seed=7)
+        trainer = quiet(
+            model=kind, loss=loss, optimizer=plain, strategy=first, loading=nbkit.Loading(shuffle=False), seed=7
+        )
     except Exception as error:
         return f"{type(error).__name__} {error}"
     for to in (None,) * (STEPS - 1) if strategy != "chain" else ("zero3", "tp", "zero1", "ddp"):
@@ -109,11 +112,11 @@ def test_what_is_kept_outside_of_a_model_is_right_or_refused(names: list[str]) -
 
 def saved(world: Any) -> tuple[list[float], list[float], list[str]]:
     stateful.begin()
-    trainer = quiet(model=stateful.Calls, loss=stateful.plain, optimizer=plain, shuffle=False)
+    trainer = quiet(model=stateful.Calls, loss=stateful.plain, optimizer=plain, loading=nbkit.Loading(shuffle=False))
     trainer.fit(2)
     trainer.save("counted")
     trainer.fit(2)
-    other = quiet(model=stateful.Calls, loss=stateful.plain, optimizer=plain, shuffle=False)
+    other = quiet(model=stateful.Calls, loss=stateful.plain, optimizer=plain, loading=nbkit.Loading(shuffle=False))
     other.load("counted")
     other.fit(2)
     with warnings.catch_warnings(record=True) as said:
@@ -334,7 +337,9 @@ def with_term_of_last(output: Tensor, target: Tensor) -> Tensor:
 def _by_terms(world: Any) -> list[list[float]]:
     found = []
     for loss, strategy in ((with_terms, "zero3"), (with_term_of_last, "ddp")):
-        trainer = quiet(model=Notes, loss=loss, optimizer=plain, strategy=strategy, shuffle=False, seed=7)
+        trainer = quiet(
+            model=Notes, loss=loss, optimizer=plain, strategy=strategy, loading=nbkit.Loading(shuffle=False), seed=7
+        )
         found.append([record["loss"] for record in trainer.fit(3)])
     return found
 

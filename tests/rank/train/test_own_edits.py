@@ -19,6 +19,7 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel
 
+import nbkit
 from nbkit.errors import NbkitError, StrategyError, TrainingError
 from nbkit.rank.train.job import prepare
 from nbkit.rank.train.trainer import Trainer
@@ -74,7 +75,7 @@ def trainer_of(make: Callable[[], nn.Module], strategy: str, **changed: Any) -> 
         "optimizer": momentum,
         "data": DATA,
         "batch_size": 8,
-        "shuffle": False,
+        "loading": nbkit.Loading(shuffle=False),
         "strategy": strategy,
         "log_dir": None,
         "progress": False,
@@ -270,7 +271,12 @@ def penalised(world: Any, strategies: list[str]) -> list[list[str]]:
     batches = [tuple(torch.stack(part) for part in zip(*DATA[at : at + 8], strict=True)) for at in (0, 8)]
     for strategy in strategies:
         job = prepare(
-            lambda: built(Net), momentum, loss=F.cross_entropy, strategy=strategy, example=batches[0], log_dir=None
+            lambda: built(Net),
+            momentum,
+            loss=F.cross_entropy,
+            strategy=strategy,
+            hints=nbkit.ModelHints(example=batches[0]),
+            log_dir=None,
         )
 
         def penalty(job: Any = job) -> None:
@@ -400,7 +406,14 @@ def two_jobs(world: Any) -> list[Any]:
         trunk = Block().double()
         models = [Two(trunk, nn.Linear(6, 3).double()) for _ in strategies]
         return [
-            prepare(model, momentum, loss=F.cross_entropy, strategy=strategy, example=batches[0], log_dir=None)
+            prepare(
+                model,
+                momentum,
+                loss=F.cross_entropy,
+                strategy=strategy,
+                hints=nbkit.ModelHints(example=batches[0]),
+                log_dir=None,
+            )
             for model, strategy in zip(models, strategies, strict=True)
         ]
 
@@ -448,7 +461,9 @@ def test_jobs_of_one_model_or_of_models_that_share_parameters_train_the_same_or_
 def in_no_group(world: Any, strategies: list[str]) -> list[tuple[dict[str, Tensor], list[float]]]:
     found = []
     for strategy in strategies:
-        trainer = trainer_of(Net, strategy, optimizer=lambda model: momentum(model.head), log_every=1)
+        trainer = trainer_of(
+            Net, strategy, optimizer=lambda model: momentum(model.head), compute=nbkit.Compute(grad_norm_every=1)
+        )
         trainer.fit(3)
         found.append((trainer.full_state_dict(), [record["grad_norm"] for record in trainer.history]))
     return found

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+import nbkit
 from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.data.batch import BatchSplit
 from nbkit.strategy import Strategy
@@ -55,7 +56,10 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "meta": ({"model": lambda: nn.Linear(2, 2, device="meta")}, ["meta device", "weight"]),
     "ranks do not divide": ({"batch_size": 7}, ["ranks do not divide", "7 / dp 2 = 3.5", "batch_size=8 or 6"]),
     "smaller than dp": ({"batch_size": 1}, ["smaller than the number of ranks", "1 / dp 2", "batch_size=2"]),
-    "micro-batch": ({"microbatch_size": 3}, ["not divide", "8 / dp 2 = 4", "microbatch_size 3", "fitting: 1, 2, 4"]),
+    "micro-batch": (
+        {"compute": nbkit.Compute(microbatch_size=3)},
+        ["not divide", "8 / dp 2 = 4", "microbatch_size 3", "fitting: 1, 2, 4"],
+    ),
     "dataset too small": ({"data": points(5)}, ["smaller than one global batch", "5 samples, batch_size 8"]),
     "no data": ({"data": 3}, ["neither map-style nor iterable", "int"]),
     "no optimizer": ({"optimizer": lambda model: None}, ["no torch optimizer", "NoneType"]),
@@ -64,7 +68,9 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "precision": ({"precision": "fp8"}, ["no precision 'fp8'"]),
     "clip": ({"clip_norm": 0}, ["clip_norm", "0"]),
     "schedule": ({"lr_schedule": lambda optimizer: optimizer.lr}, ["not a function of the step", "AttributeError"]),
-    "nowhere to save": ({"save_every": 2}, ["nowhere to write", "save_path="]),
+    "nowhere to save": (
+        {"checkpoints": nbkit.Checkpoints(every=2)}, ["nowhere to go", "nbkit.Checkpoints(every=2, path='model')"]
+    ),
     "contrastive": (
         {"loss": lambda out, _: (out @ out.T).softmax(1).diagonal().log().mean().neg()},
         ["no mean over rows", "16 rows", "together; each alone: ", "(loss.sum(), mask.sum())", "contrastive"],
@@ -77,8 +83,7 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sharded": ({"model": lambda: sharded(net())}, ["FSDP", "before fully_shard"]),
     "a loader": ({"data": DataLoader(points(), batch_size=4)}, ["is a DataLoader", "data=loader.dataset"]),
     "no whole batch": ({"batch_size": 8.0}, ["batch_size is a whole number", "8.0"]),
-    "no time": ({"save_every": "soon"}, ["'soon' is no length of time", "10min"]),
-    "no rows": ({"microbatch_size": -1}, ["microbatch_size is a whole number", "-1"]),
+    "no option": ({"checkpoints": 500}, ["takes nbkit.Checkpoints", "checkpoints=nbkit.Checkpoints(every="]),
 }  # fmt: skip
 IN_FIT: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no scalar": ({"loss": lambda out, target: out - 1}, ["not a scalar", "shape (4, 3), for 4 rows", "loss.mean()"]),
@@ -96,7 +101,7 @@ IN_FIT: dict[str, tuple[dict[str, Any], list[str]]] = {
         {
             "model": lambda: nn.Embedding(8, 3, sparse=True),
             "data": [(torch.tensor(1), torch.tensor(0))] * 8,
-            "microbatch_size": 2,
+            "compute": nbkit.Compute(microbatch_size=2),
         },
         ["sparse", "weight"],
     ),
@@ -173,7 +178,7 @@ def counts(world: Any) -> list[str]:
     for act in (
         lambda: quiet().fit(0),
         lambda: quiet().fit(2.5),
-        lambda: quiet(log_every=0),
+        lambda: quiet(eval_every=0),
         lambda: quiet().evaluate(),
     ):
         with pytest.raises(TrainingError) as raised:
@@ -185,7 +190,7 @@ def counts(world: Any) -> list[str]:
 def test_counts_are_whole_and_positive() -> None:
     (found,) = run_ranks(counts, 1)
 
-    assert "steps=0" in found[0] and "steps=2.5" in found[1] and "log_every=0" in found[2] and "evaluate" in found[3]
+    assert "steps=0" in found[0] and "steps=2.5" in found[1] and "eval_every=0" in found[2] and "evaluate" in found[3]
 
 
 def warned(world: Any) -> list[str]:
@@ -193,14 +198,19 @@ def warned(world: Any) -> list[str]:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        quiet(data=iter(points()), shuffle=False, eval_every=3, save_path="x", keep=2)
+        quiet(
+            data=iter(points()),
+            loading=nbkit.Loading(shuffle=False),
+            eval_every=3,
+            checkpoints=nbkit.Checkpoints(path="x", keep=2),
+        )
     return [str(warning.message) for warning in caught]
 
 
 def test_settings_without_effect_are_named() -> None:
     (found,) = run_ranks(warned, 1)
 
-    assert [message.split()[0] for message in found] == ["shuffle=", "eval_every=", "save_path=", "keep="]
+    assert [message.split()[0] for message in found] == ["shuffle=", "eval_every=", "path=", "keep="]
 
 
 def test_the_arithmetic_is_said_in_one_line() -> None:

@@ -12,6 +12,7 @@ import torch
 from jobs import flat, net, quiet
 from ranks import run_ranks
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.train import trainer as rewind
 
@@ -34,9 +35,7 @@ def rewound(world: Any, folder: Path) -> dict[str, Any]:
         data=data,
         batch_size=12,  # a ragged epoch
         lr_schedule=lambda step: 1 / (1 + step),
-        snapshot_every=3,
-        save_every=5,
-        save_path=folder / "kept",
+        checkpoints=nbkit.Checkpoints(snapshot_every=3, every=5, path=folder / "kept"),
     )
     trainer.fit(2)
     trainer.lr = 0.05
@@ -69,14 +68,14 @@ def rewound(world: Any, folder: Path) -> dict[str, Any]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         # A half of the weights on each rank: two snapshots fit.
-        small = quiet(snapshot_every=1, progress=True)
+        small = quiet(checkpoints=nbkit.Checkpoints(snapshot_every=1), progress=True)
         share = 8 // 2 * sum(p.numel() for p in small.model.parameters())
         rewind.left = lambda *args, **kwargs: 5 * share - sum(f.numel() for _, f in small.snapshots._kept)  # type: ignore[assignment]
         rewind._SHARE_OF_FREE = 0.5
         small.fit(5)
         told["fits"] = small.snapshots.steps
         rewind.left = lambda *args, **kwargs: 10  # type: ignore[assignment]
-        none = quiet(snapshot_every=1, progress=True)
+        none = quiet(checkpoints=nbkit.Checkpoints(snapshot_every=1), progress=True)
         none.fit(2)
         told["none"] = none.snapshots.steps
     told["said"] = [line for line in printed.getvalue().split("\r") if "snapshots" in line]

@@ -9,6 +9,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import nbkit
+
 FIRST = ("0.", "1.", "2.")
 
 
@@ -60,7 +62,9 @@ def by_torch(thawed: bool) -> list[float]:
 def by_nbkit(world: object, cases: list[tuple[bool, str]]) -> list[list[float]]:
     found = []
     for thawed, strategy in cases:
-        trainer = quiet(model=half if thawed else whole, optimizer=adam, strategy=strategy, shuffle=False)
+        trainer = quiet(
+            model=half if thawed else whole, optimizer=adam, strategy=strategy, loading=nbkit.Loading(shuffle=False)
+        )
         for change in (thawed, not thawed, None):
             trainer.fit(2)
             if change is not None:

@@ -7,21 +7,22 @@ import io
 import re
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import SEED, dict_loss, flat, mean_loss, net, one_process, points, quiet, weighted_loss
+from jobs import SEED, dict_loss, flat, heard, mean_loss, net, one_process, points, quiet, weighted_loss
 from ranks import run_ranks
 from torch import nn
 
+import nbkit
 from nbkit.errors import TrainingError
+from nbkit.rank.telemetry.progress_line import progress_line
 from nbkit.rank.train import runs_dir
 from nbkit.rank.train.checkpoint import autosave
+from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.control.active_job import DETACHED
-from nbkit.rank.train.trainer import progress_line
 from nbkit.records import tags
 from nbkit.records.events import Event
 
@@ -35,11 +36,11 @@ def seen_by_a_user(world: Any, folder: Path) -> dict[str, Any]:
         log_dir=str(folder),
         eval_data=points(21),
         eval_every=2,
-        save_every=3,
+        checkpoints=nbkit.Checkpoints(every=3),
         clip_norm=1.0,
         callbacks=[lambda trainer, record: records.append(record["step"])],
     )
-    trainer.job.ledger.listeners.append(events.append)
+    events = heard(trainer)
     with contextlib.redirect_stdout(printed):
         trainer.fit(3)
         trainer.lr = 0.05
@@ -130,7 +131,7 @@ def counted(world: Any, folder: Path) -> list[str]:
     seen: list[str] = []
 
     def note(trainer: Any, record: dict[str, Any]) -> None:
-        seen.append(progress_line().partition(" · ")[0])
+        seen.append(progress_line(step_boundary.progress()).partition(" · ")[0])
         if len(seen) == 7:
             trainer.load(folder)
 
@@ -156,7 +157,7 @@ def test_the_line_counts_the_steps_of_all_trainings_and_so_does_its_goal(tmp_pat
 def evaluated(world: Any) -> list[float]:
     found = []
     for loss in (mean_loss, weighted_loss):
-        trainer = quiet(loss=loss, microbatch_size=1)
+        trainer = quiet(loss=loss, compute=nbkit.Compute(microbatch_size=1))
         before = flat(trainer.model)
         for num in (21, 2, 8):
             found += [trainer.evaluate(points(num)), trainer.evaluate(iter(points(num)), batch_size=5)]
@@ -210,12 +211,11 @@ class Slow(torch.utils.data.Dataset[Any]):
 
 
 def saved_by_time(world: Any, folder: Path) -> list[Any]:
-    saved: list[int] = []
-    trainer = quiet(data=Slow(), save_every="0.05s", save_path=folder)
-    trainer.job.ledger.listeners.append(lambda event: saved.append(event.step) if event.kind == "checkpoint" else None)
+    trainer = quiet(data=Slow(), checkpoints=nbkit.Checkpoints(every="0.05s", path=folder))
+    saved = heard(trainer, "checkpoint")
     for _ in range(3):
         trainer.fit(6)
-    return [saved, [record["seconds"] for record in trainer.history]]
+    return [[event.step for event in saved], [record["seconds"] for record in trainer.history]]
 
 
 def test_a_checkpoint_is_due_after_so_much_time_on_every_rank_at_the_same_step(tmp_path: Path) -> None:
@@ -233,19 +233,18 @@ def saved_by_default(world: Any, folder: Path) -> list[Any]:
     told = []
     for detached, asked in (
         (True, {"log_dir": str(folder / "runs")}),
-        (True, {"save_path": folder / "kept"}),
+        (True, {"checkpoints": nbkit.Checkpoints(path=folder / "kept")}),
         (True, {"log_dir": str(folder / "full")}),
         (True, {}),
-        (True, {"log_dir": str(folder / "runs"), "save_every": False}),
+        (True, {"log_dir": str(folder / "runs"), "checkpoints": nbkit.Checkpoints(every=False)}),
         (False, {"log_dir": str(folder / "runs")}),
     ):
-        saved: list[int] = []
         printed = io.StringIO()
         outer = DETACHED.set(detached)
         runs_dir.MAX_BYTES = 1 if asked.get("log_dir", "").endswith("full") else 0
         with contextlib.redirect_stdout(printed), warnings.catch_warnings(action="error"):
             trainer = quiet(data=Slow(), **asked)
-            trainer.job.ledger.listeners.append(partial(_note_checkpoint, saved))
+            saved = heard(trainer, "checkpoint")
             trainer.fit(6)
             trainer.fit(6)
         DETACHED.reset(outer)
@@ -253,17 +252,12 @@ def saved_by_default(world: Any, folder: Path) -> list[Any]:
     return told
 
 
-def _note_checkpoint(saved: list[int], event: Event) -> None:
-    if event.kind == "checkpoint":
-        saved.append(event.step)
-
-
 def test_a_detached_training_saves_now_and_then_without_being_told(tmp_path: Path) -> None:
     first, second = run_ranks(saved_by_default, 2, tmp_path)
 
     assert [each[:2] for each in first] == [[True, 12], [True, 12], *[[False, 12]] * 4]
     (_, _, default, run), (_, _, named, _), (_, _, failed, _), *silent = first
-    why = ", as every 0.02s in a detached cell (save_every=False: never)\n"
+    why = ", as every 0.02s in a detached cell (nbkit.Checkpoints(every=False): never)\n"
     assert (default, named) == (f"\rsaved to {run}/checkpoint{why}", f"\rsaved to {tmp_path}/kept{why}")
     assert re.match(
         r"\rnot saved at step \d+, training goes on: The folder of runs is full: no checkpoint is written\. ", failed
@@ -274,12 +268,12 @@ def test_a_detached_training_saves_now_and_then_without_being_told(tmp_path: Pat
 
 
 def test_what_saves_never_says_so_in_one_way() -> None:
-    assert run_ranks(refused_never, 1) == [["save_every is a whole number, at least 1.", "save_every=0"]]
+    assert run_ranks(refused_never, 1) == [["every is a whole number, at least 1.", "every=0"]]
 
 
 def refused_never(world: Any) -> list[str]:
     with pytest.raises(TrainingError) as error:
-        quiet(save_every=0)
+        quiet(checkpoints=nbkit.Checkpoints(every=0))
     return [error.value.what, error.value.numbers]
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import SEED, net, points, quiet, weighted_loss
+from jobs import SEED, heard, net, points, quiet, weighted_loss
 from ranks import run_ranks
 from torch import nn
 
+import nbkit
 from nbkit.device_speeds import of_replicas, of_stages, rows_by_speed
 from nbkit.errors import StrategyError
 from nbkit.mesh import Mesh
@@ -22,7 +23,6 @@ from nbkit.rank.data.balanced.balanced import Balanced
 from nbkit.rank.data.balanced.equal_shares import equal_shares
 from nbkit.rank.parallel.pipeline.stage_module import Absent
 from nbkit.rank.train.control.rebalance import better
-from nbkit.records.events import Rebalanced
 from nbkit.strategy import Strategy
 
 
@@ -113,8 +113,8 @@ def losses(world: Any) -> dict[str, Any]:
     balanced = {"data": Balanced(points(52), cost=[1.0 + i % 7 for i in range(52)])}
     cases: dict[str, dict[str, Any]] = {
         "ddp": {},
-        "ddp speeds=3:1": {"microbatch_size": 2},
-        "zero3 speeds=3:1": {"microbatch_size": 2},
+        "ddp speeds=3:1": {"compute": nbkit.Compute(microbatch_size=2)},
+        "zero3 speeds=3:1": {"compute": nbkit.Compute(microbatch_size=2)},
         "zero1 speeds=1:9": {},
         "pp speeds=3:1": {},
         "pp speeds=3:1 places=1:0": {},
@@ -179,7 +179,6 @@ def test_losses_are_those_of_one_process_whatever_the_speeds_and_when_they_chang
 
 def slept(world: Any, path: Any, strategy: str) -> dict[str, Any]:
     """Each row takes 4 ms in each block; from step 5 to step 14 rank 1 takes twice as long."""
-    events: list[Any] = []
 
     class Slow(nn.Module):
         def __init__(self) -> None:
@@ -198,10 +197,10 @@ def slept(world: Any, path: Any, strategy: str) -> dict[str, Any]:
         batch_size=12,
         data=points(48),
         log_dir=str(path / str(world.place.world_size)),
-        balance=True,
+        recovery=nbkit.Recovery(balance=True),
     )
     trainers.append(trainer)
-    trainer.job.ledger.listeners.append(lambda event: events.append(event) if isinstance(event, Rebalanced) else None)
+    events = heard(trainer, "rebalanced")
     trainer.fit(24 if world.place.world_size > 1 else 1)
     return {
         "events": [(event.step, event.speeds, event.gain) for event in events],

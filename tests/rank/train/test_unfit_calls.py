@@ -8,6 +8,7 @@ from jobs import SEED, mean_loss, net, points, quiet
 from ranks import run_ranks
 from torch import optim
 
+import nbkit
 from nbkit.errors import UsageError
 from nbkit.rank.train.trainer import Trainer
 
@@ -28,7 +29,7 @@ def answers(world: Any) -> dict[str, Any]:
         trainer = Trainer(
             model=net, loss=mean_loss, data=points(23), batch_size=4, seed=SEED, log_dir=None, eval_every=2, **settings
         )
-    dropping = quiet(data=points(23), batch_size=4, drop_last=True)
+    dropping = quiet(data=points(23), batch_size=4, loading=nbkit.Loading(drop_last=True))
     found = {
         "warned of": [each.filename for each in told if "eval_every" in str(each.message)],
         "epochs": refusal(trainer.fit, epochs=2),

@@ -118,7 +118,7 @@ def test_what_a_device_stands_in_is_told_when_its_host_has_gone_on(monkeypatch: 
     group = GroupInfo("dp 1 [0,1]", "dp", (0, 1))
     for number, is_open in ((1, False), (2, True), (3, True)):
         call = CollectiveCall("all_reduce", group, None, number, 8)
-        call.cuda, call.issued = Stream(is_open), time.perf_counter_ns() - 2_000_000_000  # type: ignore[assignment]
+        call.on_device, call.issued = Stream(is_open), time.perf_counter_ns() - 2_000_000_000  # type: ignore[assignment]
         collectives.ring.put(call)
     before = activity(0, CELLS)
     assert before.on_device and before.waits is not None

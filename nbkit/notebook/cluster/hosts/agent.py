@@ -272,7 +272,7 @@ def _joined(index: int, host: str, driver: str, ahead: float, pinning: Pinning) 
         driver=driver,
         ahead=ahead,
         versions=versions_here(),
-        device="cuda" if pinning.pins[0].kind == "gpu" else "cpu",
+        device=pinning.device,
         backend=pinning.backend,
         labels=tuple(pin.label for pin in pinning.pins),
         reasons=tuple(pin.why for pin in pinning.pins),

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nbkit.device_kinds import GLOO
 from nbkit.errors import ClusterError, NbkitError
 from nbkit.mpi_variables import forget_mpi
 from nbkit.notebook.cluster.hosts import progress
@@ -320,7 +321,7 @@ class Gathering:
             )
         notes = (*(f"{one.host}: {note}" for one in facts for note in one.notes), *differ)
         return Fit(
-            backend="nccl" if all(one.backend == "nccl" for one in facts) else "gloo",
+            backend=facts[0].backend if len({one.backend for one in facts}) == 1 else GLOO,
             device=facts[0].device,
             addresses=tuple(sorted({address for one in facts for address in one.addresses})),
             notes=notes,

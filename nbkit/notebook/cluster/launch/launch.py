@@ -143,7 +143,7 @@ def _write_spec(folder: Path, name: str, pinning: Pinning, ttl: float) -> None:
         "profile_dir": str(folder / "profile"),
         "engine_file": str(folder / "profile" / "security" / f"ipcontroller-{name}-engine.json"),
         "backend": pinning.backend,
-        "device": "cuda" if pinning.pins[0].kind == "gpu" else "cpu",
+        "device": pinning.device,
         "ttl": ttl,
         "launcher": asdict(Process.of(os.getpid())),
         "forked": os.environ.get("NBKIT_START", "fork" if starts_by_forking() else "spawn") == "fork",

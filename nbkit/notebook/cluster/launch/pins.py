@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from nbkit.device_kinds import BACKENDS, CPU, GLOO, NVIDIA
 from nbkit.errors import UsageError
 from nbkit.notebook.cluster import registry
 from nbkit.notebook.cluster.hosts import progress
@@ -67,7 +68,7 @@ class Pinning:
     """
 
     pins: tuple[Pin, ...]
-    backend: Literal["nccl", "gloo"]
+    backend: str
     notes: tuple[str, ...] = ()
     spares: tuple[Pin, ...] = ()
     retired: tuple[Pin, ...] = ()
@@ -75,6 +76,11 @@ class Pinning:
     def __post_init__(self) -> None:
         if [pin.rank for pin in self.pins] != list(range(len(self.pins))) or not self.pins:
             raise UsageError("Pins go from rank 0 up without a gap.", numbers=f"{[pin.rank for pin in self.pins]}")
+
+    @property
+    def device(self) -> str:
+        """The kind of device that ranks compute on, as torch names it."""
+        return NVIDIA if self.pins[0].kind == "gpu" else CPU
 
 
 def pins_on(
@@ -248,7 +254,7 @@ def _on_gpus(
     shared = "" if all(gpu.slot is not None for gpu in chosen) else "; memory is shared"
     told += [f"{text}: gloo instead of NCCL, which refuses that{shared}." for text in doubled]
     told += _crowding(len(chosen), cores, quota)
-    return Pinning(pins[:count], "gloo" if doubled else "nccl", tuple(told), pins[count:])
+    return Pinning(pins[:count], GLOO if doubled else BACKENDS[NVIDIA], tuple(told), pins[count:])
 
 
 def _near(gpu: Gpu, share: Sequence[int], cores: Sequence[int]) -> str:
@@ -280,7 +286,7 @@ def _on_cores(
         why = f"CPU: {reason}{spare}; {where} of {len(cores)}, {_counted(threads, 'thread')}"
         pins.append(Pin(rank, "cpu", {"CUDA_VISIBLE_DEVICES": ""}, share, threads, where, why))
     left = len(cores) - sum(len(pin.cores) for pin in pins[count:])
-    return Pinning(tuple(pins[:count]), "gloo", (*notes, *_crowding(count, cores, quota, left)), tuple(pins[count:]))
+    return Pinning(tuple(pins[:count]), GLOO, (*notes, *_crowding(count, cores, quota, left)), tuple(pins[count:]))
 
 
 def _shares(count: int, spares: int, cores: Sequence[int]) -> list[tuple[int, ...]]:
@@ -319,7 +325,7 @@ def _counted(count: int, noun: str) -> str:
 def pinning_of(entry: ClusterEntry) -> Pinning:
     """Return the pinning of a running cluster's ranks, so that a restart puts them on the same devices."""
     spec = json.loads((entry.folder / "spec.json").read_text())
-    kind: Literal["gpu", "cpu"] = "gpu" if spec["device"] == "cuda" else "cpu"
+    kind: Literal["gpu", "cpu"] = "cpu" if spec["device"] == CPU else "gpu"
 
     def pins(saved: list[dict[str, Any]], first: int = 0) -> tuple[Pin, ...]:
         return tuple(
@@ -328,9 +334,8 @@ def pinning_of(entry: ClusterEntry) -> Pinning:
         )
 
     ranks = pins(spec["pins"])
-    backend: Literal["nccl", "gloo"] = "nccl" if spec["backend"] == "nccl" else "gloo"
     spares, retired = pins(spec["spares"], len(ranks)), pins(spec["retired"])
-    return Pinning(ranks, backend, spares=spares, retired=retired)
+    return Pinning(ranks, spec["backend"], spares=spares, retired=retired)
 
 
 def repinned(entry: ClusterEntry) -> ClusterEntry:

@@ -1,7 +1,9 @@
 """Ask the CUDA driver about its devices, in a separate process: no CUDA library is loaded into the notebook's process.
 
-nvidia-smi shows GPUs even if CUDA does not start (a library missing in a container, a fabric manager that does not
-run). In containers that have GPUs but no nvidia-smi, only the driver can list them.
+It is asked for two things that NVML, and so nvidia-smi and nvidia-ml-py, cannot tell. NVML never starts CUDA: it shows
+GPUs even if cuInit fails (a library missing in a container, a fabric manager that does not run), and has no error to
+tell. And a container that is granted only the driver's "compute" part has libcuda, but neither NVML nor nvidia-smi.
+Only the driver can list its GPUs, so names, memory and compute capability are asked of it too.
 """
 
 from __future__ import annotations

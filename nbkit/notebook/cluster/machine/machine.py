@@ -49,6 +49,11 @@ class TorchBuild:
         return "CUDA" if self.cuda else "ROCm" if self.hip else "XPU" if self.xpu else "the CPU"
 
     @property
+    def target(self) -> str:
+        """Return the kind, and for CUDA its version."""
+        return f"{self.kind} {self.cuda}".strip()
+
+    @property
     def is_official(self) -> bool:
         """Return True if it has the same architectures as PyTorch's own wheels for its CUDA version."""
         return bool(_OFFICIAL.fullmatch(self.version))
@@ -96,30 +101,30 @@ _ERRORS = {
 _LIBRARY_MISSING = "in a container, docker run -e NVIDIA_DRIVER_CAPABILITIES=compute,utility; else install it"
 
 
-def unfit(gpu: Gpu, *, torch: TorchBuild, cuda: CudaDriver | None, driver: str) -> Unfit | None:
+def unfit(gpu: Gpu, *, build: TorchBuild, cuda: CudaDriver | None, driver: str) -> Unfit | None:
     """Return why no rank can compute on `gpu`, None if there is no reason.
 
     driver: version of NVIDIA's driver, or "".
     """
-    if not torch.version:
+    if not build.version:
         return gpu.unfit  # what to install is said elsewhere
-    if not torch.cuda:
-        return Unfit(f"torch {torch.version} is built for {torch.kind}", _a_cuda_build(cuda))
+    if not build.cuda:
+        return Unfit(f"torch {build.version} is built for {build.kind}", _a_cuda_build(cuda))
     # A driver that fits no GPU comes first, then a reason about this GPU, then CUDA's error for all GPUs.
-    return _driver_unfit(torch, cuda, driver) or gpu.unfit or _error_of(cuda) or _too_old_or_new(gpu, torch)
+    return _driver_unfit(build, cuda, driver) or gpu.unfit or _error_of(cuda) or _too_old_or_new(gpu, build)
 
 
-def _driver_unfit(torch: TorchBuild, cuda: CudaDriver | None, driver: str) -> Unfit | None:
+def _driver_unfit(build: TorchBuild, cuda: CudaDriver | None, driver: str) -> Unfit | None:
     if cuda is None:
         return None
     if cuda.version is None:
         return Unfit(cuda.error, _LIBRARY_MISSING)
-    needed, known = release(torch.cuda), cuda.version
+    needed, known = release(build.cuda), cuda.version
     # Within a major release, any driver runs it ("minor version compatibility").
     if needed[0] <= known[0]:
         return None
     named = f"the driver {driver}".strip()
-    why = f"{named} knows CUDA {_dotted(known)} and torch {torch.version} is built for CUDA {torch.cuda}"
+    why = f"{named} knows CUDA {_dotted(known)} and torch {build.version} is built for CUDA {build.cuda}"
     return Unfit(why, _newer_driver(needed[0], known[0]))
 
 
@@ -130,14 +135,14 @@ def _error_of(cuda: CudaDriver | None) -> Unfit | None:
     return Unfit(f"CUDA does not start: {cuda.error} ({cuda.code})", fix)
 
 
-def _too_old_or_new(gpu: Gpu, torch: TorchBuild) -> Unfit | None:
-    if gpu.capability is None or not torch.is_official:
+def _too_old_or_new(gpu: Gpu, build: TorchBuild) -> Unfit | None:
+    if gpu.capability is None or not build.is_official:
         return None
-    has, built = f"compute capability {_dotted(gpu.capability)}", release(torch.cuda)[:2]
+    has, built = f"compute capability {_dotted(gpu.capability)}", release(build.cuda)[:2]
     if gpu.capability < _TURING and built >= _SPLIT:
-        return Unfit(f"torch {torch.version} has no code for {has}", _install("12.6"))
+        return Unfit(f"torch {build.version} has no code for {has}", _install("12.6"))
     if gpu.capability >= _BLACKWELL and built < _SPLIT:
-        return Unfit(f"torch {torch.version} has no code for {has}", _install("13"))
+        return Unfit(f"torch {build.version} has no code for {has}", _install("13"))
     return None
 
 
@@ -440,7 +445,7 @@ class Machine:
         known = {device.uuid: device.capability for device in (self.cuda.devices if self.cuda else ())}
         full = (replace(gpu, near=self.near.get(gpu.bus, ()), capability=known.get(gpu.uuid)) for gpu in found)
         return tuple(
-            replace(gpu, unfit=unfit(gpu, torch=self.torch, cuda=self.cuda, driver=self.survey.driver)) for gpu in full
+            replace(gpu, unfit=unfit(gpu, build=self.torch, cuda=self.cuda, driver=self.survey.driver)) for gpu in full
         )
 
     def _counted_by_cuda(self) -> tuple[Gpu, ...]:

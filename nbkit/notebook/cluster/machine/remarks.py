@@ -77,7 +77,7 @@ def _nvidia(machine: Machine) -> Iterator[Remark]:
         yield Remark("nvidia-smi", seen, _ON_CPU, hint, "start")
     elif on_bus and not machine.gpus:
         # A torch that cannot use them shows that nobody intends to.
-        told: Told = "start" if machine.torch.cuda else "doctor"
+        told: Told = "start" if machine.torch.kind == "CUDA" else "doctor"
         count = _many(len(on_bus), "NVIDIA GPU")
         if machine.is_container:
             hint = "To use them: docker run --gpus all; in Kubernetes, a limit of nvidia.com/gpu"

@@ -76,7 +76,7 @@ class ShardReader:
                         f"Shard {self._shard} of the data could not be read: {type(error).__name__}: {error}",
                         numbers=f"behind {self.index + len(found)} samples of reader {self.number} of "
                         f"{self.course.readers}, epoch {self.course.epoch}",
-                        hint="workers=0 reads without workers, and shows where",
+                        hint="loading=nbkit.Loading(workers=0) reads without workers, and shows where",
                     ) from error
                 found += some
                 if len(found) < count:

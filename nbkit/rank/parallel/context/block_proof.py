@@ -241,7 +241,11 @@ def _rules(
             failed = error
     said = " ".join(f"{type(failed).__name__}: {failed}".split()) if failed else "it gives NaN"
     recomputed = "Checkpoint" in type(failed).__name__
-    hint = "turn off the model's own activation checkpointing: recompute=True does the same" if recomputed else ""
+    hint = (
+        "turn off the model's own activation checkpointing: compute=nbkit.Compute(recompute=True) does the same"
+        if recomputed
+        else ""
+    )
     raise _Differs(
         refusal(f"The block {called.name!r} does not run on a part of the positions.", said[:300], hint), where
     )

@@ -168,7 +168,7 @@ def context_parallel(
         raise StrategyError(
             "Context parallelism needs the model's chain of blocks, and none is known.",
             numbers=f"cp={axes.size('cp')}",
-            hint="stages=[...] names them; or a strategy without cp",
+            hint="hints=nbkit.ModelHints(stages=[...]) names them; or a strategy without cp",
         )
     if tried is None:
         check_attention(module, tried=False)

@@ -241,7 +241,7 @@ class _Part:
             raise refusal(
                 "The model recomputes what is between its blocks in a way that hides which parameters it uses.",
                 "torch.utils.checkpoint with use_reentrant=True",
-                "use_reentrant=False, or recompute=True of the Trainer",
+                "use_reentrant=False, or compute=nbkit.Compute(recompute=True)",
             )
         leaves = (id(getattr(node, "variable", None)) for node in nodes)
         return {self.params[leaf] for leaf in leaves if leaf in self.params}

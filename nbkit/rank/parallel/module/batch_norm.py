@@ -218,13 +218,13 @@ def check_level(total: int, *, ranks: int, microbatch_size: int | None, parts: P
         raise TrainingError(
             "The ranks would make unequal numbers of forwards, and BatchNorm waits for all of them in each.",
             numbers=numbers,
-            hint="drop_last=True",
+            hint="loading=nbkit.Loading(drop_last=True)",
         )
     if forwards[1] > 1:
         raise TrainingError(
             "BatchNorm would see one micro-batch at a time, not the whole batch.",
             numbers=numbers,
-            hint="microbatch_size=None; or nn.GroupNorm or nn.LayerNorm; or module.eval() on it",
+            hint="compute=nbkit.Compute(microbatch_size=None); or nn.GroupNorm or nn.LayerNorm; or module.eval() on it",
         )
 
 

@@ -38,7 +38,7 @@ from nbkit.rank.parallel.proof.observe import call_counts, gap, run_backward, te
 from nbkit.rank.parallel.proof.unchanged import Draws, set_evaluation, unchanged
 from nbkit.rank.torch_private import pytree
 
-_HINT = "stages=['...'] with the names of the modules that begin stages 1, 2, ..."
+_HINT = "hints=nbkit.ModelHints(stages=['...']) with the names of the modules that begin stages 1, 2, ..."
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.rank.comm.delegating_group import DelegatingGroup
-from nbkit.rank.device import accelerator
+from nbkit.rank.device import accelerator, is_device_backend
 from nbkit.rank.parallel.device_mesh import group_of
 from nbkit.schedules import Op
 
@@ -54,7 +54,7 @@ def ranks_of_edges(
     pipelines: Sequence[tuple[int, ...]], *, always: bool = False
 ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
     """Yield (axis, the ranks of each group along it) of `edge_groups`, in the order in which they are made."""
-    if len(pipelines[0]) == 1 or not (always or dist.get_backend() == "nccl"):
+    if len(pipelines[0]) == 1 or not (always or is_device_backend(dist.get_backend())):
         return
     for a, b in _pairs(len(pipelines[0])):
         for axis in ("pp up", "pp down"):

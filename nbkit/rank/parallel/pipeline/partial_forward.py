@@ -174,7 +174,7 @@ class StageBoundaries:
                 raise StrategyError(
                     f"{self.blocks[number]} is called outside of a stage's forward.",
                     numbers="by the model's own activation checkpointing, or by hand",
-                    hint="turn off the model's own; recompute=True of the Trainer does the same",
+                    hint="turn off the model's own; compute=nbkit.Compute(recompute=True) does the same",
                 )
             return proceed(*args, **kwargs)
         if number is not None:
@@ -213,7 +213,8 @@ class StageBoundaries:
         return StrategyError(
             f"The model's forward did not come to {name} next, as it did when the stages were made.",
             numbers=f"the last block called was {self.blocks[self._at] or 'none'}",
-            hint="stages=[...] with modules that every forward calls once, in training and in evaluation",
+            hint="hints=nbkit.ModelHints(stages=[...]) with modules that every forward calls once, in training "
+            "and in evaluation",
         )
 
     def _exchange(self, number: int, args: Any, kwargs: Any) -> Any:
@@ -255,7 +256,7 @@ class StageBoundaries:
             raise StrategyError(
                 f"{self.blocks[number]} is not called with the arguments with which the stages were made.",
                 numbers=f"no tensor at {', '.join(missing)} of (args, kwargs)",
-                hint="call the model in one way, or stages=[...] with other modules",
+                hint="call the model in one way, or hints=nbkit.ModelHints(stages=[...]) with other modules",
             )
         return arrived | {path: self._given[at] for path, at in entry.kept.items() if at in self._given}
 

@@ -185,7 +185,7 @@ class _Surgery:
             raise StrategyError(
                 f"LoRA around an nn.MultiheadAttention is not split: {pair.owner}.",
                 numbers=f"{self.team.size} ranks along tp",
-                hint=f"tp_plan={{'{pair.owner}': 'replicate'}}; or a strategy without tp",
+                hint=f"hints=nbkit.ModelHints(tp_plan={{'{pair.owner}': 'replicate'}}); or a strategy without tp",
             )
         self._cut(cuts_of_packed(part, pair.inner))
         put_around(part, SplitAttention, _link=link, _heads=pair.heads)

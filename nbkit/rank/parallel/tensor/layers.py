@@ -51,7 +51,7 @@ def put_around(module: nn.Module, kind: type[Around], **state: Any) -> None:
         raise StrategyError(
             f"The forward of a {type(module).__name__} was replaced on the object itself, past its class.",
             numbers="the tensor axis cannot split what it computes",
-            hint="subclass it; or tp_plan={'<that module>': 'replicate'}",
+            hint="subclass it; or hints=nbkit.ModelHints(tp_plan={'<that module>': 'replicate'})",
         )
     wrap(module, kind(module, **state))
 
@@ -291,7 +291,7 @@ class Owner(Around):
             raise StrategyError(
                 f"A {type(self.module).__name__} uses the weight of a linear map without calling the map.",
                 numbers="of a pair split over the tensor axis, only one side was called",
-                hint="tp_plan={'<its maps>': 'replicate'}; or call the modules",
+                hint="hints=nbkit.ModelHints(tp_plan={'<its maps>': 'replicate'}); or call the modules",
             )
         return out
 

@@ -25,7 +25,10 @@ from nbkit.rank.rng.draw_plan import extent
 
 _POINTWISE = (nn.Dropout, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Mish)
 _MIXING = ("conv", "pool", "embed", "batchnorm", "groupnorm", "instancenorm", "rnn", "lstm", "gru", "softmax", "fft")
-_HINT = "tp_plan={'<the maps of its attention>': 'replicate'} leaves the positions of the blocks whole"
+_HINT = (
+    "hints=nbkit.ModelHints(tp_plan={'<the maps of its attention>': 'replicate'}) leaves the positions of "
+    "the blocks whole"
+)
 
 
 @dataclass

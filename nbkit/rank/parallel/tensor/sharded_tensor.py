@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nbkit.errors import TrainingError
+from nbkit.rank.device import kind_names
 from nbkit.rank.parallel.tensor.collectives import copy_to, gather_from, gather_seq, split_to
 from nbkit.rank.torch_private import assert_async, tree_leaves, tree_map_only, without_subclasses
 from nbkit.tensor_layout import bounds
@@ -358,7 +359,7 @@ def _blank(x: PositionShard) -> Tensor:
 
 
 _ONE = (
-    *("float", "double", "half", "bfloat16", "to", "type_as", "contiguous", "clone", "detach", "cpu", "cuda"),
+    *("float", "double", "half", "bfloat16", "to", "type_as", "contiguous", "clone", "detach", "cpu", *kind_names()),
     *("neg", "abs", "exp", "log", "sqrt", "rsqrt", "square", "tanh", "sigmoid", "relu", "gelu", "silu", "__neg__"),
     *("dropout", "requires_grad_"),
 )
@@ -434,7 +435,10 @@ class VocabShard(ShardedTensor):
     """Logits whose dim `along` (mostly the last) is split over `group`."""
 
     called, to_gather = "logits", "logits = logits + 0"
-    way_out = "logits = logits + 0 first, which gathers them; or tp_plan={'<the head>': 'colwise_gather'}"
+    way_out = (
+        "logits = logits + 0 first, which gathers them; or hints=nbkit.ModelHints(tp_plan={'<the head>': "
+        "'colwise_gather'})"
+    )
 
     @staticmethod
     def __new__(cls, part: Tensor, group: dist.ProcessGroup, total: int, along: int = -1) -> VocabShard:
@@ -559,7 +563,7 @@ _ONE_TENSOR = (
     "detach",
     "clone",
     "cpu",
-    "cuda",
+    *kind_names(),
     "tanh",
 )
 

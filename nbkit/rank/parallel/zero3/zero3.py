@@ -196,7 +196,8 @@ class OutOfOrder(TrainingError):
         super().__init__(
             f"{unit!r} {how}.",
             numbers=f"zero=3 gathers in the order {', '.join(order[:8])}{', ...' * (len(order) > 8)}",
-            hint="strategy='zero2', which gathers nothing; or a batch to see the order with beforehand: example=batch "
+            hint="strategy='zero2', which gathers nothing; or a batch to see the order with beforehand: "
+            "hints=nbkit.ModelHints(example=batch) "
             "of nbkit.prepare, data that can be indexed of a Trainer",
         )
         self.unit, self.again = unit, again

@@ -28,8 +28,9 @@ class Autosave:
 
     def __init__(self, job: Job, loop: LoopSettings) -> None:
         self._job, self._loop = job, loop
-        self._keep = retention.Keep.of(loop.keep)
-        self._seconds = loop.save_seconds
+        limits = loop.checkpoints.limits
+        self._keep = None if limits is None else retention.Keep(*limits)
+        self._seconds = loop.checkpoints.seconds
         self._told, self._unsaved_s = False, 0.0
         self.last = LastCheckpoint()
         self.pending: Future[Checkpointed] | None = None
@@ -37,12 +38,12 @@ class Autosave:
     @property
     def folder(self) -> Path:
         """The directory of automatic saves."""
-        return Path(self._loop.save_path or (self._job.run_dir or Path()) / "checkpoint")
+        return Path(self._loop.checkpoints.path or (self._job.run_dir or Path()) / "checkpoint")
 
     def begin(self) -> None:
         """Begin a `fit`, or go on with it after ranks were replaced. Collective if saves are due by time."""
         self.collect()
-        if self._loop.save_steps or self._loop.save_seconds:
+        if self._loop.checkpoints.every:
             self._job.builder.template.check_saves(self._job.strategy)
         if self._loop.saves_if_detached:
             self._seconds = seconds_of(DETACHED_SAVE_EVERY) if DETACHED.get() else None
@@ -57,7 +58,7 @@ class Autosave:
         Called before a step is made, since checkpoints saved there could not be read.
         """
         job, loop = self._job, self._loop
-        if job.world_size > 1 and (loop.save_steps or loop.save_seconds is not None):
+        if job.world_size > 1 and loop.checkpoints.every:
             gather = partial(all_gather_objects, world_size=job.world_size, device=job.device)
             check_shared(self.folder, rank=job.rank, gather=gather)
 
@@ -68,7 +69,7 @@ class Autosave:
     def after_step(self) -> None:
         """Save if a checkpoint is due. Collective."""
         self.collect()
-        step, every = self._job.step, self._loop.save_steps
+        step, every = self._job.step, self._loop.checkpoints.steps
         if (self._seconds is not None and self._unsaved_s >= self._seconds) or (every and step % every == 0):
             try:
                 self.save(self.folder if self._keep is None else retention.place(self.folder, step), beside=True)
@@ -77,8 +78,8 @@ class Autosave:
 
     def save_at_end(self) -> str:
         """Save to the directory of automatic saves, even if none is due. Return the result in words. Collective."""
-        if self._loop.save_path is None and self._job.run_dir is None:
-            return "not saved: there is neither log_dir nor save_path"
+        if self._loop.checkpoints.path is None and self._job.run_dir is None:
+            return "not saved: there is neither log_dir= nor a path= of nbkit.Checkpoints"
         path = self.folder if self._keep is None else retention.place(self.folder, self._job.step)
         try:
             self.save(path, beside=False)
@@ -120,7 +121,7 @@ class Autosave:
         own = self.folder in (outcome.path, outcome.path.parent)
         if own and self._loop.saves_if_detached and self._seconds is not None and not self._told:
             self._told = True
-            every = f"every {DETACHED_SAVE_EVERY} in a detached cell (save_every=False: never)"
+            every = f"every {DETACHED_SAVE_EVERY} in a detached cell (nbkit.Checkpoints(every=False): never)"
             self._print(f"saved to {outcome.path}, as {every}")
 
     def loaded(self, path: str | Path) -> None:
@@ -142,16 +143,16 @@ class Autosave:
         job, loop = self._job, self._loop
         if asked != "auto":
             raise TrainingError(f"There is no resume {asked!r}.", numbers="'auto', None", hint="trainer.load(path)")
-        if loop.save_path is None and (not loop.name or job.run_dir is None):
+        if loop.checkpoints.path is None and (not loop.name or job.run_dir is None):
             raise TrainingError(
                 "Nobody can say which checkpoints are of this training: its directory is another one each time.",
-                numbers=f"save_path=None, name={loop.name!r}",
-                hint="save_path='checkpoints'   or   name='gpt'",
+                numbers=f"checkpoints={loop.checkpoints!r}, name={loop.name!r}",
+                hint="checkpoints=nbkit.Checkpoints(path='checkpoints')   or   name='gpt'",
             )
         paths: list[list[Path]] = [[]]
         if job.rank == 0:
             named = [] if not loop.name or job.run_dir is None else retention.of_runs(job.run_dir.parent, loop.name)
-            paths = [retention.found(named if loop.save_path is None else [Path(loop.save_path)])]
+            paths = [retention.found(named if loop.checkpoints.path is None else [Path(loop.checkpoints.path)])]
         if job.world_size > 1:
             dist.broadcast_object_list(paths, src=0, device=job.device)
         for path in paths[0]:

@@ -219,7 +219,8 @@ def not_shared(folders: Sequence[str], ranks: Sequence[int]) -> TrainingError:
     return TrainingError(
         "A checkpoint cannot be written here: the ranks do not share this folder, and none could read it.",
         numbers=f"rank 0 does not see what {named} wrote: {where if first != other else f'{first!r} is not shared'}",
-        hint="an absolute path on a file system that all hosts share: trainer.save('/shared/NAME'), save_path=",
+        hint="an absolute path on a file system that all hosts share: trainer.save('/shared/NAME'), "
+        "checkpoints=nbkit.Checkpoints(path='/shared/NAME')",
     )
 
 
@@ -277,7 +278,7 @@ def opened(
 ) -> Saved:
     """Return the checkpoint at `path`, of this model and this optimizer's groups. Collective; changes nothing.
 
-    It is one of nbkit's, or one of torch.distributed.checkpoint in a known layout: see torch_reader.py, and LoadTarget
+    It is one of nbkit's, or one of torch.distributed.checkpoint in a known layout: see torch_layouts.py, and LoadTarget
     there for seed and place_after. Raises TornCheckpoint on every rank if it cannot be read or is not whole, and
     TrainingError if it does not fit.
     Each rank reads all that it will need, without keeping it. So damage is found before anything is changed.
@@ -289,7 +290,7 @@ def opened(
 
     def open_it() -> str:
         from nbkit.rank.train.checkpoint.dcp_io import DcpReader
-        from nbkit.rank.train.checkpoint.torch_reader import LoadTarget, TorchReader, is_from_elsewhere
+        from nbkit.rank.train.checkpoint.torch_layouts import LoadTarget, TorchReader, is_from_elsewhere
 
         foreign = is_from_elsewhere(Path(path))
         wanted = LoadTarget(names, groups, settings, seed, place_after)

@@ -10,15 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbkit.durations import seconds_of
-from nbkit.rank.train.argument_checks import check_counts
 from nbkit.rank.train.runs_dir import runs_named
 
 _NAMED = re.compile(r"step-\d+")
 _MANIFEST = ".metadata"
-
-Asked = int | str | tuple[int, str] | None
-"""The value of keep=: how many checkpoints stay, how old they get at most, or both."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +25,6 @@ class Keep:
 
     number: int | None
     seconds: float | None
-
-    @classmethod
-    def of(cls, asked: Asked) -> Keep | None:
-        """Return the limits of keep=; None for a single checkpoint, which each save replaces.
-
-        Raises TrainingError or UsageError.
-        """
-        if asked is None:
-            return None
-        number, age = asked if isinstance(asked, tuple) else (None, asked) if isinstance(asked, str) else (asked, None)
-        check_counts(keep=number)
-        return cls(number, None if age is None else seconds_of(age))
 
     def prune(self, folder: Path, newest: Path) -> None:
         """Delete the checkpoints of `folder` that exceed the limits, and remains of saves that were broken off."""

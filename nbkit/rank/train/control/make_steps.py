@@ -44,16 +44,16 @@ def make_steps(
         trainer.saves.check_shared()
     with (
         job.running(total=left, owner=trainer, arithmetic=str(trainer.arithmetic), joins=joins),
-        rebalancing.listening() if loop.balance else nullcontext(),
-        rescue(trainer, loop.on_oom) as memory,
-        hang_watch(loop.hang_timeout if replaceable else None, job.rank),
+        rebalancing.listening() if loop.recovery.balance else nullcontext(),
+        rescue(trainer, loop.recovery.on_oom) as memory,
+        hang_watch(loop.recovery.hang_timeout if replaceable else None, job.rank),
     ):
         trainer.saves.begin()
         # The same on all ranks, since these numbers also carry what they agree on at a boundary.
         told = bool(trainer._callbacks)
         job.ledger.at_once = told if joins else any_rank(told, device=job.device)
         if not joins:  # else the ranks have begun already
-            every = loop.backup_every
+            every = loop.recovery.backup_every
             job.backups.begin(0 if every is None and not _backed_up(left, replaceable) else every, say)
             job.back_up()
             trainer.snapshots.take()
@@ -67,7 +67,7 @@ def make_steps(
                     with memory.step():
                         make_step()
                         job.at_boundary()
-                        if loop.balance:
+                        if loop.recovery.balance:
                             rebalancing.act(job, trainer.arithmetic.total)
                     left = 0 if trainer.stops else left - 1
                 else:

@@ -188,7 +188,7 @@ class CostModel:
     def _of(self, strategy: Strategy, ranks: Iterable[int]) -> list[list[TrafficTerm]]:
         sizes = {one["weight"] for one in self.kinds.values()}
         arithmetic = self.fits(strategy)
-        accumulation = getattr(arithmetic, "accum", 1 if self.config.microbatch_size is None else None)
+        accumulation = getattr(arithmetic, "accum", 1 if self.config.compute.microbatch_size is None else None)
         if len(sizes) != 1 or accumulation is None or (self.facts.chain is None and strategy.zero == 3):
             return []
         weights, facts, sequence = self._weights(strategy), Facts(), False
@@ -269,7 +269,8 @@ class CostModel:
 
         All of it must be trained, in full precision and without recomputation.
         """
-        alike = len(self.trained) == len(self.kinds) and self.config.precision is None and not self.config.recompute
+        plain = self.config.precision is None and not self.config.compute.recompute
+        alike = len(self.trained) == len(self.kinds) and plain
         return transformer_facts(self.facts, self.options) if alike else Facts()
 
 

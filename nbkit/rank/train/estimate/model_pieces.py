@@ -35,6 +35,7 @@ from nbkit.rank.train.estimate.state_bytes import StateBytes
 from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy
+from nbkit.trainer_options import ModelHints
 
 LARGEST = 4 << 30
 """Largest model that is run here, in bytes of parameters."""
@@ -82,7 +83,7 @@ def describe(
     example = take(example, 0, min(_ROWS, rows_of(example)), rows=rows_of(example))
     say("runs two rows of the model")
     look = first_runs(module, example, inputs=inputs, loss=loss, parts=max(degrees, default=1))
-    config = TrainConfig(loss, inputs=inputs, precision=precision, example=example)
+    config = TrainConfig(loss, inputs=inputs, precision=precision, hints=ModelHints(example=example))
     runs = config.model_example.runs(module, look.short, torch.device("cpu"))
     with torch.no_grad():
         weigh(

@@ -204,8 +204,8 @@ def trace(
 ) -> ModelTrace:
     """Measure the pieces of the model on a rank of these axes. See `ModelFacts.block_names` for the pieces.
 
-    config.example: a batch, with any number of rows. rows: of the smaller run; the larger has twice as many. real:
-    compute on the CPU with random weights. Raises what the model raises; StrategyError for what cannot be split.
+    config.hints.example: a batch, with any number of rows. rows: of the smaller run; the larger has twice as many.
+    real: compute on the CPU with random weights. Raises what the model raises; StrategyError for what cannot be split.
     """
     runs = []
     for count in (rows, 2 * rows):
@@ -213,8 +213,8 @@ def trace(
         made = cut(plan, lone_connections(tp, cp), device=torch.device("cpu"))
         with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
             module = _filled(made, real=real)
-            held = rows_of(config.example)
-            batch = pick(config.example, [i % held for i in range(count)], rows=held)
+            held = rows_of(config.hints.example)
+            batch = pick(config.hints.example, [i % held for i in range(count)], rows=held)
             batch = tree_map_only(Tensor, lambda t: t.clone() if real else torch.empty_like(t), batch)
             runs.append(_Run(module, facts, options, config, batch, count))
     first, second = runs

@@ -92,11 +92,11 @@ class PeakBytes:
         costs = self.facts.costs or (1.0,) * len(pieces)
         ranges = place(costs, strategy) if strategy.pp > 1 else [[(0, len(pieces))]]
         rows = max(stop - start for start, stop in strategy.rows(batch))
-        size = microbatch_size or self.builder.config.microbatch_size
+        size = microbatch_size or self.builder.config.compute.microbatch_size
         micros = min(strategy.microbatches or -(-rows // (size or rows)), rows)
         rest = self.census.at_rest(strategy)
         ranks = strategy.mesh.ranks("pp", 0)
-        again = self.builder.config.recompute if self.recompute is None else self.recompute
+        again = self.builder.config.compute.recompute if self.recompute is None else self.recompute
         weights = [self.weights(strategy, own, traced.partial) for own in ranges]
         return [
             peak(

@@ -89,12 +89,12 @@ def ordered(builder: Builder, strategy: Strategy) -> Strategy:
 
 def _batch(builder: Builder) -> int:
     config = builder.config
-    return config.batch or (rows_of(config.example) if config.example is not None else 0)
+    return config.batch or (rows_of(config.hints.example) if config.hints.example is not None else 0)
 
 
 def _cost_model(builder: Builder, batch: int) -> CostModel:
     def fits(strategy: Strategy) -> BatchSplit:
-        return BatchSplit.of(batch, strategy, microbatch_size=builder.config.microbatch_size)
+        return BatchSplit.of(batch, strategy, microbatch_size=builder.config.compute.microbatch_size)
 
     return CostModel(builder, builder.template.kinds(builder.skeleton), fits)
 
@@ -103,7 +103,9 @@ def _found(builder: Builder) -> Recommended:
     batch = _batch(builder)
     if not batch:
         raise StrategyError(
-            "strategy='auto' has to know a batch.", numbers="no example= was given", hint="prepare(..., example=batch)"
+            "strategy='auto' has to know a batch.",
+            numbers="no example= was given",
+            hint="prepare(..., hints=nbkit.ModelHints(example=batch))",
         )
 
     model = _cost_model(builder, batch)
@@ -133,7 +135,7 @@ def _found(builder: Builder) -> Recommended:
             numbers=f"{least[1]} holds least: {least[0] / 1e6:,.1f} MB at the peak, {room}"
             if least is not None
             else f"{len(every)} strategies, each refused",
-            hint="a smaller batch_size, recompute=True, or more ranks",
+            hint="a smaller batch_size, compute=nbkit.Compute(recompute=True), or more ranks",
         )
     first = fastest({row: row[2] for row in rows if row[2] is not None}) or rows[0]
     return Recommended(first[0], first[1], limit, first[2], len(every), len(rows))

@@ -200,7 +200,7 @@ def measure_peaks(job: Job) -> Iterator[None]:
 
     A pair takes about a second. Yield once if anything was found.
     """
-    if job.config.example is None:
+    if job.config.hints.example is None:
         return
     axes = sorted({(one.tp, one.cp) for one in Strategy.every(job.world_size, schedules=("1f1b",))})
     if job.cost_model().peaks.measure(axes, job.builder.aside):

@@ -31,7 +31,7 @@ def seconds_before_a_step(
 
     recompute: blocks; None: as the builder does.
     """
-    link, costs, example = builder.link, builder.facts.costs, builder.config.example
+    link, costs, example = builder.link, builder.facts.costs, builder.config.hints.example
     if not costs or example is None:
         return None
     # The costs are a forward and a backward of each block, without recomputation.
@@ -91,7 +91,7 @@ def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: 
     """
     link, now, before = job.builder.link, job.strategy, job.builder.options.recompute
     again = before if recompute is None else recompute
-    if (link is not None and link.crowded) or (link is None and job.world_size > 1) or job.config.compile:
+    if (link is not None and link.crowded) or (link is None and job.world_size > 1) or job.config.compute.compile:
         return None
     if again != before and strategy.tp * strategy.cp > 1:
         return None  # what is sent once more is not counted
@@ -112,7 +112,7 @@ def predicted_step(job: Job, seen: CostModel, strategy: Strategy, *, recompute: 
 def unpredicted(job: Job) -> str:
     """Return why no step of any strategy is predicted, whatever is measured; "" if it is."""
     link = job.builder.link
-    if job.config.compile:
+    if job.config.compute.compile:
         return "what a compiled model takes is known when it has run"
     if link is None and job.world_size > 1:
         return "the links between the ranks were not measured"

@@ -47,7 +47,7 @@ class Setting:
     @classmethod
     def of(cls, job: Job, batch: int) -> Setting:
         """Return the setting in force."""
-        micro = BatchSplit.of(batch, job.strategy, microbatch_size=job.config.microbatch_size).micro
+        micro = BatchSplit.of(batch, job.strategy, microbatch_size=job.config.compute.microbatch_size).micro
         return cls(job.strategy, micro, job.builder.options.recompute, job.builder.offload)
 
     def changes(self, before: Setting) -> str:

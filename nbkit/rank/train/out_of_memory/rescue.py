@@ -71,7 +71,7 @@ def apply(job: Job, setting: Setting, batch: int) -> None:
         _configure(job, offload="cpu")
         job.builder.offload = True
     most = BatchSplit.of(batch, setting.strategy, microbatch_size=None).micro
-    if setting.strategy.pp == 1 and (setting.microbatch_size < most or job.config.microbatch_size is not None):
+    if setting.strategy.pp == 1 and (setting.microbatch_size < most or job.config.compute.microbatch_size is not None):
         _cut(job, setting)
     job.forget_estimates()
     job.switch(str(setting.strategy))
@@ -79,7 +79,9 @@ def apply(job: Job, setting: Setting, batch: int) -> None:
 
 
 def _configure(job: Job, **changed: object) -> None:
-    job.config = job.builder.config = replace(job.builder.config, **changed)  # type: ignore[arg-type]
+    config = job.builder.config
+    compute = replace(config.compute, **changed)  # type: ignore[arg-type]
+    job.config = job.builder.config = replace(config, compute=compute)
 
 
 def _cut(job: Job, setting: Setting) -> None:
@@ -202,17 +204,6 @@ def look(device: torch.device, levels: Sequence[int]) -> DeviceMemory:
 
 def _mb(size: float) -> str:
     return f"{size / 1e6:,.4g} MB"
-
-
-POLICIES = ("ask", "fit", "raise")
-
-
-def check_on_oom(on_oom: str | None) -> None:
-    """Raise TrainingError if `on_oom` is not a known answer to a lack of memory."""
-    if on_oom not in (None, *POLICIES):
-        raise TrainingError(
-            f"There is no on_oom {on_oom!r}.", numbers=", ".join(map(repr, POLICIES)), hint="on_oom='fit'"
-        )
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class OwnLoop:
         try:
             with self.job.running():
                 self._running = True
-                self.job.backups.begin(self.loop.backup_every, self._say)
+                self.job.backups.begin(self.loop.recovery.backup_every, self._say)
                 self.job.back_up()
                 yield
         finally:

@@ -350,7 +350,7 @@ class Backups:
         if most and self._say is not None:
             self._say(
                 f"no backups: they would take {most / 1e9:.3g} GB of a host's memory for each rank; a rank that dies "
-                "is replaced from the last checkpoint (backup_every=10: back up all the same)"
+                "is replaced from the last checkpoint (recovery=nbkit.Recovery(backup_every=10): back up all the same)"
             )
         return most > 0
 

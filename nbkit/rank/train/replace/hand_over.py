@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import agree
 from nbkit.rank.parallel.reshard.plain_attributes import Attributes, put, set_since
 from nbkit.rank.parallel.sharded_model import ShardedModel
+from nbkit.rank.telemetry.sinks import AbsentSink, InThread, Sink
 from nbkit.rank.train.builder import Blueprint
 from nbkit.rank.train.config import LastCheckpoint, LoopSettings
 from nbkit.rank.train.control.switch_plan import SwitchPlan
@@ -27,7 +29,7 @@ from nbkit.schedules import ScheduleType
 from nbkit.strategy import Strategy
 from nbkit.techniques import Key
 
-_HINT = "what a new process can import, or what a cell has defined; or on_failure='stop'"
+_HINT = "what a new process can import, or what a cell has defined; or recovery=nbkit.Recovery(on_failure='stop')"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class TrainingHandover:
     """A training as the survivors have it.
 
     It is the same on all of them, except for what a forward sets in the parts that it runs. attributes: of the model,
-    set since its strategy began. schedules, keys: those that the user has registered.
+    set since its strategy began. schedules, keys: those that the user has registered. sinks:
+    see `_sinks_for_new`.
     """
 
     blueprint: Blueprint
@@ -49,6 +52,7 @@ class TrainingHandover:
     attributes: Attributes
     schedules: Sequence[ScheduleType]
     keys: Sequence[Key]
+    sinks: Sequence[Sink]
 
     def job(self, like: Job | None = None) -> Job:
         """Return the job of the new process, without a sharded model.
@@ -69,7 +73,9 @@ class TrainingHandover:
     def trainer(self, job: Job) -> Trainer | OwnLoop:
         """Return the Trainer of the new process, once `job` has started. Collective: see Trainer.joining."""
         kind = Trainer if self.loop.data is not None else OwnLoop
-        return kind.joining(job, self.loop, run_dir=self.run_dir, saved=self.saved)
+        joined = kind.joining(job, self.loop, run_dir=self.run_dir, saved=self.saved)
+        job.listen(self.sinks, name=self.loop.name)
+        return joined
 
 
 def hand_over(
@@ -91,7 +97,7 @@ def hand_over(
 
     def pack() -> None:
         if rank == source and trainer is not None and newcomers:
-            packed[0] = packed_for_new(trainer, strategy or trainer.job.strategy)
+            packed[0] = packed_for_new(trainer, strategy or trainer.job.strategy, first=0 in newcomers)
 
     def unpack() -> None:
         if rank in newcomers:
@@ -120,12 +126,12 @@ def handed_by(trainer: Trainer | OwnLoop, strategy: Strategy) -> TrainingHandove
     attributes = {at: value for at, value in attributes.items() if at not in job.builder.facts.caches}
     return TrainingHandover(
         job.builder.blueprint, loop, job.plan, strategy, switches, at, job.seed, saved, attributes,
-        schedules.registered(), techniques.registered(),
+        schedules.registered(), techniques.registered(), job.sinks,
     )  # fmt: skip
 
 
-def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:
-    """Return the bytes that `hand_over` sends.
+def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy, *, first: bool = False) -> bytes:
+    """Return the bytes that `hand_over` sends. first: rank 0 is a new process.
 
     Raises TrainingError for data that cannot begin again, for state of the model that cannot be given to a new process,
     and for what cannot be pickled.
@@ -143,14 +149,36 @@ def packed_for_new(trainer: Trainer | OwnLoop, strategy: Strategy) -> bytes:
         raise TrainingError(
             f"The model or the loss keeps {', '.join(map(repr, lost[:3]))}, which a new process cannot be given.",
             numbers="changed in each pass, and read in the next",
-            hint="register_buffer, which it is given; or on_failure='stop'",
+            hint="register_buffer, which it is given; or recovery=nbkit.Recovery(on_failure='stop')",
         )
     try:
-        return dumps(handed_by(trainer, strategy))
+        return dumps(replace(handed_by(trainer, strategy), sinks=_sinks_for_new(job, first=first)))
     except Exception:
         named: dict[str, Any] = {"model": job.builder.skeleton, "optimizer": blueprint.template}
         _name_unpicklable(named | vars(loop) | vars(blueprint.config))
         raise
+
+
+def _sinks_for_new(job: Job, *, first: bool) -> list[Sink]:
+    """Return what a new process gets of the sinks: this rank's own, which are not open; rank 0 keeps its open ones.
+
+    first: the new process is rank 0, so warn of sinks that it does not get.
+    """
+    sinks = list[Sink]()
+    for sink in job.sinks:
+        why = "no rank that is left has it"
+        if job.rank != 0 and not isinstance(sink, AbsentSink):
+            try:
+                dumps(sink)
+                sinks.append(sink)
+                continue
+            except Exception as error:
+                why = f"it cannot be given to a new process: {type(error).__name__}: {error}"
+        name = sink.name if isinstance(sink, AbsentSink | InThread) else type(sink).__name__
+        sinks.append(AbsentSink(name))
+        if first:
+            warnings.warn(f"nothing more is given to the sink {name}: rank 0 is a new process; {why}", stacklevel=2)
+    return sinks
 
 
 def _name_unpicklable(named: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nbkit.errors import TrainingError
 from nbkit.rank.comm import delegating_group
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.replace import resume_fit
@@ -21,17 +20,6 @@ from nbkit.rank.world.activity import activity
 
 _LOOKS = 10  # checks within the time after which a rank counts as waiting
 _LEAST_SECONDS = 0.05
-
-
-def check_hang_timeout(hang_timeout: float | None) -> None:
-    """Raise TrainingError if `hang_timeout` is neither None nor a positive number of seconds."""
-    if hang_timeout is None or (isinstance(hang_timeout, int | float) and hang_timeout > 0):
-        return
-    raise TrainingError(
-        "hang_timeout is a number of seconds, more than 0.",
-        numbers=f"hang_timeout={hang_timeout!r}",
-        hint="hang_timeout=60",
-    )
 
 
 @contextmanager

@@ -137,7 +137,11 @@ def newest(everyone: Sequence[Holding], strategy: Strategy, builder: Builder) ->
         why = why or f"step {step}: {lacking}"
     finished = ", ".join("new" if each.finished is None else str(each.finished) for each in everyone)
     path = next((each.saved.path for each in everyone if each.saved is not None and each.saved.path), "path")
-    unkept = "" if any(each.asked != 0 for each in everyone) else "; backup_every=1 keeps it with another rank"
+    unkept = (
+        ""
+        if any(each.asked != 0 for each in everyone)
+        else "; recovery=nbkit.Recovery(backup_every=1) keeps it with another rank"
+    )
     raise TrainingError(
         f"What the ranks that died held of the training under {strategy} is nowhere else.",
         numbers=f"finished steps of ranks 0-{len(everyone) - 1}: {finished}; missing of {why or 'every step'}",
@@ -398,5 +402,9 @@ def _built(
         state = job_state.state(sharded_model, inner)
         made.append(_Built(sharded_model, inner, with_memory(state, sharded_model.data.tensors(), spaces, live)))
 
-    agree(build, what="The training could not be built anew beside a new process.", hint="on_failure='stop'")
+    agree(
+        build,
+        what="The training could not be built anew beside a new process.",
+        hint="recovery=nbkit.Recovery(on_failure='stop')",
+    )
     return made[0]

@@ -30,18 +30,6 @@ from nbkit.records.events import Replaced
 
 Trainer = Any  # nbkit.rank.train.trainer's, which imports this file
 
-POLICIES = ("replace", "shrink", "stop")
-
-
-def check_policy(on_failure: str) -> None:
-    """Raise TrainingError if `on_failure` is not one of POLICIES."""
-    if on_failure not in POLICIES:
-        raise TrainingError(
-            f"There is no on_failure {on_failure!r}.",
-            numbers=", ".join(map(repr, POLICIES)),
-            hint="on_failure='replace'",
-        )
-
 
 @dataclass(frozen=True)
 class FitRange:
@@ -56,7 +44,7 @@ class FitRange:
 
     def without(self, trainer: Trainer, dead: int) -> FitRange:
         """Return the range after `dead` ranks have died and were replaced."""
-        return replace(self, fewer=self.fewer + dead * (trainer.loop.on_failure == "shrink"))
+        return replace(self, fewer=self.fewer + dead * (trainer.loop.recovery.on_failure == "shrink"))
 
 
 def span_of(trainer: Trainer, steps: int | None, until: int | None) -> FitRange:
@@ -315,7 +303,10 @@ def _take_back(trainer: Trainer, torn: TrainingError) -> None:
 
 
 def _named(torn: TrainingError, saved: Any) -> TrainingError:
-    hint = "build the Trainer again: nothing is saved; backup_every=1 would have kept the step before"
+    hint = (
+        "build the Trainer again: nothing is saved; recovery=nbkit.Recovery(backup_every=1) would have kept "
+        "the step before"
+    )
     if saved is not None:
         hint = f"trainer.load({str(saved)!r})"
     return TrainingError(torn.what, numbers=torn.numbers, hint=hint)

@@ -24,6 +24,7 @@ from nbkit.rank.comm.agree import agree, all_gather_objects
 from nbkit.rank.device import accelerator
 from nbkit.rank.parallel.reshard.redistribute import Exchange
 from nbkit.rank.parallel.reshard.state_digest import digest
+from nbkit.rank.telemetry.sinks import Bus
 from nbkit.rank.train.builder import Builder
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.checkpoint.job_state import Everyone, JobState, by_name, everyone
@@ -224,6 +225,6 @@ def _shown_by(trainer: Trainer, new: Trainer) -> Trainer:
     job.optimizer = handle
     trainer.__dict__ = new.__dict__
     note(trainer)
-    left.backups, left.ledger.listeners[:] = job.backups, []
+    left.backups, left.ledger.bus = job.backups, Bus()
     free(states)
     return trainer

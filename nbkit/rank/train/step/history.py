@@ -19,6 +19,7 @@ from torch import Tensor
 from nbkit.errors import Stopped, TrainingError
 from nbkit.figures import unit_of
 from nbkit.rank.telemetry.phases import OUTSIDE, phase
+from nbkit.rank.telemetry.sinks import Bus
 from nbkit.rank.train import argument_checks
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.train.step.failure import failure_of
@@ -78,15 +79,24 @@ class Records(list[dict[str, Any]]):
             self[:-KEPT] = [record for record in self[:-KEPT] if not record["step"] % every]
 
 
+def _nothing(_: dict[str, Any]) -> None:
+    """Stand in for `History.after_step` in a loop of the user's own."""
+
+
 class History:
-    """Finished records, the steps whose numbers are not read yet, and the listeners."""
+    """Finished records, the steps whose numbers are not read yet, and the bus of the job's events.
+
+    after_step: called with the record of each finished step. Unlike a sink it is a part of the training: it may
+    communicate, and its errors end the run.
+    """
 
     def __init__(self, *, world_size: int, device: torch.device | str = "cpu") -> None:
         self.records = Records()
         self.paces = Paces()  # of strategies, whose records may be thinned out by now
         self.pending: deque[Pending] = deque()
         self.clock = Clock()
-        self.listeners: list[Callable[[Event], None]] = []
+        self.bus = Bus()
+        self.after_step: Callable[[dict[str, Any]], None] = _nothing
         self.step = 0
         self.at_once = False  # read numbers at the boundary right after their step, waiting for a device
         self.agreed = 0  # the newest request that all ranks hold
@@ -175,6 +185,8 @@ class History:
                 self._report(record)
             with self.clock.stopped():
                 self.emit(StepDone(record["step"], record=record))
+                if not self._silent:
+                    self.after_step(record)
         # A boundary serves requests even if another caller, such as save(), has read the numbers. The next step's
         # reduction may still ask about a request that was acted on after this one's.
         if act and self.agreed > step_boundary.inbox.acted:
@@ -247,7 +259,7 @@ class History:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Tell no listener of what happens inside."""
+        """Tell nobody of what happens inside."""
         outer, self._silent = self._silent, True
         try:
             yield
@@ -255,13 +267,12 @@ class History:
             self._silent = outer
 
     def emit(self, event: Event) -> None:
-        """Tell the job's listeners. They return at once; they must not wait or communicate."""
+        """Hand an event to the sinks."""
         if not self._silent:
-            for listener in self.listeners:
-                listener(event)
+            self.bus.emit(event)
 
     def ended_by(self, error: BaseException) -> str:
-        """Return why a run ends, in a word. A failure is told to the listeners too."""
+        """Return why a run ends, in a word. The sinks are told of a failure too."""
         if isinstance(error, Stopped | GeneratorExit):
             return "stopped"
         if (failure := failure_of(error, step=self.step)) is not None:

@@ -238,7 +238,7 @@ def offload(optimizer: torch.optim.Optimizer) -> None:
         raise TrainingError(
             f"offload= updates parameters some at a time, and nothing says that {kind.__name__} may be.",
             numbers=f"it is of {kind.__module__}; torch's own update each parameter by itself",
-            hint="torch.optim.AdamW, or offload=None",
+            hint="torch.optim.AdamW, or compute=nbkit.Compute(offload=None)",
         )
     update = optimizer.step
 

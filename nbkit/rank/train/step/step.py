@@ -85,7 +85,7 @@ class TrainingStep:
         self.sharded_model, self.optimizer, self.builder = sharded_model, optimizer, builder
         self.precision, self.ledger, self.integrity, self.seed = precision, ledger, integrity, seed
         self.backups = backups
-        self.microbatch_size = builder.config.microbatch_size
+        self.microbatch_size = builder.config.compute.microbatch_size
         self.rank, self.world_size, self.device = builder.rank, builder.world_size, builder.device
         self.reduced = False
         loss = reading_no_parameter(builder.config.loss, sharded_model.strategy, builder.module)

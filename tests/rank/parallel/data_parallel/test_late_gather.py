@@ -16,6 +16,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.data_parallel import zero1_2
 from nbkit.rank.parallel.data_parallel.buckets import all_gather
@@ -97,7 +98,13 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def trained(strategy: str, **changed: Any) -> Trainer:
     """Its buckets hold a few tensors each."""
     asked: dict[str, Any] = {"model": model, "loss": loss_of, "optimizer": adamw, "data": tokens(), "batch_size": BATCH}
-    return quiet(**(asked | {"strategy": strategy, "example": torch.zeros(2, 5, dtype=torch.long)} | changed))
+    return quiet(
+        **(
+            asked
+            | {"strategy": strategy, "hints": nbkit.ModelHints(example=torch.zeros(2, 5, dtype=torch.long))}
+            | changed
+        )
+    )
 
 
 def expected(steps: int = STEPS, held: bool = False) -> tuple[list[float], Tensor]:
@@ -156,7 +163,12 @@ def boundaries(world: Any, folder: str) -> dict[str, Any]:
     trainer = trained("zero1 bucket=1kb", switches=switches)
     trainer.fit(STEPS)
     found["switches"] = gap(trainer)
-    trainer = trained("zero1 bucket=1kb", save_path=folder, save_every=1, eval_data=tokens(6), eval_every=2, keep=9)
+    trainer = trained(
+        "zero1 bucket=1kb",
+        checkpoints=nbkit.Checkpoints(path=folder, every=1, keep=9),
+        eval_data=tokens(6),
+        eval_every=2,
+    )
     trainer.fit(STEPS)
     found["saved"] = gap(trainer)
     for step in (2, 5):
@@ -164,7 +176,7 @@ def boundaries(world: Any, folder: str) -> dict[str, Any]:
         other.load(place(Path(folder), step))
         other.fit(until=STEPS)
         found[f"loaded after {step}"] = gap(other)
-    trainer = trained("zero2 bucket=1kb", snapshot_every=2)
+    trainer = trained("zero2 bucket=1kb", checkpoints=nbkit.Checkpoints(snapshot_every=2))
     trainer.fit(5)
     found["rewound to"] = trainer.rewind(2)
     trainer.fit(until=STEPS)
@@ -243,7 +255,7 @@ def shown(world: Any) -> tuple[list[list[str]], float]:
     trainer = trained("zero1 bucket=1kb", loss=loss)
     clock.begin()
     try:
-        trainer.job.ledger.listeners.append(lambda event: clock.step(trainer.step))
+        trainer.job.ledger.after_step = lambda record: clock.step(trainer.step)
         trainer.fit(STEPS)
     finally:
         clock.end()

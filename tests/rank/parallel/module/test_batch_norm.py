@@ -99,7 +99,7 @@ def trained(recompute: bool = False) -> nbkit.Trainer:
         batch_size=6,  # the last batch has two rows on one rank, one on the other
         log_dir=None,
         progress=False,
-        recompute=recompute,
+        compute=nbkit.Compute(recompute=recompute),
     )
 
 
@@ -187,7 +187,7 @@ def evaluated_between(world: Any, images: Tensor, kinds: Tensor) -> list[float]:
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02),
         data=TensorDataset(images, kinds),
         batch_size=11,
-        shuffle=False,
+        loading=nbkit.Loading(shuffle=False),
         log_dir=None,
         progress=False,
     )

@@ -157,7 +157,7 @@ REST = [
     ("top two", ("zero1", "tp")),
     ("dense", ("zero2",)),
 ]
-CHANGED: dict[str, dict[str, Any]] = {"zero3": {"microbatch_size": 2}}
+CHANGED: dict[str, dict[str, Any]] = {"zero3": {"compute": nbkit.Compute(microbatch_size=2)}}
 
 
 def rows() -> list[tuple[Tensor, Tensor]]:
@@ -184,7 +184,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def made(model: Callable[[], nn.Module], strategy: str, **changed: Any) -> Trainer:
-    asked: dict[str, Any] = {"loss": loss, "optimizer": adamw, "data": rows(), "batch_size": BATCH, "shuffle": False}
+    asked: dict[str, Any] = {"loss": loss, "optimizer": adamw, "data": rows(), "batch_size": BATCH}
+    asked["loading"] = nbkit.Loading(shuffle=False)
     return Trainer(model=model, strategy=strategy, log_dir=None, progress=False, **(asked | changed))
 
 

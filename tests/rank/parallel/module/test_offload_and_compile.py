@@ -11,6 +11,7 @@ from models_zoo import ZOO, gpt
 from ranks import run_ranks
 from torch import Tensor, nn
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.parallel.module.compile import not_compiled
 from nbkit.rank.parallel.options import JobOptions
@@ -65,7 +66,7 @@ def offloaded(world: Any) -> dict[str, Any]:
 
     torch.optim.AdamW.step = counting  # type: ignore[method-assign]
     for place in (None, "cpu"):
-        job, warned = said(strategy="zero1", offload=place)
+        job, warned = said(strategy="zero1", compute=nbkit.Compute(offload=place))
         updated.clear()
         job.fit(3)
         parts = len(updated), sum(updated)
@@ -73,7 +74,7 @@ def offloaded(world: Any) -> dict[str, Any]:
         job.fit(2)
         found[place] = parts, [record["loss"] for record in job.history], warned
     with pytest.raises(TrainingError) as raised:
-        trainer(offload="cpu", optimizer=lambda model: Own(model.parameters(), lr=0.1))
+        trainer(compute=nbkit.Compute(offload="cpu"), optimizer=lambda model: Own(model.parameters(), lr=0.1))
     return {**found, "no": str(raised.value)}
 
 
@@ -92,7 +93,7 @@ def compiled(world: Any, strategy: str) -> dict[str, Any]:
 
     losses, layers = {}, 2 if "pp" in strategy else 1  # each block is compiled by itself
     for how in (False, "aot_eager"):
-        job = trainer(model=lambda: gpt(layers).double(), strategy=strategy, compile=how)
+        job = trainer(model=lambda: gpt(layers).double(), strategy=strategy, compute=nbkit.Compute(compile=how))
         job.fit(2)
         losses[how] = [record["loss"] for record in job.history]
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
@@ -100,8 +101,8 @@ def compiled(world: Any, strategy: str) -> dict[str, Any]:
     job.switch("tp")
     job.fit(1)
     split = not_compiled(JobOptions(compile=True), Strategy.parse("pp schedule=zb", 2))
-    _, under_tp = said(strategy="tp", compile=True)
-    _, dropping = said(model=lambda: gpt(2, dropout=0.1).double(), compile=True)
+    _, under_tp = said(strategy="tp", compute=nbkit.Compute(compile=True))
+    _, dropping = said(model=lambda: gpt(2, dropout=0.1).double(), compute=nbkit.Compute(compile=True))
     return {"losses": losses, "graphs": graphs, "breaks": breaks, "split": split, "tp": under_tp, "dropping": dropping}
 
 

@@ -56,7 +56,9 @@ def trained(world: Any, names: Sequence[str]) -> dict[str, tuple[float, float, i
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
-        job = prepare(model, sgd, loss=cross_entropy, strategy="tp", example=BATCH, log_dir=None)
+        job = prepare(
+            model, sgd, loss=cross_entropy, strategy="tp", hints=nbkit.ModelHints(example=BATCH), log_dir=None
+        )
         for batch in job.batches([BATCH] * STEPS):
             job.backward(batch)
             job.optimizer.step()
@@ -223,7 +225,7 @@ def told(world: Any) -> tuple[list[str], list[str], int]:
             return batches()
 
     found = []
-    for more in ({}, {"example": BATCH}):
+    for more in ({}, {"hints": nbkit.ModelHints(example=BATCH)}):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer = Trainer(model=lambda: built("gelu"), data=Rows(), **asked, **more)

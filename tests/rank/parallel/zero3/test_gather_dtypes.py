@@ -120,7 +120,7 @@ def both_ways(world: Any, cases: list[Case]) -> dict[Case, tuple[dict[str, Any],
         lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         loss=cross_entropy,
         precision="bf16",
-        example=BATCHES[0],
+        hints=nbkit.ModelHints(example=BATCHES[0]),
         log_dir=None,
     )
     weights = [p.detach().clone() for p in job.model.parameters()]

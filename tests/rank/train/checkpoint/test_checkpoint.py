@@ -17,6 +17,7 @@ import torch
 from jobs import flat, net, points, quiet
 from ranks import RankFailed, run_ranks
 
+import nbkit
 from nbkit.errors import TrainingError
 
 
@@ -31,8 +32,7 @@ def again(path: Path) -> Any:
         optimizer=adamw,
         lr_schedule=lambda step: 1 / (1 + step),
         batch_size=12,
-        save_every=4,
-        save_path=path,
+        checkpoints=nbkit.Checkpoints(every=4, path=path),
     )
 
 
@@ -72,7 +72,7 @@ def test_a_resumed_training_is_bit_for_bit_the_one_that_went_on(tmp_path: Path) 
 
 
 def on_a_full_disk(world: Any, folder: Path) -> list[Any]:
-    trainer = quiet(save_every=2, save_path=folder / "kept")
+    trainer = quiet(checkpoints=nbkit.Checkpoints(every=2, path=folder / "kept"))
     printed = io.StringIO()
     most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with contextlib.redirect_stdout(printed):

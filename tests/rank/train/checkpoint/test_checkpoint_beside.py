@@ -15,6 +15,7 @@ import torch
 from jobs import flat, net, quiet
 from ranks import run_ranks
 
+import nbkit
 from nbkit.errors import TrainingError, UsageError
 from nbkit.rank.train.checkpoint.retention import Keep, found
 
@@ -23,8 +24,9 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def trained(folder: Path, **changed: Any) -> Any:
-    return quiet(model=lambda: net(dropout=0.5), optimizer=adamw, save_every=2, save_path=folder, **changed)
+def trained(folder: Path, keep: int | None = None, **changed: Any) -> Any:
+    saves = nbkit.Checkpoints(every=2, path=folder, keep=keep)
+    return quiet(model=lambda: net(dropout=0.5), optimizer=adamw, checkpoints=saves, **changed)
 
 
 def plain(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -53,12 +55,15 @@ def beside(world: Any, folder: Path) -> dict[str, Any]:
         if record["step"] == 3:
             go.set()
 
+    class Saves:
+        def write(self, event: dict[str, Any]) -> None:
+            if event["kind"] == "checkpoint":
+                order.append(event["path"][-6:])
+
     told: dict[str, Any] = {}
     with contextlib.redirect_stdout(printed):
         whole = trained(folder / "kept", callbacks=[record], keep=2)
-        whole.job.ledger.listeners.append(
-            lambda event: order.append(event.path[-6:]) if event.kind == "checkpoint" else None
-        )
+        whole.job.ledger.bus.add(Saves())
         dcp_io.DcpWriter.write = late  # type: ignore[method-assign]
         whole.fit(4)
         dcp_io.DcpWriter.write = full  # type: ignore[method-assign]
@@ -110,17 +115,19 @@ def test_a_checkpoint_written_beside_the_training_is_that_of_its_step(tmp_path: 
 def nowhere(world: Any, folder: Path) -> list[Any]:
     printed, told = io.StringIO(), []
     with contextlib.redirect_stdout(printed):
-        for asked, settings in (("auto", {}), ("yes", {"save_path": folder / "a", "save_every": 9})):
+        for asked, settings in (("auto", {}), ("yes", {"checkpoints": nbkit.Checkpoints(path=folder / "a", every=9)})):
             with pytest.raises(TrainingError) as refused:
                 quiet(**settings).fit(1, resume=asked)
             told.append(str(refused.value))
         runs = []
         for number in range(2):  # of one name, in two directories
-            trainer = quiet(log_dir=str(folder / "runs"), name="gpt", save_every=2)
+            trainer = quiet(log_dir=str(folder / "runs"), name="gpt", checkpoints=nbkit.Checkpoints(every=2))
             runs.append(trainer.run_dir)
             told.append([record["step"] for record in trainer.fit(until=4 + number, resume="auto")])
         with pytest.raises(TrainingError) as refused:
-            other = quiet(model=lambda: torch.nn.Linear(6, 3), save_path=runs[0] / "checkpoint", save_every=9)
+            other = quiet(
+                model=lambda: torch.nn.Linear(6, 3), checkpoints=nbkit.Checkpoints(path=runs[0] / "checkpoint", every=9)
+            )
             other.fit(1, resume="auto")
         told.append(str(refused.value))
     return [*told, f"goes on from step 4: {runs[0]}/checkpoint" in printed.getvalue(), printed.getvalue()]
@@ -140,9 +147,9 @@ def test_checkpoints_stay_by_number_and_by_age(tmp_path: Path) -> None:
             (tmp_path / f"step-{number}").mkdir(exist_ok=True)
             (tmp_path / f"step-{number}" / ".metadata").touch()
             os.utime(tmp_path / f"step-{number}" / ".metadata", (0, time.time() - 3600 * (5 - number)))
-        keep = Keep.of(asked)
-        assert keep is not None
-        keep.prune(tmp_path, tmp_path / "step-5")
+        limits = nbkit.Checkpoints(keep=asked).limits
+        assert limits is not None
+        Keep(*limits).prune(tmp_path, tmp_path / "step-5")
         return [path.name[5:] for path in found([tmp_path])]
 
     (tmp_path / "step-mine").mkdir()
@@ -151,6 +158,6 @@ def test_checkpoints_stay_by_number_and_by_age(tmp_path: Path) -> None:
     assert kept((4, "150min")) == ["5", "4", "3"] and kept((2, "1d")) == ["5", "4"] and kept("1min") == ["5"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-5", "step-mine"]
     with pytest.raises(TrainingError, match="keep=0"):
-        Keep.of(0)
+        nbkit.Checkpoints(keep=0)
     with pytest.raises(UsageError, match="soon"):
-        Keep.of("soon")
+        nbkit.Checkpoints(keep="soon")

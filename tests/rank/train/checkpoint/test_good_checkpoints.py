@@ -14,6 +14,7 @@ from jobs import flat, points, quiet
 from ranks import run_ranks
 from torch import nn
 
+import nbkit
 from nbkit.errors import NotFinite, TrainingError
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
@@ -26,12 +27,12 @@ def named(world: Any, runs: Path) -> list[Any]:
     told = []
     os.environ["HOME"] = str(runs.parent)
     for seed, name in enumerate(NAMES):
-        quiet(log_dir="~/runs", name=name, save_every=1, seed=seed).fit(1)
+        quiet(log_dir="~/runs", name=name, checkpoints=nbkit.Checkpoints(every=1), seed=seed).fit(1)
     for name in NAMES:
-        again = quiet(log_dir=str(runs), name=name, save_every=9, seed=99)
+        again = quiet(log_dir=str(runs), name=name, checkpoints=nbkit.Checkpoints(every=9), seed=99)
         again.fit(until=1, resume="auto")
         told.append((name, again.job.seed, again.step))
-    other = quiet(log_dir=str(runs), name="gp", save_every=9)
+    other = quiet(log_dir=str(runs), name="gp", checkpoints=nbkit.Checkpoints(every=9))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         other.fit(1, resume="auto")
     return [told, printed.getvalue().strip()]
@@ -55,7 +56,7 @@ def apart(world: Any, folder: Path) -> list[Any]:
     (folder / f"r{rank}").mkdir()
     os.chdir(folder / f"r{rank}")
     told = []
-    for saves in (lambda: trainer.save("c"), lambda: quiet(save_every=1, save_path="c").fit(1)):
+    for saves in (lambda: trainer.save("c"), lambda: quiet(checkpoints=nbkit.Checkpoints(every=1, path="c")).fit(1)):
         try:
             saves()
         except TrainingError as error:
@@ -105,11 +106,16 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def spoiled(world: Any, folder: Path, strategy: str) -> dict[str, Any]:
     data = points()
     data[19] = (torch.zeros(6), data[19][1])  # in the third step
-    asked: dict[str, Any] = {"model": Spoiled, "data": data, "shuffle": False, "strategy": strategy}
+    asked: dict[str, Any] = {
+        "model": Spoiled,
+        "data": data,
+        "loading": nbkit.Loading(shuffle=False),
+        "strategy": strategy,
+    }
     if strategy == "zero3":
         asked["optimizer"] = adam
     # Else there is one tensor, which rank 0 writes: rank 1 has nothing to write.
-    trainer = quiet(**asked, save_every=1, save_path=folder / "auto")
+    trainer = quiet(**asked, checkpoints=nbkit.Checkpoints(every=1, path=folder / "auto"))
     told: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         with pytest.raises(NotFinite) as raised:

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import nbkit
 from nbkit.errors import NbkitError, StrategyError, TrainingError
 from nbkit.rank.train.checkpoint.export_safetensors import export
 
@@ -87,7 +88,13 @@ def marked(model: nn.Module, version: int) -> None:
 
 def trainer_of(strategy: str) -> Any:
     return quiet(
-        model=built, loss=F.cross_entropy, data=DATA, batch_size=8, shuffle=False, strategy=strategy, progress=False
+        model=built,
+        loss=F.cross_entropy,
+        data=DATA,
+        batch_size=8,
+        loading=nbkit.Loading(shuffle=False),
+        strategy=strategy,
+        progress=False,
     )
 
 

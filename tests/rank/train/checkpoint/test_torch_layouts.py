@@ -13,6 +13,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
+import nbkit
 from nbkit.errors import TornCheckpoint
 from nbkit.rank.train.trainer import Trainer
 
@@ -96,8 +97,8 @@ class Plain:
 
 def trainer(strategy: str) -> Trainer:
     return Trainer(
-        model=model, loss=F.mse_loss, optimizer=in_two_groups, data=data(), batch_size=BATCH, shuffle=False,
-        strategy=strategy, log_dir=None, progress=False,
+        model=model, loss=F.mse_loss, optimizer=in_two_groups, data=data(), batch_size=BATCH,
+        loading=nbkit.Loading(shuffle=False), strategy=strategy, log_dir=None, progress=False,
     )  # fmt: skip
 
 
@@ -105,7 +106,7 @@ def there_and_back(world: Any, folder: Path) -> dict[str, list[float]]:
     """Losses of the steps after STEPS, by who made them."""
     import torch.distributed.checkpoint as dcp
 
-    from nbkit.rank.train.checkpoint.torch_layouts.convert import convert
+    from nbkit.rank.train.checkpoint.torch_layouts import convert
 
     plain = Plain()
     plain.steps(0, STEPS)

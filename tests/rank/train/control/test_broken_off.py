@@ -17,7 +17,6 @@ from nbkit.rank.comm import delegating_group
 from nbkit.rank.parallel.data_parallel import buckets, ddp
 from nbkit.rank.train.control import step_boundary
 from nbkit.rank.world import sockets
-from nbkit.records.events import Event, RunStarted
 
 
 def interrupt_at(call: int) -> Any:
@@ -117,15 +116,16 @@ def test_the_canary_of_a_finished_reduction_is_the_same_for_any_number_of_ranks(
 
 
 def interrupted_at_the_start(world: Any) -> list[Any]:
-    def interrupt(event: Event) -> None:
-        if isinstance(event, RunStarted):
-            raise KeyboardInterrupt
+    class Interrupts:
+        def write(self, event: dict[str, Any]) -> None:
+            if event["kind"] == "run_started":
+                raise KeyboardInterrupt
 
     trainer = quiet()
-    trainer.job.ledger.listeners.append(interrupt)
+    trainer.job.ledger.bus.add(Interrupts())
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(2)
-    trainer.job.ledger.listeners.remove(interrupt)
+    trainer.job.ledger.bus.sinks.pop()
     return [step_boundary.training() is None, len(trainer.fit(2))]
 
 

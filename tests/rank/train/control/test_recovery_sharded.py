@@ -11,6 +11,7 @@ from jobs import mean_loss, quiet
 from ranks import run_ranks
 from torch import nn
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.train.control import step_boundary
 
@@ -127,7 +128,9 @@ def in_forward(world: Any, strategies: list[str]) -> list[tuple[list[float], lis
                 raise KeyboardInterrupt
             return mean_loss(output, target)
 
-        trainer = quiet(model=deep, optimizer=Interruptible, strategy=strategy, loss=loss, microbatch_size=2)
+        trainer = quiet(
+            model=deep, optimizer=Interruptible, strategy=strategy, loss=loss, compute=nbkit.Compute(microbatch_size=2)
+        )
         with pytest.raises(KeyboardInterrupt):
             trainer.fit(5)
         trainer.fit(5 - trainer.step)

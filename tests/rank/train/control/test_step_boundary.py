@@ -11,6 +11,7 @@ import torch.distributed as dist
 from jobs import quiet
 from ranks import run_ranks
 
+import nbkit
 from nbkit.errors import NbkitError, Stopped
 from nbkit.rank.train.control import step_boundary
 
@@ -91,7 +92,7 @@ def stopped_while_saving(world: Any) -> list[Any]:
 
     acted: list[Any] = []
     step_boundary.handlers["cell"] = acted.append
-    trainer = quiet(save_every=1, save_path="saved.pt", callbacks=[post])
+    trainer = quiet(checkpoints=nbkit.Checkpoints(every=1, path="saved.pt"), callbacks=[post])
     with pytest.raises(Stopped):
         trainer.fit(12)
     return [trainer.step < 12, acted]

@@ -10,6 +10,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
+import nbkit
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.telemetry import collectives
 from nbkit.rank.train.trainer import Trainer
@@ -35,7 +36,7 @@ def trainer(**changed: Any) -> Trainer:
         "optimizer": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
         "data": data,
         "batch_size": 8,
-        "log_every": 1000,
+        "compute": nbkit.Compute(grad_norm_every=1000),
         "log_dir": None,
         "progress": False,
     }

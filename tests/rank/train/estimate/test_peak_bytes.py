@@ -13,6 +13,7 @@ import torch
 from ranks import run_ranks
 from torch.nn import functional as F
 
+import nbkit
 from nbkit.planner.peak import GPTPieces, most
 from nbkit.rank.comm import link_probe
 from nbkit.rank.models.gpt import GPT, GPTConfig
@@ -82,7 +83,7 @@ def test_the_formula_of_a_gpt_says_what_is_measured_of_it(tp: int, cp: int) -> N
     model, ids = GPT(config), torch.zeros(2, 64, dtype=torch.long)
     chain = find_chain(model, lambda: model(ids))
     facts = ModelFacts(ModelShapes(skeleton_of(model)), chain, positionwise=Positionwise(balanced=True))
-    made = trace(facts, JobOptions(), TrainConfig(loss, example=(ids, ids)), tp=tp, cp=cp)
+    made = trace(facts, JobOptions(), TrainConfig(loss, hints=nbkit.ModelHints(example=(ids, ids))), tp=tp, cp=cp)
     assert made.flops == GPTPieces(config).flops(tp, cp)
     for number, (said, measured) in enumerate(zip(GPTPieces(config).pieces(tp, cp), made.pieces, strict=True)):
         for rows in (4, 64):

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import mean_loss, points, quiet
+from jobs import Heard, heard, mean_loss, points, quiet
 from pretend import join
 from ranks import run_ranks
 from torch import Tensor, nn
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.train.out_of_memory import tensor_limit
 from nbkit.rank.train.out_of_memory.rescue import LEVELS, DeviceMemory
 from nbkit.rank.train.trainer import Trainer
-from nbkit.records.events import OutOfMemory
 
 GB = 10**9
 
@@ -63,28 +63,26 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 3))
 
 
-def made(**more: Any) -> tuple[Trainer, list[OutOfMemory]]:
+def made(**more: Any) -> tuple[Trainer, Heard]:
     trainer = quiet(
         model=wide,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         data=points(),
         batch_size=ROWS,
         strategy="ddp",
-        on_oom="ask",
+        recovery=nbkit.Recovery(on_oom="ask"),
         **more,
     )
-    heard = list[OutOfMemory]()
-    trainer.job.ledger.listeners.append(lambda e: heard.append(e) if isinstance(e, OutOfMemory) else None)
-    return trainer, heard
+    return trainer, heard(trainer, "out_of_memory")
 
 
-def told(trainer: Trainer, heard: list[OutOfMemory]) -> str:
+def told(trainer: Trainer, events: Heard) -> str:
     """What a training that runs out of memory says of it."""
     with pytest.raises(TrainingError) as caught:
         trainer.fit(STEPS)
-    (event,) = heard
+    (event,) = events
     assert event.rank == 1 and event.what in str(caught.value)
-    return event.what
+    return str(event.what)
 
 
 def on_cores(world: Any) -> list[str]:
@@ -96,7 +94,7 @@ def on_cores(world: Any) -> list[str]:
         assert tensor_limit.in_force() is None
         os.environ[tensor_limit.VARIABLE] = str(1 << 40)
         mine = world.place.rank == 1
-        trainer, heard = made(loss=keeping if leaks and mine else mean_loss)
+        trainer, events = made(loss=keeping if leaks and mine else mean_loss)
 
         def tighten(_: Trainer, record: dict[str, Any], mine: bool = mine) -> None:
             limit = tensor_limit.in_force()
@@ -104,7 +102,7 @@ def on_cores(world: Any) -> list[str]:
                 os.environ[tensor_limit.VARIABLE] = str(int(0.9 * limit.peak))
 
         trainer._callbacks = (tighten,)
-        found.append(told(trainer, heard))
+        found.append(told(trainer, events))
     return found
 
 

@@ -11,11 +11,12 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import quiet
+from jobs import heard, quiet
 from ranks import run_ranks
 from torch import Tensor
 from torch.nn import functional as F
 
+import nbkit
 from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.errors import TrainingError
 from nbkit.rank.models.gpt import GPT, GPTConfig
@@ -25,7 +26,6 @@ from nbkit.rank.train.out_of_memory import rescue, tensor_limit
 from nbkit.rank.train.replace import backup, resume_fit
 from nbkit.rank.train.replace.recover import recover
 from nbkit.rank.train.trainer import Trainer
-from nbkit.records.events import OutOfMemory
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 
@@ -64,12 +64,6 @@ def limited(num_bytes: int | None) -> None:
         os.environ[tensor_limit.VARIABLE] = str(num_bytes)
 
 
-def events_of(trainer: Trainer) -> list[OutOfMemory]:
-    found: list[OutOfMemory] = []
-    trainer.job.ledger.listeners.append(lambda e: found.append(e) if isinstance(e, OutOfMemory) else None)
-    return found
-
-
 def losses(trainer: Trainer) -> list[float]:
     return [record["loss"] for record in trainer.history]
 
@@ -98,15 +92,15 @@ def rescued(world: Any, strategies: list[str], share: float) -> dict[str, Any]:
     """By strategy, with less memory on the last rank than it wants."""
     found = {}
     for strategy in strategies:
-        trainer = made(strategy, on_oom="fit")
-        heard = events_of(trainer)
+        trainer = made(strategy, recovery=nbkit.Recovery(on_oom="fit"))
+        events = heard(trainer, "out_of_memory")
         squeezed(trainer, share, here=world.place.rank == world.place.world_size - 1)
         trainer.fit(STEPS)
         found[strategy] = {
             "losses": losses(trainer),
-            "changes": [event.changes for event in heard if event.changes],
-            "rank": {event.rank for event in heard},
-            "held": [0 < event.peak <= event.room for event in heard if event.changes],
+            "changes": [event.changes for event in events if event.changes],
+            "rank": {event.rank for event in events},
+            "held": [0 < event.peak <= event.room for event in events if event.changes],
         }
     return found
 
@@ -141,16 +135,16 @@ def asked(world: Any) -> list[dict[str, Any]]:
     controls, found = TrainingRequestHandler(), []
     here = world.place.rank == 0
     for number, strategy in ((2, ""), (0, "zero3")):
-        trainer = made("ddp", on_oom="ask")
-        heard = events_of(trainer)
+        trainer = made("ddp", recovery=nbkit.Recovery(on_oom="ask"))
+        events = heard(trainer, "out_of_memory")
         squeezed(trainer, 0.95, here=here)
         told, outer = answered(number, strategy), DETACHED.set(True)
         trainer.fit(STEPS)
         DETACHED.reset(outer)
         results = [controls.results[id]["error"] for id in "ab"]
-        changes = [event.changes for event in heard]
+        changes = [event.changes for event in events]
         found.append({**told, "results": results, "changes": changes, "losses": losses(trainer)})
-    trainer = made("ddp", on_oom="ask")
+    trainer = made("ddp", recovery=nbkit.Recovery(on_oom="ask"))
     squeezed(trainer, 0.95, here=here)
     with pytest.raises(TrainingError) as caught:
         trainer.fit(STEPS)
@@ -214,7 +208,11 @@ def failing(world: Any, strategies: list[str]) -> dict[str, Any]:
     found = {}
     for strategy in strategies:
         Failing.fails = world.place.rank == 1
-        trainer = made(strategy, optimizer=lambda m: Failing(m.parameters(), lr=0.01), on_oom="fit", backup_every=1)
+        trainer = made(
+            strategy,
+            optimizer=lambda m: Failing(m.parameters(), lr=0.01),
+            recovery=nbkit.Recovery(on_oom="fit", backup_every=1),
+        )
         trainer.fit(STEPS)
         found[strategy] = losses(trainer), [record["step"] for record in trainer.history]
     return found

@@ -19,6 +19,7 @@ from replaced_ranks import Seat, run_replaced
 from torch import Tensor
 from torch.nn import functional as F
 
+import nbkit
 from nbkit.errors import NbkitError, TrainingError
 from nbkit.rank.comm.delegating_group import Broken, registered
 from nbkit.rank.models.gpt import GPT, Block, GPTConfig
@@ -168,7 +169,7 @@ def test_a_rank_that_others_replicate_is_replaced_in_mid_step(cases: list[Case],
 
 
 def protected(seat: Seat, cases: list[Case]) -> dict[Case, dict[str, Any]]:
-    return survived(seat, cases, backup_every=1)
+    return survived(seat, cases, recovery=nbkit.Recovery(backup_every=1))
 
 
 @pytest.mark.long
@@ -218,7 +219,7 @@ def passes(world: Any) -> list[str]:
         wait(backups)
 
     Backups.wait = waited  # type: ignore[method-assign]
-    trainer = made("zero3", backup_every=1)
+    trainer = made("zero3", recovery=nbkit.Recovery(backup_every=1))
     for module in trainer.model.modules():
         if isinstance(module, Passing):
             module.__class__ = Told
@@ -232,7 +233,7 @@ def test_a_backup_travels_beside_the_backward_pass_too() -> None:
 
 
 def of_one_pipeline(world: Any) -> list[float]:
-    trainer = made("pp=2 microbatches=2", backup_every=2)
+    trainer = made("pp=2 microbatches=2", recovery=nbkit.Recovery(backup_every=2))
     trainer.fit(STEPS)
     return [record["loss"] for record in trainer.history]
 
@@ -264,7 +265,7 @@ def ended_apart(world: Any) -> list[float]:
         time.sleep(0.3)
         return receive(*args, **kwargs)
 
-    trainer, receive = made("zero1", backup_every=1), dist.recv
+    trainer, receive = made("zero1", recovery=nbkit.Recovery(backup_every=1)), dist.recv
     settle = trainer.job.ledger.settle
     with pytest.MonkeyPatch.context() as patch:
         if world.place.rank == 0:
@@ -303,7 +304,7 @@ def lost(seat: Seat) -> dict[str, Any]:
                     trainer = recover(None, seat.replaced)
                 else:
                     doomed = ""
-                    trainer = made("zero3", backup_every=1)
+                    trainer = made("zero3", recovery=nbkit.Recovery(backup_every=1))
                     if saved:
                         trainer.fit(2)
                         trainer.save("saved")

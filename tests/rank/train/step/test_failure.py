@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Recording, mean_loss, net, points, quiet
+from jobs import Recording, heard, mean_loss, net, points, quiet
 from ranks import run_ranks
 
+import nbkit
 from nbkit.errors import NotFinite, SwitchError
 from nbkit.rank.train.checkpoint import job_state
 from nbkit.rank.train.job import prepare
 from nbkit.rank.train.step.failure import failure_of
-from nbkit.records.events import Event, Failed, RunStopped
+from nbkit.records.events import Failed
 from nbkit.records.record_file import rank_files, read_since
 from nbkit.records.records import EventRecord
 
@@ -22,7 +23,7 @@ from nbkit.records.records import EventRecord
 def failing(world: Any, folder: str) -> dict[str, Any]:
     data = points()
     data[9] = (torch.full((6,), float("nan")), data[9][1])
-    trainer = quiet(data=data, shuffle=False, log_dir=folder)
+    trainer = quiet(data=data, loading=nbkit.Loading(shuffle=False), log_dir=folder)
     with pytest.raises(NotFinite):
         trainer.fit(3)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SwitchError):
@@ -64,19 +65,18 @@ def board_texts(run: Path) -> list[str]:
     ]
 
 
-def alone(world: Any) -> list[Event]:
-    told: list[Event] = []
+def alone(world: Any) -> list[Any]:
     job = prepare(net, Recording, loss=mean_loss, log_dir=None)
-    job.ledger.listeners.append(told.append)
+    looped = heard(job, "failure", "run_stopped")
     batch = tuple(map(torch.stack, zip(*points()[:8], strict=True)))
     with pytest.raises(RuntimeError, match="shapes"):
         for inputs, target in job.batches([batch]):
             job.backward((inputs[:, :5], target))
     trainer = quiet(callbacks=[lambda *_: 1 / 0])
-    trainer.job.ledger.listeners.append(told.append)
+    fitted = heard(trainer, "failure", "run_stopped")
     with pytest.raises(ZeroDivisionError):
         trainer.fit(3)
-    return [event for event in told if isinstance(event, Failed | RunStopped)]
+    return [*looped, *fitted]
 
 
 def test_an_error_is_told_by_the_rank_it_is_on_also_in_a_loop_of_ones_own() -> None:

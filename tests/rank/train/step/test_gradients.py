@@ -18,6 +18,8 @@ from jobs import (
 )
 from ranks import run_ranks
 
+import nbkit
+
 STEPS = 6
 
 
@@ -29,13 +31,16 @@ def as_dicts(data: list[Any]) -> list[dict[str, Any]]:
 # 2 + 1 + 1 + 1; 18 leave 2, so that two of four ranks have no row at all.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
-    "accumulated": ({"microbatch_size": 1}, {}),
+    "accumulated": ({"compute": nbkit.Compute(microbatch_size=1)}, {}),
     "ragged": ({"data": points(21)}, {"data": points(21)}),
-    "ranks without rows": ({"data": points(18), "microbatch_size": 2}, {"data": points(18)}),
-    "dropped": ({"data": points(21), "drop_last": True}, {"data": points(21), "drop_last": True}),
+    "ranks without rows": ({"data": points(18), "compute": nbkit.Compute(microbatch_size=2)}, {"data": points(18)}),
+    "dropped": (
+        {"data": points(21), "loading": nbkit.Loading(drop_last=True)},
+        {"data": points(21), "drop_last": True},
+    ),
     "weighted": ({"loss": weighted_loss}, {"loss": weighted_loss}),
     "weighted, accumulated, ragged": (
-        {"loss": weighted_loss, "data": points(21), "microbatch_size": 1},
+        {"loss": weighted_loss, "data": points(21), "compute": nbkit.Compute(microbatch_size=1)},
         {"loss": weighted_loss, "data": points(21)},
     ),
     "weighted, ranks without rows": (
@@ -78,7 +83,7 @@ def train_adamw(world: Any) -> list[float]:
 def clipped(world: Any) -> tuple[list[dict[str, Any]], list[torch.Tensor], list[torch.Tensor]]:
     trainer = quiet(clip_norm=0.05)
     trainer.fit(3)
-    unclipped = quiet(log_every=2)
+    unclipped = quiet(compute=nbkit.Compute(grad_norm_every=2))
     unclipped.fit(4)
     return trainer.history, trainer.optimizer.seen, [bool("grad_norm" in r) for r in unclipped.history]
 

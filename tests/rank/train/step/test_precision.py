@@ -13,6 +13,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.device import Accelerator
 from nbkit.rank.train.step.precision import Precision
@@ -80,7 +81,7 @@ def scaled(world: Any) -> dict[str, Any]:
             optimizer=optimizer,
             data=items(),
             batch_size=ROWS,
-            shuffle=False,
+            loading=nbkit.Loading(shuffle=False),
             strategy=strategy,
             precision="fp16",
             clip_norm=0.5,
@@ -133,7 +134,14 @@ def test_one_ranks_gradient_keeps_all_of_them_from_updating() -> None:
 def carried(world: Any, path: str) -> list[Any]:
     def trainer() -> Trainer:
         asked: dict[str, Any] = {"model": model, "loss": loss, "optimizer": optimizer, "data": items()}
-        return Trainer(**asked, batch_size=ROWS, shuffle=False, precision="fp16", log_dir=None, progress=False)
+        return Trainer(
+            **asked,
+            batch_size=ROWS,
+            loading=nbkit.Loading(shuffle=False),
+            precision="fp16",
+            log_dir=None,
+            progress=False,
+        )
 
     job, found = trainer(), []
     job.fit(2)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import flat, net, points, quiet
+from jobs import flat, heard, net, points, quiet
 from ranks import run_ranks
 
+import nbkit
 from nbkit.errors import StrategyError, TrainingError
 from nbkit.notebook.cluster.training_control import ControlResult
 from nbkit.rank.train.switch import compare
@@ -26,7 +27,7 @@ def compared(world: Any) -> dict[str, Any]:
     plain, tried = trainer(), trainer()
     plain.fit(6)
     tried.fit(3)
-    turns, events, losses = list[str](), list[str](), dict[str, set[tuple[float, ...]]]()
+    turns, losses = list[str](), dict[str, set[tuple[float, ...]]]()
     measure = compare.measure
 
     def seen(job: Any, new: Any, steps: int, make_step: Any, **more: Any) -> Any:
@@ -42,9 +43,9 @@ def compared(world: Any) -> dict[str, Any]:
         return found
 
     compare.measure = seen  # type: ignore[assignment]
-    tried.job.ledger.listeners.append(lambda event: events.append(event.kind))
+    events = heard(tried)
     told: dict[str, Any] = {"result": tried.compare("zero3", "ddp", "pp", steps=8), "turns": list(turns)}
-    told["events"] = events
+    told["events"] = [event.kind for event in events]
     told["after"] = tried.step, str(tried.strategy), len(tried.history)
     tried.fit(3)
     told["same"] = (
@@ -61,7 +62,7 @@ def compared(world: Any) -> dict[str, Any]:
     refused = []
     for act, kind in (
         (lambda: tried.compare("tp=3"), StrategyError),
-        (lambda: quiet(data=iter(points()), example=None).compare("zero3"), TrainingError),
+        (lambda: quiet(data=iter(points()), hints=nbkit.ModelHints(example=None)).compare("zero3"), TrainingError),
     ):
         with pytest.raises(kind) as error:
             act()

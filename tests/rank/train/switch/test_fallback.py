@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import asked_for, mean_loss, points, quiet
+from jobs import Heard, asked_for, heard, mean_loss, points, quiet
 from ranks import next_generation, run_ranks
 from torch import Tensor, nn
 
+import nbkit
 from nbkit.bridge.training_requests import Control, TrainingRequestHandler
 from nbkit.errors import SwitchError, TrainingError
 from nbkit.rank.data.batch import shard_of
@@ -27,7 +28,6 @@ from nbkit.rank.train.switch import consensus as joining
 from nbkit.rank.train.switch import switch as switching
 from nbkit.rank.train.trainer import Trainer
 from nbkit.rank.world import failure_alarm, world
-from nbkit.records.events import Event, Failed, Switched
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 
@@ -105,7 +105,10 @@ def trainer_of(model: Any = drawing, **changed: Any) -> Trainer:
     plans.clear()
     random.seed(5)
     if model is in_stages:
-        changed = {"stages": ["3"], **changed}  # by cost, which is measured, it would lie here or there
+        changed = {
+            "hints": nbkit.ModelHints(stages=["3"]),
+            **changed,
+        }  # by cost, which is measured, it would lie here or there
     return quiet(**({"model": model, "optimizer": Adam, "data": points(40), "clip_norm": 1.0} | changed))
 
 
@@ -119,11 +122,8 @@ def memory(patch: pytest.MonkeyPatch, room: str) -> None:
     patch.setattr(joining, "crowded", lambda *_: room == "one")
 
 
-def heard_by(owner: Trainer | Job) -> list[Event]:
-    job: Job = getattr(owner, "job", owner)
-    events: list[Event] = []
-    job.ledger.listeners.append(lambda event: events.append(event) if event.kind in ("switch", "failure") else None)
-    return events
+def heard_by(owner: Trainer | Job) -> Heard:
+    return heard(owner, "switch", "failure")
 
 
 def fails_while_it_trains(
@@ -195,7 +195,7 @@ def test_a_first_step_that_fails_on_any_rank_leads_all_back_and_the_losses_are_t
             said, step = found["said"], found["said"]["step"]
             what = f"{plan.error.__name__}: planted in {plan.where}"
             # Of two that fail the first may wake the other one, which then has not failed by itself.
-            told = [failure.rank for failure in found["told"] if isinstance(failure, Failed)]
+            told = [failure.rank for failure in found["told"] if failure.kind == "failure"]
             assert told in ([None], [0], [1]) if plan.ranks == (0, 1) else told == list(plan.ranks)
             whose = what if told == [None] else f"rank {told[0]}: {what}"
             words = f"dp=2 → {plan.under} was taken back after step {step}: the first step under it failed, "
@@ -206,10 +206,10 @@ def test_a_first_step_that_fails_on_any_rank_leads_all_back_and_the_losses_are_t
             assert found["losses"] == rank["never"][: len(found["losses"])], (strategy, plan.where, plan.ranks)
             assert found["noted"] == [(step + 1, "dp=2", f"{plan.under}: {whose}")]
             failure = found["told"][-1]
-            assert isinstance(failure, Failed) and (failure.step, failure.error) == (step, "SwitchError")
+            assert failure.kind == "failure" and (failure.step, failure.error) == (step, "SwitchError")
             assert failure.what == f"{words} {whose}"
             # Where memory held both, nobody had heard of the switch.
-            switched = [(each.old, each.new) for each in found["told"] if isinstance(each, Switched)]
+            switched = [(each.old, each.new) for each in found["told"] if each.kind == "switch"]
             assert switched == ([] if room == "both" else [("dp=2", plan.under), (plan.under, "dp=2")])
             assert len(found["warned"]) == (found["asked"] if number == 0 else 0)
             assert "was taken back" in found["again"] and found["well"] == (True, "dp=2 zero=2", "dp=2")

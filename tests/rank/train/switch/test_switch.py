@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import nbkit
 from nbkit.errors import NbkitError, SwitchError
 from nbkit.rank.models.gpt import GPT, GPTConfig
 from nbkit.rank.parallel import process_groups
@@ -176,7 +177,6 @@ def test_undo_try_and_a_switch_that_fails_at_each_stage_leave_the_curve_as_it_wa
 
 def by_hand(world: Any) -> tuple[list[float], list[str]]:
     """A loop of the user's own, around prepare, switched in the middle."""
-    import nbkit
 
     draw = torch.Generator().manual_seed(1)
     data = [tuple(torch.randint(32, (8,), generator=draw) for _ in range(2)) for _ in range(32)]
@@ -186,7 +186,7 @@ def by_hand(world: Any) -> tuple[list[float], list[str]]:
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2),
         loss=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
-        example=torch.utils.data.default_collate(data[:2]),
+        hints=nbkit.ModelHints(example=torch.utils.data.default_collate(data[:2])),
         log_dir=None,
     )
     through = iter(["zero3", "pp=2", "ddp"] if world.place.world_size > 1 else ["ddp"] * 3)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import flat, one_process, points, quiet
+from jobs import flat, heard, one_process, points, quiet
 from ranks import run_ranks
 
+import nbkit
 from nbkit.errors import TrainingError
 from nbkit.rank.train.switch.compare import try_out
 
@@ -22,25 +23,23 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def tried(world: Any, folder: str) -> dict[str, Any]:
     called: list[int] = []
-    events: list[str] = []
     trainer = quiet(
         data=points(40),
         optimizer=adam,
         eval_data=points(8),
         eval_every=2,
-        save_every=3,
-        save_path=Path(folder) / "saved",
+        checkpoints=nbkit.Checkpoints(every=3, path=Path(folder) / "saved"),
         callbacks=[lambda trainer, record: called.append(record["step"])],
     )
     trainer.fit(2)
-    trainer.job.ledger.listeners.append(lambda event: events.append(event.kind))
+    events = heard(trainer)
     before = flat(trainer.model)
     trainer.try_out("zero1", steps=4)
     trainer.try_out("ddp", steps=2)
     found = {
         "weights kept": torch.equal(flat(trainer.model), before),
         "called": list(called),
-        "events": list(events),
+        "events": [event.kind for event in events],
         "saved": (Path(folder) / "saved").exists(),
     }
 

@@ -204,8 +204,8 @@ export function drawMemory(picture, rows) {
       ...["parameters", "gradients", "optimizer"].map((name, k) =>
         `  ${name}: ${bytes(r[name])}${r.formula ? `   formula ${bytes(formula[k])}` : ""}`),
       `  buffers: ${bytes(r.buffers)}`,
-      r.source === "cuda" ? `  activations and other, at the peak: ${bytes(r.rest)}` : `  what the process had beyond at its peak: ${bytes(r.rest)}`,
-      r.source !== "cuda" && r.rank === 0 ? "  on rank 0 with what looking at the model for panel and plan took" : "",
+      r.source !== "rss" ? `  activations and other, at the peak: ${bytes(r.rest)}` : `  what the process had beyond at its peak: ${bytes(r.rest)}`,
+      r.source === "rss" && r.rank === 0 ? "  on rank 0 with what looking at the model for panel and plan took" : "",
     ].filter(Boolean).join("\n");
     picture.spot(0, y, width, row, text);
   });
@@ -215,7 +215,7 @@ export function drawMemory(picture, rows) {
 export function memoryNote(rows, strategy) {
   if (!rows.length) return "not counted yet";
   const [{ step, source, strategy: under }] = rows;
-  const of = source === "cuda" ? "of the allocator" : "at the peak: what the process has more than before the job; on rank 0 also what it took to examine the model";
+  const of = source !== "rss" ? "of the allocator" : "at the peak: what the process has more than before the job; on rank 0 also what it took to examine the model";
   return [`counted in step ${step}`, under && under !== strategy ? `under ${under}` : "", of].filter(Boolean).join("; ");
 }
 

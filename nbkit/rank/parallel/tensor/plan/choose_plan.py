@@ -444,7 +444,8 @@ def _refused(paths: Sequence[str], why: str) -> StrategyError:
     return StrategyError(
         f"tp_plan splits {', '.join(paths)}, and that is not known to be right.",
         numbers=why,
-        hint="'colwise_gather' and 'rowwise_split' for such maps; where nothing was run: example=batch",
+        hint="'colwise_gather' and 'rowwise_split' for such maps; where nothing was run: "
+        "hints=nbkit.ModelHints(example=batch)",
     )
 
 
@@ -586,7 +587,7 @@ def _grouped(
             raise StrategyError(
                 f"Nothing says how many heads {owner} has.",
                 numbers=f"{inner} features",
-                hint="an attribute num_heads or head_dim; or tp_plan={...: 'colwise_gather'}",
+                hint="an attribute num_heads or head_dim; or hints=nbkit.ModelHints(tp_plan={...: 'colwise_gather'})",
             )
         kind, counts = "attention" if is_attention else "mlp", named_counts(part, heads) if heads is not None else ()
         pair = Pair(owner, kind, tuple(columns), tuple(rows), widths, inner, heads, counts)
@@ -612,7 +613,8 @@ def _divides(pair: Pair, size: int) -> None:
             raise StrategyError(
                 f"{count} {what} over {size} ranks: {pair.owner} is split by heads.",
                 numbers=f"{count} / {size} = {count / size:g}",
-                hint=f"tp={_largest(count, size)}; or tp_plan={{'{pair.owner}.*': 'replicate'}}",
+                hint=f"tp={_largest(count, size)}; or "
+                f"hints=nbkit.ModelHints(tp_plan={{'{pair.owner}.*': 'replicate'}})",
             )
 
 

@@ -1,12 +1,14 @@
-"""Reads a checkpoint of plain FSDP2 or in torchtitan's layout as if it were one of nbkit's.
+"""Reads checkpoints of plain FSDP2 and in torchtitan's layout as if they were nbkit's, and converts nbkit's to them.
+
+python -m nbkit.rank.train.checkpoint.torch_layouts DIR TARGET LAYOUT
 
 Both keep model and optimizer under the names of the model's state dict. Plain FSDP2 has {"model": ..., "optim": ...} of
 `get_state_dict`. torchtitan has the weights without a prefix, and a flattened optimizer. The reader finds the names by
 the text before and after them, so it understands other prefixes ("app.model.") too. torch reads the tensors with
 weights_only, which builds nothing but tensors and plain values.
 
-The `.metadata` of torch.distributed.checkpoint is a pickle. It is read without running anything that it names: only the
-plain values of such a file are allowed (sizes, dtypes, places), and anything else is refused.
+The `.metadata` of torch.distributed.checkpoint is a pickle, and torch's FileSystemReader runs what it names. Here only
+the plain values of such a file are allowed (sizes, dtypes, places), and anything else is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import hashlib
 import io
 import pathlib
 import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,12 +30,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from nbkit.errors import NbkitError, TrainingError
 from nbkit.planner.exchange import within
 from nbkit.private_symbols import Missing
 from nbkit.rank.torch_private import StorageInfo, memory_formats, tensor_layout
-from nbkit.rank.train.checkpoint.dcp_io import DcpReader
+from nbkit.rank.train.checkpoint.dcp_io import DcpReader, fill
+from nbkit.rank.train.checkpoint.job_state import by_name
 from nbkit.rank.train.checkpoint.manifest import OURS, Chunk, SavedTensor, opened
-from nbkit.tensor_layout import Box
+from nbkit.tensor_layout import Box, Layout
 
 _PICKLE = b"\x80"
 _LARGEST = 1 << 30
@@ -269,3 +274,77 @@ def _under(prefix: str, by_key: Mapping[str, list[str]], stored: Mapping[str, An
         if (fqn := next((prefix + name for name in names if prefix + name in stored), None)) is not None:
             found[key] = fqn
     return found
+
+
+LAYOUTS = ("fsdp2", "torchtitan")
+
+
+def convert(folder: str | Path, target: str | Path, layout: str) -> tuple[int, int]:
+    """Write the checkpoint in `folder` to the new directory `target`. Return (number of tensors, step).
+
+    layout: "fsdp2", {"model": ..., "optim": ...} as `get_state_dict` gives them; or "torchtitan", the weights under
+    their own names, a flattened optimizer and train_state.step. Memory holds the contents of the checkpoint once.
+    Raises TrainingError if `folder` is no checkpoint or is damaged, or if `target` exists or cannot be written.
+    """
+    try:
+        if layout not in LAYOUTS:
+            raise ValueError(f"there is no layout {layout!r:.40}, only {', '.join(LAYOUTS)}")
+        if Path(target).exists():
+            raise ValueError(f"{target} is there already")
+        reader = DcpReader(Path(folder))
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        state = (_plain if layout == "fsdp2" else _torchtitan)(reader)
+        save(state, checkpoint_id=target, no_dist=True)
+    except Exception as error:  # the directory may contain anything
+        raise TrainingError(
+            f"The checkpoint {str(folder)!r} could not be converted to {str(target)!r}.",
+            numbers=f"{type(error).__name__}: {error}",
+            hint="nbkit checkpoint convert DIR TARGET --to fsdp2   (DIR as given to trainer.save)",
+        ) from error
+    return len(reader.tensors), reader.about["step"]
+
+
+def _plain(reader: DcpReader) -> dict[str, Any]:
+    about = reader.about
+    settings = zip(about["settings"], about["groups"], strict=True)
+    groups = [{**group, "params": list(names)} for group, names in settings]
+    return {"model": _model(reader), "optim": {"state": _optimizer(reader), "param_groups": groups}}
+
+
+def _torchtitan(reader: DcpReader) -> dict[str, Any]:
+    about = reader.about
+    flat: dict[str, Any] = {}
+    for name, kept in _optimizer(reader).items():
+        flat |= {f"state.{name}.{key}": value for key, value in kept.items()}
+    for group, names in zip(about["settings"], about["groups"], strict=True):
+        flat |= {f"param_groups.{name}.{key}": value for name in names for key, value in group.items()}
+    return {**_model(reader), "optimizer": flat, "train_state": {"step": torch.tensor(about["step"])}}
+
+
+def _model(reader: DcpReader) -> dict[str, Tensor]:
+    return {name: _tensor(reader, key, tuple(shape)) for name, key, shape in reader.about["names"]}
+
+
+def _optimizer(reader: DcpReader) -> dict[str, dict[str, Any]]:
+    """Return the optimizer state of each parameter, by name."""
+    found: dict[str, dict[str, Any]] = {name: dict(numbers) for name, numbers in reader.about["numbers"].items()}
+    for name, kinds in by_name(reader.kinds).items():
+        for kind in kinds:
+            key = f"{kind}/{name}"
+            found.setdefault(name, {})[kind] = _tensor(reader, key, reader.tensors[key].shape)
+    return {name: kept for name, kept in found.items() if kept}
+
+
+def _tensor(reader: DcpReader, key: str, shape: tuple[int, ...]) -> Tensor:
+    tensor = torch.zeros(shape, dtype=reader.kinds.get(key, torch.float32))  # a tensor without elements is not saved
+    fill(reader, {key: (tensor, Layout.whole(shape))})
+    return tensor
+
+
+if __name__ == "__main__":
+    try:
+        number, made = convert(*sys.argv[1:])
+    except NbkitError as failure:
+        sys.exit(f"nbkit: {failure}")
+    print(f"{sys.argv[2]}: {number} tensors, step {made}")

@@ -1,0 +1,86 @@
+"""The bus has one rule for errors: a sink that raises is named once, and the others hear everything."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+from jobs import Heard
+
+from nbkit.rank.telemetry.sinks import Bus, InThread, close_all
+from nbkit.records.events import LrChanged, RunStopped, StepDone
+
+
+class Raises:
+    def __init__(self, error: BaseException, method: str = "write") -> None:
+        self.calls = 0
+        self.error, self.method = error, method
+
+    def open(self, run: dict[str, Any]) -> None:
+        self._call("open")
+
+    def write(self, event: dict[str, Any]) -> None:
+        self._call("write")
+
+    def _call(self, method: str) -> None:
+        self.calls += 1
+        if method == self.method:
+            raise self.error
+
+
+def test_a_sink_that_raises_is_named_once_and_gets_nothing_more() -> None:
+    bus, bad, mute, kept = Bus(), Raises(OSError("full")), Raises(OSError("shut"), "open"), Heard()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for sink in (bad, mute, kept):
+            bus.add(sink, run={"name": "mine"})
+        for step in range(3):
+            bus.emit(StepDone(step, record={"step": step, "loss": 0.5}))
+    assert [str(one.message) for one in caught] == [
+        "nothing more is given to the sink Raises: OSError: shut",
+        "nothing more is given to the sink Raises: OSError: full",
+    ]
+    assert (bad.calls, mute.calls) == (2, 1)
+    assert [(event.kind, event.step, event.loss) for event in kept] == [("step", step, 0.5) for step in range(3)]
+
+
+def test_an_interrupt_that_comes_in_a_sink_is_not_swallowed() -> None:
+    bus = Bus()
+    bus.add(Raises(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        bus.emit(RunStopped(1))
+
+
+class Changes(Heard):
+    def write(self, event: dict[str, Any]) -> None:
+        event.clear()
+
+
+def test_what_a_sink_does_to_an_event_the_next_one_does_not_see() -> None:
+    bus, kept = Bus(), Heard()
+    bus.add(Changes())
+    bus.add(kept)
+    bus.emit(LrChanged(2, old=0.5, new=0.25))
+    (event,) = kept
+    assert vars(event) == {"kind": "lr_changed", "step": 2, "old": 0.5, "new": 0.25}
+
+
+class Opened(Heard):
+    def open(self, run: dict[str, Any]) -> None:
+        self.append(run["name"])
+
+    def close(self) -> None:
+        self.append("closed")
+
+
+def test_close_all_hands_over_what_is_there_and_closes_only_what_was_opened() -> None:
+    used, unused = Opened(), Opened()
+    bus = Bus()
+    bus.add(InThread(used), run={"name": "mine"})
+    unopened = InThread(unused)
+    bus.emit(LrChanged(1))
+    close_all()
+    assert used[0] == "mine" and used[1].kind == "lr_changed" and used[2:] == ["closed"]
+    assert unused == []
+    del unopened
