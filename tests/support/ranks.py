@@ -130,7 +130,8 @@ def know_optimizers() -> None:
 def leave_out(without: dict[str, Any]) -> None:
     """In a rank: see `left_out`."""
     from nbkit.rank.data import first_batches
-    from nbkit.rank.train import builder, fact_finder
+    from nbkit.rank.parallel import fact_finder
+    from nbkit.rank.train import builder
 
     for name, answer in without.items():
         for module in (builder, fact_finder, first_batches):

@@ -9,9 +9,7 @@ from __future__ import annotations
 import html
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,29 +23,24 @@ from nbkit.planner.stages import ranks_of_stages, spelled, stage_ranges
 from nbkit.planner.validate import Finding, refuse, validate
 from nbkit.rank.comm.delegating_group import stand_in
 from nbkit.rank.comm.thread_group import Alone
-from nbkit.rank.data.batch import call, check_inputs, on_device, pair, rows_of, take
+from nbkit.rank.data.batch import check_inputs, pair, rows_of, take
 from nbkit.rank.data.sample_rows import Sample
-from nbkit.rank.loss.loss_check import examine
 from nbkit.rank.loss.row_weights import Loss
-from nbkit.rank.parallel.find_facts import ModelRuns, find_facts
+from nbkit.rank.parallel.fact_finder import FactFinder
+from nbkit.rank.parallel.find_facts import ModelExample
 from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes, needed_facts
 from nbkit.rank.parallel.module.batch_norm import batch_norms
-from nbkit.rank.parallel.module.block_discovery import experts_in, structural_blocks
+from nbkit.rank.parallel.module.block_discovery import structural_blocks
 from nbkit.rank.parallel.module.compile import not_compiled
 from nbkit.rank.parallel.module.copies import (
-    build_again,
-    built_again,
     classes_kept,
     homes,
-    hooked_gradient,
     skeleton_of,
 )
 from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.parallel.plan import ParallelPlan, parts_rows, refusals
-from nbkit.rank.parallel.proof.own_parts import look_at_copies
-from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.tensor.plan.plan import TensorPlan, folded
-from nbkit.rank.parallel.whole_step import Reference, prove_step
+from nbkit.rank.parallel.whole_step import prove_step
 from nbkit.rank.torch_private import DropoutNd
 from nbkit.strategy import Strategy
 from nbkit.techniques import DEGREES
@@ -217,8 +210,8 @@ def check(
     check_inputs(inputs)
     batch = hints.example if batch is None else batch
     world = world_size or (dist.get_world_size() if dist.is_initialized() else None)
-    with classes_kept(), stand_in(Alone()) as here:  # collectives of the model or the loss do not wait for other ranks
-        return _checked(model, strategy, batch, world, inputs, hints, loss, here)
+    with classes_kept(), stand_in(Alone()):  # collectives of the model or the loss do not wait for other ranks
+        return _checked(model, strategy, batch, world, inputs, hints, loss)
 
 
 def _checked(
@@ -229,52 +222,34 @@ def _checked(
     inputs: Sequence[str] | None,
     hints: ModelHints,
     loss: Loss | None,
-    here: Alone,
 ) -> Check:
     chosen, misfit = _chosen(strategy, world)
     module = model if isinstance(model, nn.Module) else model()
     found, rows = list(misfit), batch if isinstance(batch, int) else None
-    skeleton, example, look = skeleton_of(module), None, FirstRuns()
-    options = JobOptions(tp_plan=hints.tp_plan)
-    facts = ModelFacts(ModelShapes(skeleton), experts=experts_in(module), hooked=hooked_gradient(module))
+    options, example = JobOptions(tp_plan=hints.tp_plan), None
     if batch is not None and rows is None:
         rows = rows_of(batch)
         example = take(batch, 0, min(2, rows), rows=rows)
-        parts = chosen.tp * (2 * chosen.cp if chosen.cp > 1 else 1)
-        look = first_runs(module, example, inputs=inputs, loss=loss, parts=parts)
-        facts = replace(facts, draws=look.draws, outside=look.outside, changes=look.changes)
-        run = _runner(module, example, inputs)
-        brief = run if look.short is None else _runner(module, look.short, inputs)
-        runs = ModelRuns(example, run, None, brief, None, hints.stages, hints.tp_plan)
-        wanted = needed_facts(chosen) - {"costs"} - (set() if chosen.pp > 1 or chosen.cp > 1 else {"chain"})
-        try:
-            facts = facts.updated(find_facts(module, runs, facts, wanted) | {"looked": None})
-        except Exception as error:
-            facts = replace(facts, no_chain=f"{type(error).__name__}: {error}")
+        pair(example, inputs)  # raises TrainingError if nothing matches
     elif chosen.pp > 1:
         found.append(
             Finding(False, "The stages are guessed by structure.", "no batch to run", "check(..., batch=batch)")
         )
-    reference = None
-    if example is not None:
-        with suppress(TrainingError):
-            reference = None if model is module else Reference(built_again(model, skeleton, first=module))
-        copies = [skeleton_of(skeleton), *([] if reference is None else [reference.module])]
-        try:
-            astray, *again = look_at_copies(module, skeleton, copies, lambda each: _runner(each, example, inputs)())
-            if again != [""]:
-                reference, facts = None, replace(facts, astray=astray)
-            elif astray:
-                build_again(skeleton, partial(built_again, model))  # type: ignore[arg-type]
-        except TrainingError as error:
-            found.append(Finding(True, error.what, error.numbers or "", error.hint or ""))
-        except Exception:
-            reference = None  # the model does not run; training will report it
-    if example is not None and parts_rows(chosen, options):
-        seen = examine(module, lambda value: call(module, value), loss, Sample(batch), inputs, look=look)
-        facts = replace(facts, coupled=seen.coupled, counted=seen.counted)
-    if here.heard:
-        facts = replace(facts, collectives=here.heard[0], coupled=None)
+    finder = FactFinder(
+        module,
+        ModelFacts(ModelShapes(skeleton_of(module))),
+        ModelExample(example, loss, inputs, lambda: Sample(batch), False, hints.stages, hints.tp_plan),
+        device=next((p.device for p in module.parameters()), torch.device("cpu")),
+        ranks=chosen.mesh.size,
+    )
+    wanted = needed_facts(chosen) - {"costs"} - (set() if chosen.pp > 1 or chosen.cp > 1 else {"chain"})
+    try:
+        finder.begin(None if model is module else model, wanted)
+    except TrainingError as error:
+        found.append(Finding(True, error.what, error.numbers or "", error.hint or ""))
+    except Exception as error:
+        finder.set_facts(no_chain=f"{type(error).__name__}: {error}")
+    facts = replace(finder.facts, looked=None)
     plan = ParallelPlan(chosen, facts, options)  # what make_plan refuses is among the findings
     found += [*findings(plan, batch=rows), *warn_of_coupled(plan), *warn_of_draws(plan)]
     if facts.gathers is not None and chosen.shard > 1:
@@ -287,7 +262,9 @@ def _checked(
     found += _norms(module, chosen)
     if not any(finding.error for finding in found):
         many = None if example is None else batch
-        step = prove_step(plan, example, loss=loss, inputs=inputs, short=look.short, many=many, reference=reference)
+        step = prove_step(
+            plan, example, loss=loss, inputs=inputs, short=finder.short, many=many, reference=finder.reference
+        )
         found += [finding] if (finding := step.finding(chosen)) is not None else []
     columns = ("module", *(["tensor axis"] if chosen.tp > 1 else []), *(["stage"] if chosen.pp > 1 else []))
     columns += (*(["over dp"] if chosen.dp > 1 else []), "why not")
@@ -314,16 +291,6 @@ def _chosen(strategy: str | Strategy, world: int | None) -> tuple[Strategy, list
             f"{strategy!r} takes the world, and there is none.", numbers="no process group", hint="world_size=4"
         )
     return Strategy.parse(strategy, size), misfit
-
-
-def _runner(module: nn.Module, example: Any, inputs: Sequence[str] | None) -> Callable[[], Any]:
-    """Return a function that runs `module` on a few rows. It raises if the rows are wrong."""
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-
-    def run() -> Any:
-        return call(module, pair(on_device(example, device), inputs)[0])
-
-    return run
 
 
 def _norms(module: nn.Module, strategy: Strategy) -> Iterator[Finding]:

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from nbkit.errors import NbkitError
+from nbkit.rank.data.batch import call, on_device, pair, rows_of
+from nbkit.rank.data.sample_rows import Sample
+from nbkit.rank.loss.row_weights import Loss, weigh
 from nbkit.rank.parallel.context.positionwise import try_in_parts
 from nbkit.rank.parallel.model_facts import ModelFacts
 from nbkit.rank.parallel.module.copies import runnable
@@ -44,6 +47,49 @@ class ModelRuns:
     stages: Sequence[str] | None = None
     tp_plan: Mapping[str, str] | None = None
     autocast: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class ModelExample:
+    """The rows on which the facts of a model are found, and how the model and the loss run on them.
+
+    batch: a few rows; None if nothing can be run. loss: None if it is not known. sample: reads the rows on which the
+    loss is examined; None: those of `batch`. parts_rows: rows of a batch go through several forwards. stages, tp_plan,
+    autocast: see ModelRuns.
+    """
+
+    batch: Any
+    loss: Loss | None
+    inputs: Sequence[str] | None = None
+    sample: Callable[[], Sample | None] | None = None
+    parts_rows: bool = False
+    stages: Sequence[str] | None = None
+    tp_plan: Mapping[str, str] | None = None
+    autocast: torch.dtype | None = None
+
+    def runs(self, module: nn.Module, short: Any, device: torch.device) -> ModelRuns:
+        """Return how `module`, the whole model, is run. short: few positions of the rows that show as much."""
+        few = self.batch if short is None else short
+        return ModelRuns(
+            self.batch,
+            lambda: call(module, pair(on_device(self.batch, device), self.inputs)[0]),
+            self._loss_of(self.batch, device),
+            lambda: call(module, pair(on_device(few, device), self.inputs)[0]),
+            self._loss_of(few, device),
+            self.stages,
+            self.tp_plan,
+            self.autocast,
+        )
+
+    def _loss_of(self, rows: Any, device: torch.device) -> Callable[[Any], Tensor] | None:
+        loss = self.loss
+        if loss is None:
+            return None
+
+        def of(output: Any) -> Tensor:
+            return weigh(loss(output, pair(on_device(rows, device), self.inputs)[1]), rows_of(rows)).value
+
+        return of
 
 
 def find_facts(module: nn.Module, runs: ModelRuns, facts: ModelFacts, wanted: Collection[str]) -> dict[str, Any]:

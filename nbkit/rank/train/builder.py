@@ -29,7 +29,8 @@ from nbkit.rank.models.pretrained import Pretrained, WeightlessModel
 from nbkit.rank.parallel.check_model import warn_of, warn_of_coupled
 from nbkit.rank.parallel.data_parallel.ddp import broadcast_from_first
 from nbkit.rank.parallel.device_mesh import forget, groups_made
-from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
+from nbkit.rank.parallel.fact_finder import FactFinder
+from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes, needed_facts
 from nbkit.rank.parallel.module.copies import build_again, built_again, skeleton_of
 from nbkit.rank.parallel.options import JobOptions
 from nbkit.rank.parallel.parallelize import ShardedSkeleton, cut, parallelize
@@ -42,7 +43,6 @@ from nbkit.rank.parallel.whole_step import StepProof, prove_step
 from nbkit.rank.rng.seeding import build
 from nbkit.rank.train.config import TrainConfig
 from nbkit.rank.train.control.rank_sync import compare_ranks, constants_of
-from nbkit.rank.train.fact_finder import FactFinder
 from nbkit.rank.train.step.optimizer_factory import OptimizerSpec
 from nbkit.rank.train.step.optimizer_state import offload, remember
 from nbkit.rank.train.switch.exchange_cache import ExchangeCache, Kinds
@@ -131,7 +131,9 @@ class Builder:
             adaptive=self.template.is_adaptive(),
         )
         self.finder = self._finder(ModelFacts(ModelShapes(self.skeleton)))
-        self.finder.begin(None if isinstance(model, nn.Module | Pretrained) else model, asked)
+        wanted = frozenset[str]().union(*map(needed_facts, asked))
+        self.finder.begin(None if isinstance(model, nn.Module | Pretrained) else model, wanted)
+        self.finder.synced = {strategy.composed for strategy in asked}
         self._warned: set[Strategy] = set()
         self._agreed: set[Strategy] = set()
         self.link = link_of(device)
@@ -182,7 +184,7 @@ class Builder:
 
     def _finder(self, facts: ModelFacts) -> FactFinder:
         here: Any = {"rank": self.rank, "world_size": self.world_size, "device": self.device}
-        return FactFinder(self.module, facts, self.config, aside=self.aside, **here)
+        return FactFinder(self.module, facts, self.config.model_example, aside=self.aside, **here)
 
     def _begin(self) -> None:
         self.names = tuple(name for name, _ in self.skeleton.named_parameters())

@@ -15,21 +15,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from nbkit.errors import TrainingError
 from nbkit.rank.comm.agree import all_gather_objects
-from nbkit.rank.data.batch import call, check_inputs, on_device, pair, rows_of
+from nbkit.rank.data.batch import check_inputs
 from nbkit.rank.data.data_rng import alike
 from nbkit.rank.data.open_stream import open_stream, refuse_loader
 from nbkit.rank.data.sample_rows import Sample
 from nbkit.rank.data.split.data_shards import data_shards, why_whole
 from nbkit.rank.data.stream import Stream, is_map_style
 from nbkit.rank.device import accelerator
-from nbkit.rank.loss.row_weights import Loss, weigh
+from nbkit.rank.loss.row_weights import Loss
 from nbkit.rank.parallel.device_mesh import Axes
-from nbkit.rank.parallel.find_facts import ModelRuns
+from nbkit.rank.parallel.find_facts import ModelExample
 from nbkit.rank.train.control.step_boundary import DETACHED
 from nbkit.rank.train.step.precision import PRECISIONS
 from nbkit.strategy import Strategy
@@ -58,23 +57,18 @@ class TrainConfig:
         dropout = self.compute.dropout
         return dropout == "fused" or (dropout is None and accelerator().holds(device))
 
-    def runs(self, module: nn.Module, short: Any, device: torch.device) -> ModelRuns:
-        """Return how `module`, the whole model, is run on the example. short: few positions of it that show as much."""
-        example = self.hints.example
-        few = example if short is None else short
-
-        def loss(output: Any, rows: Any) -> Tensor:
-            return weigh(self.loss(output, pair(rows, self.inputs)[1]), rows_of(rows)).value
-
-        return ModelRuns(
-            batch=example,
-            whole=lambda: call(module, pair(on_device(example, device), self.inputs)[0]),
-            loss=lambda output: loss(output, on_device(example, device)),
-            brief=lambda: call(module, pair(few, self.inputs)[0]),
-            brief_loss=lambda output: loss(output, few),
-            stages=self.hints.stages,
-            tp_plan=self.hints.tp_plan,
-            autocast=PRECISIONS.get(self.precision or ""),
+    @property
+    def model_example(self) -> ModelExample:
+        """Return the example, and how the model and the loss run on it."""
+        return ModelExample(
+            self.hints.example,
+            self.loss,
+            self.inputs,
+            self.sample,
+            self.compute.microbatch_size is not None,
+            self.hints.stages,
+            self.hints.tp_plan,
+            PRECISIONS.get(self.precision or ""),
         )
 
     def __post_init__(self) -> None:

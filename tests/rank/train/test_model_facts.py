@@ -12,10 +12,10 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from nbkit.bridge.training_requests import TrainingRequestHandler
+from nbkit.rank.parallel import fact_finder
 from nbkit.rank.parallel import find_facts as finding_facts
 from nbkit.rank.parallel.find_facts import find_facts
 from nbkit.rank.train import builder as building
-from nbkit.rank.train import fact_finder
 from nbkit.rank.train.estimate import strategy_table
 from nbkit.strategy import Strategy
 

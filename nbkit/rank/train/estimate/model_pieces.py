@@ -18,9 +18,9 @@ from nbkit.errors import StrategyError, UsageError
 from nbkit.planner.choose.search import LEAST_POSITIONS
 from nbkit.planner.job_facts import Facts
 from nbkit.planner.peak import ModelPiece, Weights
-from nbkit.rank.data.batch import call, check_inputs, pair, rows_of, take
+from nbkit.rank.data.batch import check_inputs, pair, rows_of, take
 from nbkit.rank.loss.row_weights import Loss, weigh
-from nbkit.rank.parallel.find_facts import ModelRuns, find_facts
+from nbkit.rank.parallel.find_facts import find_facts
 from nbkit.rank.parallel.model_facts import ModelFacts, ModelShapes
 from nbkit.rank.parallel.module.block_discovery import experts_in
 from nbkit.rank.parallel.module.copies import skeleton_of
@@ -83,21 +83,12 @@ def describe(
     example = take(example, 0, min(_ROWS, rows_of(example)), rows=rows_of(example))
     say("runs two rows of the model")
     look = first_runs(module, example, inputs=inputs, loss=loss, parts=max(degrees, default=1))
-    few = example if look.short is None else look.short
-
-    def loss_of(output: Any, batch: Any) -> Any:
-        return weigh(loss(output, pair(batch, inputs)[1]), rows_of(batch)).value
-
-    runs = ModelRuns(
-        example,
-        lambda: call(module, pair(example, inputs)[0]),
-        lambda output: loss_of(output, example),
-        lambda: call(module, pair(few, inputs)[0]),
-        lambda output: loss_of(output, few),
-        autocast=PRECISIONS.get(precision or ""),
-    )
+    config = TrainConfig(loss, inputs=inputs, precision=precision, hints=ModelHints(example=example))
+    runs = config.model_example.runs(module, look.short, torch.device("cpu"))
     with torch.no_grad():
-        loss_of(runs.whole(), example)  # what is wrong with the model is said here
+        weigh(
+            loss(runs.whole(), pair(example, inputs)[1]), rows_of(example)
+        )  # what is wrong with the model is said here
     skeleton = skeleton_of(module)
     facts = ModelFacts(ModelShapes(skeleton), experts=experts_in(module), draws=look.draws)
     for wanted in ([f"tp={size}" for size in degrees] + ["gathers", "chain"], ["positionwise"]):
@@ -106,7 +97,6 @@ def describe(
             facts = facts.updated(find_facts(module, runs, facts, wanted))
     facts = replace(facts, looked=None)  # no job looks later for what is lacking, such as seconds of the blocks
     made = OptimizerSpec(optimizer or (lambda m: torch.optim.AdamW(m.parameters())), module=module)
-    config = TrainConfig(loss, inputs=inputs, precision=precision, hints=ModelHints(example=example))
     return ModelPieces(MeasuredModel(skeleton, facts, JobOptions(), config, made, torch.device("cpu")), say)
 
 

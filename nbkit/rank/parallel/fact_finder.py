@@ -1,4 +1,4 @@
-"""Find the facts of a job's model on rank 0, once, and give them to all ranks.
+"""Find the facts of a model on rank 0, once, and give them to all ranks.
 
 The model is run on the example before the first step, and later when a strategy needs more. While rank 0 finds facts
 before the first step or between two steps, the others wait, and do not disturb what it times.
@@ -7,7 +7,7 @@ before the first step or between two steps, the others wait, and do not disturb 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from nbkit.rank.data.batch import call, on_device
 from nbkit.rank.data.sample_rows import Sample, undrawn
 from nbkit.rank.device import accelerator
 from nbkit.rank.loss.loss_check import examine, split_by_values
-from nbkit.rank.parallel.find_facts import ModelRuns, find_facts, find_later
+from nbkit.rank.parallel.find_facts import ModelExample, ModelRuns, find_facts, find_later
 from nbkit.rank.parallel.model_facts import ModelFacts, needed_facts
 from nbkit.rank.parallel.module.block_discovery import experts_in
 from nbkit.rank.parallel.module.copies import build_again, built_again, hooked_gradient, skeleton_of
@@ -33,7 +33,6 @@ from nbkit.rank.parallel.proof.outside_state import OutsideState, outside_kept, 
 from nbkit.rank.parallel.proof.own_parts import look_at_copies
 from nbkit.rank.parallel.proof.short_example import FirstRuns, first_runs
 from nbkit.rank.parallel.whole_step import WIDE, Reference
-from nbkit.rank.train.config import TrainConfig
 from nbkit.strategy import Strategy
 
 
@@ -53,37 +52,41 @@ class FactFinder:
         self,
         module: nn.Module,
         facts: ModelFacts,
-        config: TrainConfig,
+        example: ModelExample,
         *,
-        rank: int,
-        world_size: int,
         device: torch.device,
-        aside: Callable[[Callable[[], Any]], Any],
+        rank: int = 0,
+        world_size: int = 1,
+        ranks: int | None = None,
+        aside: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> None:
-        """module: the model. aside: runs a function while the model trains; see Builder.aside."""
-        self.module, self.facts, self.config, self.synced = module, facts, config, set[Strategy]()
+        """module: the model. ranks: the number of ranks that shall train it; None: those of the world. aside: runs a
+        function while the model trains; see Builder.aside.
+        """
+        self.module, self.facts, self.example, self.synced = module, facts, example, set[Strategy]()
         self.rank, self.world_size, self.device, self._aside = rank, world_size, device, aside
+        self._ranks = world_size if ranks is None else ranks
         self._skeleton = facts.shapes.skeleton
         self._finding, self._setting = threading.Lock(), threading.Lock()
 
-    def begin(self, build: Callable[[], nn.Module] | None, asked: Sequence[Strategy]) -> None:
-        """Find the facts that every strategy needs, and those that `asked` need. Collective.
+    def begin(self, build: Callable[[], nn.Module] | None, wanted: Collection[str]) -> None:
+        """Find the facts that every strategy needs, and those that are `wanted`. Collective.
 
-        build: the callable that built the model, if there is one. Raises TrainingError, on every rank, for a model
-        whose copies cannot be told from it.
+        build: the callable that built the model, if there is one. wanted: see `needed_facts`. Raises TrainingError, on
+        every rank, for a model whose copies cannot be told from it.
         """
-        self.synced = {strategy.composed for strategy in asked}
         self.set_facts(experts=experts_in(self._skeleton), hooked=hooked_gradient(self.module))
-        if self.config.hints.example is None:
+        if self.example.batch is None:
             return
         self.reference = self._built_again(build)
-        refused = self._first_facts(asked) if self.rank == 0 else None
+        refused = self._first_facts(wanted) if self.rank == 0 else None
         if self.world_size > 1:
             sent: list[Any] = [self.facts.sendable(), refused]
             dist.broadcast_object_list(sent, src=0, device=self.device)
             self.set_facts(**sent[0])
-            if (refused := sent[1]) is not None:
-                raise refused
+            refused = sent[1]
+        if refused is not None:
+            raise refused
         if not self.facts.again:
             self.reference = None
         if self.facts.rebuilt:
@@ -119,11 +122,11 @@ class FactFinder:
 
                 def run() -> dict[str, Any]:
                     # The model's own collectives do not wait for other ranks here.
-                    with stand_in(Alone()), outside_kept(self.module, self.config.loss):
+                    with stand_in(Alone()), outside_kept(self.module, self.example.loss):
                         return find_later(self._skeleton, self._runs, self.facts, wanted, beside=threaded)
 
                 with suppress(NotAside):
-                    self.set_facts(**(self._aside(run) if beside else run()))
+                    self.set_facts(**(self._aside(run) if beside and self._aside is not None else run()))
             return self.facts
 
     def set_facts(self, **facts: Any) -> None:
@@ -133,7 +136,7 @@ class FactFinder:
 
     def examine_rows(self) -> None:
         """Find out what couples the rows of a batch and what weighs them. Needed when a process begins to cut them."""
-        if self.config.hints.example is not None:
+        if self.example.batch is not None:
             look = FirstRuns(self.facts.draws, self.short)
             self.set_facts(**self._rows(lambda value: call(self.module, value), look))
 
@@ -144,28 +147,28 @@ class FactFinder:
         before.
         """
         few = sum(p.numel() for p in self._skeleton.parameters()) <= WIDE
-        if build is None or self.world_size == 1 or not few:
+        if build is None or self._ranks == 1 or not few:
             return None
         # A model may register itself where the loss looks for it. That must stay the first model.
-        with suppress(Exception), outside_kept(self.module, self.config.loss):
+        with suppress(Exception), outside_kept(self.module, self.example.loss):
             return Reference(built_again(build, self._skeleton, first=self.module))
         return None
 
-    def _first_facts(self, asked: Sequence[Strategy]) -> TrainingError | None:
+    def _first_facts(self, wanted: Collection[str]) -> TrainingError | None:
         """Find the first facts, on rank 0. Return why the model cannot be copied, for the other ranks."""
         refused: TrainingError | None = None
         self.set_facts(looked=frozenset[str]())
-        with stand_in(Alone()) as here, outside_kept(self.module, self.config.loss) as outside:
+        with stand_in(Alone()) as here, outside_kept(self.module, self.example.loss) as outside:
             with suppress(Exception):  # an error of the model is reported in full when it trains
                 self._run_first()
             outside.put_back()
             try:
                 self._compare_copies()
             except TrainingError as error:
-                refused = error if self.world_size > 1 else None
+                refused = error if self._ranks > 1 else None
             except Exception:
                 pass
-            if wanted := self.facts.missing(asked):
+            if wanted:
                 self.set_facts(**find_facts(self.module, self._runs(self.module), self.facts, wanted))
         if here.heard:
             # Rows that are coupled in one process need not be over ranks that gather them. A whole step tells.
@@ -174,14 +177,14 @@ class FactFinder:
 
     def _run_first(self) -> None:
         """Find out what the model draws itself, what it keeps outside, and what couples the rows of a batch."""
-        config, example = self.config, on_device(self.config.hints.example, self.device)
-        look = first_runs(self.module, example, inputs=config.inputs, loss=config.loss, parts=self.world_size)
+        example, batch = self.example, on_device(self.example.batch, self.device)
+        look = first_runs(self.module, batch, inputs=example.inputs, loss=example.loss, parts=self._ranks)
         self.short = look.short
         self.set_facts(draws=look.draws, outside=look.outside, changes=look.changes, caches=look.caches)
-        if self.world_size > 1 or config.compute.microbatch_size is not None:
+        if self._ranks > 1 or example.parts_rows:
             run: Callable[[Any], Any] = partial(call, self.module)
             if look.outside is not None and not look.outside.drawn:
-                run = put_back_before(run, self.module, config.loss)
+                run = put_back_before(run, self.module, example.loss)
             self.set_facts(**self._rows(run, look))
 
     def _compare_copies(self) -> None:
@@ -195,8 +198,8 @@ class FactFinder:
         def run(module: nn.Module) -> Any:
             put_back()
             if self.facts.outside is not None and id(module) not in states:
-                states[id(module)] = OutsideState(module, self.config.loss)
-            runs = self.config.runs(module, self.short, self.device)
+                states[id(module)] = OutsideState(module, self.example.loss)
+            runs = self.example.runs(module, self.short, self.device)
             return runs.whole() if self.short is None else runs.brief()
 
         built = [] if self.reference is None else [self.reference.module]
@@ -207,22 +210,22 @@ class FactFinder:
 
     def _rows(self, run: Callable[[Any], Any], look: FirstRuns) -> dict[str, Any]:
         """Return what couples the rows of a batch, and what weighs them, as attributes of ModelFacts."""
-        config = self.config
+        example = self.example
         with suppress(Exception), undrawn():  # an error of the data is reported when it is read to train
-            sample = config.sample() if config.sample is not None else Sample(config.hints.example)
+            sample = example.sample() if example.sample is not None else Sample(example.batch)
             if sample is not None:
                 self.many = sample.batch
-                seen = examine(self.module, run, config.loss, sample, config.inputs, look=look)
+                seen = examine(self.module, run, example.loss, sample, example.inputs, look=look)
                 coupled = seen.coupled
                 if coupled is None and look.reads:
-                    coupled = split_by_values(self.module, run, sample, config.inputs)
+                    coupled = split_by_values(self.module, run, sample, example.inputs)
                 return {"coupled": coupled, "counted": seen.counted}
         return {}
 
     def _runs(self, module: nn.Module) -> ModelRuns:
         """Return how `module`, the whole model, is run on the example."""
-        runs = self.config.runs(module, self.short, self.device)
+        runs = self.example.runs(module, self.short, self.device)
         if self.facts.outside is None:
             return runs
-        whole, brief = (put_back_before(run, module, self.config.loss) for run in (runs.whole, runs.brief))
+        whole, brief = (put_back_before(run, module, self.example.loss) for run in (runs.whole, runs.brief))
         return replace(runs, whole=whole, brief=brief)
