@@ -88,14 +88,15 @@ def test_every_page_is_named_and_readme_fits_in_150_lines() -> None:
     assert len(text.splitlines()) <= 150
 
 
-def test_every_file_that_the_page_on_the_inside_names_is_there() -> None:
-    below = ("", "nbkit", "nbkit/notebook/cluster", "nbkit/rank/train", "nbkit/rank/parallel")
-    named = re.findall(
-        r"(?<![\w/])[a-z_0-9]+(?:/[a-z_0-9]+)*/(?:[a-z_0-9]+\.py)?", (ROOT / "docs" / "inside.md").read_text()
-    )
+def test_every_file_that_the_pages_on_the_inside_name_is_there() -> None:
+    below = ("", "nbkit", "nbkit/notebook/cluster", "nbkit/rank", "nbkit/rank/train", "nbkit/rank/parallel")
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("inside.md", "waits.md"))
+    paths = re.findall(r"(?<![\w/])[a-z_0-9]+(?:/[a-z_0-9]+)*/(?:[a-z_0-9]+\.py)?", text)
+    files = {path.name for folder in ("nbkit", "magics", "tests") for path in (ROOT / folder).rglob("*.py")}
 
-    assert len(named) > 40
-    assert [path for path in named if not any((ROOT / folder / path).exists() for folder in below)] == []
+    assert len(paths) > 40
+    assert [path for path in paths if not any((ROOT / folder / path).exists() for folder in below)] == []
+    assert set(re.findall(r"[a-z_0-9]+\.py", text)) - files == set()
 
 
 def test_every_error_text_of_the_faq_is_in_the_source() -> None:
