@@ -160,7 +160,7 @@ class Strategy:
         if preset == "hsdp" and dp > 1:
             neighbours = None if node is None else node // _neighbours(degrees)
             shard = _hybrid_shard(dp, shard, neighbours)
-        values = {key.name: key.parse(words[key.name]) for key in techniques.keys() if key.name in words}
+        values = {key.name: techniques.parsed(key, words[key.name]) for key in techniques.keys() if key.name in words}
         fields: dict[str, Any] = dict(degrees)
         fields |= {key.name: values.pop(key.name) for key in techniques.keys() if key.is_field and key.name in values}
         return cls(**fields, zero=zero, shard=shard, settings=values)
@@ -249,7 +249,8 @@ class Strategy:
         words += [f"zero={self.zero}"] * bool(self.zero) + [f"shard={self.shard}"] * (self.shard != self.dp)
         for key in techniques.keys():
             value = getattr(self, key.name) if key.is_field else self.settings.get(key.name, key.neutral)
-            words += [key.word(value)] * (value != key.neutral)
+            if value != key.neutral:  # the text of a neutral value is not asked for
+                words.append(key.word(value))
         return " ".join(words)
 
 

@@ -36,10 +36,10 @@ class _Option:
         words = [f"{name}={_shown(value)}" for name, value, default in given if value is not default]
         return f"nbkit.{type(self).__name__}({', '.join(words)})"
 
-    def _check_count(self, name: str, *, least: int = 1, typical: int = 100) -> None:
+    def _check_count(self, name: str, *, least: int = 1, typical: int = 100, what: str = "") -> None:
         count = getattr(self, name)
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < least):
-            self._refuse(f"{name} is a whole number, at least {least}.", name, f"{name}={typical}")
+            self._refuse(what or f"{name} is a whole number, at least {least}.", name, f"{name}={typical}")
 
     def _check_choice(self, name: str, choices: Sequence[str | None], *, typical: str) -> None:
         value = getattr(self, name)
@@ -54,7 +54,7 @@ class _Option:
 
 
 def _shown(value: Any) -> str:
-    simple = value is None or isinstance(value, bool | int | float | str | tuple | list | Mapping)
+    simple = value is None or isinstance(value, bool | int | float | str | tuple | list | Mapping | _Option)
     if not simple:
         name = str(getattr(value, "__name__", ""))
         return repr(str(value)) if isinstance(value, Path) else name if name.isidentifier() else "..."
@@ -133,7 +133,7 @@ class Checkpoints(_Option):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.every, str) or self.every is False):
-            self._check_count("every")
+            self._check_count("every", what="every is a whole number of steps, at least 1, or a time such as '10min'.")
         self._check_count("snapshot_every", typical=50)
         number, _ = self.limits or (None, None)
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):

@@ -5,7 +5,18 @@
 """
 
 from nbkit.schedules.builtin import BUILT_IN
-from nbkit.schedules.schedule import Kind, Op, Schedule, ScheduleType, add, names, register, registered, type_of
+from nbkit.schedules.schedule import (
+    Kind,
+    Op,
+    Schedule,
+    ScheduleType,
+    add,
+    check_sizes,
+    names,
+    register,
+    registered,
+    type_of,
+)
 from nbkit.schedules.simulate import OpTime, ScheduleTimeline, simulate
 
 __all__ = [
@@ -17,6 +28,7 @@ __all__ = [
     "ScheduleTimeline",
     "ScheduleType",
     "add",
+    "check_sizes",
     "names",
     "register",
     "registered",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from nbkit.errors import StrategyError
+from nbkit.errors import StrategyError, place_of
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -29,6 +30,11 @@ class Op(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro}"
+
+    @property
+    def in_words(self) -> str:
+        """Return the operation for people: "F of stage 1, micro-batch 0"."""
+        return f"{self.kind} of stage {self.stage}, micro-batch {self.micro}"
 
 
 def before(op: Op, num_stages: int, *, split: bool) -> tuple[Op, ...]:
@@ -55,6 +61,7 @@ class ScheduleType:
     stages_per_rank: int = 1
     v_shaped: bool = False
     microbatches_per_rank: int = 0
+    check: bool = True
 
     @property
     def is_built_in(self) -> bool:
@@ -107,8 +114,9 @@ def register(
     stages_per_rank: stages on each rank. Stage s is on rank s mod ranks.
     v_shaped: stages run down the ranks and up again, so that the first and the last are on rank 0; two on each rank.
     microbatches_per_rank: a strategy with fewer micro-batches than this times pp is refused.
-    check: run it on small pipelines first. Raises StrategyError, and registers nothing, if an operation is missing or
-        twice in the lists, or if the ranks would wait for each other for ever.
+    check: look at the lists of small pipelines now, and at those of each pipeline that a strategy asks for later.
+        Raises StrategyError, and registers nothing, if an operation is missing or twice in the lists, or if the ranks
+        would wait for each other for ever.
 
     A further call with the same name replaces the schedule; those that nbkit brings cannot be replaced.
     """
@@ -131,12 +139,12 @@ def register(
             hint="stages_per_rank=2, v_shaped=True",
         )
     before_it = _types.get(name)
-    add(ScheduleType(name, build, stages_per_rank, v_shaped, microbatches_per_rank))
+    add(ScheduleType(name, build, stages_per_rank, v_shaped, microbatches_per_rank, check))
     if not check:
         return
     try:
         for ranks, microbatches in _CHECKED:
-            check_lists(Schedule.of(name, ranks, microbatches))
+            Schedule.of(name, ranks, microbatches)
     except BaseException:
         del _types[name]
         _types.update({name: before_it} if before_it else {})
@@ -158,10 +166,23 @@ def names() -> tuple[str, ...]:
 def type_of(name: str) -> ScheduleType:
     """Return the schedule of that name. Raises StrategyError if there is none."""
     if name not in _types:
+        near = difflib.get_close_matches(name, _types, 1)
         raise StrategyError(
-            f"{name!r} is not a schedule.", numbers=f"schedules: {' '.join(_types)}", hint="schedule=1f1b"
+            f"{name!r} is not a schedule.",
+            numbers=f"schedules: {' '.join(_types)}",
+            hint=f"schedule={near[0]}" if near else "schedule=1f1b   or   nbkit.schedules.register(...) on all ranks",
         )
     return _types[name]
+
+
+def check_sizes(name: str, ranks: int, microbatches: int) -> None:
+    """Raise StrategyError if a user's schedule is wrong for `microbatches` or, as in a short last batch, for fewer.
+
+    Beyond 32 micro-batches only `microbatches` itself is looked at here; a short batch is looked at when it comes.
+    """
+    if not type_of(name).is_built_in:
+        for fewer in [*range(1, min(microbatches, 32)), microbatches]:
+            Schedule.of(name, ranks, fewer)
 
 
 def registered() -> list[ScheduleType]:
@@ -277,9 +298,15 @@ def check_lists(schedule: Schedule) -> None:
 def check_done(schedule: Schedule, done: Sequence[int]) -> None:
     """Raise StrategyError if a rank could not do all its operations. done: how many each rank could do."""
     counts = enumerate(zip(done, schedule.ops, strict=True))
-    stuck = [f"rank {rank} before {ops[n]}" for rank, (n, ops) in counts if n < len(ops)]
+    stuck = [f"rank {rank} before {ops[n].in_words}" for rank, (n, ops) in counts if n < len(ops)]
     if stuck:
-        raise StrategyError(f"{schedule.name}: ranks wait for each other for ever.", numbers=", ".join(stuck))
+        raise StrategyError(
+            f"{schedule.name}: ranks wait for each other for ever.", numbers="; ".join([_sizes(schedule), *stuck])
+        )
+
+
+def _sizes(schedule: Schedule) -> str:
+    return f"{schedule.ranks} ranks, {schedule.microbatches} micro-batches"
 
 
 def check_complete(schedule: Schedule) -> set[tuple[int, int]]:
@@ -290,8 +317,15 @@ def check_complete(schedule: Schedule) -> set[tuple[int, int]]:
     seen: set[Op] = set()
     for rank, ops in enumerate(schedule.ops):
         for op in ops:
-            if op in seen or schedule.rank_of(op.stage) != rank:
-                raise StrategyError(f"{schedule.name}: {op} is on rank {rank}'s list, twice or by mistake.")
+            if op.kind not in ("F", "B", "I", "W") or not 0 <= op.micro < schedule.microbatches:
+                why = "which does not exist"
+            elif not 0 <= op.stage < schedule.num_stages or schedule.rank_of(op.stage) != rank:
+                why = "whose stage it does not hold"
+            else:
+                why = "twice" * (op in seen)
+            if why:
+                said = f"{schedule.name}: rank {rank} has {op.in_words}, {why}."
+                raise StrategyError(said, numbers=f"{_sizes(schedule)}; kinds: F, B, or I and W")
             seen.add(op)
     split = {(op.stage, op.micro) for op in seen if op.kind == "I"}
     for stage in range(schedule.num_stages):
@@ -300,15 +334,41 @@ def check_complete(schedule: Schedule) -> set[tuple[int, int]]:
             present = "".join(kind for kind in "FBIW" if Op(kind, stage, micro) in seen)  # type: ignore[arg-type]
             if present != kinds:
                 raise StrategyError(
-                    f"{schedule.name}: stage {stage} does not do all of micro-batch {micro}.",
-                    numbers=f"it has {present or 'nothing'}, expected {kinds}",
+                    f"{schedule.name}: stage {stage}, of rank {schedule.rank_of(stage)}, does not do all of "
+                    f"micro-batch {micro}.",
+                    numbers=f"{_sizes(schedule)}: it has {present or 'nothing'}, expected {kinds}",
                 )
     return split
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _made(name: str, ranks: int, microbatches: int, virtual: int) -> Schedule:
     kind = type_of(name)
     more = {"stages_per_rank": virtual} if kind.takes_stages else {}
-    lists = [kind.build(ranks, microbatches, rank, **more) for rank in range(ranks)]
-    return Schedule(name, ranks, microbatches, virtual, tuple(map(tuple, lists)))
+    if kind.is_built_in or not kind.check:
+        lists = [kind.build(ranks, microbatches, rank, **more) for rank in range(ranks)]
+        return Schedule(name, ranks, microbatches, virtual, tuple(map(tuple, lists)))
+    found = [_list_of(kind, ranks, microbatches, rank, more) for rank in range(ranks)]
+    made = Schedule(name, ranks, microbatches, virtual, tuple(found))
+    check_lists(made)
+    return made
+
+
+def _list_of(kind: ScheduleType, ranks: int, microbatches: int, rank: int, more: dict[str, int]) -> tuple[Op, ...]:
+    """Return the list of a user's schedule for one rank. Raises StrategyError if it gives none."""
+    called = f"build({ranks}, {microbatches}, {rank})"
+    hint = "def build(ranks, microbatches, rank): return [Op('F', rank, 0), Op('B', rank, 0), ...]"
+    try:
+        ops = kind.build(ranks, microbatches, rank, **more)
+    except StrategyError:
+        raise
+    except Exception as error:
+        raise StrategyError(
+            f"The schedule {kind.name!r} raised an error.",
+            numbers=f"{called}: {type(error).__name__}: {error} ({place_of(error)})",
+            hint=hint,
+        ) from error
+    if not isinstance(ops, Sequence) or not all(isinstance(op, tuple) and len(op) == 3 for op in ops):
+        shown = repr(ops) if len(repr(ops)) <= 80 else type(ops).__name__
+        raise StrategyError(f"The schedule {kind.name!r} gave no list of Op.", numbers=f"{called}: {shown}", hint=hint)
+    return tuple(Op(*op) for op in ops)

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
-from nbkit.errors import StrategyError
+from nbkit.errors import StrategyError, place_of
 from nbkit.techniques.axes import DEGREES
 from nbkit.techniques.exchange import GradientExchange
 
@@ -36,7 +36,15 @@ def register(key: Key | type[Key]) -> None:
     key: an object of a subclass of `Key` or `GradientKey`, or the class. A further call with the same name replaces
     the key; those that nbkit brings cannot be replaced.
     """
+    from nbkit.techniques.key import GradientKey, Key
+
     made = key() if isinstance(key, type) else key
+    if not isinstance(made, Key):
+        raise StrategyError(
+            "A key derives from Key or GradientKey.",
+            numbers=repr(key),
+            hint="class Mine(nbkit.techniques.GradientKey):",
+        )
     name = getattr(made, "name", "")
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise StrategyError(
@@ -55,6 +63,18 @@ def register(key: Key | type[Key]) -> None:
             f"The torch half of the key {name!r} would not be called under zero1 to zero3.",
             numbers=f"engine={made.engine!r}, needs_whole=False",
             hint="needs_whole = True",
+        )
+    if type(made).parse is Key.parse:
+        raise StrategyError(
+            f"The key {name!r} cannot read its value.",
+            numbers="it has no parse",
+            hint="def parse(self, text): return text",
+        )
+    if isinstance(made, GradientKey) and made.needs_whole and engine_place(made) is None:
+        raise StrategyError(
+            f"The key {name!r} would change nothing: it has no torch half.",
+            numbers="engine is None",
+            hint="engine = 'my_package.on_ranks:apply';   or needs_whole = False, if it needs none",
         )
     add(made)
 
@@ -112,15 +132,46 @@ def exchange_of(strategy: AnyStrategy) -> GradientExchange:
     return found
 
 
-def engine_of(key: Key) -> Callable[..., Any] | None:
-    """Return the torch half of a key, imported now if the key has the place of it; None if it has none."""
+def parsed(key: Key, text: str) -> Any:
+    """Return the value of a key in a strategy. Raises StrategyError for a text that the key cannot read."""
+    try:
+        value = key.parse(text)
+        hash(value)
+    except StrategyError:
+        raise
+    except Exception as error:
+        raise StrategyError(
+            f"{key.name}={text} cannot be read.",
+            numbers=f"{type(error).__name__}: {error} ({place_of(error)})",
+            hint="raise StrategyError(...) in parse for a wrong text; the value must be hashable",
+        ) from error
+    return value
+
+
+def engine_place(key: Key) -> Callable[..., Any] | str | None:
+    """Return the torch half of a key as it was given: a function, or the place of one."""
     # Looked up on the class, since a function there is not meant as a method.
     engine = inspect.getattr_static(key, "engine")
-    engine = engine.__func__ if isinstance(engine, staticmethod) else engine
-    if isinstance(engine, str):
-        module, _, name = engine.partition(":")
+    return engine.__func__ if isinstance(engine, staticmethod) else engine
+
+
+def engine_of(key: Key) -> Callable[..., Any] | None:
+    """Return the torch half of a key, imported now if the key has the place of it; None if it has none.
+
+    Raises StrategyError if it cannot be imported.
+    """
+    engine = engine_place(key)
+    if not isinstance(engine, str):
+        return cast("Callable[..., Any] | None", engine)
+    module, _, name = engine.partition(":")
+    try:
         return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
-    return cast("Callable[..., Any] | None", engine)
+    except (ImportError, AttributeError) as error:
+        raise StrategyError(
+            f"The torch half of the key {key.name!r} cannot be imported.",
+            numbers=f"engine = {engine!r}: {type(error).__name__}: {error}",
+            hint="engine = 'my_package.my_module:apply'",
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from nbkit.planner.choose.search import keys_that_help
 from nbkit.planner.job_facts import Facts, Weight
 from nbkit.planner.traffic import per_step
 from nbkit.planner.validate import validate
+from nbkit.rank.parallel.data_parallel.data_axis import _changed
+from nbkit.rank.parallel.data_parallel.ddp import ReplicaSetup
 from nbkit.rank.telemetry import collectives
 from nbkit.rank.train.replace.hand_over import handed_by
 from nbkit.rank.train.replace.pickle_by_value import dumps, loads
@@ -190,3 +192,59 @@ def test_a_package_brings_it_by_an_entry_point(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(StrategyError, match="'wire' of an installed package cannot be read"):
         Strategy.parse(STRATEGY, RANKS)
     forget()
+
+
+class Clips(GradientKey):
+    """It writes its value with a format, which None does not take."""
+
+    name = "clips"
+    needs_whole = False
+
+    def parse(self, text: str) -> float:
+        return float(text)
+
+    def spell(self, value: float) -> str:
+        return f"{value:g}"
+
+
+def test_the_text_of_a_value_is_asked_for_only_where_the_key_is_given() -> None:
+    techniques.register(Clips)
+    try:
+        assert str(Strategy.parse("ddp clips=0.50", 2)) == "dp=2 clips=0.5"
+        assert str(Strategy.parse("pp=2 microbatches=4", 2)) == "pp=2 schedule=1f1b microbatches=4"
+        with pytest.raises(StrategyError, match=r"clips=much cannot be read(.|\n)*ValueError(.|\n)*test_key.py"):
+            Strategy.parse("ddp clips=much", 2)
+    finally:
+        registry._keys.pop("clips")
+
+
+class Silent(GradientKey):
+    name = "silent"
+
+    def parse(self, text: str) -> str:
+        return text
+
+
+class Mute(Clips):
+    name = "mute"
+    parse = techniques.Key.parse  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        (object, "derives from Key or GradientKey"),
+        (Silent, "would change nothing: it has no torch half"),
+        (Mute, "cannot read its value"),
+    ],
+)
+def test_a_key_that_could_not_work_is_not_registered(key: Any, said: str) -> None:
+    with pytest.raises(StrategyError, match=said):
+        techniques.register(key)
+
+
+def test_a_torch_half_that_gives_no_setup_is_named() -> None:
+    with pytest.raises(StrategyError, match=r"torch half of wire=fp16 gave no ReplicaSetup"):
+        _changed(ReplicaSetup(2), lambda value, setup: None, "wire", "fp16")
+    with pytest.raises(StrategyError, match=r"torch half of wire=fp16 raised an error(.|\n)*takes 1 positional"):
+        _changed(ReplicaSetup(2), lambda value: value, "wire", "fp16")

@@ -31,7 +31,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     package = tmp_path / "site" / "local_launcher-1.0.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: local-launcher\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text("[nbkit.launchers]\nlocal = tests.plugins.local_launcher:LocalLauncher\n")
+    launchers = {"local": "tests.plugins.local_launcher:LocalLauncher", "gone": "tests.plugins.gone:Gone"}
+    broken = ("WithoutStart", "NotDerived", "WithoutPoll", "WithoutProgram", "Leaves")
+    launchers |= {name.lower(): f"tests.plugins.broken_launchers:{name}" for name in broken}
+    lines = [f"{name} = {place}" for name, place in launchers.items()]
+    (package / "entry_points.txt").write_text("\n".join(["[nbkit.launchers]", *lines]))
     monkeypatch.syspath_prepend(str(package.parent))
     paths = [str(package.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
@@ -62,7 +66,10 @@ def test_it_starts_ranks_that_form_a_world_and_ends_them(
     ("words", "said"),
     [
         ("fail", r"The launcher 'local' has ended(.|\n)*code 3(.|\n)*the queue is closed"),
-        ("raise", r"The launcher 'local' raised an error(.|\n)*no machine is free \(local_launcher.py:\d+\)"),
+        (
+            "raise",
+            r"The launcher 'local' raised an error(.|\n)*no machine is free \(.*/plugins/local_launcher.py:\d+\)",
+        ),
     ],
 )
 def test_what_goes_wrong_in_it_is_said_and_leaves_nothing(
@@ -89,3 +96,29 @@ def test_options_that_do_not_fit_are_refused(installed: None, words: str, said: 
 def test_a_name_that_is_not_installed_is_refused_with_those_that_are(installed: None, nbkit_home: Path) -> None:
     with pytest.raises(UsageError, match=r"There is no launcher 'others'(.|\n)*local"):
         Cluster.start(name="plugged", on=asked("start --launcher others -n 2"), ttl=60)
+
+
+def test_python_starts_a_cluster_with_it_too(installed: None, nbkit_home: Path) -> None:
+    with pytest.raises(ClusterError, match="no machine is free"):
+        Cluster.start(2, launcher="local", options=["raise"], cpu=True, name="plugged", ttl=60)
+    with pytest.raises(UsageError, match=r"slurm has a request of its own(.|\n)*SlurmRequest"):
+        Cluster.start(2, launcher="slurm")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("loca", r"There is no launcher 'loca'(.|\n)*--launcher local"),
+        ("gone", r"cannot be loaded(.|\n)*No module named 'tests.plugins.gone'(.|\n)*gone = tests.plugins.gone:Gone"),
+        ("notderived", r"derives from nbkit.Launcher"),
+        ("withoutstart", r"has no method start"),
+        ("withoutprogram", r"There is no command 'no-such-program'"),
+        ("withoutpoll", r"cannot tell whether its agents run(.|\n)*self.run"),
+        ("leaves", r"has ended with code 0(.|\n)*must stay as long as its agent"),
+    ],
+)
+def test_a_mistake_in_a_launcher_is_named_with_what_to_write(
+    installed: None, nbkit_home: Path, name: str, said: str
+) -> None:
+    with pytest.raises((ClusterError, UsageError), match=said):
+        Cluster.start(2, launcher=name, cpu=True, name="plugged", ttl=60)

@@ -63,11 +63,30 @@ def forgets(ranks: int, microbatches: int, rank: int) -> list[Op]:
     return [Op(kind, rank, 0) for kind in ("F", "B")]  # type: ignore[arg-type]
 
 
+def in_pairs(ranks: int, microbatches: int, rank: int) -> list[tuple[str, int]]:
+    return [("F", rank)]
+
+
+def elsewhere(ranks: int, microbatches: int, rank: int) -> list[Op]:
+    return [Op("F", 0, 0)]
+
+
+def takes_two(ranks: int, microbatches: int) -> list[Op]:
+    return []
+
+
 @pytest.mark.parametrize(
     ("build", "more", "said"),
     [
-        (waits_for_ever, {}, "wait for each other for ever"),
-        (forgets, {}, "does not do all of micro-batch 1"),
+        (
+            waits_for_ever,
+            {},
+            r"wait for each other for ever(.|\n)*2 ranks, 1 micro-batches; rank 0 before B of stage 0",
+        ),
+        (forgets, {}, r"stage 0, of rank 0, does not do all of micro-batch 1(.|\n)*it has nothing, expected FB"),
+        (in_pairs, {}, r"'mine' gave no list of Op(.|\n)*build\(2, 1, 0\)"),
+        (elsewhere, {}, "rank 1 has F of stage 0, micro-batch 0, whose stage it does not hold"),
+        (takes_two, {}, r"'mine' raised an error(.|\n)*takes 2 positional arguments"),
         (waits_for_ever, {"stages_per_rank": 3, "v_shaped": True}, "two where the stages run down"),
     ],
 )
@@ -75,6 +94,24 @@ def test_one_that_cannot_run_is_refused_and_not_registered(build: Any, more: dic
     with pytest.raises(StrategyError, match=said):
         schedules.register("mine", build, **more)
     assert "mine" not in schedules.names()
+
+
+def right_up_to_12(ranks: int, microbatches: int, rank: int) -> list[Op]:
+    done = range(min(microbatches, 12))
+    return [Op("F", rank, micro) for micro in done] + [Op("B", rank, micro) for micro in done]
+
+
+def test_one_that_is_wrong_for_many_micro_batches_is_refused_by_the_strategies_that_have_them() -> None:
+    schedules.register("mine", right_up_to_12)
+    try:
+        Strategy.parse("pp=2 schedule=mine microbatches=12", 2)
+        for microbatches in (13, 40):
+            with pytest.raises(StrategyError, match=r"mine: stage 0, of rank 0, does not do all of micro-batch 12"):
+                Strategy.parse(f"pp=2 schedule=mine microbatches={microbatches}", 2)
+        with pytest.raises(StrategyError, match=r"'mime' is not a schedule(.|\n)*schedule=mine"):
+            Strategy.parse("pp=2 schedule=mime", 2)
+    finally:
+        schedules.schedule._types.pop("mine")
 
 
 @pytest.mark.parametrize(("name", "said"), [("1f1b", "one of nbkit's own"), ("my own", "cannot be the name")])

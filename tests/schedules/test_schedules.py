@@ -83,7 +83,7 @@ def test_a_list_that_cannot_run_is_refused() -> None:
         simulate(dataclasses.replace(good, ops=((first[1], first[3], first[0], first[2]), second)))
     with pytest.raises(StrategyError, match="does not do all"):
         simulate(dataclasses.replace(good, ops=(first, second[:-1])))
-    with pytest.raises(StrategyError, match="twice or by mistake"):
+    with pytest.raises(StrategyError, match="twice"):
         simulate(dataclasses.replace(good, ops=(first, (*second, second[0]))))
     with pytest.raises(StrategyError, match="does not do all"):
         simulate(dataclasses.replace(good, ops=(first, (*second, Op("W", 1, 0)))))

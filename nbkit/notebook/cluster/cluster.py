@@ -31,7 +31,7 @@ from nbkit.notebook.cluster.cells.handle import CellHandle, until_training, wait
 from nbkit.notebook.cluster.cells.results import Results
 from nbkit.notebook.cluster.cells.submit import request_for
 from nbkit.notebook.cluster.debugging.debug import debug
-from nbkit.notebook.cluster.hosts.launcher import StartRequest, loaded, saved
+from nbkit.notebook.cluster.hosts.launcher import StartRequest, launcher_request, loaded, saved
 from nbkit.notebook.cluster.hosts.requeue import watch
 from nbkit.notebook.cluster.hosts.start import reach_on_hosts, submit_to_hosts
 from nbkit.notebook.cluster.hosts.sync_files import Synced, project_at, sync
@@ -210,20 +210,27 @@ class Cluster:
         spares: int = 0,
         ttl: str | float | None = None,
         on: StartRequest | None = None,
+        launcher: str | None = None,
+        nodes: int | None = None,
+        options: Sequence[str] = (),
     ) -> Cluster:
         """Start a cluster on this machine, or `on` others, and make it the notebook's.
 
         n: ranks; default one per idle GPU, one if others use the GPUs, two without a GPU. gpus: a choice such as "2,3".
         spares: this many extra GPUs, or sets of cores, on each host, in reserve for a rank whose own device fails in a
         training; taken from the end of `gpus`. ttl: seconds, or "12h", without a notebook and a running cell after
-        which the cluster ends (two hours, unless nbkit.toml says otherwise). on: a StartRequest of a launcher, which
-        gives the number of ranks. Returns when every rank has answered and the process group has done an all-reduce.
+        which the cluster ends (two hours, unless nbkit.toml says otherwise). launcher, nodes, options: start `n` ranks
+        on so many hosts with this launcher, given these words (docs/extending.md). on: a StartRequest of a launcher
+        with options of its own, which gives the number of ranks. Returns when every rank has answered and the process
+        group has done an all-reduce.
         Raises ClusterError, ClusterExists or UsageError, with nothing left running.
         """
         check_platform()
         settings = site_settings.read()
         ttl = settings.ttl_of(ttl)
         named = name is not None
+        if launcher is not None:
+            on = launcher_request(launcher, n, nodes, options=tuple(options), cpu=cpu, spares=spares)
         if on is not None:
             spares = spares or on.spares
             on = replace(on, spares=spares)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import queue
+import sys
 import threading
 import time
 import warnings
@@ -33,7 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from nbkit.errors import TrainingError
+from nbkit.errors import TrainingError, place_of
 from nbkit.records.events import Event, RunStopped
 
 _LAST_SECONDS = 10.0
@@ -53,13 +54,18 @@ class Sink(Protocol):
 
 
 def check_sinks(sinks: Sequence[Sink]) -> None:
-    """Raise TrainingError if a sink is a class, or has no method `write`."""
+    """Raise TrainingError if a sink is a class, has no method `write`, or is not in a list."""
+    if not isinstance(sinks, Sequence):
+        name = type(sinks).__name__
+        raise TrainingError("sinks= is a list.", numbers=f"sinks={sinks!r}", hint=f"sinks=[{name}(...)]")
     for sink in sinks:
         if isinstance(sink, type) or not isinstance(sink, Sink):
             raise TrainingError(
                 "A sink is an object with a method write(event).",
                 numbers=f"sinks=[{sink!r}]",
-                hint=f"sinks=[{sink.__name__}()]" if isinstance(sink, type) else "sinks=[Tracker()]",
+                hint=f"sinks=[{sink.__name__}()]"
+                if isinstance(sink, type)
+                else "class Losses:   def write(self, event): print(event);   then sinks=[Losses()]",
             )
 
 
@@ -91,7 +97,7 @@ class Bus:
 
 
 def _lost(what: str, error: Exception) -> str:
-    return f"nothing more is {what}: {type(error).__name__}: {error}"
+    return f"nothing more is {what}: {type(error).__name__}: {error} ({place_of(error)})"
 
 
 def _nothing(*_: Any) -> None:
@@ -141,8 +147,8 @@ class _Opened:
         if not isinstance(item, dict):
             return
         if not self._opened:
-            self._opened = True
             getattr(self._sink, "open", _nothing)(self.run)
+            self._opened = True
         self._sink.write(item)
 
     def close(self) -> None:
@@ -263,7 +269,11 @@ class Background:
             finally:
                 if isinstance(item, threading.Event):
                     item.set()
-        self._close()
+        try:
+            self._close()
+        except Exception as error:
+            said = f"what is {self._what} was not closed: {type(error).__name__}: {error} ({place_of(error)})"
+            print(f"nbkit: {said}", file=sys.stderr, flush=True)
 
     def _next(self) -> Any:
         try:

@@ -37,10 +37,12 @@ def test_a_sink_that_raises_is_named_once_and_gets_nothing_more() -> None:
             bus.add(sink, run={"name": "mine"})
         for step in range(3):
             bus.emit(StepDone(step, record={"step": step, "loss": 0.5}))
-    assert [str(one.message) for one in caught] == [
+    said = [str(one.message).partition(" (") for one in caught]
+    assert [before for before, *_ in said] == [
         "nothing more is given to the sink Raises: OSError: shut",
         "nothing more is given to the sink Raises: OSError: full",
     ]
+    assert all("test_bus.py:" in place for *_, place in said)
     assert (bad.calls, mute.calls) == (2, 1)
     assert [(event.kind, event.step, event.loss) for event in kept] == [("step", step, 0.5) for step in range(3)]
 
@@ -84,3 +86,29 @@ def test_close_all_hands_over_what_is_there_and_closes_only_what_was_opened() ->
     assert used[0] == "mine" and used[1].kind == "lr_changed" and used[2:] == ["closed"]
     assert unused == []
     del unopened
+
+
+class NotClosed(Heard):
+    def close(self) -> None:
+        raise OSError("gone")
+
+
+class NeverOpened(Opened):
+    def open(self, run: dict[str, Any]) -> None:
+        raise OSError("no network")
+
+
+def test_a_sink_that_cannot_close_is_named_and_one_that_did_not_open_is_not_closed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    unopened = NeverOpened()
+    bus = Bus()
+    for sink in (InThread(NotClosed()), InThread(unopened)):
+        bus.add(sink, run={"name": "mine"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bus.emit(LrChanged(1))
+        close_all()
+    said = capfd.readouterr().err
+    assert "given to the sink NotClosed was not closed: OSError: gone (" in said and "Traceback" not in said
+    assert unopened == []

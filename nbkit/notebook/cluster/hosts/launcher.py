@@ -17,11 +17,13 @@ A `StartRequest` says what the user has asked for. The cluster's entry keeps it,
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import os
 import pkgutil
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,7 +35,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from nbkit.errors import ClusterError, NbkitError, UsageError
+from nbkit.errors import ClusterError, NbkitError, UsageError, place_of
 from nbkit.notebook.cluster.hosts.network import address_towards
 from nbkit.quoting import user_path
 from nbkit.wire.own_modules import OWN_MODULES
@@ -197,8 +199,14 @@ class Launcher:
         """Start a command on this machine that runs as long as agents do. `poll` and `stop` look after it.
 
         environment: added to that of this process. text: its standard input. log: the file in the cluster's folder
-        `logs` that its output is appended to.
+        `logs` that its output is appended to. Raises ClusterError if there is no such command.
         """
+        if shutil.which(words[0]) is None:
+            raise ClusterError(
+                f"There is no command {words[0]!r} on this machine.",
+                numbers=f"the launcher {self.request.launcher!r} would start it",
+                hint=f"which {words[0]}   (in a terminal)",
+            )
         with open(self.folder / "logs" / log, "ab") as output, tempfile.TemporaryFile() as given:
             given.write(text.encode())
             given.seek(0)
@@ -224,8 +232,14 @@ class Launcher:
     def explain(self, index: int) -> ClusterError:
         """Return the error for command number `index` of `run`, which has ended before the cluster was ready."""
         command = self.commands[index]
-        program = Path(command.args[0]).name  # type: ignore[index, arg-type]
-        return _ended_early(self.request.launcher, f"{program} has ended with code {command.returncode}", self.log())
+        words, agent = [str(word) for word in command.args], agent_command(self.request)  # type: ignore[union-attr]
+        how = f"{Path(words[0]).name} has ended with code {command.returncode}"
+        hint = ""
+        if command.returncode == 0 and words[-len(agent) :] == agent:
+            hint = "a command of run must stay as long as its agent; otherwise write poll and stop"
+        elif words[-len(agent) :] == agent and words != agent:
+            hint = f"{shlex.join([*words[: -len(agent)], 'hostname'])}   (in a terminal)"
+        return _ended_early(self.request.launcher, how, self.log(), hint)
 
     def stop(self) -> None:
         """End what was started. Does nothing if it has ended or was never started."""
@@ -262,13 +276,46 @@ def launcher_class(name: str) -> type[Launcher]:
         return built_in()[name]
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in installed:
+        every = sorted({*built_in(), *installed})
+        near = difflib.get_close_matches(name, every, 1)
         raise UsageError(
             f"There is no launcher {name!r}.",
-            numbers=f"there are: {', '.join(sorted({*built_in(), *installed}))}",
-            hint="pip install PACKAGE   (the one that brings it)",
+            numbers=f"there are: {', '.join(every)}",
+            hint=f"--launcher {near[0]}" if near else "pip install PACKAGE   (the one that brings it)",
         )
-    found: type[Launcher] = _called(name, installed[name].load)
+    entry = installed[name]
+    try:
+        found = entry.load()
+    except Exception as error:
+        raise ClusterError(
+            f"The launcher {name!r} cannot be loaded.",
+            numbers=f"{type(error).__name__}: {error}; its entry point is   {name} = {entry.value}",
+            hint=f"{name} = 'my_package.my_module:MyLauncher'   (in the group {GROUP} of its package)",
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Launcher)):
+        raise UsageError(
+            f"The launcher {name!r} is no class that derives from nbkit.Launcher.",
+            numbers=f"{entry.value} is {found!r}",
+            hint="class MyLauncher(nbkit.Launcher):",
+        )
+    if found.start is Launcher.start:
+        raise UsageError(
+            f"The launcher {name!r} has no method start.",
+            numbers=entry.value,
+            hint="def start(self, command, environment):",
+        )
     return found
+
+
+def launcher_request(name: str, n: int | None, nodes: int | None, **common: Any) -> LauncherRequest:
+    """Return the request for `n` ranks of the launcher `name`. Raises UsageError without `n`, or if it has its own."""
+    kind = launcher_class(name)
+    if kind.request_type is not LauncherRequest:
+        own = f"{kind.request_type.__module__}.{kind.request_type.__name__}"
+        raise UsageError(f"{name} has a request of its own.", numbers=f"launcher={name!r}", hint=f"on={own}(...)")
+    if n is None:
+        raise UsageError(f"How many ranks shall {name} start?", numbers="no n", hint=f"n=4, launcher={name!r}")
+    return LauncherRequest(name, n, nodes, **common)
 
 
 class LauncherDriver:
@@ -291,6 +338,13 @@ class LauncherDriver:
     def start(self, payload: str) -> None:
         """Let the launcher start the agents. payload: what they have to know. Raises ClusterError."""
         self._call(lambda: self._launcher.start(agent_command(self.request), {"NBKIT_AGENT": payload}))
+        kind = type(self._launcher)
+        if not self._launcher.commands and kind.poll is Launcher.poll:
+            raise ClusterError(
+                f"The launcher {self._name!r} cannot tell whether its agents run.",
+                numbers="start has begun no command with self.run, and there is no poll",
+                hint="self.run(command, environment) in start;   or methods poll and stop",
+            )
 
     def status(self) -> LauncherStatus:
         """Ask the launcher how far it is. If it does not answer, return what it said last."""
@@ -354,11 +408,11 @@ def last_lines(path: Path) -> str:
     return "\n".join(lines[-_LOG_LINES:])
 
 
-def _ended_early(name: str, how: str, log: str) -> ClusterError:
+def _ended_early(name: str, how: str, log: str, hint: str = "") -> ClusterError:
     return ClusterError(
         f"The launcher {name!r} has ended before the cluster was ready.",
         numbers=f"{how}\n    {log.replace(chr(10), chr(10) + '    ')}".rstrip(),
-        hint="nbkit doctor   (in a terminal)",
+        hint=hint or "nbkit doctor   (in a terminal)",
     )
 
 
@@ -373,11 +427,9 @@ def _called(name: str, call: Callable[[], _T]) -> _T:
 
 
 def _explained(name: str, error: Exception) -> ClusterError:
-    inner = error.__traceback__
-    while inner is not None and inner.tb_next is not None:
-        inner = inner.tb_next
-    where = "" if inner is None else f" ({Path(inner.tb_frame.f_code.co_filename).name}:{inner.tb_lineno})"
-    return ClusterError(f"The launcher {name!r} raised an error.", numbers=f"{type(error).__name__}: {error}{where}")
+    return ClusterError(
+        f"The launcher {name!r} raised an error.", numbers=f"{type(error).__name__}: {error} ({place_of(error)})"
+    )
 
 
 def _print_problem(words: str) -> None:

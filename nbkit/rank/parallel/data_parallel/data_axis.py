@@ -19,12 +19,13 @@ sends: nbkit/techniques/.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from nbkit.errors import StrategyError, place_of
 from nbkit.rank.parallel.data_parallel.base import DataAxis
 from nbkit.rank.parallel.data_parallel.buckets import Links
 from nbkit.rank.parallel.data_parallel.ddp import Replicas, ReplicaSetup
@@ -76,6 +77,25 @@ def data_axis(
     )
 
 
+def _changed(setup: ReplicaSetup, engine: Callable[..., Any], name: str, value: Any) -> ReplicaSetup:
+    """Return `setup` as the torch half of a key changes it. Raises StrategyError if that gives something else."""
+    try:
+        found = engine(value, setup)
+    except Exception as error:
+        raise StrategyError(
+            f"The torch half of {name}={value} raised an error.",
+            numbers=f"{type(error).__name__}: {error} ({place_of(error)})",
+            hint="def apply(value, setup): return dataclasses.replace(setup, bucket_class=...)",
+        ) from error
+    if not isinstance(found, ReplicaSetup):
+        raise StrategyError(
+            f"The torch half of {name}={value} gave no ReplicaSetup.",
+            numbers=f"it gave {found!r}",
+            hint="return dataclasses.replace(setup, bucket_class=...)",
+        )
+    return found
+
+
 def _replicated(
     module: nn.Module,
     layouts: Mapping[str, Layout],
@@ -94,7 +114,7 @@ def _replicated(
     setup = ReplicaSetup(ranks, index, group, levels, exchange.bucket, adaptive)
     for name, value in settings.items():
         if (engine := engine_of(key_of(name))) is not None:
-            setup = engine(value, setup)
+            setup = _changed(setup, engine, name, value)
     found = setup.build(module)
     found.lay_out(layouts)
     return found

@@ -111,8 +111,13 @@ class GradientBucket(Bucket):
             self.work.advance()
 
     def land(self) -> None:
-        """Order later work behind the sum."""
-        assert self.work is not None
+        """Order later work behind the sum. Raises TrainingError if `launch` has started none."""
+        if self.work is None:
+            raise TrainingError(
+                f"{type(self).__name__}.launch has started no sum of the gradients.",
+                numbers="self.work is None",
+                hint="self.sum_over_ranks(self.flat)   in launch",
+            )
         self.work.wait()
 
     def receive(self) -> None:
