@@ -97,8 +97,8 @@ class TrainingRequestHandler:
                 raise
             return
         goes_on = step_boundary.training() is not None and not step_boundary.is_held()
-        switch = job.switcher.pending
-        if control.do in ("switch", "undo") and goes_on and switch is not None and not switch.done():
+        switch = job.switcher.pending if control.do in ("switch", "undo") else None
+        if goes_on and switch is not None and not switch.done():
             # The first step under the new strategy gives the result. Nothing else is done before that.
             switch.add_done_callback(lambda pending: self._ended(control, owner, pending, predicted))
             return

@@ -42,7 +42,7 @@ for _name in (
     importlib.import_module(_name)
 
 # The first traceback that IPython formats in a process takes it most of a second: imports, and the sources on its way.
-for _name in ("trainer", "training", "job", "builder", "control.make_steps", "step.step"):
+for _name in ("trainer", "job", "builder", "control.make_steps", "step.step"):
     _file = importlib.import_module(f"nbkit.rank.train.{_name}").__file__
     executing.Source.for_filename(_file).asttext()
 try:

@@ -335,11 +335,14 @@ ZOO: dict[str, Specimen] = {
     "llama_tied": Specimen(
         lambda: hf_llama(tie_word_embeddings=True), padded_tokens, object_cross_entropy, _named("model.layers", 4)
     ),
-    "llama_of_8_heads": Specimen(hf_llama_of_8_heads, next_tokens, object_cross_entropy, padded=padded_tokens),
+    "llama_of_8_heads": Specimen(
+        hf_llama_of_8_heads, next_tokens, object_cross_entropy, _named("model.layers", 4), padded=padded_tokens
+    ),
     "llama_of_8_heads_tied": Specimen(
         lambda **settings: hf_llama_of_8_heads(tie_word_embeddings=True, **settings),
         next_tokens,
         object_cross_entropy,
+        _named("model.layers", 4),
         padded=padded_tokens,
     ),
     "qwen2": Specimen(hf_qwen2, next_tokens, object_cross_entropy, _named("model.layers", 4)),
