@@ -162,7 +162,7 @@ def engine_of(key: Key) -> Callable[..., Any] | None:
     """
     engine = engine_place(key)
     if not isinstance(engine, str):
-        return cast("Callable[..., Any] | None", engine)
+        return engine
     module, _, name = engine.partition(":")
     try:
         return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))

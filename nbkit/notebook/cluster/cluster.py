@@ -235,15 +235,15 @@ class Cluster:
             spares = spares or on.spares
             on = replace(on, spares=spares)
         asked: dict[str, object] = {"n": n, "gpus": gpus, "cpu": cpu} if on is None else {"on": saved(on)}
-        options = {**asked, **({"spares": spares} if spares else {}), "ttl": ttl, "named": named}
-        if name is None and _current is not None and (again := _current._taken_again(options)):
+        kept = {**asked, **({"spares": spares} if spares else {}), "ttl": ttl, "named": named}
+        if name is None and _current is not None and (again := _current._taken_again(kept)):
             return again
         if on is not None:
-            return cls(launched_on_hosts(name or made_up_name(), on, ttl, options))
+            return cls(launched_on_hosts(name or made_up_name(), on, ttl, kept))
         machine = read_machine()
         plan = pins_within(settings, machine, n, gpus, cpu=cpu, spares=spares)
         plan = replace(plan, notes=(*notes_at_start(machine, n=n, gpus=gpus, cpu=cpu), *plan.notes))
-        return cls(launched(name or made_up_name(), plan, ttl, options))
+        return cls(launched(name or made_up_name(), plan, ttl, kept))
 
     def _taken_again(self, options: dict[str, object]) -> Cluster | None:
         """Return this nameless cluster if its cell is run again, or None if it is gone.
