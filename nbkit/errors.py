@@ -43,7 +43,6 @@ __all__ = [
     "TrainingError",
     "TransferError",
     "UsageError",
-    "place_of",
 ]
 
 _RED, _DIM, _PLAIN = "\x1b[31m", "\x1b[2m", "\x1b[0m"

@@ -268,7 +268,9 @@ def test_a_detached_training_saves_now_and_then_without_being_told(tmp_path: Pat
 
 
 def test_what_saves_never_says_so_in_one_way() -> None:
-    assert run_ranks(refused_never, 1) == [["every is a whole number, at least 1.", "every=0"]]
+    assert run_ranks(refused_never, 1) == [
+        ["every is a whole number of steps, at least 1, or a time such as '10min'.", "every=0"]
+    ]
 
 
 def refused_never(world: Any) -> list[str]:

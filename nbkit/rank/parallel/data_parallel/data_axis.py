@@ -85,13 +85,13 @@ def _changed(setup: ReplicaSetup, engine: Callable[..., Any], name: str, value: 
         raise StrategyError(
             f"The torch half of {name}={value} raised an error.",
             numbers=f"{type(error).__name__}: {error} ({place_of(error)})",
-            hint="def apply(value, setup): return dataclasses.replace(setup, bucket_class=...)",
+            hint="def apply(value, setup): return setup   (changed by dataclasses.replace)",
         ) from error
     if not isinstance(found, ReplicaSetup):
         raise StrategyError(
             f"The torch half of {name}={value} gave no ReplicaSetup.",
             numbers=f"it gave {found!r}",
-            hint="return dataclasses.replace(setup, bucket_class=...)",
+            hint="return setup   (changed by dataclasses.replace) in the torch half",
         )
     return found
 
