@@ -44,11 +44,14 @@ def test_every_module_says_what_it_is() -> None:
 def test_no_tracked_file_names_a_folder_of_one_machine_or_a_package_index() -> None:
     own = [re.escape(str(ROOT)), re.escape(str(Path.home())) + "/"]
     pattern = re.compile(f"{FOREIGN.pattern}|(?<![\\w.~-])(?:{'|'.join(own)})")
+    parts = ("/home/", "/Users/", "/root/", ".org", "index-url", "find-links", str(ROOT), str(Path.home()))
     found = []
     for path in tracked_files():
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
+            continue
+        if not any(part in text for part in parts):  # a search of every line takes seconds
             continue
         for number, line in enumerate(text.splitlines(), 1):
             # This file has to spell what it looks for.

@@ -133,7 +133,7 @@ def test_what_cannot_be_says_why_and_what_can(text: str) -> None:
     assert hint in raised.value.hint
 
 
-@pytest.mark.parametrize("world_size", range(1, 17))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, pytest.param(12, marks=pytest.mark.long)])
 def test_parsing_what_is_printed_gives_the_same_strategy(world_size: int) -> None:
     seen: dict[str, Strategy] = {}
     for strategy in constructed(world_size):

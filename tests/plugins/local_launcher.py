@@ -27,7 +27,7 @@ class LocalLauncher(nbkit.Launcher):
         self.polls += 1
         if "queue" in self.options and self.polls < 4:
             return nbkit.LauncherStatus("pending", f"place {4 - self.polls} in the queue")
-        if "flaky" in self.options and self.polls > 1:
+        if "flaky" in self.options and self.polls > 4:
             raise TimeoutError("the batch system is away")
         return super().poll()
 

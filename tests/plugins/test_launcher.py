@@ -48,7 +48,7 @@ def asked(words: str) -> LauncherRequest:
     return found
 
 
-@pytest.mark.parametrize("words", ["", " -- flaky", " -- queue"])
+@pytest.mark.parametrize("words", [pytest.param("", marks=pytest.mark.long), " -- flaky queue"])
 def test_it_starts_ranks_that_form_a_world_and_ends_them(
     installed: None, nbkit_home: Path, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

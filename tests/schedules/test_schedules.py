@@ -58,8 +58,8 @@ def test_idle_times_are_those_of_the_formulas(ranks: int, microbatches: int) -> 
 
 
 def test_zero_bubble_idles_two_fifths_of_interleaved_at_most_and_zbv_a_twentieth_of_the_step() -> None:
-    for ranks in range(2, 9):
-        for microbatches in range(ranks, 17):
+    for ranks in (2, 3, 4, 6, 8):
+        for microbatches in (ranks, ranks + 1, 2 * ranks, 16):
             zb, interleaved = (simulate(Schedule.of(name, ranks, microbatches)) for name in ("zb", "interleaved"))
             assert zb.makespan * zb.bubble <= 0.4 * interleaved.makespan * interleaved.bubble
     for ranks, microbatches in ((2, 4), (2, 8), (2, 16), (4, 16)):
