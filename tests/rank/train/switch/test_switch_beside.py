@@ -18,6 +18,7 @@ from nbkit.bridge.training_requests import TrainingRequestHandler
 from nbkit.planner.exchange import ExchangePlan
 from nbkit.rank.comm.agree import USUAL_BYTES, all_gather_objects
 from nbkit.rank.parallel import parallelize
+from nbkit.rank.train import transaction
 from nbkit.rank.train.switch import consensus as joining
 from nbkit.rank.train.switch import prefetch
 from nbkit.rank.train.switch.exchange_cache import ExchangeCache
@@ -233,7 +234,7 @@ def in_few_bytes(world: Any) -> list[tuple[int, bool]]:
 
     trainer, found = of_many_blocks(), []
     trainer.fit(1)
-    tell, together = joining.all_gather_objects, joining.plan_collectively
+    tell, together = transaction.all_gather_objects, joining.plan_collectively
     with pytest.MonkeyPatch.context() as patch:
         more: list[int] = []
         patch.setattr(joining, "plan_collectively", _noted(more, together))
@@ -243,7 +244,7 @@ def in_few_bytes(world: Any) -> list[tuple[int, bool]]:
             sizes.append(len(zlib.compress(pickle.dumps(own), level=1)))
             return tell(own, **kwargs)
 
-        patch.setattr(joining, "all_gather_objects", measured)
+        patch.setattr(transaction, "all_gather_objects", measured)
         for strategy in ("dp=2 pp=2", "zero3", "cp=2 tp=2"):
             sizes.clear()
             trainer.switch(strategy)
