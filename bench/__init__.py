@@ -1,1 +1,1 @@
-"""`python -m bench`: nbkit beside its peers, measured in one run. Not shipped with the package."""
+"""Benchmarks of nbkit beside its peers: `python -m bench` runs them. They are not shipped with the package."""

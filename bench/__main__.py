@@ -1,9 +1,9 @@
 """Measure nbkit beside its peers and print the table.
 
-python -m bench                    everything, more than an hour; writes bench/results.json and .md
-python -m bench cells startup      some of it; written only with --out
-python -m bench --join A.json ...  put together what was measured apart, with --out
-python -m bench --docs             put the comparisons of bench/results.md into docs/measured.md
+python -m bench                    run everything: more than an hour; writes bench/results.json and .md
+python -m bench cells startup      run these only; writes nothing without --out
+python -m bench --join A.json ...  join the results of separate runs; writes bench/results, or --out
+python -m bench --docs             copy the comparisons of bench/results.md into docs/measured.md
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ GROUPS = {
     "slow": ("slow_link", "slow_rank"),
     "": ("checkpoint_pause", "generate", "loading", "proof_seconds"),
 }
-"""Folder, "" for this one -> the benchmarks in it, a module each: `run` measures, `Worker` is what its ranks do."""
+"""Folder ("" is this one) -> its benchmarks. Each is a module: `run` measures, and its ranks hold a `Worker`."""
 BY_NAME = ("switch_bytes",)
-"""Run only when asked for: the exchange alone, on layouts without a model; `switch` has it within a job."""
+"""Run only when named. `switch_bytes` measures the exchange alone, without a model; `switch` measures it in a job."""
 BENCHMARKS = tuple(name for names in GROUPS.values() for name in names if name not in BY_NAME)
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status: 1 when a benchmark could not run. A missed bar stands in the table."""
+    """Run what `arguments` ask for and return the exit status.
+
+    The status is 1 if a benchmark could not run. A missed bar does not change it; the table shows the bar.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -88,7 +91,7 @@ def _module(name: str) -> str:
 
 
 def _measure(asked: argparse.Namespace, out: Path | None) -> int:
-    # Peers without a setting of their own for it ask the host's name for an address, which a private network lacks.
+    # Peers that set no interface look up the address of the host's name. A private network has none.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     where = table.machine()
     rows: list[table.Row] = []
@@ -107,7 +110,7 @@ def _measure(asked: argparse.Namespace, out: Path | None) -> int:
             )
             try:
                 rows += importlib.import_module(_module(name)).run(settings)
-            except Exception as error:  # the others are still worth their time; this one stands in the table
+            except Exception as error:  # go on with the others; the table shows that this one failed
                 failed += 1
                 rows.append(table.skipped(name, "failed", f"{type(error).__name__}: {str(error).splitlines()[0]}"))
                 traceback.print_exc()

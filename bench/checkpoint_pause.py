@@ -1,7 +1,7 @@
-"""How long a training stands for a checkpoint of half a gigabyte, beside copying the same bytes in host memory.
+"""Measure how long a checkpoint of half a gigabyte stops a training, beside a copy of the same bytes in host memory.
 
-The steps are sleeps, so that what a step waits for is seen, and not what it computes: a checkpoint is taken in the
-middle of them, and what the step that it is taken in lasts beyond the usual one is the pause.
+The steps sleep, so that the figure shows what a step waits for, not what it computes. A checkpoint is taken in the
+middle of the run. The pause is the time by which its step is longer than the usual step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ BAR = 1.5
 
 
 def run(settings: Settings) -> list[Row]:
-    """Two rows: the pause, and the longest of the steps that are made while a thread writes."""
+    """Return two rows: the pause, and the longest step while a thread writes."""
     num_bytes = (32 if settings.quick else 500) << 20
     copies, pauses, others, waited = [], [], [], []
     with Ranks("checkpoint_pause", RANKS, folder=settings.folder, num_bytes=num_bytes) as ranks:
-        ranks.ask("pause", path="kept", beside=True)  # memory and group for the first time
+        ranks.ask("pause", path="kept", beside=True)  # the first one allocates memory and forms the group
         for number in range(settings.count(ROUNDS)):
             copies.append(max(ranks.ask("copy")))
             own, other = zip(*ranks.ask("pause", path="kept", beside=True), strict=True)
@@ -63,7 +63,10 @@ PARTS = 8
 
 
 class Sleeping(nn.Module):
-    """A small layer that trains, much that does not, and when each forward pass began."""
+    """A small layer that trains, and `num_bytes` of parameters that do not.
+
+    `began` has the time at which each forward pass began.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class Sleeping(nn.Module):
 
 
 class Worker:
-    """A Trainer of it."""
+    """A rank with a Trainer of a `Sleeping` model."""
 
     def __init__(self, *, num_bytes: int) -> None:
         self.model = Sleeping(num_bytes)
@@ -102,14 +105,17 @@ class Worker:
         self.copy()
 
     def copy(self) -> float:
-        """Seconds to copy in host memory what this rank copies for a checkpoint."""
+        """Copy as many bytes in host memory as this rank copies for a checkpoint, and return the seconds."""
         torch.distributed.barrier()
         began = time.perf_counter()
         self.target.copy_(self.source)
         return time.perf_counter() - began
 
     def pause(self, *, path: str, beside: bool) -> tuple[float, float]:
-        """Seconds beyond the usual step: of the step that a checkpoint is taken in, and the most of those after it."""
+        """Save a checkpoint during `STEPS` steps and return by how many seconds two of them exceed the usual one.
+
+        The first is the step in which the checkpoint is taken, the second the longest step after it.
+        """
         self._save = self.trainer.step + STEPS // 4, path, beside
         self.model.began.clear()
         self.trainer.fit(STEPS)

@@ -1,4 +1,6 @@
-"""Tokens of a Hugging Face model with a cache of keys and values, and of four texts at once in a pipeline of four."""
+"""Measure how fast tokens are generated: by a Hugging Face model with a cache of keys and values, and for four texts
+at once in a pipeline of four ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ BAR, BAR_PIPELINE = 1 / 0.9, 1 / 3
 
 
 def run(settings: Settings) -> list[Row]:
-    """Two rows; CPU-seconds stand beside the first, since a busy machine stretches the others."""
+    """Return two rows. The first also shows CPU-seconds, because a busy machine makes wall seconds longer."""
     rounds = settings.count(ROUNDS)
     found: dict[str, list[tuple[float, float]]] = {"nbkit": [], "hugging face": [], "again": []}
     with Ranks("generate", 1, folder=settings.folder) as ranks:
@@ -58,7 +60,7 @@ PROMPT = torch.arange(1, 17)
 
 
 class SlowBlock(Block):
-    """Takes a given time."""
+    """A block that sleeps for `seconds` before its forward."""
 
     seconds = 0.0
 
@@ -68,10 +70,10 @@ class SlowBlock(Block):
 
 
 class Worker:
-    """Generates, after `load` or `sleep`."""
+    """A rank that generates tokens. Call `load` before `alone`, and `sleep` before `texts`."""
 
     def load(self) -> None:
-        """A GPT-2 of 6 layers, in a Trainer and by itself."""
+        """Make a GPT-2 of 6 layers in a Trainer, and the same model in plain Hugging Face."""
         from transformers import GPT2Config, GPT2LMHeadModel
 
         sizes: dict[str, Any] = {"n_layer": 6, "n_head": 8, "n_embd": 256, "n_positions": 256, "vocab_size": 4096}
@@ -91,7 +93,10 @@ class Worker:
         self._plain.tie_weights()
 
     def alone(self, plain: bool, tokens: int) -> tuple[float, float]:
-        """(seconds, CPU-seconds); the tokens are the same."""
+        """Generate `tokens` tokens and return (seconds, CPU-seconds). plain: with Hugging Face's own `generate`.
+
+        Raises AssertionError if the tokens are not those of earlier calls.
+        """
         began, busy = time.perf_counter(), time.process_time()
         if plain:
             how: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -111,8 +116,8 @@ class Worker:
         self._found = found
 
     def sleep(self, seconds: float) -> None:
-        """A pipeline of as many stages as ranks, each a block that takes `seconds`."""
-        warnings.simplefilter("ignore")  # that a GPT keeps no keys and values
+        """Make a pipeline with one stage per rank. Each stage is a block that sleeps for `seconds`."""
+        warnings.simplefilter("ignore")  # the warning that a GPT keeps no keys and values
         of = config(32, 4, heads=2)
 
         def build() -> nbkit.GPT:
@@ -126,7 +131,7 @@ class Worker:
         SlowBlock.seconds = seconds
 
     def texts(self, at_once: bool, tokens: int) -> float:
-        """Seconds for four of them."""
+        """Return the seconds that it takes to generate `tokens` tokens for each of four texts."""
         prompts = [PROMPT + i for i in range(4)]
         began = time.perf_counter()
         if at_once:

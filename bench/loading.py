@@ -1,4 +1,7 @@
-"""Steps on data that takes 20 ms a batch to read, with workers, without, and without that time; all of it is slept."""
+"""Measure how much of the time to read data a step waits for, with loader workers and without.
+
+A batch takes 20 ms to read. Reads and steps sleep, so that they need no cores.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ BAR = 0.05
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row: the share of the reading that steps still wait for."""
+    """Return one row: the share of the reading time that steps still wait for when workers read."""
     shown: list[float] = []
     seconds: list[tuple[float, float]] = []
     with Ranks("loading", 1, folder=settings.folder, step=STEP_SECONDS) as ranks:
@@ -49,7 +52,7 @@ BATCH = 4
 
 
 class SlowStep(nn.Module):
-    """A layer whose forward takes a given time."""
+    """A layer whose forward sleeps for `seconds`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class SlowStep(nn.Module):
 
 
 class SlowData:
-    """Each batch takes a given time to read."""
+    """A dataset that sleeps for `seconds` when a batch is read."""
 
     seconds = 0.0
 
@@ -77,18 +80,18 @@ class SlowData:
 
 
 class Worker:
-    """step: seconds of one."""
+    """A rank that times steps. step: seconds that a forward sleeps."""
 
     def __init__(self, *, step: float) -> None:
         self._step = step
-        # These ranks are daemons, which Python forbids to have workers; those of a cluster are none.
+        # These ranks are daemons, and Python forbids daemons to start workers. The ranks of a cluster are not daemons.
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         self._jobs: dict[tuple[float, int], Any] = {}
 
     def steps(self, count: int, batch_seconds: float, workers: int) -> float:
-        """Seconds of a step: the lower quartile of `count` in one `fit`, since others use this machine too.
+        """Return the seconds of a step: the lower quartile of `count` steps in one `fit`, as the machine is shared.
 
-        The first ones, in which workers start, are left out.
+        The first steps are left out, because workers start in them.
         """
         if (batch_seconds, workers) not in self._jobs:
             data, model = SlowData(), SlowStep()

@@ -1,7 +1,7 @@
-"""Seconds of `nbkit.check`, which proves a cut by running it, for a GPT of 10.9 million parameters.
+"""Measure the seconds of `nbkit.check`, which proves a cut by running it, for a GPT of 10.9 million parameters.
 
-Each check is made in a process of its own, on one thread, as a rank makes it. A check of a tiny model comes first, so
-that what is imported and compiled once is not counted.
+Each check runs in its own process, on one thread, as on a rank. A check of a tiny model runs first, so that imports and
+compilation are not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BAR_S = 2.0
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row for each strategy; CPU-seconds stand beside, since a busy machine stretches the others."""
+    """Return one row for each strategy. It also shows CPU-seconds, because a busy machine makes wall seconds longer."""
     found: dict[str, list[tuple[float, float]]] = {strategy: [] for strategy in STRATEGIES}
     for order in shuffled(STRATEGIES, settings.count(ROUNDS)):
         for strategy in order:
@@ -49,7 +49,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def measured(strategy: str) -> tuple[float, float]:
-    """(wall, CPU) seconds of one check. Raises RuntimeError when the strategy is refused."""
+    """Return the (wall, CPU) seconds of one check. Raises RuntimeError if the strategy is refused."""
     import torch
     from torch import Tensor
     from torch.nn import functional as F

@@ -13,10 +13,10 @@ QUICK_ROUNDS = 5
 
 @dataclass(frozen=True)
 class Settings:
-    """folder: scratch of this run. isolated: nothing that runs here can reach a process outside.
+    """The settings of a run. folder: for temporary files. isolated: processes of the run can reach no process outside.
 
-    rounds: instead of each benchmark's own number. ranks: only these cluster sizes. steps: of `long_run`, in
-    the place of minutes.
+    rounds: replaces each benchmark's own number. ranks: only these cluster sizes. steps: `long_run` ends after so many,
+    not after minutes.
     """
 
     folder: Path
@@ -27,24 +27,24 @@ class Settings:
     steps: int | None = None
 
     def count(self, full: int) -> int:
-        """Rounds to measure, where a full run takes `full`."""
+        """Return how many rounds to measure. full: the rounds of a full run."""
         return self.rounds or (min(full, QUICK_ROUNDS) if self.quick else full)
 
     def sizes(self, full: Sequence[int]) -> list[int]:
-        """Cluster sizes to measure, where a full run takes `full`."""
+        """Return the cluster sizes to measure. full: those of a full run."""
         return [n for n in full if self.ranks is None or n in self.ranks]
 
     @property
     def without_nbdistributed(self) -> str | None:
-        """Why nbdistributed cannot be measured here; None when it can."""
+        """Return why nbdistributed cannot be measured here; None if it can."""
         if find_spec("nbdistributed") is None:
             return "not installed"
-        # It listens on every interface, and ends processes by patterns of their command lines.
+        # It listens on every interface, and ends processes whose command line matches a pattern.
         return None if self.isolated else "not run: no private network and process space here"
 
 
 def shuffled(arms: Sequence[str], rounds: int) -> Iterator[list[str]]:
-    """The arms once per round, each round in another order, so that no arm always follows the same other."""
+    """Yield the arms of each round, in a new order every time, so that no arm always follows the same other one."""
     order = random.Random(0)
     for _ in range(rounds):
         yield order.sample(list(arms), len(arms))

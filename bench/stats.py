@@ -1,7 +1,7 @@
-"""The statistics of the table: medians, bootstrap intervals, and when a bar is met.
+"""Statistics of the table: medians, bootstrap intervals, and whether a bar is met.
 
-A ratio is taken within each round, where both sides ran one after the other, so that what slows the machine for
-a while slows both; the figure is the median of these ratios. Intervals are 95 % bootstrap percentiles over rounds.
+A ratio is taken within each round. Both sides run one after the other there, so that a machine that is slow for a while
+slows both. The figure is the median of these ratios. Intervals are 95 % bootstrap percentiles over rounds.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Interval:
 
 
 def quantile(values: Sequence[float], at: float = 0.5) -> Interval:
-    """A quantile of `values`; at: 0.5 for the median. Raises ValueError when there are none."""
+    """Return a quantile of `values` and its interval. at: 0.5 for the median. Raises ValueError without values."""
     if not values:
         raise ValueError("no values to take a quantile of")
     data = numpy.asarray(values, dtype=float)
-    # Seeded: the same measurements always print the same table.
+    # Seeded, so that the same measurements always print the same table.
     picks = numpy.random.default_rng(0).integers(0, len(data), (RESAMPLES, len(data)))
     drawn = numpy.quantile(data[picks], at, axis=1)
     low, high = numpy.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
@@ -41,17 +41,18 @@ def quantile(values: Sequence[float], at: float = 0.5) -> Interval:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Median over rounds of ours / theirs. Raises ValueError when the rounds do not match."""
+    """Return the median over rounds of ours / theirs. Raises ValueError if the rounds do not match."""
     if len(ours) != len(theirs):
         raise ValueError(f"rounds do not match: {len(ours)} of ours, {len(theirs)} of theirs")
     return quantile([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def meets(figure: Interval, bar: float, again: Interval | None = None) -> bool:
-    """Whether a figure that has to be small is within `bar`.
+    """Return True if a figure that has to be small is within `bar`.
 
-    again: the A/A comparison of the same run. Its half-width is what the run cannot tell apart, so the interval may
-    end that much above the bar; for bars below 1 in proportion, since it was measured at a ratio of 1.
+    again: the A/A comparison of the same run. The run cannot see differences below its half-width, so the interval may
+    end above the bar by that much. For a bar below 1 the half-width is multiplied by the bar, since it was measured at
+    a ratio of 1.
     """
     slack = again.half_width * min(1.0, bar) if again else 0.0
     return figure.high <= bar + slack

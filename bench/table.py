@@ -1,4 +1,4 @@
-"""The table: one row per figure, as markdown and as JSON, and its copy in docs/measured.md."""
+"""The table of results: one row per figure, as markdown and as JSON, and its copy in docs/measured.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FACTORS = {"ms": 1000.0, "s": 1.0, "x": 1.0}
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. met: None when nothing was compared. samples: what it was computed from, as measured."""
+    """One figure. met: None if nothing was compared. samples: the measurements from which it was computed."""
 
     what: str
     nbkit: str
@@ -46,9 +46,9 @@ def compared(
     *,
     note: str = "",
 ) -> Row:
-    """ours / theirs, round by round, in seconds. again: ours a second time in each round, the A/A comparison.
+    """Return the row of ours / theirs, round by round. ours, theirs: seconds. bar: None shows it without a judgement.
 
-    bar: None to show it without judging.
+    again: ours, measured a second time in each round, for the A/A comparison.
     """
     figure = ratio(ours, theirs)
     twin = ratio(again, ours) if again else None
@@ -67,7 +67,7 @@ def compared(
 def absolute(
     what: str, values: Sequence[float], bar: float, unit: str, *, at: float = 0.5, wrong: str = "", peer: str = ""
 ) -> Row:
-    """A figure held against a number, not against a peer. at: which quantile. wrong: what disqualifies it."""
+    """Return the row of a figure beside a number, not a peer. at: which quantile. wrong: what is wrong with it."""
     figure = quantile(values, at)
     factor = _FACTORS[unit]
     if len(values) > 1:
@@ -87,12 +87,12 @@ def absolute(
 
 
 def skipped(what: str, peer: str, why: str) -> Row:
-    """A comparison that could not be made here, by name."""
+    """Return the row of a comparison that could not be made here."""
     return Row(what, "", f"{peer}: {why}", "", "", "", None)
 
 
 def markdown(rows: Sequence[Row], machine: str) -> str:
-    """The table with the line that says where and how it was measured."""
+    """Return the table with lines that say where and how it was measured."""
     head = ["what", "nbkit", "peer", "ratio [95 %]", "A/A", "bar", "met"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row.cells())} |" for row in rows]
@@ -105,7 +105,7 @@ def markdown(rows: Sequence[Row], machine: str) -> str:
 
 
 def machine() -> str:
-    """Where this runs, in one line."""
+    """Return one line that describes this machine and its software."""
     from psutil import virtual_memory
 
     packages = ("torch", "ipyparallel", "ipykernel", "nbdistributed")
@@ -120,7 +120,7 @@ def machine() -> str:
 
 
 def write(rows: Sequence[Row], where: str, out: Path) -> None:
-    """`out`.json and `out`.md."""
+    """Write the table to `out`.json and `out`.md."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(markdown(rows, where))
     record = {"machine": where, "rows": [asdict(row) for row in rows]}
@@ -128,13 +128,13 @@ def write(rows: Sequence[Row], where: str, out: Path) -> None:
 
 
 def joined(parts: Sequence[Path]) -> tuple[list[Row], str]:
-    """The rows of several runs (what `write` made, as JSON), one after the other, and the machine of the first."""
+    """Return the rows of several runs, in their order, and the machine of the first. parts: JSON files of `write`."""
     runs = [json.loads(part.read_text()) for part in parts]
     return [Row(**row) for run in runs for row in run["rows"]], runs[0]["machine"]
 
 
 def comparisons(table: str) -> str:
-    """Of a table in markdown the rows with a ratio and its A/A, and everything around them."""
+    """Return a markdown table without the rows that lack a ratio or its A/A. Text around the table stays."""
     lines = table.splitlines(keepends=True)
     return "".join(
         line for line in lines if not line.startswith("| ") or all(cell.strip() for cell in line.split("|")[4:6])
@@ -142,7 +142,7 @@ def comparisons(table: str) -> str:
 
 
 def quote(page: Path, table: str) -> None:
-    """Put the table between the markers of a page. Raises ValueError when it has none."""
+    """Put the table between the markers of a page. Raises ValueError if the page has none."""
     text = page.read_text()
     if START not in text or END not in text:
         raise ValueError(f"{page} has no {START} ... {END}")

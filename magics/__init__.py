@@ -1,4 +1,7 @@
-"""IPython magics: parse, call one nbkit function, display. `%load_ext nbkit` loads them."""
+"""IPython magics. Each parses its line, calls one function of nbkit and displays the result.
+
+`%load_ext nbkit` loads them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register the magics with `shell`. Loading twice changes nothing."""
+    """Register the magics with `shell`. A second call changes nothing."""
     from magics.board import BoardMagics
     from magics.cells import CellMagics, rewrite
     from magics.cluster import ClusterMagics

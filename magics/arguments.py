@@ -1,4 +1,4 @@
-"""The options of every magic, each built once: for parsing, for -h and for the magic's own help text."""
+"""The options of every magic, written once for parsing, for -h and for the magic's own help text."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ EXAMPLES = {
     "%pull": "%pull history",
     "%push": "%push config",
 }
-"""Of magics that need arguments, a line that has them: a usage, with brackets and braces, is nothing to type."""
+"""Magics that need arguments -> a line that has them. Nobody can type a usage line with its brackets and braces."""
 
 
 class HelpShown(Exception):
-    """-h was given and has been answered."""
+    """Raised when -h was given and has been answered."""
 
 
 class MagicParser(argparse.ArgumentParser):
-    """Raises UsageError instead of ending the process."""
+    """A parser that raises UsageError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         renamed = (new for old, new in _NOW_CALLED.items() if old in message.split("(")[0].split())
@@ -52,7 +52,7 @@ class MagicParser(argparse.ArgumentParser):
 
 
 def parse(parser: argparse.ArgumentParser, line: str) -> argparse.Namespace:
-    """The options in `line`. Raises UsageError, or HelpShown."""
+    """Return the options in `line`. Raises UsageError if they are wrong, HelpShown after -h."""
     try:
         words = shlex.split(line, comments=True)
     except ValueError as error:
@@ -64,7 +64,7 @@ def parse(parser: argparse.ArgumentParser, line: str) -> argparse.Namespace:
 
 
 def _of_verb(parser: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
-    """Who knows what may follow the verb, where there is one."""
+    """Return the parser of the verb in `words`, or `parser` if there is none."""
     verbs = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return next((verb.choices[word] for verb in verbs for word in words if word in verb.choices), parser)
 
@@ -319,4 +319,4 @@ PARSERS: dict[str, Callable[[], MagicParser]] = {
     "%compare": compare_parser,
     "%train": train_parser,
 }
-"""Every magic."""
+"""Magic -> the function that makes its parser."""

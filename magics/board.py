@@ -10,7 +10,7 @@ from nbkit.notebook.board.board import Board
 
 @magics_class
 class BoardMagics(Magics):  # type: ignore[misc, untyped-decorator]
-    """One line magic."""
+    """The line magic `%board`."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
     def board(self, line: str) -> Board | None:

@@ -1,8 +1,8 @@
 """`%%distributed` and `%%rank`: a cell on the ranks.
 
-Both run as an awaited cell, so that the kernel goes on answering widgets while the ranks work: a transformer
-rewrites the cell before IPython compiles it. Where that cannot be (inside %%time or %%capture, autoawait off),
-the same cell runs as a plain magic.
+Both run as an awaited cell, so that the kernel can answer widgets while the ranks work: a transformer rewrites the cell
+before IPython compiles it. Where that is not possible (inside %%time or %%capture, or with autoawait off), the same
+cell runs as a plain magic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nbkit.notebook.cluster.cluster import current
 
 
 def rewrite(lines: list[str]) -> list[str]:
-    """`%%distributed ...` as the first line makes the cell a call that is awaited."""
+    """Return the lines of a cell. If the first is `%%distributed ...` or `%%rank ...`, they become an awaited call."""
     magic, _, line = (lines[0] if lines else "").strip().partition(" ")
     shell = get_ipython()
     if (
@@ -34,7 +34,7 @@ def rewrite(lines: list[str]) -> list[str]:
 
 
 def _is_outermost(shell: Any, lines: list[str]) -> bool:
-    """Whether this is the cell that the user has sent, and not a part of it that %%time or %%capture runs."""
+    """Return True if this is the cell that the user has sent, and not a part that %%time or %%capture runs."""
     kernel = getattr(shell, "kernel", None)
     if kernel is None:
         return asyncio._get_running_loop() is None
@@ -43,7 +43,7 @@ def _is_outermost(shell: Any, lines: list[str]) -> bool:
 
 
 async def run(magic: str, line: str, body: str) -> None:
-    """The awaited form."""
+    """Run a cell on the ranks, in the awaited form."""
     try:
         options = _parsed(magic, line)
     except HelpShown:
@@ -68,7 +68,7 @@ def _parsed(magic: str, line: str) -> Any:
 
 
 def _with_own_line(magic: str, line: str, body: str) -> str:
-    """The cell with its first line as a comment, so that line numbers in errors are those the user sees."""
+    """Return the cell with its first line as a comment, so that errors have the line numbers that the user sees."""
     return body if body.lstrip().startswith("%%") else f"# {magic} {line}\n{body}"
 
 

@@ -17,7 +17,7 @@ from nbkit.notebook.cluster.hosts.start_options import requested
 
 @magics_class
 class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
-    """One line magic with verbs."""
+    """The line magic `%cluster`, with a method for each verb."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
     def cluster(self, line: str) -> Any:
@@ -75,8 +75,8 @@ class ClusterMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
 
 def options_of(line: str) -> Any:
-    """The options in `line`; those of --on NAME hold where the line says nothing else."""
-    line, _, rest = line.partition(" -- ")  # argparse would take it for words of its own
+    """Return the options in `line`. Those of --on NAME apply where the line says nothing else."""
+    line, _, rest = line.partition(" -- ")  # argparse would read the rest as its own words
     options = parse(cluster_parser(), line)
     words = shlex.split(rest, comments=True)
     if options.verb == "start" and options.on:

@@ -1,4 +1,4 @@
-"""Tab offers a magic's verbs and options, and in a `%%distributed` cell the names that live on a rank."""
+"""Completion with Tab: a magic's verbs and options, and in a `%%distributed` cell the names on a rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nbkit.notebook.cluster.cluster import current
 from nbkit.wire.cells import first_rank
 from nbkit.wire.messages import CompleteName
 
-PATIENCE_SECONDS = 0.3  # a rank answers in a few milliseconds even while it trains; typing must not wait for more
+PATIENCE_SECONDS = 0.3  # a rank answers in a few milliseconds, even while it trains; typing must not wait longer
 _NAME = re.compile(r"[A-Za-z_][\w.]*$")
 
 
 @context_matcher(identifier="nbkit.ranks")  # type: ignore[misc, untyped-decorator]
 def complete(context: CompletionContext) -> SimpleMatcherResult:
-    """Of a line that begins with a magic its verbs and options; else the names of the first rank that runs the cell."""
+    """Return a magic's verbs and options on its line; elsewhere the names on the first rank that runs the cell."""
     nothing: Any = {"completions": []}
     words = context.text_until_cursor.rpartition("\n")[2].removesuffix(context.token).split()
     if words and words[0] in PARSERS:
@@ -43,7 +43,7 @@ def complete(context: CompletionContext) -> SimpleMatcherResult:
 
 
 def _after(magic: str, words: list[str], dash: str) -> list[str]:
-    """What may follow `words`: after a dash options, else a verb, where the magic has some and none is there."""
+    """Return what may follow `words`: options after a dash, else verbs, if the magic has some and none is there yet."""
     parser: argparse.ArgumentParser = PARSERS[magic]()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -12,7 +12,7 @@ from nbkit.notebook.widgets.dashboard.dashboard import Dashboard
 
 @magics_class
 class DashboardMagics(Magics):  # type: ignore[misc, untyped-decorator]
-    """One line magic."""
+    """The line magic `%dashboard`."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
     def dashboard(self, line: str) -> Any:

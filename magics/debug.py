@@ -1,4 +1,4 @@
-"""IPython's `%debug` and `%pdb` after a cell that has failed on a rank: the frames are there, not in the notebook."""
+"""IPython's `%debug` and `%pdb` after a cell that failed on a rank: its frames are there, not in the notebook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from nbkit.errors import CellError, RankDied
 
 
 def point_to_ranks(shell: Any) -> None:
-    """Have them name the rank and `%nbkit debug`, where they would open nbkit's own frames. Twice changes nothing."""
+    """Make `%debug` and `%pdb` name the rank and `%nbkit debug`, instead of opening nbkit's own frames.
+
+    A second call changes nothing.
+    """
     opens = shell.debugger
     if getattr(opens, "__module__", "") == __name__:
         return

@@ -1,4 +1,4 @@
-"""`%nbkit plan`, before a training; `why`, `debug`: it is stuck, or fails; `report`, `trace`, `export`: made of one."""
+"""`%nbkit`: `plan` a training; `why` and `debug` when it is stuck or fails; `report`, `trace` and `export` it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nbkit.planner.choose.search import Plan, Words
 
 @magics_class
 class NbkitMagics(Magics):  # type: ignore[misc, untyped-decorator]
-    """One line magic with commands."""
+    """The line magic `%nbkit`, with commands."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
     def nbkit(self, line: str) -> Written | TraceFile | Exported | Plan | Words | Why | None:

@@ -1,4 +1,4 @@
-"""`%strategy`: the panel, and the same by typing; `%compare`: strategies beside each other."""
+"""`%strategy`: show the panel, or switch by typing. `%compare`: measure strategies beside each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbkit.notebook.widgets.panel.panel import StrategyPanel
 
 @magics_class
 class StrategyMagics(Magics):  # type: ignore[misc, untyped-decorator]
-    """Two line magics."""
+    """The line magics `%strategy` and `%compare`."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
     def strategy(self, line: str) -> Any:

@@ -1,4 +1,4 @@
-"""`%train`: what the training that runs is told to do, beside its strategy."""
+"""`%train`: control the training that runs, except its strategy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbkit.notebook.cluster.training_control import ControlResult
 
 @magics_class
 class TrainMagics(Magics):  # type: ignore[misc, untyped-decorator]
-    """One line magic with verbs."""
+    """The line magic `%train`, with verbs."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
     def train(self, line: str) -> ControlResult | None:

@@ -1,4 +1,4 @@
-"""`%push` and `%pull`: the only magics that touch the notebook's own names, each at an explicit word."""
+"""`%push` and `%pull`: copy variables that the user names between the notebook and the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbkit.notebook.cluster.cluster import current
 
 @magics_class
 class ValueMagics(Magics):  # type: ignore[misc, untyped-decorator]
-    """Values between the notebook and the ranks."""
+    """The line magics `%push` and `%pull`."""
 
     @line_magic  # type: ignore[misc, untyped-decorator]
     def push(self, line: str) -> None:
@@ -49,9 +49,9 @@ class ValueMagics(Magics):  # type: ignore[misc, untyped-decorator]
 
 
 class _Forget:
-    """Called once, when the cell is over: a value that has its own name is not kept in Out too.
+    """A callback for the end of a cell that removes a pulled value from Out, because the value has a name of its own.
 
-    Out would hold what every pull of a session has brought.
+    Otherwise, Out would keep everything that a session pulls.
     """
 
     def __init__(self, shell: Any, value: Any) -> None:

@@ -1,1 +1,1 @@
-"""Waits of a notebook user, measured: cells, output, start, transfer, recovery, a click, the dashboard."""
+"""Benchmarks of what a notebook user waits for: cells, output, start, transfer, recovery, a click, the dashboard."""

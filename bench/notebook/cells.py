@@ -1,4 +1,7 @@
-"""A trivial cell on every rank, from sending it to reply and idle: nbkit, `%%px`, nbdistributed, a plain kernel."""
+"""Measure a trivial cell on every rank, from its sending to reply and idle.
+
+Compares nbkit with `%%px`, nbdistributed and a plain kernel.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ NBDISTRIBUTED_UP_TO = 4  # ranks; each of its cells takes a tenth of a second
 
 
 def run(settings: Settings) -> list[Row]:
-    """Two rows per cluster size, and the plain kernel beside the smallest."""
+    """Return two rows for each cluster size. The smallest also has a row beside the plain kernel."""
     rows: list[Row] = []
     for n in settings.sizes(SIZES):
         rows += _at(settings, n, plain=n == SIZES[0])

@@ -1,7 +1,7 @@
-"""A click on Apply in a real browser, until the ranks make their first step under the new strategy.
+"""Measure a click on Apply in a real browser, until the ranks begin their first step under the new strategy.
 
-JupyterLab in headless Chromium, a training in a cell that runs, the panel in another one. When steps began and ended
-is read from what rank 0 recorded of them; the click is stamped by the clock of the same machine.
+JupyterLab runs in headless Chromium. One cell trains, another shows the panel. The times of steps come from the
+records of rank 0; the time of the click comes from the clock of the same machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BAR = 1.0
 WHAT = "click on Apply to the first step under the new strategy, beyond the step that was running"
 WAIT_MS = 120_000
 LAB = {
-    # Cells that are scrolled out of sight stay in the page, and no question of Lab's lies over it.
+    # Cells that are scrolled out of sight stay in the page, and no dialog of JupyterLab covers it.
     "notebook-extension/tracker": {"windowingMode": "none"},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
@@ -53,7 +53,7 @@ PANEL, TRAIN, END = 3, 4, 5
 
 
 def run(settings: Settings) -> list[Row]:
-    """One row, of every click; strategies that were there before, but for the first round."""
+    """Return one row about all clicks. After the first round, each strategy has been used before."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None or find_spec("playwright") is None or find_spec("jupyterlab") is None:
         return [skipped(WHAT, "the step that was running", "no Chromium, Playwright or JupyterLab here")]
@@ -76,7 +76,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _clicks(page: Any, rounds: int) -> list[tuple[float, str]]:
-    """(when Apply was pressed, what was chosen), one after the other while the cell trains."""
+    """Apply each strategy in turn while the cell trains; return (when Apply was pressed, strategy) of each click."""
     for number in range(TRAIN):
         _start(page, number)
         _until(page, lambda at=number: _prompt(page, at).strip("[]: ").isdigit())
@@ -86,7 +86,7 @@ def _clicks(page: Any, rounds: int) -> list[tuple[float, str]]:
     found = []
     for strategy in STRATEGIES * rounds:
         panel.locator(f'tr[data-strategy="{strategy}"]').click(timeout=WAIT_MS)
-        page.wait_for_timeout(700)  # a person looks at what it would cost
+        page.wait_for_timeout(700)  # a person would read here what the switch costs
         found.append((time.time(), strategy))
         panel.get_by_role("button", name="Apply", exact=True).click(timeout=WAIT_MS)
         _until(page, lambda to=strategy: panel.locator("tbody tr.now").get_attribute("data-strategy") == to)
@@ -99,7 +99,7 @@ def _clicks(page: Any, rounds: int) -> list[tuple[float, str]]:
 
 
 def _start(page: Any, number: int) -> None:
-    """Run a cell and come back at once. A press that was lost, as before the kernel is connected, is made again."""
+    """Start a cell and return when it runs. Press again every 10 s: until the kernel is connected, presses are lost."""
     before, press_at = _prompt(page, number), 0.0
 
     def started() -> bool:
@@ -114,7 +114,7 @@ def _start(page: Any, number: int) -> None:
 
 
 def _prompt(page: Any, number: int) -> str:
-    """Of a cell: [ ]: before it is run, [*]: while it runs, then its number."""
+    """Return a cell's prompt: "[ ]:" before it runs, "[*]:" while it runs, then its number."""
     return str(page.locator(".jp-Notebook .jp-CodeCell").nth(number).locator(".jp-InputPrompt").inner_text())
 
 
@@ -127,27 +127,27 @@ def _until(page: Any, happened: Any) -> None:
 
 
 def _steps(path: Path) -> list[tuple[float, float, str]]:
-    """(when it began, when it ended, strategy) of every recorded step but the last, in seconds since 1970."""
+    """Return (beginning, end, strategy) of every recorded step but the last, in seconds since 1970."""
     records, _ = read_since(path, START)
     head = next(one for one in records if isinstance(one, Header))
     steps = [one for one in records if isinstance(one, StepRecord)]
     found = []
     for step, after in pairwise(steps):
         stop = head.unix(after.start_ns)
-        # A record begins where the one before ended; what lies outside of steps, as a switch does, is before the step.
+        # A record begins where the one before it ended. Work outside of steps, such as a switch, comes before the step.
         found.append((stop - step.seconds, stop, str(step.numbers.get("strategy"))))
     return found
 
 
 def _beyond(steps: list[tuple[float, float, str]], clicked: float, strategy: str) -> float:
-    """Seconds from the end of the step that was running at `clicked` to the beginning of the first under `strategy`."""
+    """Return the seconds from the end of the step that ran at `clicked` to the first step under `strategy`."""
     running = next(stop for _, stop, _ in steps if stop > clicked)
     return next(start for start, stop, under in steps if stop > clicked and under == strategy) - running
 
 
 @contextmanager
 def _lab(folder: Path, width: int) -> Iterator[str]:
-    """A JupyterLab with folders of its own; the address at which it shows the notebook."""
+    """Run a JupyterLab with its own folders and yield the address at which it shows the notebook."""
     sources = [source.replace("WIDTH", str(width)) for source in CELLS]
     cells = [
         {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": source}

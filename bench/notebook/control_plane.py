@@ -1,7 +1,8 @@
-"""A trivial cell on many engines that do nothing: CPU of the kernel and of the busiest controller process, wall time.
+"""Measure a trivial cell on many engines that do nothing: CPU-seconds of the kernel and of the busiest controller
+process, and wall seconds.
 
-CPU-seconds for each rank and cell are what stays when the engines are on machines of their own; here they share the
-cores with everything else, which the wall time has in it.
+The CPU-seconds for each rank and cell hold for engines on other machines too. The wall seconds do not: here the engines
+share the cores with everything else.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from nbkit.wire.processes import Process
 
 ROUNDS = 40
 SIZES = {"light": (16, 64, 256), "bare": (64, 256, 1024)}
-"""Of bench.rigs: engines of ipyparallel without a world, a process each, and nothing but their sockets."""
+"""Numbers of engines. "light": one process for each, without a world. "bare": only the sockets of an engine."""
 WARM_UP = 5
 CPU_BAR, WALL_BAR = 0.5e-3, 0.25
-"""Seconds of CPU for each rank and cell; of wall time of a cell on 64 engines."""
-START_SECONDS = 120.0  # for the controller, and for one engine more
-ENGINE_BYTES = {"light": 20 << 20, "bare": 1 << 20}  # of its own, beside what it shares with its parent
-_LEFT_BYTES = 2 << 30  # of the memory of the machine, whatever engines take
+"""CPU-seconds for each rank and cell; wall seconds of a cell on 64 engines."""
+START_SECONDS = 120.0  # to wait for the controller, and for each further engine
+ENGINE_BYTES = {"light": 20 << 20, "bare": 1 << 20}  # memory of one engine, without what it shares with its parent
+_LEFT_BYTES = 2 << 30  # memory of the machine that engines must leave free
 
 
 def run(settings: Settings) -> list[Row]:
-    """Three rows for each number of engines; one that says why for a number that could not be had, or was too many."""
+    """Return three rows for each number of engines, or one row that says why that number could not be measured."""
     rows: list[Row] = []
     with patch.dict(os.environ, NBKIT_HOME=str(settings.folder / "home")):
         for kind, sizes in SIZES.items():
             for n in settings.sizes(sizes):
                 try:
                     rows += _at(kind, n, settings.count(ROUNDS))
-                except Exception as error:  # what was measured of fewer engines is worth its row
+                except Exception as error:  # keep the rows of fewer engines
                     traceback.print_exc()
                     why = f"{type(error).__name__}: {str(error).partition(os.linesep)[0]}"
                     rows.append(skipped(f"control plane, {n} {kind} engines", "failed", why))
@@ -88,7 +89,11 @@ def _at(kind: str, n: int, rounds: int) -> list[Row]:
 
 
 def _await_engines(client: Client, n: int) -> None:
-    """Until each has registered and answered a call. Raises TimeoutError when there is none more for START_SECONDS."""
+    """Wait until every engine has registered and answered a call.
+
+    Raises TimeoutError if no further engine registers, or some do not answer, for START_SECONDS; MemoryError if the
+    engines take too much memory.
+    """
     began = moved = time.monotonic()
     registered = 0
     while not client.wait_for(n, 1.0):
@@ -99,7 +104,7 @@ def _await_engines(client: Client, n: int) -> None:
         if psutil.virtual_memory().available < _LEFT_BYTES:
             raise MemoryError(f"{registered} of {n} engines have taken all but {_LEFT_BYTES >> 20} MB")
     silent, moved = set(range(n)), time.monotonic()
-    while silent:  # what is sent to an engine that has not connected is lost
+    while silent:  # a call to an engine that has not connected is lost
         calls = client.call(silent, "nbkit.bridge.calls:hello")
         wait(calls.values(), 5.0)
         silent -= {rank for rank, call in calls.items() if call.done()}
@@ -121,7 +126,7 @@ def _measured(connection: Connection, kind: str, n: int, rounds: int) -> list[Ro
             walls.append(time.perf_counter() - began)
             kernel.append((time.process_time() - own) / n)
             busiest.append([_cpu(one) - was for one, was in zip(controllers, before, strict=True)])
-    # The clock of another process has ticks of 10 ms, so that only the sum over the rounds says something.
+    # The CPU clock of another process ticks every 10 ms, so that only the sum over all rounds is exact enough.
     most = max(sum(each) for each in zip(*busiest, strict=True)) / rounds / n
     what, load = f"trivial cell, {n} {kind} engines", f"load {os.getloadavg()[0]:.1f}"
     return [

@@ -1,7 +1,8 @@
-"""What a live dashboard costs the kernel it runs in, while 8 ranks write 20 steps a second: CPU of the kernel's whole
-process, less what it takes without one; and whether every step comes to the widget, and in how many messages.
+"""Measure what a live dashboard costs its kernel while 8 ranks write 20 steps a second.
 
-The dashboard is nbkit.Dashboard in a real kernel; its widget sends all its messages, and no page is there to draw them.
+The cost is CPU time of the kernel's process, less that without a dashboard. Also checks that every step reaches the
+widget, and counts the messages. The dashboard is nbkit.Dashboard in a real kernel. Its widget sends all its messages,
+but there is no page that draws them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from bench.telemetry.telemetry_long import record_file, written_step
 RANKS, PERIOD_S = 8, 0.05
 ROUNDS, SECONDS = 6, 8.0
 SHARE = 0.01
-_SETTLES_S, _AT_LAST_S = 4.0, 20.0  # the dashboard looks at least once in three seconds; on a busy machine, later
+_SETTLES_S, _AT_LAST_S = 4.0, 20.0  # the dashboard reads at least once in three seconds, later on a busy machine
 
 _SETUP = f"""
 import json, time
@@ -54,7 +55,7 @@ print(json.dumps([steps, len(times) / (times[-1] - times[0])]))
 
 
 def run(settings: Settings) -> list[Row]:
-    """One row."""
+    """Return one row: the share of a core that the dashboard takes."""
     folder, rounds = settings.folder / "run", settings.count(ROUNDS)
     measured = f"print(json.dumps([share() for _ in range({rounds})]))"
     with Kernel(settings.folder / "kernel") as kernel:
@@ -84,7 +85,7 @@ def run(settings: Settings) -> list[Row]:
 
 @contextmanager
 def _training(folder: Path) -> Iterator[list[int]]:
-    """Ranks that write a step every PERIOD_S, from a thread of this process: the steps they have written so far."""
+    """Write a step of every rank each PERIOD_S in a thread. Yields the list of steps written so far, which grows."""
     files, over = [record_file(folder, rank, RANKS) for rank in range(RANKS)], threading.Event()
     written: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A line on screen after `print`: from the call on a rank to its text at the front end, unflushed and flushed."""
+"""Measure how long a printed line takes from `print` on a rank to the front end, unflushed and flushed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ for number in range(LINES):
 
 
 def run(settings: Settings) -> list[Row]:
-    """One row unflushed, one flushed; `%%px` beside them for orientation."""
+    """Return one row for unflushed lines and one for flushed ones. Each shows `%%px` too, without a bar."""
     lines = settings.count(LINES)
     rows = []
     with Kernel(settings.folder / "line-nbkit") as ours, Kernel(settings.folder / "line-px") as theirs:
@@ -42,7 +42,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _delays(cell: Cell) -> list[float]:
-    """Seconds from print to arrival, of each line at its first appearance."""
+    """Return, for each line, the seconds from its print to its first arrival."""
     first: dict[str, float] = {}
     for message in cell.messages:
         text = message.content.get("text") or str(message.content.get("data", ""))

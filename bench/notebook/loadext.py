@@ -1,4 +1,4 @@
-"""`%load_ext nbkit` in a fresh kernel: seconds, and that torch stays out of the notebook's process."""
+"""Measure `%load_ext nbkit` in a fresh kernel, and check that it does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BAR_SECONDS = 0.5
 
 
 def run(settings: Settings) -> list[Row]:
-    """One row."""
+    """Return one row."""
     seconds = []
     wrong = ""
     for number in range(settings.count(KERNELS)):

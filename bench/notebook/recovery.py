@@ -1,4 +1,4 @@
-"""The first cell after a failed one: rank 2 has raised while the others waited for it in a collective."""
+"""Measure the first cell after a failed one. In that one, rank 2 raised while the others waited in a collective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ int(total.item())
 
 
 def run(settings: Settings) -> list[Row]:
-    """Two rows: the failed cell itself, and the one after it."""
+    """Return two rows: the failed cell, and the cell after it."""
     failed, after = [], []
     wrong = ""
     with Kernel(settings.folder / "recovery") as kernel:

@@ -1,4 +1,4 @@
-"""A fresh kernel until every rank is ready: imports made, process group up, first all_reduce done."""
+"""Measure the time from a fresh kernel until every rank is ready: modules imported and first all_reduce done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANKS, MORE_RANKS = 4, 8
 ROUNDS = 5
 AGAINST_NBDISTRIBUTED = 1.0
 MORE_AGAINST_FEWER = 1.5
-# A mark per rank on disk: a cell that came back has not always run everywhere.
+# Each rank leaves a file, because a cell can return before it has run everywhere.
 READY = """%%distributed
 import pathlib, torch, torch.distributed as dist
 import torch.distributed.fsdp, torch.distributed.tensor.parallel, torch.distributed.pipelining
@@ -25,7 +25,7 @@ pathlib.Path(f"ready-{dist.get_rank()}").write_text(str(int(total.item())))
 
 
 def run(settings: Settings) -> list[Row]:
-    """nbkit beside nbdistributed on 4 ranks, and 8 ranks beside 4."""
+    """Return two rows: nbkit beside nbdistributed on 4 ranks, and 8 ranks of nbkit beside 4."""
     fewer, more = f"nbkit, {RANKS} ranks", f"nbkit, {MORE_RANKS} ranks"
     arms: dict[str, tuple[Callable[[Kernel, int], None], int]] = {
         fewer: (start_nbkit, RANKS),
@@ -36,7 +36,7 @@ def run(settings: Settings) -> list[Row]:
     if not absent:
         arms["nbdistributed"] = (start_nbdistributed, RANKS)
     seconds: dict[str, list[float]] = {arm: [] for arm in arms}
-    # The first start of all reads torch from disk.
+    # The very first start reads torch from disk, so it is not measured.
     _once(settings.folder / "warm-up", start_nbkit, RANKS)
     for number, order in enumerate(shuffled(list(arms), settings.count(ROUNDS))):
         for arm in order:

@@ -1,4 +1,7 @@
-"""Bytes of message content to the front end per byte printed, and that no line is lost, through a jupyter_server."""
+"""Count the bytes that reach the front end for each byte printed, and check that no line is lost.
+
+The output goes through a jupyter_server.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from bench.table import Row, absolute
 
 BAR = 1.3
 CHARACTERS = 40
-# No two ranks print the same line: lines that are equal on all ranks are folded into one, which would flatter.
+# Each rank prints other lines. Lines that are equal on all ranks are shown once, which would improve the figure.
 SOURCE = """%%distributed
 import time
 for number in range(NUMBER):
@@ -25,7 +28,7 @@ for number in range(NUMBER):
 
 @dataclass(frozen=True)
 class Flood:
-    """lines: per rank. pause: seconds between two lines."""
+    """A benchmark's output. lines: for each rank. pause: seconds between two lines."""
 
     ranks: int
     lines: int
@@ -40,7 +43,7 @@ FLOODS = (
 
 
 def run(settings: Settings) -> list[Row]:
-    """One row per flood."""
+    """Return one row for each flood."""
     rows = []
     with ServedKernel(settings.folder / "stream") as kernel:
         kernel.run("%load_ext nbkit")
@@ -62,15 +65,15 @@ def run(settings: Settings) -> list[Row]:
 
 
 def shown(cell: Cell) -> int:
-    """Bytes of content of all that the cell has sent to be shown."""
+    """Return the bytes of content in all messages of the cell that a front end shows."""
     kinds = {"stream", "display_data", "update_display_data", "execute_result", "error"}
     return sum(len(json.dumps(message.content)) for message in cell.messages if message.kind in kinds)
 
 
 def _wrong(cell: Cell, ranks: int, lines: int) -> str:
-    """What is missing, repeated, or out of order within its rank; "" when nothing is."""
+    """Return what is wrong with the lines: missing, repeated, mislabelled or out of order; "" if nothing is."""
     pattern = re.compile(r"^\[(\d)\] r(\d) (\d{6}) ([a-h]*)\.$", re.MULTILINE)
-    # As a terminal shows it: what stands before a carriage return has been overwritten.
+    # Like a terminal: text before a carriage return is overwritten.
     screen = "\n".join(line.rpartition("\r")[2] for line in cell.text.split("\n"))
     found = pattern.findall(screen)
     mislabelled = sum(label != rank for label, rank, _, _ in found)

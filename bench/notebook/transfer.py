@@ -1,6 +1,6 @@
-"""Push and pull of 100 MB between the notebook and two ranks, beside an ipyparallel DirectView.
+"""Measure push and pull of 100 MB between the notebook and two ranks, beside an ipyparallel DirectView.
 
-The receiver reads every element within the measured time: memory that is only mapped has not arrived.
+The receiver reads every element within the measured time, because memory that is only mapped has not arrived.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bench.table import Row, compared
 
 RANKS = 2
 ROUNDS = 15
-BAR = 0.5  # of the DirectView's seconds: at least twice as fast
+BAR = 0.5  # of the DirectView's seconds: nbkit must be at least twice as fast
 KINDS = {"numpy array": "numpy.random.rand(25_000_000).astype('float32')", "torch tensor": "torch.rand(25_000_000)"}
 READ = "seen = float(big.sum())"
 NBKIT = {
@@ -27,7 +27,7 @@ CHECK = "assert abs(float(big.sum()) - truth) < 1e-3 * truth and len(big) == 25_
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row for each direction and kind of value."""
+    """Return one row for each direction and kind of value."""
     rows = []
     with Kernel(settings.folder / "transfer-nbkit") as ours, Kernel(settings.folder / "transfer-px") as theirs:
         start_nbkit(ours, RANKS)

@@ -1,1 +1,1 @@
-"""Sending: how much of it is hidden behind computing."""
+"""Benchmarks of overlap: how much of the communication runs while ranks compute."""

@@ -1,4 +1,7 @@
-"""What a backup of each step costs: blocks that sleep, and a link that carries a rank's share in half of their time."""
+"""Measure what a backup of each step costs.
+
+The blocks sleep, and a slept link carries a rank's backup in 1/2 or 1/3 of a step's compute.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,15 @@ from nbkit.rank.world.world import World
 
 RANKS, ROUNDS, STEPS = 4, 8, 6
 COMPUTE_S = 0.3
-SHARES = (1 / 2, 1 / 3)  # of it that the link takes; the forward pass, beside which it is sent, takes a third
+SHARES = (1 / 2, 1 / 3)  # of COMPUTE_S that the link takes; the backup is sent during the forward pass, which takes 1/3
 BAR, BYTES_BAR = 1.05, 1.001
 
 
 def run(settings: Settings) -> list[Row]:
-    """For each strategy: a step beside one without backups, in turns, at two speeds of the link; and the bytes sent."""
+    """Return three rows for each strategy.
+
+    Two compare a step with backups to one without, at two speeds of the link. The third counts the bytes sent.
+    """
     rows = []
     for strategy in ("zero3", "pp"):
         name = "overlap.backup_step"
@@ -79,9 +85,10 @@ _WARM = 3
 
 
 class Worker:
-    """Two trainings of blocks that sleep `compute` seconds in a step of one rank: with a backup of each step, and none.
+    """A rank with two trainings, one with a backup of each step and one without.
 
-    share: of that, in which the link carries this rank's backup.
+    The blocks sleep `compute` seconds in a step of one rank. The link carries this rank's backup in the part `share` of
+    `compute`.
     """
 
     def __init__(self, *, strategy: str, compute: float) -> None:
@@ -103,7 +110,7 @@ class Worker:
 
     def _trainer(self, strategy: str, every: int) -> nbkit.Trainer:
         ranks = World.join_from_env().place.world_size
-        # Of a pipeline a rank has a part of the blocks, for each of its micro-batches.
+        # In a pipeline, a rank has only a part of the blocks, and runs them for each micro-batch.
         parts = 8 / ranks if strategy == "pp" else 1
         block_s = self._compute / (_BLOCKS * parts)
         return nbkit.Trainer(
@@ -120,14 +127,17 @@ class Worker:
         )
 
     def steps(self, *, every: int, steps: int, share: float) -> dict[str, Any]:
-        """Seconds of each step; and of a backup: bytes that left this rank, and those of weights and optimizer state
-        of the whole model."""
+        """Train and return a dict of measurements.
+
+        seconds: of each step. bytes: sent by this rank for one backup. whole: bytes of the whole model's weights and
+        optimizer state.
+        """
         trainer, self._share = self._trainers[every], share
         torch.distributed.barrier()
         self._began.clear()
         before = self._link.carried
         trainer.fit(_WARM + steps)
-        backups = _WARM + steps + 1  # one before the first step
+        backups = _WARM + steps + 1  # one more is made before the first step
         times = self._began[_WARM - 1 :]
         return {
             "seconds": [later - earlier for earlier, later in pairwise(times)],

@@ -1,4 +1,7 @@
-"""How much of the all-gather of zero1 and zero2 the next forward hides: links and blocks that sleep, steps of `fit`."""
+"""Measure how much of the all-gather of zero1 and zero2 is hidden behind the next forward in `fit`.
+
+Links and blocks sleep.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ STEPS, BAR = 12, 0.9
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row for each; `again`: the same where somebody holds weights between two steps, so that nothing is hidden."""
+    """Return one row for zero1 and one for zero2.
+
+    The column `again` is the same with a callback, which may read weights between two steps, so that nothing is hidden.
+    """
     with Ranks("overlap.hidden_gather", 2, folder=settings.folder, blocks=BLOCKS, seconds=BLOCK_S) as ranks:
         return [_row(ranks, strategy, settings.count(STEPS)) for strategy in ("zero1", "zero2")]
 
@@ -53,7 +59,7 @@ _WARM = 2
 
 
 class _Watched:
-    """The work of a gather. waited: seconds of each, in the order in which they are waited for."""
+    """The work of a gather. waited: seconds that each wait took, in the order of the waits."""
 
     waited: ClassVar[list[float]] = []
 
@@ -67,7 +73,7 @@ class _Watched:
 
 
 class Worker:
-    """blocks: that sleep `seconds` each in a forward."""
+    """A rank that trains `blocks` blocks. Each sleeps for `seconds` in a forward."""
 
     def __init__(self, *, blocks: int, seconds: float) -> None:
         self._link, self._blocks, self._seconds = SleptLink(), blocks, seconds
@@ -81,9 +87,10 @@ class Worker:
         zero1_2.all_gather = watched
 
     def steps(self, *, strategy: str, link: float, late: bool, steps: int) -> dict[str, Any]:
-        """By step: seconds that it waited for gathers, and that the link carried them. link: seconds of a bucket.
+        """Train and return the number of buckets and a pair for each step.
 
-        late: nobody holds weights between two steps.
+        The pair is (seconds that the step waited for gathers, seconds that the link carried them). link: seconds in
+        which the link carries a bucket. late: no callback reads weights between two steps.
         """
         trainer = nbkit.Trainer(
             model=lambda: nn.Sequential(*(SleepingBlock(_WIDTH, self._seconds) for _ in range(self._blocks))),
@@ -101,7 +108,7 @@ class Worker:
         ranks = torch.distributed.get_world_size()
         self._link.rate = Rate(0.0, _BUCKET / ranks * (ranks - 1) / link)
         try:
-            # The last one's gathers are waited for at the end of `fit`.
+            # One step more: the gathers of the last one are waited for at the end of `fit`.
             trainer.fit(steps + 1)
         finally:
             self._link.rate = None

@@ -1,4 +1,4 @@
-"""A block that takes its time in forward and backward, and the rows that a model of such blocks trains on."""
+"""A block that sleeps in forward and backward, and rows of data for a model of such blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.pipeline.sleeping_rank import last
 
 
 class SleepingBlock(nn.Module):
-    """Of `width` features. forward_s, backward_s: seconds that its passes sleep."""
+    """A residual layer of `width` features. forward_s, backward_s: seconds that its passes sleep."""
 
     def __init__(self, width: int, forward_s: float, backward_s: float = 0.0) -> None:
         super().__init__()
@@ -37,6 +37,6 @@ class _Backward(torch.autograd.Function):
 
 
 def drawn_rows(number: int, width: int) -> list[tuple[Tensor, Tensor]]:
-    """So many inputs and targets of `width` numbers, the same on every rank."""
+    """Return `number` pairs of input and target, each of shape (width,), the same on every rank."""
     drawn = torch.randn(number, 2, width, generator=torch.Generator().manual_seed(0))
     return [(x, y) for x, y in drawn]

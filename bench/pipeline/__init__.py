@@ -1,1 +1,1 @@
-"""Pipelines beside their ideal: bubbles of schedules, and stages of equal cost."""
+"""Benchmarks of pipelines beside their ideal: bubbles of schedules, and stages of equal cost."""

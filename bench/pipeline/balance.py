@@ -1,4 +1,4 @@
-"""Stages of an uneven model: how even they are when they run, and whether any other partition would be better."""
+"""Measure how equal the stages of an uneven model are, and check that no other partition is better."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BAR = 1.05
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row for each number of stages, and one of partitions against all that there are."""
+    """Return one row for each number of stages, and one that compares partitions with every possible partition."""
     draw = random.Random(0)
     insides = [draw.choice((256, 384, 512, 768, 1024)) for _ in range(LAYERS)]
     uneven: dict[int, list[float]] = {stages: [] for stages in STAGES}
@@ -70,13 +70,13 @@ def _optimal(cases: int) -> Row:
 
 
 def _least(costs: list[float], stages: int) -> float:
-    """The longest stage of the best of all partitions, tried one by one."""
+    """Try every partition and return the cost of the longest stage in the best one."""
     cuts = combinations(range(1, len(costs)), stages - 1)
     return min(max(sum(costs[a:b]) for a, b in zip((0, *cut), (*cut, len(costs)), strict=True)) for cut in cuts)
 
 
 class _Layer(nn.Module):
-    """A residual MLP that is as expensive as it is wide inside."""
+    """A residual MLP whose cost is proportional to its inner width."""
 
     def __init__(self, width: int, inside: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _Layer(nn.Module):
 
 
 class Worker:
-    """width: of the hidden states; insides: of each layer; rows: of the batch."""
+    """A rank with an uneven model. width: of hidden states. insides: inner width of each layer. rows: of the batch."""
 
     def __init__(self, *, width: int, insides: list[int], rows: int) -> None:
         torch.manual_seed(0)
@@ -95,7 +95,7 @@ class Worker:
         self._x = torch.randn(rows, width)
 
     def costs(self) -> list[float]:
-        """Seconds of each layer as nbkit measures them before it cuts."""
+        """Return the seconds of each layer, as nbkit measures them before it cuts the model into stages."""
 
         def call() -> Any:
             return self._model(self._x)
@@ -103,7 +103,7 @@ class Worker:
         return list(measure_costs(self._model, find_chain(self._model, call), call))
 
     def stages(self, ranges: list[tuple[int, int]], rounds: int) -> list[float]:
-        """Seconds of each stage by itself, forward and backward, the least of `rounds` (all stages once in each)."""
+        """Return the seconds of forward and backward of each stage by itself: the least of `rounds` rounds."""
         stages = [self._model[start:stop] for start, stop in ranges]
         best = [float("inf")] * len(stages)
         for _ in range(rounds):

@@ -1,8 +1,8 @@
-"""Pipeline steps whose stages sleep instead of computing, through the executor that trains, beside the ideal time.
+"""Measure pipeline steps beside the ideal time. Stages sleep instead of computing; the executor is that of a training.
 
-The ideal is what `simulate` gives for the same list of operations: a stage's forward, the gradient of its input and
-that of its weights take one unit each, and nothing else takes any time. Sleeping ranks need no cores, so that a
-pipeline of eight ranks can be timed on two.
+The ideal is what `simulate` computes for the same list of operations. A stage's forward, the gradient of its input
+and the gradient of its weights take one unit each; nothing else takes time. Sleeping ranks need no cores, so a
+pipeline of eight ranks can be timed on two cores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RANKS = (2, 4, 8)
 MICROBATCHES = (4, 8, 16)
 ROUNDS = 3
 UNIT, IDLE_UNIT = 0.05, 0.2
-"""Seconds. Idle time is a small difference: with short stages what an operation costs the executor would hide it."""
+"""Seconds. Idle time is a small difference. With short stages, the executor's cost of each operation would hide it."""
 BAR, BAR_ZERO_BUBBLE, BAR_ZBV = 1.05, 0.4, 0.05
 
 Case = tuple[str, int, int, float]
@@ -32,7 +32,10 @@ Case = tuple[str, int, int, float]
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row for each schedule and number of ranks, the worst of its micro-batches; four about idle time."""
+    """Return one row for each schedule and number of ranks, and up to four about idle time.
+
+    Each shows the number of micro-batches with the worst figure.
+    """
     sizes, rounds = settings.sizes(RANKS), settings.count(ROUNDS)
     timed: dict[Case, list[tuple[float, float]]] = {}
     for ranks in sizes:
@@ -57,7 +60,10 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _idle(kind: str, share: Callable[[str, int, int], list[float]], sizes: Sequence[int]) -> list[Row]:
-    """Idle time of zb over interleaved's, and the share of a zbv step. share: idle shares of (name, ranks, m)."""
+    """Return rows: idle time of zb divided by that of interleaved, and the idle share of a zbv step.
+
+    share: maps (name, ranks, m) to idle shares.
+    """
     pairs = [(p, m) for p in sizes for m in MICROBATCHES if m >= p]
     ratios = {}
     for p, m in pairs:
@@ -87,7 +93,10 @@ def _ideal(name: str, ranks: int, microbatches: int) -> float:
 def _measured(
     ranks: int, cases: Sequence[tuple[str, int, float]], rounds: int
 ) -> dict[Case, list[tuple[float, float]]]:
-    """(seconds, idle share) of each step, from the moment at which all ranks are ready to the end of the last one."""
+    """Run the cases and return (seconds, idle share) of each step.
+
+    A step lasts from the moment at which all ranks are ready until the last rank ends.
+    """
     worker = Path(__file__).with_name("sleeping_rank.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(worker)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(worker.parents[1])}

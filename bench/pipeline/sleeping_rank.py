@@ -1,5 +1,6 @@
-"""A rank of a pipeline whose stages sleep. Under torchrun; rank 0 prints, as JSON, the seconds of every step and the
-share of it in which a rank, in the mean, was at no operation.
+"""A rank of a pipeline whose stages sleep, started by torchrun.
+
+Rank 0 prints JSON: for every step its seconds, and its idle share (the mean over the ranks).
 
 torchrun --nproc-per-node P bench/pipeline/sleeping_rank.py '{"cases": [["zbv", 8, 0.02], ...], "rounds": 3}'
 """
@@ -22,18 +23,18 @@ from nbkit.rank.world.world import World
 from nbkit.schedules import Schedule
 
 _LATE = 0.0002
-"""Seconds by which the kernel may wake a sleeper too late: spent looking at the clock."""
+"""Seconds by which the kernel may wake a sleeper too late. `until` spends them in a loop that reads the clock."""
 
 _PR_SET_TIMERSLACK = 29
 
 
 def last(seconds: float) -> None:
-    """Take this long, not longer: what a stage takes is given, and what remains is the executor's."""
+    """Wait for exactly `seconds`, so that all other time of a step is the executor's."""
     until(time.perf_counter() + seconds)
 
 
 def until(moment: float) -> None:
-    """Sleep until this moment of perf_counter."""
+    """Sleep until `moment` of time.perf_counter."""
     if (left := moment - time.perf_counter()) > _LATE:
         time.sleep(left - _LATE)
     while time.perf_counter() < moment:
@@ -41,7 +42,7 @@ def until(moment: float) -> None:
 
 
 class Along(torch.autograd.Function):
-    """The part of a stage that leads to its input: both passes take their time."""
+    """The part of a stage that depends on its input. Forward and backward take `seconds` each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -56,7 +57,7 @@ class Along(torch.autograd.Function):
 
 
 class Beside(torch.autograd.Function):
-    """The part that leads to a weight: only backward takes time."""
+    """The part of a stage that depends on a weight. Only backward takes `seconds`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
@@ -92,7 +93,10 @@ def main(order: str) -> None:
 
 
 def _step(pipeline: Pipeline, num_micro: int, seconds: float) -> tuple[float, float]:
-    """A step of all ranks: seconds from the last one's start to the last one's end, and the idle share of it."""
+    """Run a step and return (seconds, idle share).
+
+    The step lasts from the start of the last rank to the end of the last rank.
+    """
     weight, entrance = torch.ones(64, requires_grad=True), torch.ones(64, requires_grad=True)
     last = pipeline.schedule.num_stages - 1
 

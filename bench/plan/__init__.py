@@ -1,1 +1,1 @@
-"""What the planner predicts, beside what is measured: `make plan-check`."""
+"""Checks of the planner's predictions against measurements: `make plan-check`."""

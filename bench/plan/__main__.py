@@ -1,7 +1,7 @@
-"""What is predicted beside the measured.
+"""Compare predictions of the planner with measurements.
 
-python -m bench.plan [peak seconds published planning] [names of models]     without a name all of it
-python -m bench.plan nodes     seconds on two nodes of two ranks; by name alone
+python -m bench.plan [peak seconds published planning] [names of models]     without a name: everything but nodes
+python -m bench.plan nodes     seconds on two nodes of two ranks; runs only when it is named
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from nbkit.notebook.planning import plan
 from nbkit.planner.gpt_config import GPTConfig
 
 _BARS = {"8 H100": 0.2, "128 x 8 H100": 1.0, "2048 x 8 H100": 3.0}
-"""Seconds that a plan of GPT-175B may take."""
+"""CPU-seconds that a plan of GPT-175B may take on this hardware."""
 
 
 def planning() -> tuple[bool, str]:
-    """Seconds of processor time of a plan, without start-up."""
+    """Return whether plans are made fast enough, and the CPU-seconds of each, without start-up."""
     config = GPTConfig(vocab=50304, block=2048, layers=96, heads=96, width=12288)
     took = {}
     for on in _BARS:
@@ -35,7 +35,7 @@ def planning() -> tuple[bool, str]:
 
 
 def main(words: list[str]) -> int:
-    """Run the parts that are named; without a name all but `nodes`. Returns the exit status."""
+    """Run the parts that are named (without a name all but `nodes`) and return the exit status."""
     names = [word for word in words if word in NAMES] or NAMES
     with tempfile.TemporaryDirectory() as folder:
         parts: dict[str, Callable[[], tuple[bool, str]]] = {

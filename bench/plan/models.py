@@ -1,4 +1,4 @@
-"""The models of the check, by name, in two sizes each: what builds them, their rows and their loss."""
+"""The models of the checks, by name: how they are built, their rows and their loss."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ VOCAB, LENGTH, SIDE = 256, 32, 32
 
 @dataclass(frozen=True)
 class Model:
-    """make: builds it. batch: (rows) -> (input, target)."""
+    """A model of the checks. make: builds it. batch: number of rows -> (input, target)."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Any, Any]]
 
 
 def model(name: str, width: int) -> Model:
-    """One of `NAMES`, eight times as wide as its heads are many."""
+    """Return the model `name`, one of `NAMES`. width: of its hidden states, a multiple of its 8 heads."""
     return _MODELS[name](width)
 
 
 def loss(output: Any, target: Tensor) -> Tensor:
-    """Cross entropy of a plain tensor, or of an HF model's output."""
+    """Return the cross entropy of a plain tensor, or of an HF model's output."""
     logits = getattr(output, "logits", output)
     return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 

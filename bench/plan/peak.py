@@ -1,4 +1,4 @@
-"""Bytes that ranks hold at the peak of a step, counted operation by operation, beside what the planner computes."""
+"""Count the bytes that ranks hold at the peak of a step, operation by operation, beside the planner's prediction."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ STRATEGIES = (
     "tp=2 pp=2",
 )
 MEAN, WORST, REST = 0.03, 0.08, 0.005
-"""The bars: of the fullest rank, at the peak and at rest."""
+"""Bars for the fullest rank: mean and worst error at the peak, and the error at rest."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of one cell. measured, predicted: bytes of the fullest rank. rest: the error at rest. refused: why."""
+    """The result of one cell. measured, predicted: bytes of the fullest rank. rest: the error at rest. refused: why."""
 
     cell: str
     measured: int = 0
@@ -53,7 +53,7 @@ class Found:
 
     @property
     def error(self) -> float:
-        """Of the prediction."""
+        """Return the relative error of the prediction."""
         return self.predicted / self.measured - 1
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Found:
 def run(
     folder: Path, *, names: Sequence[str] = NAMES, widths: Sequence[int] = WIDTHS, only: Sequence[str] = STRATEGIES
 ) -> list[Found]:
-    """Every cell, printed as it comes."""
+    """Measure every cell, print each as it comes, and return them."""
     found = []
     for name in names:
         for width in widths:
@@ -80,7 +80,7 @@ def run(
 
 
 def bars(found: Sequence[Found]) -> tuple[bool, str]:
-    """Whether they are met, and the figures."""
+    """Return whether the bars are met, and a text with the figures."""
     ran = [one for one in found if not one.refused]
     mean, worst = statistics.fmean(abs(one.error) for one in ran), max(abs(one.error) for one in ran)
     rest = max(abs(one.rest) for one in ran)
@@ -100,13 +100,17 @@ STEPS = 3
 
 
 class Worker:
-    """One job after the other; what was measured of a model serves all its strategies."""
+    """A rank that trains one job after another. What was measured of a model is reused for all its strategies."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], Any] = {}
 
     def peak(self, *, name: str, width: int, rows: int, strategy: str) -> dict[str, Any]:
-        """measured, predicted: bytes of this rank at the peak of the third step; rest and held: at its end."""
+        """Train three steps and return the bytes of this rank.
+
+        measured, predicted: at the peak of the third step. held, rest: measured and predicted, at its end. A strategy
+        that is refused gives only `refused`: why.
+        """
         before = storages()
         of = model(name, width)
         batch = of.batch(rows)
@@ -140,7 +144,7 @@ class Worker:
             job.optimizer.zero_grad()
         assert counted is not None
         census = job.cost_model().census
-        # What the pieces keep is measured once; how they are cut each job knows itself.
+        # What the pieces keep is measured once for each model. How they are cut differs from job to job.
         peaks = self._known[key] = PeakBytes(job.builder, census, real=True, before=self._known.get(key))
         one = peaks.of(job.strategy, rows)[job.sharded_model.axes.index("pp")]
         job.sharded_model.data.close()
@@ -154,7 +158,7 @@ class Worker:
 
 
 def live_bytes(job: Any, before: set[int], batch: Any) -> LiveBytes:
-    """Counts, within it, what `job` holds. before: storages that are no part of it."""
+    """Return a context that counts the bytes that `job` holds. before: storages that do not belong to the job."""
     gc.collect()
     kept = [t for t in _of(job.sharded_model, job.optimizer.inner) if isinstance(t, torch.Tensor)]
     kept += list(job.sharded_model.module.buffers())
@@ -163,7 +167,7 @@ def live_bytes(job: Any, before: set[int], batch: Any) -> LiveBytes:
 
 
 def storages() -> set[int]:
-    """Those that there are."""
+    """Return the addresses of all storages that tensors hold now."""
     gc.collect()
     return set(_storages(_alive()))
 

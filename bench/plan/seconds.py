@@ -1,10 +1,10 @@
-"""Seconds of a step as predicted before it ever ran, and what the recommendation costs beside the best, all measured.
+"""Compare predicted seconds of a step with measured ones, and the recommended strategy with the best one.
 
-A scenario is a model over a link on devices of some memory; a cell of it is a mesh. Blocks sleep instead of computing,
-so that ranks on shared cores take the seconds that they would have alone. A link has its rate by `tc tbf`
-(bench/rigs/tbf_links.py) and sleeps its latency; where there is no `tc`, it sleeps both (bench/rigs/slept_link.py).
-It is measured as ever, before the first step. A memory is a share of what a rank of `ddp` was measured to hold at its
-peak.
+The prediction is made before the first step. A scenario is a model, a link and the memory of a device; each strategy is
+a cell of it. Blocks sleep instead of computing, so that ranks that share cores take as long as they would alone. `tc
+tbf` limits a link's rate (bench/rigs/tbf_links.py), and the link sleeps its latency. Without `tc` it sleeps for both
+(bench/rigs/slept_link.py). nbkit measures the link before the first step, as always. The memory of a device is a share
+of the measured peak of a rank under `ddp`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MEAN, WORST = 0.05, 0.12
 
 @dataclass(frozen=True)
 class Model:
-    """A GPT and its batch. seconds: that a block sleeps for a row, forward; twice as long backward."""
+    """A GPT and its batch. seconds: a block sleeps so long in the forward of a row, and twice as long in backward."""
 
     width: int
     layers: int
@@ -66,13 +66,16 @@ class Model:
     seconds: float
 
 
-# Of a rank under ddp four seconds, so that what Python adds on a busy machine is little beside it.
+# Under ddp a rank sleeps four seconds in a step, so that the time that Python adds on a busy machine is small.
 LARGE, SMALL = Model(256, 4, 16, 0.08), Model(128, 8, 16, 0.04)
 
 
 @dataclass(frozen=True)
 class Case:
-    """latency: seconds of an operation. speed: bytes per second that leave a rank, or a node of several."""
+    """A model and a link.
+
+    latency: seconds of an operation. speed: bytes per second that leave a node. node: ranks on a node.
+    """
 
     model: Model
     latency: float
@@ -92,7 +95,7 @@ NODES = (Case(LARGE, 0.004, 25e6, node=2),)
 
 @dataclass(frozen=True)
 class Cell:
-    """Seconds of a step and bytes of the fullest rank at its peak. predicted: the same, None where nothing tells."""
+    """A strategy's step: seconds, and bytes of the fullest rank at its peak. predicted: the same two figures."""
 
     seconds: float
     peak: int
@@ -100,13 +103,13 @@ class Cell:
 
     @property
     def error(self) -> float:
-        """Of the seconds."""
+        """Return the relative error of the predicted seconds."""
         return self.predicted[0] / self.seconds - 1
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """memory: bytes of a device. cells: by strategy."""
+    """A case on devices of `memory` bytes. cells: by strategy."""
 
     case: Case
     memory: float
@@ -114,17 +117,20 @@ class Scenario:
 
     @property
     def chosen(self) -> str | None:
-        """Of those that are predicted to fit, as the panel recommends; None where none is."""
+        """Return the strategy that the panel recommends: the fastest that is predicted to fit. None if none is."""
         return fastest({name: one.predicted[0] for name, one in self.cells.items() if one.predicted[1] <= self.memory})
 
     @property
     def fits(self) -> bool:
-        """Whether the recommendation does."""
+        """Return True if the recommended strategy fits in the memory, or if none is recommended."""
         return self.chosen is None or self.cells[self.chosen].peak <= self.memory
 
     @property
     def regret(self) -> float:
-        """How much longer its step is than that of the best that fits; without one, infinite unless none fits."""
+        """Return by what fraction the recommended strategy's step is longer than that of the best that fits.
+
+        If none is recommended: 0 if none fits, infinite otherwise.
+        """
         best = min((one.seconds for one in self.cells.values() if one.peak <= self.memory), default=float("inf"))
         if self.chosen is None:
             return 0.0 if best == float("inf") else float("inf")
@@ -138,7 +144,7 @@ class Scenario:
 def run(
     folder: Path, cases: Sequence[Case] = CASES, strategies: Sequence[str] = STRATEGIES, *, slept: bool = False
 ) -> list[Scenario]:
-    """Every scenario, printed as it comes. slept: links by `tc tbf` are not tried."""
+    """Measure every scenario, print each as it comes, and return them. slept: do not try links by `tc tbf`."""
     found = []
     for model, node in dict.fromkeys((case.model, case.node) for case in cases):
         with ExitStack() as stack:
@@ -171,7 +177,7 @@ def _links(stack: ExitStack, node: int) -> TbfLinks | None:
 
 
 _At = Callable[[], AbstractContextManager[None]]
-"""While it is entered, links have their rate."""
+"""Returns a context in which the links have their rate."""
 
 
 def _at(links: TbfLinks | None, ranks: Ranks, case: Case) -> _At:
@@ -194,7 +200,7 @@ def _cells(ranks: Ranks, strategies: Sequence[str], at: _At) -> Iterator[tuple[s
 
 
 def bars(found: Sequence[Scenario]) -> tuple[bool, str]:
-    """Whether seconds and recommendations are as close as they have to be, and the figures."""
+    """Return whether predictions and recommendations meet the bars, and a text with the figures."""
     cells = {(one.case, name): cell for one in found for name, cell in one.cells.items()}
     errors = {key: abs(cell.error) for key, cell in cells.items()}
     if not errors:
@@ -213,7 +219,7 @@ WARM, STEPS = 3, 4
 
 
 class _Nap(torch.autograd.Function):
-    """Sleeps for its rows, forward and twice as long backward."""
+    """An identity that sleeps `seconds` for each row in forward, and twice as long in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -228,7 +234,7 @@ class _Nap(torch.autograd.Function):
 
 
 class _Sleeping(Block):
-    """A block that takes `seconds` more for each row."""
+    """A block that sleeps `seconds` for each row before it computes."""
 
     seconds = 0.0
 
@@ -237,7 +243,7 @@ class _Sleeping(Block):
 
 
 class Worker:
-    """One job, which is switched from strategy to strategy."""
+    """A rank with one job, which is switched from strategy to strategy."""
 
     def __init__(self, *, width: int, layers: int, batch: int, seconds: float) -> None:
         self._link, self._seconds, self._batch = SleptLink(), seconds, batch
@@ -261,20 +267,20 @@ class Worker:
             hints=nbkit.ModelHints(example=tuple(part[:2] for part in self._rows)),
             log_dir=None,
         )
-        # While its blocks sleep: what they cost is measured here.
+        # Measure what the blocks cost while they sleep.
         self._job.builder.finder.sync(Strategy.every(4, schedules=("1f1b",)))
         _Sleeping.seconds = 0.0
         self._rate: Rate | None = None
         self._peaks: PeakBytes | None = None
 
     def link(self, *, latency: float, speed: float) -> None:
-        """From now on; it is measured. speed: inf where the link has one without that."""
+        """Set the link for later steps and measure it. speed: bytes per second; inf if `tc tbf` limits it already."""
         self._rate = self._link.rate = Rate(latency, speed)
         link_probe.know(None)
         builder = self._job.builder
         builder.link = link_probe.link_of(self._job.device)
         self._link.rate = None
-        # As before a first step: no state of the optimizer is there to be counted.
+        # Predict as before a first step, when there is no optimizer state to count.
         self._model = CostModel(builder, builder.template.kinds(builder.skeleton), self._fits)
         self._peaks = PeakBytes(builder, self._model.census, real=True, before=self._peaks)
 
@@ -282,7 +288,11 @@ class Worker:
         return BatchSplit.of(self._batch, strategy, microbatch_size=None)
 
     def made(self, *, strategy: str) -> dict[str, Any]:
-        """peak: bytes of this rank. predicted: seconds of a step and those of the fullest, before any was made."""
+        """Predict a step of `strategy`, switch to it, and count the bytes of this rank.
+
+        peak: bytes of this rank. predicted: (seconds of a step, bytes of the fullest rank at its peak); the bytes are
+        None on all ranks but rank 0. A strategy that is refused gives only `refused`: why.
+        """
         job, link = self._job, self._job.builder.link
         assert self._peaks is not None and link is not None
         of = Strategy.parse(strategy, 4, node=ranks_of_node(link.node_of))
@@ -295,8 +305,8 @@ class Worker:
             return {"refused": str(error).splitlines()[0]}
         counted = None
         for made, one in enumerate(job.batches([self._rows] * WARM), 1):
-            # The first step makes what later ones reuse, the second lets go of the strategy before, the third is
-            # counted.
+            # The first step allocates what later ones reuse. The second frees what the strategy before held. The third
+            # is counted.
             if made == WARM:
                 counted = live_bytes(job, self._before, self._rows)
             with counted or nullcontext():
@@ -308,16 +318,17 @@ class Worker:
         }
 
     def timed(self) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step: the least of several."""
         took = []
         for one in self._job.batches([self._rows] * STEPS):
-            torch.distributed.barrier()  # they begin together on all ranks
+            torch.distributed.barrier()  # all ranks begin together
             self._link.rate, _Sleeping.seconds = self._rate, self._seconds / self._job.strategy.tp
             began = time.perf_counter()
             self._step(one)
             took.append(time.perf_counter() - began)
             self._link.rate, _Sleeping.seconds = None, 0.0
-        # Load only adds to what is slept. What the first gathers late was sent without a rate.
+        # The least, as load only adds to the sleeps. Not the first step: the weights that it gathers late were sent
+        # without a rate.
         return min(took[1:])
 
     def _step(self, batch: Any) -> None:

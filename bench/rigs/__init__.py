@@ -1,1 +1,1 @@
-"""Rigs of the benchmarks: kernels, servers, ranks without a notebook, the peers, and what the literature says."""
+"""Rigs of the benchmarks: kernels, servers, ranks without a notebook, slowed links, the peers, published formulas."""

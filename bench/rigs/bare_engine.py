@@ -1,9 +1,9 @@
-"""Engines that are nothing but sockets, hundreds in a process, for clusters whose light engines do not fit in memory.
+"""Engines that are nothing but sockets, 128 in a process, for clusters whose light engines do not fit in memory.
 
 python -m bench.rigs.bare_engine FOLDER NAME N CONTROLLER      as bench.rigs.light_engine
 
-To the controller and the kernel they are as light engines: each registers, has a heart, and connects to every
-scheduler; what arrives and what it answers are the same messages.
+To the controller and the kernel they look like light engines: each registers, answers heartbeats and connects to every
+scheduler. It receives and sends the same messages.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class _Engine:
     shell: zmq.Socket[bytes]
     ping: zmq.Socket[bytes]
     pong: zmq.Socket[bytes]
-    others: tuple[zmq.Socket[bytes], ...]  # nobody sends anything there
+    others: tuple[zmq.Socket[bytes], ...]  # kept open; nothing arrives on them
 
 
 def main(folder: Path, name: str, n: int, controller: int) -> None:
-    """Fork processes of engines and reap them. When standard input ends, since the benchmark has, all of it ends."""
+    """Fork processes of engines and wait for them. All end when standard input ends, that is, with the benchmark."""
     threading.Thread(target=end_with_input, args=(psutil.Process(controller),), daemon=True).start()
     engine_file = await_engine_file(folder, name)
     for first in range(0, n, IN_A_PROCESS):
@@ -53,7 +53,7 @@ def main(folder: Path, name: str, n: int, controller: int) -> None:
 
 
 class _Engines:
-    """Those of one process. info: what the controller has written for engines."""
+    """The engines of one process. info: the connection file that the controller has written for engines."""
 
     def __init__(self, info: dict[str, Any]) -> None:
         self.info = info
@@ -108,7 +108,7 @@ class _Engines:
         started = utcnow()
         sender, frames = self.session.feed_identities(engine.shell.recv_multipart())
         message = self.session.deserialize(frames)
-        calls = types.ModuleType("nbkit.bridge.calls")  # which the function that has come imports
+        calls = types.ModuleType("nbkit.bridge.calls")  # the function in the message imports this module
         calls.run_cell = lambda request: answer(engine.rank, request)  # type: ignore[attr-defined]
         calls.hello = lambda: engine.rank  # type: ignore[attr-defined]
         sys.modules["nbkit.bridge.calls"] = calls

@@ -1,4 +1,4 @@
-"""Ranks for benchmarks that need no notebook: forked from one process that has torch in memory, and told what to do.
+"""Ranks for benchmarks that need no notebook. They are forked from a process that has imported torch.
 
 with Ranks("steps.wire", 4, width=384) as ranks:
     answers = ranks.ask("step", strategy="zero3")       # Worker.step(strategy=...) on every rank, answers by rank
@@ -35,9 +35,9 @@ Place = Callable[[int], Mapping[str, str]]
 
 
 class Ranks:
-    """Processes with a Worker of the module `bench.<module>` each, in the environment that torchrun would give them.
+    """Ranks as processes. Each has a Worker of the module `bench.<module>` and the environment variables of torchrun.
 
-    place: called in each process with its rank, before torch opens a socket; gives more of its environment.
+    place: called in each process with its rank, before torch opens a socket; returns more environment variables.
     """
 
     def __init__(self, module: str, num: int, *, folder: Path, place: Place | None = None, **setup: Any) -> None:
@@ -73,11 +73,14 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """By rank."""
+        """Return the process ids, by rank."""
         return [process.pid or 0 for process in self._processes]
 
     def ask(self, what: str, **order: Any) -> list[Any]:
-        """Call a method of every rank's Worker. Raises RuntimeError with the traceback of who failed first."""
+        """Call a method of every rank's Worker and return the answers, by rank.
+
+        Raises RuntimeError with the traceback of the rank that failed first.
+        """
         for pipe in self._pipes:
             pipe.send((what, order))
         return self._answers()
@@ -123,7 +126,7 @@ def _be(
         MASTER_PORT=str(port),
     )
     os.chdir(folder)
-    gc.freeze()  # as in the ranks of a cluster: what was imported before is no matter of collections
+    gc.freeze()  # as on the ranks of a cluster: collections skip what was imported before
     torch.set_num_threads(1)
     with suppress(EOFError, OSError):
         try:
@@ -138,4 +141,4 @@ def _be(
         except BaseException as error:
             last = f"{type(error).__name__}: {error}".splitlines()[0]
             pipe.send(("error", f"{last}\n{traceback.format_exc()}"))
-    os._exit(0)  # the groups of a rank that has nothing to do any more need no good end
+    os._exit(0)  # without closing the groups, which nobody uses any more

@@ -1,7 +1,8 @@
-"""What the literature says that all ranks together send in a step, and hold after it: a GPT, written out by strategy.
+"""Published formulas for a GPT: the bytes that all ranks together send in a step, and hold after it, by strategy.
 
-Ring algorithms: over n ranks an all-reduce of S bytes sends 2 (n - 1) S in all, a reduce-scatter or an all-gather that
-ends with S sends (n - 1) S (nccl-tests, doc/PERFORMANCE.md).
+Ring algorithms over n ranks: an all-reduce of S bytes sends 2 (n - 1) S in total. A reduce-scatter, or an all-gather
+that ends with S bytes, sends (n - 1) S (nccl-tests, doc/PERFORMANCE.md). P: bytes of the parameters. H: bytes of the
+hidden states of a batch.
 
     dp    2 (n-1) P; zero=3 3 (n-1) P, less what is kept from forward to backward     Rajbhandari et al. 2020, 7
     tp    8 (n-1) H a block, 2 (n-1) H for the embedding and for the head             Shoeybi et al. 2019, 3
@@ -31,22 +32,22 @@ class Model:
 
     @property
     def inside(self) -> int:
-        """Parameters of the blocks."""
+        """Return the parameters of the blocks."""
         return self.layers * (12 * self.width**2 + 13 * self.width)
 
     @property
     def ends(self) -> int:
-        """Parameters before the first block and after the last: embeddings, norm, head."""
+        """Return the parameters before the first block and after the last: embeddings, norm, head."""
         return (2 * self.vocab + self.block + 2) * self.width
 
     @property
     def uncut(self) -> int:
-        """Parameters of the blocks that every rank along tp holds whole: norms, biases of outputs."""
+        """Return the parameters of the blocks that every rank along tp holds whole: norms, biases of outputs."""
         return self.layers * 6 * self.width
 
     @property
     def uncut_ends(self) -> int:
-        """The same outside of the blocks: positions and the last norm."""
+        """Return the parameters outside of the blocks that every rank along tp holds whole: positions, last norm."""
         return (self.block + 2) * self.width
 
     @property
@@ -55,34 +56,39 @@ class Model:
 
     @property
     def hidden(self) -> int:
-        """Bytes of the hidden states of a whole batch."""
+        """Return the bytes of the hidden states of a whole batch."""
         return self.batch * self.block * self.width * _FP32
 
     def split(self, tp: int) -> int:
-        """Parameters that the ranks along tp hold together."""
+        """Return the number of parameters that the ranks along tp hold together."""
         return self.parameters + (tp - 1) * (self.uncut + self.uncut_ends)
 
 
 def wire_bytes(model: Model, strategy: Strategy) -> dict[str, float]:
-    """By axis ("shard" and "replicate" are halves of dp in hsdp); gradients of what is uncut count to tp and cp."""
+    """Return the bytes that all ranks send in a step, by axis.
+
+    In hsdp, dp has two parts: "shard" and "replicate". Gradients of parameters that tp or cp does not cut are summed
+    along that axis, and count there.
+    """
     dp, tp, pp, cp, shard = strategy.dp, strategy.tp, strategy.pp, strategy.cp, strategy.shard
     held = _FP32 * model.split(tp) * cp
     found = {}
     if strategy.zero == 0:
         found["dp"] = 2 * (dp - 1) * held
     else:
-        # What lies outside the blocks is needed last and first; parameters stay while a pipeline is under way.
+        # Forward ends and backward begins with what is outside of the blocks, so that it is kept. A pipeline keeps all
+        # parameters until the step ends.
         again = 0 if strategy.zero < 3 or pp > 1 else held - _FP32 * cp * (model.ends + (tp - 1) * model.uncut_ends)
         found["dp" if shard == dp else "shard"] = (shard - 1) * dp // shard * (2 * held + again)
         if shard < dp:
             found["replicate"] = 2 * (dp // shard - 1) * held
     if tp > 1:
-        # Sums over ranks: groups along tp see the rows and positions of theirs.
+        # A sum over all groups along tp: each sends its own rows and positions, all together those of the batch.
         tokens = model.batch * model.block * _FP32
         found["tp"] = (tp - 1) * (
             (8 * model.layers + 4) * model.hidden + 3 * 2 * tokens + 2 * _FP32 * model.uncut * _copies(strategy)
         )
-        # Outside of the blocks at once, in every forward: an all-gather for positions, an all-reduce for the norm.
+        # Outside of the blocks, every forward has an all-gather for positions and an all-reduce for the norm.
         forwards = dp * (strategy.microbatches or 1)
         found["tp"] += (tp - 1) * forwards * _FP32 * (model.block + 2 * 2) * model.width
     if pp > 1:
@@ -94,14 +100,14 @@ def wire_bytes(model: Model, strategy: Strategy) -> dict[str, float]:
 
 
 def bytes_at_rest(model: Model, strategy: Strategy) -> float:
-    """Of all ranks together, AdamW in fp32: parameters, gradients and optimizer state at the end of a step."""
-    parts = {1: 2 * _FP32, 2: _FP32, 3: _FP32}  # moments, gradients, parameters: sharded from that stage on
+    """Return the bytes that all ranks hold at the end of a step: parameters, gradients and AdamW's state, in fp32."""
+    parts = {1: 2 * _FP32, 2: _FP32, 3: _FP32}  # ZeRO stage that shards them: moments, gradients, parameters
     each = sum(size / strategy.shard if strategy.zero >= stage else size for stage, size in parts.items())
     return each * model.split(strategy.tp) * strategy.dp * strategy.cp
 
 
 def _copies(strategy: Strategy) -> int:
-    """Ranks along dp whose gradients of the same elements are summed along another axis."""
+    """Return the number of ranks along dp that sum gradients of the same elements along another axis."""
     return strategy.dp if strategy.zero == 0 else strategy.dp // strategy.shard
 
 

@@ -26,7 +26,7 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def trainer(of: nbkit.GPTConfig, strategy: str, *, batch: int, **changed: Any) -> Trainer:
-    """A Trainer that records nothing, unless told otherwise."""
+    """Return a Trainer that records nothing. changed: arguments of Trainer that replace those chosen here."""
     asked: dict[str, Any] = {
         "model": lambda: nbkit.GPT(of),
         "loss": token_loss,
@@ -34,7 +34,7 @@ def trainer(of: nbkit.GPTConfig, strategy: str, *, batch: int, **changed: Any) -
         "data": data(of, 8 * batch),
         "batch_size": batch,
         "strategy": strategy,
-        "compute": nbkit.Compute(grad_norm_every=1_000_000),  # the norm of the gradients is a message of its own
+        "compute": nbkit.Compute(grad_norm_every=1_000_000),  # never: the norm of the gradients sends a message
         "log_dir": None,
         "progress": False,
     }

@@ -1,4 +1,4 @@
-"""A real IPython kernel, driven over zmq as a front end does, every message stamped as it arrives."""
+"""A real IPython kernel, driven over zmq as by a front end. Every message is stamped when it arrives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Message:
 
 @dataclass
 class Cell:
-    """What a cell has shown. seconds: from sending to the later of reply and idle."""
+    """The output of a cell. seconds: from sending until both reply and idle have arrived."""
 
     seconds: float = 0.0
     status: str = ""
@@ -34,7 +34,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """All that a person could read."""
+        """Return all text that a person could read."""
         pieces = []
         for message in self.messages:
             content = message.content
@@ -44,11 +44,11 @@ class Cell:
 
 
 class Kernel:
-    """Started on entry of `with`, shut down on exit with what it has started."""
+    """A kernel that starts on entry of `with`. On exit it is shut down, with everything that it has started."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Unbounded, so that what is lost is never lost here.
+        # The queue is unbounded, so that no message is lost in this process.
         self.context: zmq.Context[Any] = zmq.Context()
         self.context.setsockopt(zmq.RCVHWM, 0)
         self.manager = KernelManager(context=self.context, kernel_name="python3")
@@ -77,7 +77,10 @@ class Kernel:
         return int(self.manager.provisioner.process.pid)  # type: ignore[union-attr, attr-defined]
 
     def run(self, source: str, timeout: float = 120.0, *, may_fail: bool = False) -> Cell:
-        """Run one cell. Raises RuntimeError with what it showed when it fails, TimeoutError when it does not end."""
+        """Run one cell and return its output.
+
+        Raises RuntimeError with the output if the cell fails (unless `may_fail`), TimeoutError if it does not end.
+        """
         session = self.manager.session
         cell = Cell()
         content = {"code": source, "silent": False, "store_history": True, "allow_stdin": False, "stop_on_error": False}
@@ -109,7 +112,7 @@ class Kernel:
         return message
 
     def _wait_until_ready(self) -> None:
-        """Until the kernel answers and its broadcasts arrive: a subscription takes its time to get there."""
+        """Wait until the kernel answers and its broadcasts arrive. A subscription takes effect only after a while."""
         deadline = time.monotonic() + READY_SECONDS
         seen: set[Any] = set()
         while len(seen) < 2:
@@ -125,7 +128,7 @@ class Kernel:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """A kernel's environment: nothing read from or written to the user's own folders."""
+    """Return environment variables for a kernel that neither reads nor writes the user's own folders."""
     return {
         **os.environ,
         # nbdistributed starts its workers with the first `python` on the path.

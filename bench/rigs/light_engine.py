@@ -1,8 +1,8 @@
-"""Engines that answer cells at once and hold neither torch nor a world: what is left is the control plane.
+"""Engines without torch and without a world that answer cells at once, so that only the control plane is measured.
 
-python -m bench.rigs.light_engine FOLDER NAME N CONTROLLER      forks N engines of the cluster whose files are there
+python -m bench.rigs.light_engine FOLDER NAME N CONTROLLER      fork N engines of the cluster NAME, with files in FOLDER
 
-CONTROLLER: the process of its controller, which ends with the engines when the benchmark is killed.
+CONTROLLER: the pid of the cluster's controller. It ends with the engines when the benchmark is killed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ipykernel.debugger  # noqa: F401  # as the parent of ranks does, so that every fork has it for nothing
+import ipykernel.debugger  # noqa: F401  # imported once for all forks, as in the parent of ranks
 import psutil
 from ipyparallel.engine.app import IPEngine
 from jupyter_client.session import Session
@@ -27,11 +27,11 @@ from jupyter_client.session import Session
 from nbkit.wire.cells import ENGINE_OPTIONS, CellRecord, CellRequest
 
 STARTING = 8
-"""Engines that start at once: they share a few cores, and the controller gives up one that takes too long to start."""
+"""Engines that start at the same time. More would be slow on a few cores, and the controller gives up a slow one."""
 
 
 class LightEngine(IPEngine):  # type: ignore[misc]
-    """Says on a pipe that it has registered."""
+    """An engine that writes a byte to a pipe when it has registered."""
 
     registered: int
 
@@ -41,7 +41,7 @@ class LightEngine(IPEngine):  # type: ignore[misc]
 
 
 def main(folder: Path, name: str, n: int, controller: int) -> None:
-    """Fork the engines and reap them. When standard input ends, since the benchmark has, all of it ends."""
+    """Fork the engines and wait for them. All end when standard input ends, that is, with the benchmark."""
     threading.Thread(target=end_with_input, args=(psutil.Process(controller),), daemon=True).start()
     engine_file = await_engine_file(folder, name)
     gc.collect()
@@ -58,7 +58,7 @@ def main(folder: Path, name: str, n: int, controller: int) -> None:
 
 
 def await_engine_file(folder: Path, name: str) -> Path:
-    """Where the controller has written how engines reach it."""
+    """Wait for the file in which the controller writes how engines reach it, and return its path."""
     path = folder / "profile" / "security" / f"ipcontroller-{name}-engine.json"
     while not path.exists() or not path.stat().st_size:
         time.sleep(0.01)
@@ -67,7 +67,7 @@ def await_engine_file(folder: Path, name: str) -> Path:
 
 def end_with_input(controller: psutil.Process) -> None:
     """End all processes of the rig and the controller's when standard input ends."""
-    while os.read(0, 1):  # not sys.stdin, whose lock the forked engines would take over
+    while os.read(0, 1):  # not sys.stdin: the forked engines would inherit its lock
         pass
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in (*controller.children(recursive=True), controller):
@@ -81,7 +81,7 @@ def _engine(rank: int, engine_file: Path) -> None:
     calls.hello = lambda: rank  # type: ignore[attr-defined]
     sys.modules["nbkit.bridge.calls"] = calls
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # when memory ends, a thousand of these have taken it
+        Path("/proc/self/oom_score_adj").write_text("1000")  # when memory runs out, the engines are to be killed first
     log = os.open(os.devnull, os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -94,14 +94,14 @@ def _engine(rank: int, engine_file: Path) -> None:
 
 
 def _quiet(send: Callable[..., Any]) -> Callable[..., Any]:
-    """As on a rank, where nbkit's calls publish neither busy nor idle."""
+    """Return `send` without status messages. On a rank, nbkit's calls publish neither busy nor idle."""
     return lambda session, stream, kind, *rest, **options: (
         None if kind == "status" else send(session, stream, kind, *rest, **options)
     )
 
 
 def answer(rank: int, request: CellRequest) -> CellRecord:
-    """What a rank says of a cell that has done nothing."""
+    """Return the answer of a rank to a cell that does nothing."""
     return CellRecord(request.id, rank, 1, "ok", 0.0, 0)
 
 

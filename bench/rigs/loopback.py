@@ -1,4 +1,4 @@
-"""What ranks send, counted where everything passes: the loopback interface of a private network namespace."""
+"""Count what ranks send. All of it passes the loopback interface of a private network namespace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def received() -> int:
-    """Bytes that have come in over the loopback interface: everything, in a private network namespace."""
+    """Return the bytes that the loopback interface has received: all traffic of a private network namespace."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "lo":
@@ -19,7 +19,7 @@ def received() -> int:
 
 
 def measured(work: Callable[[], object]) -> tuple[float, int]:
-    """(seconds until all ranks are done, bytes on the wire) of `work()`; the barriers' own traffic is included."""
+    """Run `work` and return (seconds until all ranks are done, bytes on the wire). The bytes include two barriers."""
     dist.barrier()
     before = received()
     dist.barrier()

@@ -1,4 +1,4 @@
-"""How nbkit and each of its peers is started in a kernel, as its own documentation says."""
+"""Start nbkit and each of its peers in a kernel, as its own documentation says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONNECT_SECONDS = 60.0
 
 
 def start_nbkit(kernel: Kernel, n: int) -> None:
-    """`%load_ext nbkit`, `%cluster start`."""
+    """Load nbkit and start a cluster of `n` ranks."""
     kernel.run("%load_ext nbkit")
     kernel.run(f"%cluster start -n {n} --cpu --name bench")
 
@@ -22,7 +22,7 @@ def stop_nbkit(kernel: Kernel) -> None:
 
 
 def start_px(kernel: Kernel, n: int) -> None:
-    """An ipyparallel cluster with its magics."""
+    """Start an ipyparallel cluster of `n` engines, with its magics."""
     kernel.run(
         "import ipyparallel, logging\n"
         f"px_cluster = ipyparallel.Cluster(n={n}, log_level=logging.ERROR)\n"
@@ -37,9 +37,10 @@ def stop_px(kernel: Kernel) -> None:
 
 
 def start_nbdistributed(kernel: Kernel, n: int) -> None:
-    """`%load_ext nbdistributed`, `%dist_init`, and then until its workers are there.
+    """Load nbdistributed, start it with `%dist_init`, and wait until its workers have connected.
 
-    `%dist_init` returns before they have connected, and what is sent until then is lost, after 30 s of silence.
+    `%dist_init` returns earlier. A cell that is sent before the workers have connected is lost, after 30 s of silence.
+    Raises TimeoutError if they do not connect.
     """
     kernel.run("%load_ext nbdistributed")
     kernel.run(f"%dist_init -n {n}")
@@ -52,7 +53,7 @@ def start_nbdistributed(kernel: Kernel, n: int) -> None:
 
 
 def only_explicit_cells(kernel: Kernel) -> None:
-    """nbdistributed sends every cell to its ranks by default; from now on only those marked `%%distributed`."""
+    """Make nbdistributed send only cells marked `%%distributed` to its ranks. By default it sends every cell."""
     kernel.run("%dist_mode --disable")
 
 

@@ -1,4 +1,4 @@
-"""A real jupyter_server with its default limits, and a kernel reached through its websocket as a browser does."""
+"""A real jupyter_server with its default limits, and a kernel behind its websocket, as a browser sees it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UP_SECONDS = 60.0
 
 
 class ServedKernel:
-    """Started on entry of `with`: a server, a kernel in it, a websocket to that."""
+    """A server, a kernel in it and a websocket to the kernel, for a `with` statement."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,10 @@ class ServedKernel:
             self.server.wait(20)
 
     def run(self, source: str, timeout: float = 180.0) -> Cell:
-        """Run one cell. Raises RuntimeError when it fails, websocket.WebSocketTimeoutException when it stays silent."""
+        """Run one cell and return its output.
+
+        Raises RuntimeError if it fails, websocket.WebSocketTimeoutException if nothing arrives for `timeout` seconds.
+        """
         asked = uuid.uuid4().hex
         header = {"msg_id": asked, "msg_type": "execute_request", "username": "", "session": self.session}
         content = {"code": source, "silent": False, "store_history": True, "allow_stdin": False}
@@ -80,14 +83,14 @@ class ServedKernel:
         return cell
 
     def _port(self) -> int:
-        """From the file that the server writes about itself when it listens."""
+        """Return the port from the file that the server writes when it listens. Raises RuntimeError without one."""
         deadline = time.monotonic() + UP_SECONDS
         while time.monotonic() < deadline and self.server.poll() is None:
             for path in (self.folder / "runtime").glob("jpserver-*.json"):
                 try:
                     return int(json.loads(path.read_text())["port"])
                 except ValueError:
-                    continue  # it is writing
+                    continue  # it is being written
             time.sleep(0.05)
         raise RuntimeError(f"jupyter_server did not start:\n{(self.folder / 'server.log').read_text()[-2000:]}")
 

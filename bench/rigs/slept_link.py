@@ -1,8 +1,8 @@
-"""A link of a given latency and rate between ranks on one machine, without the machine's: each rank has one of its own.
+"""A link between ranks on one machine that has a given latency and rate. Each rank has its own link, which sleeps.
 
-What a rank sends leaves it one after the other. An operation is handed to its process group when its bytes would have
-gone, so that it ends when the last rank's have; whoever waits for it sleeps meanwhile, and load of the machine delays
-it little. `tc tbf` on the loopback interface would make all ranks share one rate.
+A rank's operations leave it one after the other. An operation is handed to its process group only when its bytes would
+have left, so that it ends when the bytes of the last rank have left. Those who wait for it sleep, so that load of the
+machine delays it little. `tc tbf` on the loopback interface would make all ranks share one rate.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from bench.pipeline.sleeping_rank import until
 from nbkit.rank.comm.delegating_group import COLLECTIVES, DelegatingGroup, num_bytes
 
 _PARTED = ("alltoall_base", "all_to_all_single")
-"""Operations that are told how much each rank gets: (output, input, sizes of what comes, of what goes)."""
+"""Operations whose arguments say how much each rank gets: (output, input, sizes received, sizes sent)."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """latency: seconds of an operation. speed: bytes per second that leave a rank."""
+    """The speed of a link. latency: seconds of an operation. speed: bytes per second that leave a rank."""
 
     latency: float
     speed: float
 
 
 class _Later:
-    """The work of an operation that has not been handed over yet."""
+    """The work of an operation that is handed to its process group later."""
 
     def __init__(self) -> None:
         self.given = threading.Event()
@@ -52,7 +52,7 @@ class _Later:
 
 
 class SleptLink:
-    """Of this process. rate: None hands everything on at once. carried: bytes that have left at a rate."""
+    """The link of this process. rate: None hands operations on at once. carried: bytes that have left at a rate."""
 
     def __init__(self) -> None:
         self.rate: Rate | None = None
@@ -95,15 +95,15 @@ class SleptLink:
             until(due)
             try:
                 work.inner = issue()
-            except Exception as error:  # whoever waits raises it
+            except Exception as error:  # `wait` raises it
                 work.error = error
             work.given.set()
-            # While it waits for the next one, this thread must keep nothing of what was sent alive.
+            # Free what was sent. Otherwise this thread would keep it alive while it waits for the next operation.
             del work, issue
 
 
 def _leaving(name: str, group: Any, args: tuple[Any, ...]) -> float:
-    """Bytes that leave a rank."""
+    """Return the bytes that leave this rank in an operation."""
     spoken, payload = COLLECTIVES[name]
     size, ranks = num_bytes(args[payload]) if payload is not None else 0, group.size()
     if name in _PARTED and (parts := args[3]):

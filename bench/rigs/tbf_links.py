@@ -1,9 +1,9 @@
-"""Links by rate between ranks on one machine, as network cards have it: each rank sends and receives at its own.
+"""Links of a given rate between ranks on one machine. As with network cards, each rank sends and receives at this rate.
 
-Every rank lives in a network namespace with one interface, which ends at a switch (a bridge in a namespace of its own).
-`tc tbf` stands on both ends of it: what a rank sends waits in its own namespace, as at a card, and what others send to
-it at the switch. Nodes of several ranks have a switch each, on which nothing limits them, and between it and the others
-one link for all of them. Needs root, `ip`, `tc`, `unshare` and `nsenter`; the host's own network is left alone.
+Every rank is in a network namespace with one interface, whose other end is at a switch (a bridge in its own namespace).
+`tc tbf` limits both ends: what a rank sends waits in its own namespace, as at a network card; what others send to it
+waits at the switch. A node of several ranks has a switch without limits, and one link from there to the other nodes.
+Needs root, `ip`, `tc`, `unshare` and `nsenter`. The host's own network does not change.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from typing import Self
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 _CLONE_NEWNET = 0x40000000
 _MTU = 4000
-# What goes at once after a pause: a packet, so that of small messages too nearly all goes at the rate; but as much as
-# goes in 0.1 ms, by which a timer may be late.
+# The burst, which leaves at once after a pause. One packet, so that the rate limits small messages too; but at least
+# the bytes of 0.1 ms, because a timer may be late by so much.
 _PACKET, _LATE, _QUEUE = _MTU + 100, 1e-4, 64 << 20
 
 
 class TbfLinks:
-    """Of so many ranks, `node` on each node. Each has to `enter` before it opens a socket: `Ranks(..., place=...)`."""
+    """The links of `ranks` ranks, `node` on each node.
+
+    Each rank calls `enter` before it opens a socket: `Ranks(..., place=links.enter)`.
+    """
 
     def __init__(self, ranks: int, *, node: int = 1) -> None:
         self._ranks, self._node = ranks, node
 
     def __enter__(self) -> Self:
-        """Raises OSError, with what the tools say, where this is not possible."""
+        """Make the links. Raises OSError with the message of the tool if that is not possible."""
         if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
             raise OSError(f"there is no {missing[0]}")
-        # It ends with this process: then nothing holds its input open.
+        # `cat` ends with this process, which holds its input open.
         self._switch = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -58,12 +61,12 @@ class TbfLinks:
 
     @property
     def enter(self) -> Entrance:
-        """For the ranks."""
+        """Return the callable that moves a rank to its link."""
         return Entrance(self._switch.pid, self._node)
 
     @contextmanager
     def at(self, speed: float, pids: Sequence[int]) -> Iterator[None]:
-        """Both directions of each link have this rate meanwhile, in bytes per second. pids: of the ranks."""
+        """Limit both directions of each link to `speed` bytes per second within this context. pids: of the ranks."""
         nodes = range(self._ranks // self._node)
         own = [(self._switch.pid, [f"port{number}" for number in nodes])]
         if self._node == 1:
@@ -79,7 +82,7 @@ class TbfLinks:
                 self._set(pid, devices, None)
 
     def _cables(self) -> Iterator[str]:
-        """For `ip`. A port's other end is a rank's, or goes up from the switch of a node."""
+        """Yield commands for `ip`. The other end of a port belongs to a rank, or to the switch of a node."""
         yield from _bridge("switch")
         for number in range(self._ranks // self._node):
             if self._node == 1:
@@ -101,13 +104,16 @@ class TbfLinks:
 
 @dataclass(frozen=True)
 class Entrance:
-    """switch: the process in whose namespace the other ends of the links are. node: ranks on each."""
+    """A callable that moves a rank to its link. switch: a pid in the switch's namespace. node: ranks on each node."""
 
     switch: int
     node: int = 1
 
     def __call__(self, rank: int) -> dict[str, str]:
-        """Move this process, of one thread, into a namespace with the link of `rank`. Returns what torch is to know."""
+        """Move this process into a namespace with the link of `rank` and return environment variables for torch.
+
+        The process may have only one thread. Raises OSError if no namespace can be made.
+        """
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.unshare(_CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "no network namespace can be made")
@@ -116,7 +122,7 @@ class Entrance:
         up = ["link set lo up", f"link set end{rank} name eth0", f"addr add {_address(rank)}/24 dev eth0"]
         _run("ip", own, [*up, f"link set eth0 mtu {_MTU} up"])
         for name, value in {"tcp_early_retrans": 0, "tcp_slow_start_after_idle": 0}.items():
-            # Nothing is lost here, and nothing needs to be sent again nor begun slowly.
+            # These links lose nothing, so nothing has to be sent again or to start slowly.
             Path(f"/proc/sys/net/ipv4/{name}").write_text(str(value))
         name = {"SLURMD_NODENAME": f"node{rank // self.node}"} if self.node > 1 else {}
         return {"MASTER_ADDR": _address(0), "GLOO_SOCKET_IFNAME": "eth0", **name}
@@ -127,7 +133,7 @@ def _bridge(name: str) -> list[str]:
 
 
 def _cable(port: str, end: str, switch: str) -> list[str]:
-    """Two ends, of which one is plugged in."""
+    """Return the commands for a cable with one end plugged into `switch`."""
     return [f"link add {port} mtu {_MTU} type veth peer name {end} mtu {_MTU}", f"link set {port} master {switch} up"]
 
 
@@ -136,7 +142,7 @@ def _address(rank: int) -> str:
 
 
 def _run(tool: str, pid: int, lines: Iterable[str]) -> None:
-    """In the network namespace of a process. Raises OSError with what the tool says."""
+    """Run commands of `tool` in the network namespace of a process. Raises OSError with the tool's message."""
     command = ["nsenter", f"--net=/proc/{pid}/ns/net", tool, "-batch", "-"]
     done = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Strategies as a plain script under torchrun has them: torch's own pieces around the same GPT, each as documented."""
+"""Strategies of a plain script under torchrun: torch's own pieces around the same GPT, each used as documented."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ import nbkit
 from bench.rigs.jobs import token_loss
 
 Step = Callable[[Tensor, Tensor], None]
-"""One step on this rank's rows."""
+"""Makes one step on this rank's rows."""
 
 CPU = torch.device("cpu")
 
 
 def step_of(strategy: str, model: nbkit.GPT, mesh: DeviceMesh, *, microbatches: int) -> Step:
-    """The step of `strategy` on `model`. mesh: with the axes pp, dp, tp."""
+    """Return the step of `strategy` on `model`. mesh: with the axes pp, dp, tp."""
     if strategy in ("ddp", "zero1"):
         wrapped = DistributedDataParallel(model)
         if strategy == "ddp":
@@ -80,7 +80,7 @@ def _sharded(model: nbkit.GPT, mesh: DeviceMesh, *, reshard: bool) -> Step:
 
 
 def _tensor_parallel(model: nbkit.GPT, mesh: DeviceMesh) -> None:
-    """Without sequence parallelism: gloo's reduce-scatter sends twice what it has to, its all-reduce does not."""
+    """Split `model` along tp, without sequence parallelism: gloo's reduce-scatter sends twice what it has to."""
     column, row = ColwiseParallel(), RowwiseParallel()
     plan: dict[str, ParallelStyle] = {"tokens": RowwiseParallel(input_layouts=Replicate())}
     plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
@@ -106,7 +106,7 @@ def _piped(stage: nn.Module, mesh: DeviceMesh, microbatches: int) -> Step:
 
 
 class _Stage(nn.Module):
-    """An equal share of the blocks, with what comes before the first and after the last."""
+    """A pipeline stage: an equal share of the blocks, with what comes before the first block or after the last."""
 
     def __init__(self, model: nbkit.GPT, number: int, stages: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _by_kind(model: nn.Module) -> torch.optim.Optimizer:
-    """Its foreach implementation takes no list of both kinds."""
+    """Return AdamW with separate groups for DTensors and plain tensors: its foreach code takes no list of both."""
     params = list(model.parameters())
     cut: list[nn.Parameter] = [p for p in params if isinstance(p, DTensor)]
     return torch.optim.AdamW([{"params": cut}, {"params": [p for p in params if not isinstance(p, DTensor)]}], lr=3e-4)

@@ -1,1 +1,1 @@
-"""Links and ranks that are slow, and what is done about them."""
+"""Benchmarks of slow links and slow ranks, and of what nbkit does about them."""

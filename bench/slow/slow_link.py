@@ -1,8 +1,8 @@
-"""Levers of the data axis over a link of 100 Mbit: bytes beside their formula, seconds, and the loss after 300 steps.
+"""Measure `compress=` and `sync_every=` over a link of 100 Mbit: bytes, seconds, and the loss after 300 steps.
 
-The link is the loopback interface of a private network namespace with `tc tbf` on it, at twice the rate: both
-directions go over it. Where that is not possible the seconds are left out. The loss is of held-out text, of a GPT that
-begins with the same weights and sees the same rows under every strategy.
+The link is the loopback interface of a private network namespace. `tc tbf` limits it to twice the rate, because both
+directions share it. Where that is not possible, the seconds are left out. The loss is that of held-out text. Under
+every strategy the GPT begins with the same weights and sees the same rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZE = {"width": 128, "layers": 2, "block": 64, "batch": 16}
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row for each lever, beside plain ddp."""
+    """Return one row for each lever, beside plain ddp."""
     if not settings.isolated:
         return [skipped("levers over a slow link", "ddp", "no private network namespace here")]
     steps = QUICK_STEPS if settings.quick else STEPS
@@ -55,7 +55,7 @@ def run(settings: Settings) -> list[Row]:
 def _row(
     name: str, steps: int, loss: dict[str, float], wire: dict[str, tuple[float, float]], seconds: dict[str, list[float]]
 ) -> Row:
-    # Of the exact bytes: an int8 has 4 more for each 512 elements, which the bar is for.
+    # The share of ddp's bytes. int8 sends 4 bytes more for each 512 elements, which the bar allows.
     settings = Strategy.parse(name, RANKS).settings
     share = {"": 1.0, "bf16": 1 / 2, "int8": 1 / 4}[settings.get("compress", "")] / settings.get("sync_every", 1)
     ratio, recorded = wire[name][0] / wire["ddp"][0], wire[name][1] / wire["ddp"][1]
@@ -78,7 +78,7 @@ def _row(
 
 
 def _limit(mbit: int) -> bool:
-    """Whether the loopback interface has this rate now."""
+    """Limit the loopback interface to `mbit` Mbit per second, and return True if that worked."""
     if shutil.which("tc") is None:
         return False
     rate = ["tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "400ms"]
@@ -87,15 +87,15 @@ def _limit(mbit: int) -> bool:
 
 
 PERIOD = 8
-"""Steps that are measured together: of sync_every=8, one average is among them."""
+"""Steps that are measured together. With sync_every=8, one average is among them."""
 
 
 class Worker:
-    """Nothing is kept from one strategy to the next."""
+    """A rank that keeps nothing from one strategy to the next."""
 
     def __init__(self, *, width: int, layers: int, block: int, batch: int) -> None:
         collectives.set_mode("count")
-        warnings.simplefilter("ignore")  # of what is not equal to one process: that is what is measured
+        warnings.simplefilter("ignore")  # these strategies do not equal one process, which is what is measured
         self._config, self._batch = config(width, layers, block=block), batch
         self._data = TextDataset(block=block, limit=2_000_000)
         self._heldout = TextDataset(block=block, limit=2_000_000, split="heldout")
@@ -109,13 +109,13 @@ class Worker:
         gc.collect()
 
     def loss(self, *, strategy: str, steps: int, seed: int = 0) -> float:
-        """Of held-out text after `steps` steps. seed: of the weights and of the order of the rows."""
+        """Return the loss on held-out text after `steps` steps. seed: of the weights and of the order of the rows."""
         with self._trainer(strategy, seed=seed) as made:
             made.fit(steps)
             return made.evaluate([self._heldout[i] for i in range(0, len(self._heldout), 8)], batch_size=64)
 
     def wire(self, *, strategy: str) -> tuple[float, float]:
-        """(bytes of a step of all ranks on the wire, those that telemetry noted of this one)."""
+        """Return the bytes of a step: (of all ranks on the wire, of this rank as telemetry recorded them)."""
         with self._trainer(strategy) as made:
             made.fit(PERIOD)
             one, three = trained(made, PERIOD), trained(made, 3 * PERIOD)
@@ -124,7 +124,7 @@ class Worker:
         return wire, recorded
 
     def seconds(self, *, strategy: str) -> float:
-        """Of a step."""
+        """Return the seconds of a step."""
         with self._trainer(strategy) as made:
             made.fit(1)
             began = time.perf_counter()

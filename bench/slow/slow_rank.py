@@ -1,8 +1,9 @@
-"""A rank that falls to half its speed under `nbkit.Recovery(balance=True)`, beside the best division that there is.
+"""Measure how well `nbkit.Recovery(balance=True)` divides the work when a rank falls to half its speed.
 
-Blocks sleep instead of computing: load of the machine touches both alike. The best division is found by trying every
-number of rows for each replica and of blocks for each stage, in a simulation of the step; the first three train beside,
-given by `speeds=` from the first step, with the same rank slow, and the quickest counts.
+The peer is the best possible division. Blocks sleep instead of computing, so that load of the machine affects both
+alike. To find the best division, a simulation of the step tries every number of rows for each replica and of blocks for
+each stage. The best three are then trained with `speeds=` from the first step and the same slow rank. The quickest of
+them counts.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from nbkit.schedules import Schedule, simulate
 
 BAR, TRIED = 0.95, 3
 SLOW, PACE = 1, 2
-"""The rank that is slow, and how many times as long it takes."""
+"""The slow rank, and how many times as long it takes."""
 SLOW_FROM, STEPS, LAST = 4, 18, 6
-"""It is slow in the steps after SLOW_FROM; of the last LAST the shortest counts, since load only adds to a sleep."""
+"""The rank is slow after step SLOW_FROM. The shortest of the last LAST steps counts, as load only adds to sleeps."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """unit: seconds that a block sleeps for a row, forward; twice as long backward."""
+    """A mesh and its work. unit: seconds that a block sleeps in the forward of a row; backward sleeps twice as long."""
 
     dp: int
     pp: int
@@ -52,24 +53,24 @@ CASES = (Case(2, 1, 12, 6, 0.008), Case(1, 2, 12, 12, 0.005), Case(2, 2, 24, 12,
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row for each case."""
+    """Return one row for each case."""
     return [_measured(case, settings) for case in CASES]
 
 
 def best(case: Case) -> list[str]:
-    """The strategies with the best whole numbers of rows and blocks, the quickest first."""
+    """Return the strategies with the best whole numbers of rows and blocks, the quickest first."""
     mesh = Mesh(pp=case.pp, dp=case.dp)
     found = []
     for rows, blocks in product(_parts(case.rows, case.dp), _parts(case.blocks, case.pp)):
         speeds = [rows[at["dp"]] * blocks[at["pp"]] for at in map(mesh.index, range(mesh.size))]
-        # Which whole numbers come of these speeds is nbkit's own arithmetic: of dp the rows, of pp the blocks.
+        # nbkit itself turns these speeds into whole numbers: rows along dp, blocks along pp.
         words = f" speeds={':'.join(map(str, speeds))}" if len(set(speeds)) > 1 else ""
         found.append((slept(case, rows, blocks), case.strategy + words))
     return [strategy for _, strategy in sorted(found)[:TRIED]]
 
 
 def slept(case: Case, rows: tuple[int, ...], blocks: tuple[int, ...]) -> float:
-    """Seconds of a step of these rows of each replica and blocks of each stage."""
+    """Return the seconds of a step with these rows of each replica and blocks of each stage."""
     mesh = Mesh(pp=case.pp, dp=case.dp)
     longest = 0.0
     for replica, own in enumerate(rows):
@@ -78,7 +79,7 @@ def slept(case: Case, rows: tuple[int, ...], blocks: tuple[int, ...]) -> float:
         if case.pp == 1:
             longest = max(longest, 3 * own * unit[0])
             continue
-        # Micro-batches differ by a row at most: in the mean, a step is as long as with equal ones.
+        # Micro-batches differ by at most one row. On average, a step takes as long as with equal ones.
         each = [own / _MICROS * seconds for seconds in unit]
         timeline = simulate(
             Schedule.of("1f1b", case.pp, _MICROS), forward=each, backward_input=each, backward_weight=each
@@ -88,7 +89,7 @@ def slept(case: Case, rows: tuple[int, ...], blocks: tuple[int, ...]) -> float:
 
 
 def _parts(total: int, num: int) -> list[tuple[int, ...]]:
-    """Every way to divide `total` into `num` whole numbers above zero."""
+    """Return every way to divide `total` into `num` whole numbers above zero."""
     if num == 1:
         return [(total,)]
     return [(first, *rest) for first in range(1, total - num + 2) for rest in _parts(total - first, num - 1)]
@@ -127,7 +128,7 @@ def _measured(case: Case, settings: Settings) -> Row:
 
 
 class _Lasting:
-    """Takes as long as it is told. exact: on the whole, what one sleep took too long being taken off the next."""
+    """A sleep. exact: if one call sleeps too long, the next is shorter by as much, so that the sum is exact."""
 
     late, exact = 0.0, False
 
@@ -141,7 +142,7 @@ _last = _Lasting()
 
 
 class _Sleep(torch.autograd.Function):
-    """Takes its time in both passes, and changes nothing."""
+    """An identity that sleeps `seconds` in forward, and twice as long in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -156,14 +157,14 @@ class _Sleep(torch.autograd.Function):
 
 
 class Worker:
-    """rows: of a global batch; unit: seconds of a block for a row; pace: how many times that on the rank `slow`."""
+    """A rank. rows: of a global batch. unit: seconds of a block for a row; `pace` times as many on the rank `slow`."""
 
     def __init__(self, *, rows: int, blocks: int, unit: float, slow: int, pace: int) -> None:
         self._rows, self._blocks, self._unit, self._slow, self._pace = rows, blocks, unit, slow, pace
         self._now = unit
 
     def train(self, *, strategy: str, steps: int, slow_from: int, balance: bool = False) -> dict[str, Any]:
-        """Seconds, loss and strategy of each step. The slow rank is slow in the steps behind number `slow_from`."""
+        """Train and return seconds, losses and strategies of the steps. Rank `slow` is slow after step `slow_from`."""
         worker = self
 
         class Block(nn.Module):
@@ -180,7 +181,7 @@ class Worker:
 
         draw = torch.Generator().manual_seed(0)
         data = [(torch.randn(4, generator=draw), torch.randn(4, generator=draw)) for _ in range(self._rows)]
-        self._now = self._unit  # blocks are measured when a Trainer is made, and are equally long
+        self._now = self._unit  # a new Trainer measures its blocks; they take the same time
         trainer = nbkit.Trainer(
             model=lambda: nn.Sequential(*(Block() for _ in range(self._blocks))),
             loss=nn.functional.mse_loss,
@@ -190,7 +191,7 @@ class Worker:
             strategy=strategy,
             recovery=nbkit.Recovery(balance=balance),
             callbacks=[lambda trainer, record: paced(trainer, record["step"])],
-            log_dir="runs",  # by whose records balance= measures
+            log_dir="runs",  # balance= measures from these records
             progress=False,
         )
         paced(trainer, 0)

@@ -1,6 +1,6 @@
-"""Bytes that ranks hold at the end of a step, gradients still there, beside the formulas of the literature.
+"""Count the bytes that ranks hold at the end of a step, gradients included, beside published formulas.
 
-Counted from the storages of the tensors. What else of torch is alive in the process is told apart.
+The bytes are those of the tensors' storages. Other tensors that are alive in the process are counted separately.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PER_PARAMETER = {"ddp": "16", "zero1": "8+8/N", "zero2": "4+12/N", "zero3": "16/
 WIDTH, LAYERS, BLOCK, BATCH = 256, 8, 16, 16
 BAR = 0.005
 REST_BYTES = 1 << 20
-"""Of the batch and of numbers about the step; more would be a copy of something."""
+"""For the batch and for numbers about the step. More would mean a copy of something."""
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row for each strategy, with all numbers of ranks."""
+    """Return one row for each strategy, with all numbers of ranks."""
     width = 64 if settings.quick else WIDTH
     model = Model(vocab=256, block=BLOCK, layers=LAYERS, width=width, batch=BATCH)
     ratios: dict[str, dict[int, float]] = {name: {} for name in STRATEGIES}
@@ -72,10 +72,13 @@ SETTLE_SECONDS = 0.3
 
 
 class Worker:
-    """Nothing is kept from one strategy to the next."""
+    """A rank that keeps nothing from one strategy to the next."""
 
     def held(self, *, width: int, layers: int, block: int, batch: int, strategy: str) -> dict[str, int]:
-        """held: bytes of parameters, gradients and optimizer state; rest: of all other tensors that there are."""
+        """Train and return bytes.
+
+        held: of parameters, gradients and optimizer state. rest: of all other tensors that are new.
+        """
         gc.collect()
         before = _storages(_alive())
         of = config(width, layers, block=block)
@@ -94,7 +97,7 @@ class Worker:
             job.backward(batch_)
             job.optimizer.step()
             if made == STEPS:
-                # What torch's own threads have just done with is theirs for a moment.
+                # torch's own threads hold tensors for a moment after they have used them.
                 dist.barrier()
                 time.sleep(SETTLE_SECONDS)
                 gc.collect()
@@ -116,12 +119,12 @@ def _of(sharded_model: ShardedModel, optimizer: torch.optim.Optimizer) -> Iterab
 
 def _alive() -> Iterable[Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # asking some of torch's lazy objects what they are warns
+        warnings.simplefilter("ignore")  # some of torch's lazy objects warn when their type is read
         return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
 
 
 def _storages(tensors: Iterable[Any]) -> dict[int, int]:
-    """Address -> bytes of the storages behind these tensors."""
+    """Return the storages behind these tensors: address -> bytes."""
     found = {}
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.layout == torch.strided:

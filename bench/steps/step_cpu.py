@@ -1,7 +1,7 @@
-"""CPU-seconds of a step under zero1 and pp, nbkit's beside torch's own pieces, in pairs that alternate.
+"""Measure CPU-seconds of a step under zero1 and pp: nbkit beside torch's own pieces, in alternating pairs.
 
-On CPU ranks what a step takes by the clock depends on what else the machine does; what it computes does so less. But
-where its memory lies decides over some percent, for as long as a process lives: the processes of both are started anew
+On CPU ranks, wall seconds depend on what else the machine does; CPU-seconds depend on it less. But where a process has
+its memory changes its CPU-seconds by some percent, as long as it lives. So the processes of both are started again
 after every `OF_ONE_START` pairs.
 """
 
@@ -17,7 +17,7 @@ STARTS, OF_ONE_START, STEPS = 5, 20, 6
 
 
 def run(settings: Settings) -> list[Row]:
-    """Two rows for each strategy: CPU-seconds of all ranks, and seconds by the clock, which are shown."""
+    """Return two rows for each strategy: CPU-seconds of all ranks with a bar, and wall seconds without one."""
     size = QUICK if settings.quick else SIZE
     rows = []
     for strategy in STRATEGIES:

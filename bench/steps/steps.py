@@ -1,7 +1,7 @@
-"""A training step under each strategy, nbkit's beside that of a plain script that uses torch's own pieces.
+"""Measure a training step under each strategy, beside a plain script that uses torch's own pieces.
 
-Both jobs stand side by side, each with its own ranks; one waits for its orders while the other trains. The model, the
-batches and the optimizer are the same; nbkit has what it has by default, records of the run included.
+Both jobs exist at the same time, each with its own ranks. One waits for orders while the other trains. The model, the
+batches and the optimizer are the same. nbkit records its run, as by default.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Paced:
 
     @property
     def seconds(self) -> float:
-        """Of a step, mean since `restart`; what comes before the first batch and after the last one is left out."""
+        """Return the mean seconds of a step since `restart`, counted from the first batch to the last one."""
         return (self._stamps[-1] - self._stamps[0]) / (len(self._stamps) - 1)
 
     @property
     def cpu_seconds(self) -> float:
-        """The same, of the CPU time of all threads of this process."""
+        """Return the same of the CPU time of all threads of this process."""
         return (self._cpu[-1] - self._cpu[0]) / (len(self._cpu) - 1)
 
 
@@ -68,12 +68,12 @@ QUICK = {"width": 64, "layers": 4, "block": 32, "batch": 8}
 MICROBATCHES = 4
 ROUNDS = 20
 STEPS = 6
-"""Of a block. Each begins a run, whose second step counts memory: 1.5 ms, else in every hundredth step only."""
+"""Steps of a block. Each block begins a run, whose second step counts memory for 1.5 ms; later each 100th step does."""
 BAR = 1.02
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row for each strategy, on 2 ranks or, where it needs them, on 4."""
+    """Return one row for each strategy, on 2 ranks or, if it needs them, on 4."""
     rows = []
     size = QUICK if settings.quick else SIZE
     for num in settings.sizes(tuple(STRATEGIES)):
@@ -96,11 +96,11 @@ def run(settings: Settings) -> list[Row]:
     return rows
 
 
-ROWS = 64  # of the data set, in batches
+ROWS = 64  # batches in the data set
 
 
 class Worker:
-    """Trains one strategy after the other; with="nbkit" or "torch"."""
+    """A rank that trains one strategy after another. with_: "nbkit" or "torch"."""
 
     def __init__(self, *, with_: str, width: int, layers: int, block: int, batch: int) -> None:
         self._prepare = self._trainer if with_ == "nbkit" else self._script
@@ -110,7 +110,7 @@ class Worker:
         self._train: Callable[[int], None] = lambda steps: None
 
     def prepare(self, strategy: str, microbatches: int) -> None:
-        """Train `strategy` from here on."""
+        """Make a training of `strategy` for the next blocks, and warm it up."""
         torch.manual_seed(0)
         self._pace = Paced()
         self._train = lambda steps: None
@@ -118,11 +118,11 @@ class Worker:
         self._train(2)
 
     def block(self, steps: int) -> float:
-        """Seconds of a step, of so many."""
+        """Train `steps` steps and return the mean seconds of one."""
         return self.spent(steps)[0]
 
     def spent(self, steps: int) -> tuple[float, float]:
-        """(seconds of a step, of so many; CPU-seconds of this process in it)."""
+        """Train `steps` steps and return the mean (seconds, CPU-seconds of this process) of one."""
         dist.barrier()
         self._pace.restart()
         self._train(steps + 1)
@@ -131,7 +131,7 @@ class Worker:
     def _trainer(self, strategy: str, microbatches: int) -> Callable[[int], Any]:
         if "pp" in strategy:
             strategy += f" microbatches={microbatches}"
-        # What is on by default is on: the run is recorded.
+        # The run is recorded, as by default.
         job = trainer(
             self._config, strategy, batch=self._batch, loading=nbkit.Loading(collate=self._pace), log_dir="runs"
         )

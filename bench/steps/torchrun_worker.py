@@ -1,4 +1,4 @@
-"""A rank under torchrun that makes blocks of steps when it is told to: a line of JSON per block on its own pipe.
+"""A rank under torchrun that makes blocks of steps on request: it reads a line of JSON per block from its own pipe.
 
 torchrun --nproc-per-node N bench/steps/torchrun_worker.py FOLDER by_hand|trainer CORES THREADS
 """
@@ -12,7 +12,7 @@ import sys
 
 def main(folder: str, which: str, cores: str, threads: str) -> None:
     rank = os.environ["RANK"]
-    # Before torch starts its threads, which inherit it: the same cores as the cluster's rank has.
+    # Use the same cores as the cluster's rank. This comes before torch starts threads, which inherit it.
     os.sched_setaffinity(0, json.loads(cores)[int(rank)])
 
     import torch
@@ -20,7 +20,7 @@ def main(folder: str, which: str, cores: str, threads: str) -> None:
 
     torch.set_num_threads(int(threads))
     if which == "by_hand":
-        dist.init_process_group("gloo")  # and nothing of nbkit's but the model
+        dist.init_process_group("gloo")  # only the model is nbkit's
 
     import workload
 

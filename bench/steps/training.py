@@ -1,7 +1,7 @@
-"""A training step in a cell beside the same under torchrun: DDP by hand, and nbkit's Trainer with default arguments.
+"""Measure a training step in a cell beside the same step under torchrun.
 
-Both stay alive side by side, and each is frozen (SIGSTOP) while another one's block runs: not even a heartbeat of
-the one is in the figures of the other.
+The step is DDP by hand, and nbkit's Trainer with default arguments. All jobs stay alive. Each is frozen (SIGSTOP) while
+a block of another runs, so that not even its heartbeats are in the other's figures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ with open(f"place-{rank}", "w") as file:
 
 @dataclass(frozen=True)
 class Block:
-    """What a block took. seconds and cpu: per step, on rank 0. whole_cpu: of every process of the arm."""
+    """The cost of a block, per step. seconds, cpu: on rank 0. whole_cpu: of all processes of the arm."""
 
     seconds: float
     cpu: float
@@ -63,7 +63,7 @@ class Frozen:
         self._signal(signal.SIGSTOP)
 
     def cpu_seconds(self) -> float:
-        """Of all of them together, so far."""
+        """Return the CPU-seconds that all processes together have taken so far."""
         return sum(sum(process.cpu_times()[:2]) for process in self.processes)
 
     def thaw(self) -> None:
@@ -75,7 +75,7 @@ class Frozen:
 
 
 class CellArm:
-    """A cluster with both loops in it; a block is a `%%distributed` cell."""
+    """A cluster that holds both loops. A block is a `%%distributed` cell."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.folder, self.ranks = folder, ranks
@@ -104,7 +104,7 @@ class CellArm:
         self.frozen = Frozen([self.kernel.pid, *pids])
 
     def block(self, which: str, steps: int) -> Block:
-        """Train so many steps with `by_hand` or `trainer`."""
+        """Train `steps` steps and return their cost. which: `by_hand` or `trainer`."""
         record = self.folder / "record.jsonl"
         record.unlink(missing_ok=True)
         with self.frozen:
@@ -115,7 +115,7 @@ class CellArm:
 
 
 class TorchrunArm:
-    """A job under torchrun that waits for orders on a pipe per rank."""
+    """A job under torchrun. Each rank waits for orders on a pipe."""
 
     def __init__(self, folder: Path, which: str, cores: list[list[int]], threads: int) -> None:
         self.folder, self.which, self.cores, self.threads = folder, which, cores, threads
@@ -132,7 +132,7 @@ class TorchrunArm:
             self.job = subprocess.Popen(
                 [*launcher, *arguments], env=environment(self.folder), cwd=self.folder, stdout=log, stderr=log
             )
-        # Open for both directions, so that opening does not wait for the other end.
+        # Opened for both directions, so that opening does not wait for the other end.
         self.orders = [self._pipe(f"orders-{rank}") for rank in ranks]
         self.done = [self._pipe(f"done-{rank}") for rank in ranks]
         try:
@@ -152,7 +152,7 @@ class TorchrunArm:
             pipe.close()
 
     def block(self, steps: int) -> Block:
-        """Train so many steps."""
+        """Train `steps` steps and return their cost."""
         with self.frozen:
             before = self.frozen.cpu_seconds()
             taken = self._order(steps)
@@ -192,7 +192,7 @@ COMPARISONS = (
 
 
 def run(settings: Settings) -> list[Row]:
-    """Three rows."""
+    """Return three rows."""
     folder = settings.folder
     with (
         CellArm(folder / "cell", RANKS) as cell,
@@ -211,7 +211,7 @@ def run(settings: Settings) -> list[Row]:
         for order in [list(arms), *shuffled(list(arms), settings.count(ROUNDS))]:
             for arm in order:
                 blocks[arm].append(arms[arm]())
-    # The first round warmed up.
+    # The first round was the warm-up.
     seconds = {arm: [block.seconds for block in of[1:]] for arm, of in blocks.items()}
     rows = []
     for what, ours, theirs in COMPARISONS:
@@ -222,7 +222,10 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _cpu(ours: list[Block], theirs: list[Block]) -> str:
-    """CPU-seconds, steadier than wall time; all processes: also the notebook's, the controller's, torchrun's."""
+    """Return a note with two ratios of CPU-seconds, which vary less than wall time.
+
+    All processes are those of the ranks, the notebook, the controller and torchrun.
+    """
     rank = ratio([block.cpu for block in ours], [block.cpu for block in theirs])
     whole = ratio([block.whole_cpu for block in ours], [block.whole_cpu for block in theirs])
     return (

@@ -1,7 +1,8 @@
-"""Bytes of a training step on the wire, beside the formulas of the literature and beside what telemetry recorded.
+"""Count the bytes of a training step on the wire, beside published formulas and what telemetry recorded.
 
-Bytes on the wire are those of the loopback interface in a private network namespace. Runs of one and of three steps
-are compared, so that what a run says at its beginning and end, and the barriers around it, are in neither.
+Bytes on the wire are those of the loopback interface in a private network namespace. The bytes of one step are
+subtracted from those of three, so that messages at the beginning and end of a run, and the barriers around it, do not
+count.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ STRATEGIES = {
 SIZE = {"width": 320, "layers": 8, "batch": 8}  # 10 million parameters
 QUICK = {"width": 64, "layers": 8, "batch": 8}
 SHORT, SEQUENCE, LONG = 16, 64, 128
-"""Tokens of a row: what is sent along the data axis does not depend on them, and a pipeline alone sends little else."""
+"""Tokens of a row. A data axis sends as much with few tokens. A pipeline sends little else, so that it gets many."""
 BAR, RECORDED = 1.01, 0.01
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row for each strategy and number of ranks."""
+    """Return one row for each strategy and number of ranks."""
     if not settings.isolated:
         return [skipped("wire bytes of a step", "formula", "no private network namespace here")]
     size = QUICK if settings.quick else SIZE
@@ -71,15 +72,18 @@ def _row(model: Model, strategy: Strategy, wire: float, recorded: list[dict[str,
 
 
 class Worker:
-    """Nothing is kept from one strategy to the next."""
+    """A rank that keeps nothing from one strategy to the next."""
 
     def __init__(self) -> None:
         collectives.set_mode("count")
 
     def step(self, *, width: int, layers: int, block: int, batch: int, strategy: str) -> dict[str, Any]:
-        """wire: bytes of a step, of all ranks; recorded: axis -> bytes that this rank sends by what telemetry noted."""
+        """Train and return the bytes of a step.
+
+        wire: of all ranks. recorded: axis -> bytes that this rank sends, from what telemetry recorded.
+        """
         job = trainer(config(width, layers, block=block), strategy, batch=batch)
-        job.fit(1)  # groups, connections and agreements of the first step
+        job.fit(1)  # the first step forms groups and connections, and ranks agree on things
         one, three = trained(job, 1), trained(job, 3)
         job.job.sharded_model.data.close()
         del job
@@ -92,7 +96,7 @@ class Worker:
 
 
 def trained(job: Trainer, steps: int) -> dict[str, Any]:
-    """wire: bytes of `steps` steps, of all ranks; recorded: as `step` says. Collective."""
+    """Train `steps` steps and return their bytes, like `Worker.step`. Collective."""
     ends = []
 
     def train() -> None:
@@ -110,7 +114,10 @@ def trained(job: Trainer, steps: int) -> dict[str, Any]:
 
 
 def _sent(op: str, n: int) -> float:
-    """Bytes that a rank sends for each that it hands to the operation, by gloo's algorithms, which are ring-optimal."""
+    """Return the bytes that a rank sends for each byte that it hands to the operation.
+
+    gloo's algorithms are ring-optimal. Raises ValueError for other operations.
+    """
     known = {
         "all_reduce": 2 * (n - 1) / n,
         "reduce_scatter": (n - 1) / n,

@@ -1,7 +1,7 @@
-"""What `training` measures: one GPT, once in a loop written by hand over DDP, once in nbkit's Trainer.
+"""The workload of `training`: one GPT, once in a loop written by hand over DDP, once in nbkit's Trainer.
 
-This file is the same script on both sides: torchrun_worker.py runs it, and its text is sent as a cell. A block is
-a few steps, timed on rank 0 between a barrier and the last step's end.
+Both sides run this same file: torchrun_worker.py imports it, and a cell contains its text. A block is a few steps,
+timed on rank 0 from a barrier to the end of the last step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def prepare_by_hand() -> Callable[[int], float]:
-    """The loop of a DDP tutorial; the returned function makes so many steps and gives the last loss."""
+    """Prepare the loop of a DDP tutorial. Returns a function that makes so many steps and returns the last loss."""
     torch.manual_seed(0)
     data = make_data()
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=0)
@@ -71,7 +71,7 @@ def prepare_by_hand() -> Callable[[int], float]:
 
 
 def prepare_trainer() -> Callable[[int], float]:
-    """nbkit as a user gets it: default arguments."""
+    """Prepare a Trainer with default arguments. Returns a function like that of `prepare_by_hand`."""
     trainer = nbkit.Trainer(
         model=lambda: nbkit.GPT(CONFIG),
         loss=token_loss,
@@ -83,7 +83,7 @@ def prepare_trainer() -> Callable[[int], float]:
 
 
 def timed_block(train: Callable[[int], float], steps: int, record: str) -> None:
-    """Run a block; rank 0 appends what it took to the file `record`."""
+    """Run a block of `steps` steps. Rank 0 appends its cost to the file `record`."""
     dist.barrier()
     wall, own = time.perf_counter(), time.process_time()
     loss = train(steps)

@@ -1,7 +1,7 @@
-"""What a table of strategies predicts of a switch and of the steps after it, beside what is measured then.
+"""Compare what a table of strategies predicts of a switch and of the steps after it with what is then measured.
 
-The job goes through ordered pairs of strategies; before each switch it is asked what the switch will cost. Seconds of a
-step are asked of strategies that have not run: a fresh job for each.
+The job goes through ordered pairs of strategies. Before each switch, its table predicts the cost of the switch. Seconds
+of a step are predicted for strategies that have not run, so that each of them has a new job.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ RANKS = 4
 SIZE = {"width": 256, "layers": 8, "batch": 8}
 QUICK = {"width": 64, "layers": 8, "batch": 8}
 STEPS = 8
-STEPS_ON = 2  # ranks: as many as the machine has cores, where it has but two
+STEPS_ON = 2  # ranks: no more than the cores of a machine with two
 FIRST = "ddp"
 BAR_PAUSE, BAR_STEP = 0.25, 0.15
 
 
 def run(settings: Settings) -> list[Row]:
-    """Bytes of every pair, seconds of every switch, seconds of a step."""
+    """Return three rows: bytes of every pair, seconds of every switch, seconds of a step."""
     size = QUICK if settings.quick else SIZE
     return [*_switches(settings, size), _steps(settings, size)]
 
@@ -90,21 +90,21 @@ def _steps(settings: Settings, size: dict[str, int]) -> Row:
 
 
 class Worker:
-    """A job of a GPT under ddp."""
+    """A rank with a GPT job that begins under ddp."""
 
     def __init__(self, *, width: int, layers: int, batch: int) -> None:
         self.job = trainer(config(width, layers, block=32), "ddp", batch=batch, log_dir="runs")
         self.job.fit(2)
 
     def switch(self, strategy: str) -> dict[str, Any]:
-        """bytes, seconds: as predicted, and as measured on this rank. A step follows."""
+        """Switch, make a step, and return `bytes` and `seconds` of the switch: (predicted, measured on this rank)."""
         row = self._row(strategy)
         done = self.job.switch(strategy)
         self.job.fit(1)
         return {"bytes": (row["moved_bytes"], done.moved_bytes), "seconds": (row["switch_s"], done.pause_s)}
 
     def steps(self, strategy: str, steps: int) -> tuple[float | None, float | None]:
-        """Seconds of a step, predicted under ddp (None: unknown) and measured."""
+        """Return the seconds of a step of `strategy`: predicted before the switch, and measured. None: unknown."""
         self.job.fit(steps)
         predicted = self._row(strategy)["predicted_step_s"]
         self.job.switch(strategy)
@@ -113,7 +113,7 @@ class Worker:
         return predicted, None if pace is None else pace.seconds
 
     def _row(self, strategy: str) -> dict[str, Any]:
-        """Of rank 0's table; the others let it have the machine."""
+        """Return the row of `strategy` in the table. Only rank 0 makes it; the others wait, to leave it the machine."""
         wanted = str(Strategy.parse(strategy, dist.get_world_size()))
         strategy_table.look_at_all(self.job.job)
         rows = strategy_table.table(self.job.job)["options"] if dist.get_rank() == 0 else []

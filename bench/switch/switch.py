@@ -1,9 +1,9 @@
-"""Every switch between eight strategies: asked for from outside while it trains, and by Trainer.switch between steps.
+"""Measure every switch between eight strategies: requested from outside during training, and called between steps.
 
-Asked for while it trains, plan and module are made beside the training; the pause is what is left. Each has a tour of
-its own, which goes through each ordered pair once. The lower bound is counted on flags of elements, from what the ranks
-hold before and after, and knows nothing of the plan. Bytes are those of the network interface in a private namespace,
-less the traffic of barriers around nothing; they include all that a switch says besides the state.
+During training, plan and module are made beside the training, so that only the rest is a pause. Each way has its own
+tour through every ordered pair. The lower bound of bytes does not come from the plan: it counts one flag per element,
+set from what the ranks hold before and after. Bytes are those of the network interface in a private namespace, less the
+traffic of empty barriers. They include all messages of a switch, not only the state.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from nbkit.tensor_layout import Layout
 
 
 class _Part(Tensor):
-    """A placeholder of the global shape that answers as a DTensor does: which boxes of it are here, and where."""
+    """A placeholder of the global shape that says, like a DTensor, which boxes of it are on this rank."""
 
     part: Tensor
     extent: Layout
@@ -71,7 +71,7 @@ class _Part(Tensor):
 
 
 def stored(tensor: Tensor, layout: Layout) -> Tensor:
-    """`tensor`, which is that part of a global one, as a value of a state dict."""
+    """Return `tensor` as a value of a state dict. layout: which part of a global tensor it is."""
     placeholder = torch.empty((), dtype=tensor.dtype).expand(layout.shape).as_subclass(_Part)
     placeholder.part, placeholder.extent = tensor, layout
     return placeholder
@@ -88,9 +88,12 @@ Holding = dict[str, Layout]
 
 @dataclass(frozen=True)
 class Visit:
-    """A switch as it was measured. bound, moved, wire: bytes over all ranks. pause, raw: seconds; prepare: of the
-    pause, before anything moves; beside: made ready while the old model trained, and proof: stood for the digests, are
-    no part of it."""
+    """A measured switch.
+
+    bound, moved, wire: bytes over all ranks. pause: seconds. prepare: seconds of the pause before anything moves. raw:
+    seconds of one all-to-all of the same bytes. beside: seconds of preparation while the old model trained. proof:
+    seconds that ranks stood still for digests. The pause does not include beside and proof.
+    """
 
     old: str
     new: str
@@ -106,13 +109,13 @@ class Visit:
 
 
 def strategies(ranks: int) -> list[str]:
-    """The eight; each exists on any even number of ranks."""
+    """Return the eight strategies. Each exists on any even number of ranks."""
     half = ranks // 2
     return ["ddp", "zero1", "zero3", "tp", "pp", f"dp={half} tp=2", f"dp={half} pp=2", f"tp=2 pp={half}"]
 
 
 def run(settings: Settings) -> list[Row]:
-    """Rows of bytes, of the pairs that need nothing, of the pause and of identity, for each number of ranks."""
+    """Return rows about bytes, pairs that need nothing, pauses and identity, for each number of ranks."""
     if not settings.isolated:
         return [skipped("bytes of a switch", "lower bound", "no private network namespace here")]
     rows = []
@@ -123,9 +126,10 @@ def run(settings: Settings) -> list[Row]:
 
 
 def visits(settings: Settings, ranks: int, how: str) -> list[Visit]:
-    """Every ordered pair once; each strategy has been there before, in each order of ranks that a switch may choose.
+    """Switch through every ordered pair once and return the measurements.
 
-    how: the method of the Worker that switches.
+    Each strategy is visited before, in each order of ranks that a switch may choose. how: the method of the Worker that
+    switches.
     """
     size = QUICK if settings.quick else SIZES.get(ranks, QUICK)
     found = []
@@ -152,7 +156,7 @@ def visits(settings: Settings, ranks: int, how: str) -> list[Visit]:
 
 
 def tour(names: list[str]) -> list[str]:
-    """A closed walk through every ordered pair once (Hierholzer)."""
+    """Return a closed walk through every ordered pair once (Hierholzer)."""
     left = {a: [b for b in names if b != a] for a in names}
     stack, walk = [names[0]], []
     while stack:
@@ -164,7 +168,7 @@ def tour(names: list[str]) -> list[str]:
 
 
 def _bound(before: list[Holding], after: list[Holding]) -> int:
-    """Bytes of the elements that ranks must hold and do not."""
+    """Return the bytes of the elements that ranks hold after the switch, but not before."""
     return sum(
         _lack(old.get(key), layout) for old, new in zip(before, after, strict=True) for key, layout in new.items()
     )
@@ -248,10 +252,10 @@ def _pause(of: str, moving: list[Visit]) -> Row:
 
 
 class Worker:
-    """A job of a GPT that has made its first step."""
+    """A rank with a GPT job that has made its first step."""
 
     def __init__(self, *, width: int, layers: int, batch: int, vocab: int = 256, block: int = 16) -> None:
-        # Equal blocks, so that the stages of two pipelines nest, whatever else the machine did when they were timed.
+        # All blocks get equal costs, so that the stages of two pipelines nest. Timed costs would depend on load.
         setattr(find_facts, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
         of = config(width, layers, vocab=vocab, block=block)
         self.job = trainer(of, "ddp", batch=batch)
@@ -259,11 +263,11 @@ class Worker:
         self.controls = TrainingRequestHandler()
 
     def switch(self, strategy: str) -> dict[str, Any]:
-        """What Trainer.switch says of a switch between two steps, and what the network saw of it."""
+        """Switch between two steps; return what Trainer.switch says of it and what the network interface counted."""
         return self._watched(lambda act: act(lambda: self.job.switch(strategy)))
 
     def click(self, strategy: str) -> dict[str, Any]:
-        """The same, asked for by another thread while it trains, as a notebook does."""
+        """Do the same during training: another thread requests the switch, as a notebook does."""
         asked = Control(strategy, "switch", {"strategy": strategy})
         self.controls.results.clear()
 
@@ -285,8 +289,8 @@ class Worker:
         return found
 
     def _watched(self, run: Callable[[Callable[[Callable[[], object]], None]], object]) -> dict[str, Any]:
-        """run: calls what it is given with the switch itself."""
-        # What a step, a load or an earlier switch left behind is not the switch's.
+        """Call `run` and return the measurements of the switch. run: gets a function, and calls it with the switch."""
+        # Garbage of steps, loads and earlier switches does not count.
         gc.collect()
         _, idle = measured(lambda: None)
         seen: dict[str, int] = {}
@@ -311,29 +315,29 @@ class Worker:
         }
 
     def holding(self) -> dict[str, Layout]:
-        """What this rank holds, weights and optimizer state."""
+        """Return the layouts of the weights and optimizer state that this rank holds."""
         return {key: layout for key, (_, layout) in self._state().items()}
 
     def step(self) -> float:
-        """One step; its loss."""
+        """Make one step and return its loss."""
         return float(self.job.fit(1)[-1]["loss"])
 
     def exchange(self, pairs: dict[tuple[int, int], int]) -> float:
-        """Seconds of one all-to-all from and into flat buffers. pairs: (from rank, to rank) -> bytes."""
+        """Return the seconds of one all-to-all between flat buffers. pairs: (from rank, to rank) -> bytes."""
         rank, ranks = dist.get_rank(), range(dist.get_world_size())
         given, taken = [pairs.get((rank, r), 0) for r in ranks], [pairs.get((r, rank), 0) for r in ranks]
         outgoing, incoming = torch.ones(sum(given), dtype=torch.uint8), torch.empty(sum(taken), dtype=torch.uint8)
         return measured(lambda: dist.all_to_all_single(incoming, outgoing, taken, given))[0]
 
     def save(self, path: str) -> float:
-        """Seconds that torch.distributed.checkpoint takes to write weights and optimizer state."""
+        """Write weights and optimizer state with torch.distributed.checkpoint, and return the seconds."""
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
         state = {key: stored(tensor, layout) for key, (tensor, layout) in self._state().items()}
         return measured(lambda: state_dict_saver.save(state, checkpoint_id=path))[0]
 
     def load(self, path: str) -> tuple[float, bool]:
-        """(seconds that it takes to read them as this rank holds them now, whether they are the same)."""
+        """Read the checkpoint in the current layouts and remove it. Returns (seconds, whether it equals the state)."""
         held = self._state()
         fresh = {key: (torch.full_like(tensor, float("nan")), layout) for key, (tensor, layout) in held.items()}
         state = {key: stored(tensor, layout) for key, (tensor, layout) in fresh.items()}
@@ -345,7 +349,7 @@ class Worker:
         return seconds, same
 
     def many(self, strategies: list[str]) -> list[dict[str, float]]:
-        """Open files, threads and resident bytes after each switch; a step follows each."""
+        """Make each switch and a step; return open files, threads, resident bytes and seconds, after each."""
         found = []
         for strategy in strategies:
             began = time.perf_counter()

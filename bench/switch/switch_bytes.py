@@ -1,9 +1,9 @@
-"""What a switch sends, between all ordered pairs of eight strategies, against the least that it could send.
+"""Count what a switch sends between all ordered pairs of eight strategies, beside the least that it could send.
 
-The lower bound is counted here on flags of elements, and knows nothing of the plan. The bytes are those of the network
-interface in a private namespace, less the traffic of two barriers around nothing.
+The lower bound does not come from the plan: it counts one flag per element. The bytes are those of the network
+interface in a private namespace, less the traffic of two empty barriers.
 
-python -m bench.switch.switch_bytes PORT RANK RANKS WIDTH LAYERS OUT      one rank of it
+python -m bench.switch.switch_bytes PORT RANK RANKS WIDTH LAYERS OUT      run one rank of it
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Holding = dict[str, Layout]
 
 
 def strategies(ranks: int) -> dict[str, tuple[Mesh, int]]:
-    """name -> (mesh, ZeRO stage): the eight of every size that has them."""
+    """Return the eight strategies of an even number of ranks: name -> (mesh, ZeRO stage)."""
     half = ranks // 2
     return {
         "ddp": (Mesh(dp=ranks), 0),
@@ -53,7 +53,10 @@ def strategies(ranks: int) -> dict[str, tuple[Mesh, int]]:
 
 
 def tensors(width: int, layers: int) -> list[tuple[str, tuple[int, ...], int | None, int]]:
-    """(name, shape, the dim that tp cuts, layer) of a decoder; embeddings count as its first and last layer."""
+    """Return (name, shape, the dim that tp cuts, layer) of a decoder's tensors.
+
+    The embedding belongs to the first layer, the head to the last one.
+    """
     found: list[tuple[str, tuple[int, ...], int | None, int]] = [("tokens", (8 * width, width), 0, 0)]
     for layer in range(layers):
         found += [
@@ -69,13 +72,13 @@ def tensors(width: int, layers: int) -> list[tuple[str, tuple[int, ...], int | N
 
 @cache
 def layout(shape: tuple[int, ...], dim: int | None, tp: tuple[int, int], shard: tuple[int, int]) -> Layout:
-    """Cut by tp along `dim`, then by ZeRO along dim 0; (index, degree) of both."""
+    """Return the layout of a tensor that tp cuts along `dim`, then ZeRO along dim 0. tp, shard: (index, degree)."""
     cut = Layout.whole(shape) if dim is None else Layout.whole(shape).part(dim, tp[1], tp[0])
     return cut.part(0, shard[1], shard[0])
 
 
 def shards_held(mesh: Mesh, zero: int, width: int, layers: int) -> list[Holding]:
-    """What each rank holds: weights and AdamW's two moments."""
+    """Return what each rank holds: weights and AdamW's two moments."""
     found: list[Holding] = []
     for rank in range(mesh.size):
         at, holding = mesh.index(rank), {}
@@ -90,7 +93,7 @@ def shards_held(mesh: Mesh, zero: int, width: int, layers: int) -> list[Holding]
 
 
 def raw(plan: ExchangePlan, rank: int) -> Callable[[], object]:
-    """One all-to-all of as many bytes between every two ranks, from and into one flat buffer."""
+    """Return a function that sends the plan's bytes between every two ranks: one all-to-all of flat buffers."""
     ranks = range(len(plan.new))
     out, into = [plan.pairs.get((rank, r), 0) for r in ranks], [plan.pairs.get((r, rank), 0) for r in ranks]
     outgoing, incoming = torch.ones(sum(out), dtype=torch.uint8), torch.empty(sum(into), dtype=torch.uint8)
@@ -98,7 +101,7 @@ def raw(plan: ExchangePlan, rank: int) -> Callable[[], object]:
 
 
 def filled(holding: Holding, numbers: dict[str, int]) -> dict[str, tuple[Tensor, Layout]]:
-    """A state whose values follow from key and place in the global tensor: ranks agree on what they share."""
+    """Return a state whose values follow from key and place in the global tensor, so that all ranks agree on them."""
     found = {}
     for key, held in holding.items():
         tensor = torch.empty(held.local)
@@ -146,7 +149,7 @@ PAUSE_FACTOR, PAUSE_SECONDS = 1.5, 0.150
 
 
 def run(settings: Settings) -> list[Row]:
-    """Rows of bytes, of the pairs that need nothing, of identity and of time, for each number of ranks."""
+    """Return rows about bytes, pairs that need nothing, time and identity, for each number of ranks."""
     rows = []
     for ranks in settings.sizes(RANKS):
         if not settings.isolated:
@@ -177,7 +180,7 @@ def _measured(settings: Settings, ranks: int, width: int) -> Measured:
 
 
 def _bounds(ranks: int, width: int) -> dict[tuple[str, str], int]:
-    """(old, new) -> bytes of the elements that ranks must hold and do not."""
+    """Return (old, new) -> bytes of the elements that ranks hold after the switch, but not before."""
 
     @cache
     def lacking(before: object, after: object) -> int:

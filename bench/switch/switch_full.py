@@ -1,7 +1,7 @@
-"""Switches of a job whose memory is 90 % full: in place, what a rank holds at the peak beside the larger model.
+"""Measure switches in place while memory is 90 % full: what a rank holds at the peak, beside the larger model.
 
-The limit is emulated (NBKIT_MEMORY_LIMIT); the peak is the kernel's count of resident bytes, from which everything is
-taken that is no tensor of a model. One more switch is refused memory on one rank half-way, and rolls back.
+The limit is emulated (NBKIT_MEMORY_LIMIT). The peak is the kernel's count of resident bytes, less all that is not a
+tensor of a model. Before each switch, the same switch is refused memory on one rank half-way, and rolls back.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from nbkit.strategy import Strategy
 RANKS = 4
 SIZE = {"width": 640, "layers": 9, "vocab": 1536, "block": 16, "batch": 8}  # 46 million parameters
 TOUR = ("ddp", "zero3", "tp", "pp", "zero1", "zero3", "ddp")
-"""From each to the next."""
+"""Each switch goes from one to the next."""
 FULL, HALF = 0.9, 0.5
 BAR_BYTES = 64 << 20
 BAR_LOSS = 1e-5
 
 
 def run(settings: Settings) -> list[Row]:
-    """Two rows: switches that succeed, switches that are rolled back."""
+    """Return two rows: switches that succeed, and switches that are rolled back."""
     ranks = settings.sizes((RANKS,))
     if not ranks:
         return []
@@ -84,7 +84,7 @@ CPU = torch.device("cpu")
 
 
 class Worker:
-    """A job of a GPT that has made its first steps."""
+    """A rank with a GPT job that has made its first step."""
 
     def __init__(self, *, width: int, layers: int, batch: int, vocab: int, block: int, start: str) -> None:
         setattr(find_facts, "measure_costs", lambda module, chain, call: (1.0,) * len(chain))  # noqa: B010
@@ -92,10 +92,11 @@ class Worker:
         self.step()
 
     def switch(self, strategy: str, *, full: float, fails_after: float | None = None) -> dict[str, Any]:
-        """One switch where a limit is set of which what this rank holds is the part `full`.
+        """Switch under a memory limit of which this rank already fills the part `full`, and return the measurements.
 
-        fails_after: the last rank is refused memory when that part of the new model has got it. held: bytes of the
-        larger model; most: at the peak, without what is no tensor of a model; loss: of the step after it.
+        fails_after: the last rank is refused memory when that part of the new model has got it. Of what is returned,
+        held: bytes of the larger model. most: bytes at the peak, without what is no tensor of a model. loss: of the
+        step after the switch.
         """
         gc.collect()
         trim(CPU)
@@ -124,14 +125,14 @@ class Worker:
         }
 
     def step(self) -> float:
-        """One step; its loss."""
+        """Make one step and return its loss."""
         loss = float(self.job.fit(1)[-1]["loss"])
         for bucket in _buckets(self.job.job.sharded_model.data):
-            bucket.zero_()  # made anew after the first step: memory that nobody has touched would not count
+            bucket.zero_()  # untouched memory would not count: buckets are new after the first step
         return loss
 
     def _held(self) -> int:
-        """Bytes of weights and optimizer state, and of the buffers that hold gradients between steps."""
+        """Return the bytes of weights, of optimizer state, and of the buffers that hold gradients between steps."""
         sharded_model, inner = self.job.job.sharded_model, self.job.job.optimizer.inner
         seen: set[int] = set()
         state = [tensor for tensor, _ in job_state.state(sharded_model, inner).values()]
@@ -139,7 +140,7 @@ class Worker:
 
 
 def _buckets(data: Any) -> list[torch.Tensor]:
-    """What a data axis keeps for gradients."""
+    """Return the buffers that a data axis keeps for gradients."""
     if hasattr(data, "_replicas"):
         return [bucket.flat for bucket in data._replicas._buckets]
     if hasattr(data, "_buckets"):

@@ -1,7 +1,8 @@
-"""Half a gigabyte of state from one strategy to the next, beside a save and a load by torch.distributed.checkpoint.
+"""Measure a switch of half a gigabyte of state, beside a save and a load by torch.distributed.checkpoint.
 
-Both go from the old job to the new one ready to step, in the same processes, one after the other; the files lie in
-memory (/dev/shm), and torch's own planners write and read them. What building the new model takes counts for both.
+Both begin with the old job and end with the new one, ready to step. They run in the same processes, one after the
+other. The files are in memory (/dev/shm), and torch's own planners write and read them. The time to build the new model
+counts for both.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ ROUNDS = 3
 SIZE = {"width": 640, "layers": 9, "vocab": 1536, "block": 16, "batch": 8}  # 46 million parameters
 QUICK = {"width": 64, "layers": 8, "vocab": 256, "block": 16, "batch": 8}
 TOUR = ("zero3", "tp", "pp", "dp=2 pp=2", "zero3", "ddp")
-"""From each to the next; from ddp on nothing has to move."""
+"""Each switch goes from one to the next. ddp is the last: nothing would have to move from there."""
 BAR_MOVE, BAR_WHOLE, BAR_BYTES = 1 / 4, 1 / 2, 64 << 20
 
 
 def run(settings: Settings) -> list[Row]:
-    """Three rows: the movement, the whole switch, the memory that it takes."""
+    """Return three rows: the movement, the whole switch, and the memory that it takes."""
     memory = Path("/dev/shm")
     if not memory.is_dir():
         return [skipped("switch of half a gigabyte", "torch.distributed.checkpoint", "no /dev/shm here")]
@@ -39,7 +40,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _measured(settings: Settings, folder: str, size: dict[str, int]) -> tuple[list[dict[str, float]], list[float]]:
-    """(seconds of each transition, bytes that the fullest rank took beyond the new model)."""
+    """Return (seconds of each transition, bytes that the fullest rank took beyond the new model)."""
     found, extra = [], []
     with Ranks("switch.switch", RANKS, folder=settings.folder, **size) as ranks:
         for number in range(1 + (1 if settings.quick else settings.count(ROUNDS))):
@@ -51,7 +52,7 @@ def _measured(settings: Settings, folder: str, size: dict[str, int]) -> tuple[li
                 if not all(same for _, same in loaded):
                     raise RuntimeError(f"{strategy}: what was loaded is not what was moved")
                 if number == 0:
-                    continue  # groups, buffers and files for the first time
+                    continue  # the first round makes groups, buffers and files
                 pause = max(one["pause"] for one in said)
                 build = max(one["prepare"] for one in said)
                 stored = saved + max(seconds for seconds, _ in loaded)

@@ -1,4 +1,4 @@
-"""A hundred switches through all families: open files, threads and memory, beside those after the first ones."""
+"""Count open files, threads and memory after a hundred switches of all kinds, beside those after the first ones."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ RANKS = 4
 SWITCHES, WARM = 100, 16
 SIZE = {"width": 64, "layers": 4, "batch": 8}
 BAR_BYTES = 8 << 20
-"""Less than a tenth of a megabyte a switch: what the allocator and the records of the steps may take."""
+"""Less than 0.1 MB for each switch, which the allocator and the records of the steps may take."""
 
 
 def run(settings: Settings) -> list[Row]:
-    """One row: the worst rank."""
+    """Return one row: the worst rank."""
     names = strategies(RANKS)[1:] + strategies(RANKS)[:1]
     count = 2 * WARM if settings.quick else SWITCHES + WARM
     route = [names[i % len(names)] for i in range(count)]
     with Ranks("switch.switch", RANKS, folder=settings.folder, **SIZE) as ranks:
         told = ranks.ask("many", strategies=route)
-    # A strategy is there again every eighth switch, which must find the process as it was.
+    # A strategy comes back at every eighth switch. It must find the process as it was.
     start = WARM - 1
     end = len(route) - 1 - (len(route) - 1 - start) % len(names)
     more = {key: max(one[end][key] - one[start][key] for one in told) for key in ("files", "threads", "bytes")}

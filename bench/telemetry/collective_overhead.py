@@ -1,7 +1,7 @@
-"""What a collective costs in Python where its group is a delegating one and telemetry is on, beside torch's own call.
+"""Measure what a collective costs in Python with a delegating group and telemetry, beside torch's own call.
 
-In a world of one, so that nothing is waited for; calls of the one and of the other in turn. What other programs take of
-the machine is in both, and in the longer one more of it: so the block counts, of twenty, in which both took least.
+The world has one rank, so that nothing is waited for. The two kinds of calls alternate. Other programs slow down both,
+and the longer one more. So of twenty blocks the one counts in which both took least.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BAR_S, BLOCKS, CALLS = 20e-6, 20, 250
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row for collectives that are waited for at once, and for those that are not."""
+    """Return one row for collectives that are waited for at once, and one for those that are not."""
     command = [sys.executable, "-m", "bench.telemetry.collective_overhead", str(settings.folder / "store")]
     said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     return [
@@ -39,7 +39,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def measured(store: str) -> dict[str, tuple[float, float]]:
-    """(seconds more than torch's own, those of torch's own), of an all-reduce of 32 bytes and its wait."""
+    """Return (seconds beyond torch's own, seconds of torch's own) of an all-reduce of 32 bytes and its wait."""
     import torch
     import torch.distributed as dist
 

@@ -1,11 +1,13 @@
-"""Memory of a long training's processes: steps of a tiny model, as fast as they go, on two ranks, with records, output
-and a dashboard in a real kernel. What the kernel, the ranks, their parent and the controller take in the end, beside
-what they took after a third of the steps: what grows with every step shows there.
+"""Measure the memory of a long training's processes.
 
-For some minutes, with a history on the ranks that keeps a hundredth of what it keeps elsewhere, so that it is full
-before the measuring begins. With `--steps 1000000` until so many steps are made, with the history as it is: hours on
-two ranks, which mostly wait for each other; on one (`--ranks 1`), which sends as many records and lines, half an hour
-of a core.
+Two ranks make steps of a tiny model as fast as they can, with records, output and a dashboard in a real kernel. The
+memory of the kernel, the ranks, their parent and the controller at the end is compared with that after a third of the
+steps. Anything that grows with every step shows there.
+
+This takes some minutes. The history on the ranks keeps a hundredth of what it usually keeps, so that it is full before
+the measurement begins. With `--steps 1000000` the training goes on until so many steps are made, with the usual
+history. That takes hours on two ranks, which mostly wait for each other. One rank (`--ranks 1`) sends as many records
+and lines, and takes half an hour of a core.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from bench.settings import Settings
 from bench.table import Row, absolute
 
 SECONDS, QUICK_SECONDS, EVERY_S = 170.0, 20.0, 1.0
-SAID_EVERY = 60  # samples: what is taken now is printed
+SAID_EVERY = 60  # samples between two lines that print the memory
 RANKS = 2
-FEWEST, STUCK_S = 9, 180.0  # samples; seconds without a step, after which it is an error
+FEWEST, STUCK_S = 9, 180.0  # samples; seconds without a step until NoStep is raised
 FLAT = 1.05
 
 _START = """
@@ -55,7 +57,7 @@ trainer = nbkit.Trainer(
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row for each kind of process."""
+    """Return one row for each kind of process."""
     seconds = QUICK_SECONDS if settings.quick or settings.rounds else SECONDS
     enough = _Enough(seconds=0.0 if settings.steps else seconds, steps=settings.steps or 0)
     folder = settings.folder
@@ -96,7 +98,7 @@ def _is_controller(process: psutil.Process, kernel: int) -> bool:
 
 @dataclass(frozen=True)
 class _Enough:
-    """Samples are taken until so many seconds behind the first step, and until so many steps."""
+    """The end of sampling: when both `seconds` since the first step and `steps` steps have passed."""
 
     seconds: float
     steps: int
@@ -105,7 +107,7 @@ class _Enough:
 def _sampled(
     kinds: dict[str, list[psutil.Process]], step: Path, enough: _Enough
 ) -> tuple[list[float], dict[str, list[list[float]]]]:
-    """Steps, and the bytes of each process of each kind. Raises NoStep where none is made for a while."""
+    """Return steps, and the bytes of each process of each kind then. Raises NoStep if none is made for a while."""
     steps: list[float] = []
     seen: dict[str, list[list[float]]] = {
         kind: [[] for _ in processes] for kind, processes in kinds.items() if processes
@@ -132,4 +134,4 @@ def _sampled(
 
 
 class NoStep(Exception):
-    """The training does not go on."""
+    """Raised when the training makes no step for STUCK_S seconds."""

@@ -1,11 +1,14 @@
-"""What telemetry costs a step: calls and bytes counted; then all that is on by default, with times, phases, records on
-disk and TensorBoard's scalars. Beside the same step with nothing noted and nothing written.
+"""Measure what telemetry costs a step, beside the same step with nothing noted and nothing written.
 
-One job trains all arms, in blocks that alternate; a block is as many steps as there are from one that listens for the
-ends of collectives to the next. The cost is one of the calls in a step and of the step itself, not of what is computed:
-the ratio is that of a step of about a quarter of a second, a short one for a model worth several ranks, and the note
-says what it comes to in milliseconds, which is the same for a shorter or a longer one; and what of it a rank has
-measured itself while it noted calls, which is all there is to counting, and not in the reach of the ratio's interval.
+There are two costs: that of counting calls and bytes, and that of all that is on by default, with times, phases,
+records on disk and TensorBoard's scalars.
+
+One job trains all arms, in alternating blocks. A block has as many steps as there are from one that listens for the
+ends of collectives to the next. The cost comes from the calls in a step and from the step itself, not from what it
+computes. So the ratio holds for a step of about a quarter of a second, which is short for a model that needs several
+ranks. The note says how many milliseconds the cost is, which is the same for shorter and longer steps. It also says how
+long a rank was busy with noting calls, by its own clock. This is the whole cost of counting, without the noise of the
+ratio.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ WORDS = {"count": "counting", "time": "timing, records and scalars on disk"}
 
 
 def run(settings: Settings) -> list[Row]:
-    """Two rows for each strategy."""
+    """Return two rows for each strategy."""
     rows = []
     with Ranks("telemetry.telemetry", RANKS, folder=settings.folder, **SIZE) as ranks:
         arms = {"off": "off", "off again": "off", "count": "count", "time": "time"}
@@ -64,18 +67,18 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _means(of: dict[str, list[float]]) -> list[float]:
-    """Of both arms without anything, round by round: less noise than either has."""
+    """Return the mean of both arms without telemetry, round by round, which has less noise than either."""
     return [(a + b) / 2 for a, b in zip(of["off"], of["off again"], strict=True)]
 
 
 class Worker:
-    """One job for all arms, in the same memory: what records its run is taken off and put back."""
+    """A rank with one job for all arms, in the same memory. What records the run is taken off and put back."""
 
     def __init__(self, *, width: int, layers: int, block: int, batch: int) -> None:
         self._config, self._batch, self._pace = config(width, layers, block=block), batch, Paced()
 
     def prepare(self, strategy: str) -> None:
-        """Train `strategy` from here on."""
+        """Make a training of `strategy` for the next blocks, and warm it up."""
         self._trainer = trainer(
             self._config, strategy, batch=self._batch, loading=nbkit.Loading(collate=self._pace), log_dir="runs"
         )
@@ -85,8 +88,10 @@ class Worker:
         self._recording = {True: (job.recorder, [*job.ledger.bus.sinks]), False: (Recorder(job.device), others)}
 
     def block(self, mode: str, steps: int) -> tuple[float, float, float]:
-        """(seconds, CPU-seconds, seconds that noting calls has taken) of a step, of so many. mode: "off", "count", or
-        "time" with all that a run records of itself."""
+        """Train `steps` steps and return the mean (seconds, CPU-seconds, seconds of noting calls) of one.
+
+        mode: "off", "count", or "time", which includes all that a run records of itself.
+        """
         collectives.set_mode(mode)
         job = self._trainer.job
         job.recorder, job.ledger.bus.sinks = self._recording[mode == "time"]

@@ -1,7 +1,8 @@
-"""Records of a million steps: the memory of who writes them, and how soon the tab shows such a run. Then how long a
-step that 1 or 64 ranks have written takes until the tab's page, which asks once a second, has it.
+"""Measure records of a million steps: the memory of the writer, and how soon the tab shows such a run.
 
-The tab is asked as its page asks: through TensorBoard's server, the list of runs, the whole curve, one step.
+Then measure how long a step that 1 or 64 ranks have written takes until the tab's page has it, which asks once a
+second. The benchmark asks as the page does: through TensorBoard's server, for the list of runs, the whole curve, one
+step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LABEL = "dp 1 [all]"
 
 
 def run(settings: Settings) -> list[Row]:
-    """Memory, opening, and a row for each number of writers."""
+    """Return rows about memory and opening, and one for each number of writers."""
     steps = QUICK_STEPS if settings.quick or settings.rounds else STEPS
     folder = settings.folder / "runs"
     grown = _write(folder / "long", steps)
@@ -60,7 +61,10 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _write(run_dir: Path, steps: int) -> float:
-    """A rank's records of so many steps, and copies for the others; memory at the end over that after a tenth."""
+    """Write a rank's records of `steps` steps and copy them for the other ranks.
+
+    Returns the memory of this process at the end divided by that after a tenth of the steps.
+    """
     file, process = record_file(run_dir, 0, RANKS), psutil.Process()
     overview, early = Overview(file.path), 0
     for step in range(1, steps + 1):
@@ -78,7 +82,7 @@ def _write(run_dir: Path, steps: int) -> float:
 
 
 def _until_visible(folder: Path, writers: int) -> list[float]:
-    """Seconds from the writing of each step by all ranks until an answer to the page has it."""
+    """Return, for each step, the seconds from its writing by all ranks until an answer to the page has it."""
     files = [record_file(folder / "watched", rank, writers) for rank in range(writers)]
     written: dict[int, float] = {}
 

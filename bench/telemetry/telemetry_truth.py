@@ -1,18 +1,19 @@
-"""Delays that are put into a training, and found again in what it has recorded: where, on which rank, how long.
+"""Put delays into a training, and find them again in its records: where, on which rank, how long.
 
 A delay is taken once in each step: in a rank's loader, in its compute, or in a transfer between two ranks. The figure
-is by how much the part of the step where it must show is longer, median over three steps, than in those without it
-right before and after: what else the machine does slows all of them. Beside it: what is named of these three steps: of
-a delay that only some ranks have, who is marked as late and why; of one that all stand at, or in a link between stages,
-what `largest_loss` names.
+is how much longer the part of the step is in which the delay must show. It is the median of three steps, compared with
+the steps without a delay right before and after, because load of the machine slows all of them. The row also shows what
+the tab names in these steps. If only some ranks have the delay, that is the late rank and why. If all ranks have it, or
+if it is in a link between stages, that is what `largest_loss` names.
 
-The compute of these steps is known: its ranks sleep, which takes no core, and what the host does meanwhile hides behind
-it, as it does behind a device. Where ranks compute on cores that they share, one that is delayed leaves its core to the
-others, whose compute is shorter for it, so that nobody knows what is to be found. On two ranks, which may have a core
-each, the same delays are put into a GPT that computes as well, and shown without a judgement. What of a step is in none
-of the measured parts is held to its bar in both kinds.
+The compute of these steps is known: the ranks sleep, which takes no core. Work of the host hides behind the sleep, as
+it does behind a device. If ranks computed on shared cores, a delayed rank would leave its core to the others, whose
+compute would become shorter, and nobody would know the right answer. Two ranks may have a core each. There the same
+delays are also put into a GPT that computes, and shown without a judgement. In both kinds, the remainder of a step,
+which is in none of the measured parts, has to meet a bar.
 
-Then pipelines whose stages sleep, by the bubble that the tab shows of their records and that of the ideal timeline.
+Pipelines whose stages sleep follow: the bubble that the tab shows from their records, beside that of the ideal
+timeline.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ REMAINDER = 0.05
 PARTS = ("data", "compute", "optimizer", "other", "exposed", "link")
 STRATEGIES = {2: ("ddp", "zero3", "tp", "pp"), 4: ("dp=2 tp=2", "dp=2 pp=2", "tp=2 pp=2", "zero3")}
 PIPELINES = (("gpipe", 4, 8), ("1f1b", 2, 8), ("1f1b", 4, 8), ("interleaved", 4, 8), ("zb", 4, 8), ("zbv", 4, 8))
-UNIT, POINTS, PIPELINE_STEPS = 0.05, 0.02, 4  # at 20 ms, what the executor takes is 3 points
+UNIT, POINTS, PIPELINE_STEPS = 0.05, 0.02, 4  # at 20 ms, the executor itself would take 3 points
 
 
 @dataclass(frozen=True)
 class Delay:
-    """where: as Worker.train of `telemetry` takes it. part: of the step, where it must show on `ranks`."""
+    """A delay to find. where: as `Worker.train` takes it. part: the part of the step in which it shows on `ranks`."""
 
     where: str
     ranks: tuple[int, ...]
@@ -95,26 +96,29 @@ class Recorded:
         self.details = _by_step(every, Detail)
 
     def told(self, steps: Sequence[int], delay: Delay) -> PipelineLink | Late | str:
-        """What the tab names of these steps: who is marked as late; where all stand at a link, and of one between
-        stages, what the sentence says costs the most, by the last one's moments."""
+        """Return what the tab names for these steps.
+
+        If only some ranks have the delay: the rank that is marked as late. If all ranks have it, or if it is in a link
+        between stages: what the tab's sentence says costs the most, by the moments of the last step.
+        """
         of = usual_bars([self.steps[step] for step in steps], self.members)
         if delay.part != "link" and len(delay.ranks) < len(of):
             return late_rank(of) or "nobody"
         return largest_loss(of, slow=slow_link(self.links(steps[-1]), median(bar.seconds for bar in of)))
 
     def links(self, step: int) -> list[PipelineLink]:
-        """Between the stages of a pipeline."""
+        """Return the links between the stages of a pipeline in this step."""
         return links(self.details[step], self.offsets)
 
     def seconds(self, step: int, rank: int, source: int) -> dict[str, float]:
-        """Part of the step -> seconds; "link": of transfers from `source` that this rank stood still for."""
+        """Return part of the step -> seconds. "link": those that this rank stood still for transfers from `source`."""
         bar: Bar = next(bar for bar in bars(self.steps[step], self.members) if bar.rank == rank)
         stood = sum(link.seconds for link in self.links(step) if (link.source, link.target) == (source, rank))
         return {part: stood if part == "link" else getattr(bar, part) for part in PARTS}
 
 
 def run(settings: Settings) -> list[Row]:
-    """A row for each strategy and delay, one for each pipeline."""
+    """Return rows: for each strategy its remainder and each delay, for each pipeline its bubble."""
     rows = []
     for num in settings.sizes(tuple(STRATEGIES)):
         with Ranks("telemetry.telemetry_truth", num, folder=settings.folder, **SIZE) as ranks:
@@ -135,7 +139,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def delays(strategy: Strategy) -> list[Delay]:
-    """One of each kind, on ranks at different places, and one in a transfer along each axis."""
+    """Return one delay of each kind, on ranks at different places, and one in a transfer along each axis."""
     last = strategy.mesh.size - 1
     found = [Delay("data", (last,), "data"), Delay("compute", (0,), "compute"), Delay("compute", (last,), "compute")]
     for axis in ("dp", "tp", "pp"):
@@ -147,7 +151,7 @@ def delays(strategy: Strategy) -> list[Delay]:
 
 
 def _delayed(settings: Settings, ranks: Ranks, num: int, name: str, compute: float) -> tuple[Recorded, list[Span]]:
-    """The records of a training that is delayed in each way in turn, and its steps; between two, as many without."""
+    """Train with each delay in turn, with as many steps without one between two. Returns records and steps."""
     folder = settings.folder / ranks.ask("prepare", strategy=name, compute=compute)[0]
     ranks.ask("train", steps=3)
     wanted = delays(Strategy.parse(name, num)) * settings.count(ROUNDS)
@@ -155,13 +159,13 @@ def _delayed(settings: Settings, ranks: Ranks, num: int, name: str, compute: flo
     for one in (None, *(each for delay in wanted for each in (delay, None))):
         order = {"where": one.where, "seconds": DELAY, "ranks": one.ranks} if one else {}
         first, last = ranks.ask("train", steps=STEPS + 1, **order)[0]
-        # The first step of a run also waits for what every run begins with.
+        # Leave out the first step of a run, which also waits for what every run does when it begins.
         spans.append((one, range(first + 1, last + 1)))
     return Recorded(folder), spans
 
 
 def _remainder(recorded: Recorded, spans: Sequence[Span], of: str) -> Row:
-    """What of a step without a delay is in none of the measured parts."""
+    """Return the row of the remainder: the share of a step without a delay that is in none of the measured parts."""
     steps = [step for delay, those in spans if delay is None for step in those]
     every = [bar for step in steps for bar in bars(recorded.steps[step], recorded.members)]
     other, whole = (median(getattr(bar, name) for bar in every) * 1e3 for name in ("other", "seconds"))
@@ -173,9 +177,9 @@ def _remainder(recorded: Recorded, spans: Sequence[Span], of: str) -> Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one delay. longer: seconds by round and rank. right: no other part of the step grew more.
+    """The result of one delay. longer: seconds by round and rank. right: no other part of the step grew more.
 
-    hits: how often the right one was named.
+    hits: how often the right rank and cause were named.
     """
 
     delay: Delay
@@ -225,7 +229,7 @@ def _row(found: Finding, of: str) -> Row:
 
 
 def _shown(found: Sequence[Finding], of: str) -> Row:
-    """Delays whose truth is not known to a tenth: what was found of them all, without a judgement."""
+    """Return one row for all delays, without a judgement: the right answer is not known to a tenth."""
     near = sum(one.near for one in found)
     hits, names = sum(one.hits for one in found), sum(len(one.named) for one in found)
     each = {one.delay.words: quantile(one.longer).middle / DELAY for one in found}
@@ -242,7 +246,7 @@ def _shown(found: Sequence[Finding], of: str) -> Row:
 
 
 def expected(delay: Delay, strategy: Strategy) -> Callable[[PipelineLink | Late | str], bool]:
-    """Whether the right rank is named for the right cause. Where all ranks stand at the slow link, none is late."""
+    """Return a check that the right rank is named for the right cause. If all ranks stand at a link, none is late."""
     if delay.part in ("data", "compute"):
         return lambda told: isinstance(told, Late) and (told.rank, told.cause) == (delay.ranks[0], delay.part)
     if delay.part == "link":
@@ -304,11 +308,11 @@ _LATE = ("allreduce", "_allgather_base", "allgather", "alltoall_base")
 ANYONE, NOBODY = -1, -2
 
 BLOCKS = 2
-"""Of the model that sleeps: one for each stage of a pipeline."""
+"""Blocks of the model that sleeps: one for each stage of a pipeline."""
 
 
 class Worker:
-    """One job after the other. Its delay is taken in the steps after `slow` is called with one."""
+    """A rank that trains one job after another. `train` says which delay its steps have."""
 
     def __init__(self, *, width: int, layers: int, block: int, batch: int) -> None:
         World.join_from_env()
@@ -316,13 +320,13 @@ class Worker:
         self._delay = dict.fromkeys(("data", "compute", "link"), 0.0)
         self._undo: list[Callable[[], None]] = []
         self._taken: set[str] = set()
-        self._busy_until = 0.0  # of what computes, in seconds of perf_counter
+        self._busy_until = 0.0  # the end of the compute so far, in seconds of perf_counter
 
     def prepare(self, strategy: str, *, compute: float = 0.0, unit: float = 0.0) -> str:
-        """Train `strategy` from here on; returns the directory of the run.
+        """Make a training of `strategy` for the next steps, and return the directory of the run.
 
-        compute: a model whose compute is so many seconds of sleep in each rank's step, a third of them forward, and
-        next to nothing else; 0: a GPT, which computes. unit: a model of stages that sleep, so many seconds each.
+        compute: seconds. The model sleeps so long in each rank's step, a third of it in forward, and does next to
+        nothing else. 0: a GPT, which computes. unit: seconds. The model has stages that sleep so long.
         """
         self._heal()
         chosen = Strategy.parse(strategy, dist.get_world_size())
@@ -340,16 +344,16 @@ class Worker:
         )
         session = self._trainer.job.recorder._session
         assert session is not None
-        session._detail_every = 1  # the moments of every step
+        session._detail_every = 1  # record the moments of every step
         return str(self._trainer.run_dir)
 
     def train(
         self, steps: int, *, where: str = "", seconds: float = 0.0, ranks: tuple[int, ...] = ()
     ) -> tuple[int, int]:
-        """(first, last) step of so many, with a delay of so many seconds in each on these ranks.
+        """Train `steps` steps with a delay of `seconds` in each on `ranks`, and return the (first, last) step.
 
-        where: "data", "compute", or the axis of the group of `ranks` whose next transfer of a step arrives that much
-        later: a collective's on all of them, a message's on the last one, from the first one.
+        where: "data", "compute", or an axis. On the axis, the next transfer of a step in the group of `ranks` arrives
+        later: a collective on all of them, a message from the first one on the last one.
         """
         first = self._trainer.step + 1
         self._heal()
@@ -362,31 +366,31 @@ class Worker:
         return first, self._trainer.step
 
     def _model(self, compute: float) -> nn.Module:
-        # Lambdas: a model is copied with what its hooks are bound to.
+        # Lambdas: a copy of a model also copies the object that a bound method belongs to.
         model: Any = Small(self._config, lambda *args: self._compute(*args)) if compute else nbkit.GPT(self._config)
         for each in model.blocks:
             each.register_forward_pre_hook(lambda module, args: self._sleep("compute"))
         return model  # type: ignore[no-any-return]
 
     def _compute(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """The compute of a block on these rows, in which it sleeps: here, and twice as long before its backward."""
+        """Sleep for the compute of a block on these rows: here, and twice as long before its backward."""
         seconds = self._per_row * len(output)
         self._take(seconds)
         if output.requires_grad:
             output.register_hook(lambda grad: self._take(2 * seconds))
 
     def _take(self, seconds: float) -> None:
-        """So much more is computed, from where it was done with what came before.
+        """Sleep for `seconds` of compute, counted from the end of the compute before.
 
-        What the host does meanwhile is hidden behind it, as with a device: how long that takes hangs on who else is at
-        the cores, which is nothing that a delay has to do with.
+        Work of the host is hidden behind it, as with a device. How long that work takes depends on who else uses the
+        cores, and does not belong to a delay.
         """
         done = self._busy_until + seconds
         self._busy_until = max(done, time.perf_counter())
         until(done)
 
     def _ready(self) -> None:
-        """There was nothing to compute until now."""
+        """Note that there was nothing to compute until now."""
         self._busy_until = time.perf_counter()
 
     def _collate(self, samples: list[Any]) -> Any:
@@ -397,7 +401,7 @@ class Worker:
         return batch
 
     def _sleep(self, where: str) -> None:
-        """Once a step."""
+        """Take the delay, once a step."""
         if self._delay[where] and where not in self._taken:
             self._taken.add(where)
             if where != "compute" or not self._per_row:
@@ -405,7 +409,7 @@ class Worker:
             self._take(self._delay[where])
 
     def _wrap(self, axis: str, ranks: tuple[int, ...]) -> None:
-        """Whatever comes over a group is waited for through us; over the one of `ranks` on `axis` it comes late."""
+        """Watch all waits of every group. What comes over the group of `ranks` on `axis` is late."""
         for group in live():
             slow = bool(axis) and group.seen.axis == axis and set(ranks) <= set(group.members)
             inner = group.inner
@@ -418,7 +422,7 @@ class Worker:
         self._ready()
 
     def _source(self, axis: str, group: DelegatingGroup, ranks: tuple[int, ...]) -> int:
-        """Whose messages come late here; ANYONE: collectives do; NOBODY."""
+        """Return whose messages come late here. ANYONE: collectives do. NOBODY: none do."""
         if axis != "pp":
             return ANYONE
         return group.members.index(ranks[0]) if dist.get_rank() == ranks[-1] else NOBODY
@@ -431,7 +435,7 @@ class Worker:
 
 
 class Small(nn.Module):
-    """Blocks of an MLP of a few numbers each: whatever `compute` adds is what it computes.
+    """Blocks of a tiny MLP. Nearly all of their compute is what `compute` adds.
 
     compute: a forward hook of each block's wider half, where every rank of a tensor axis holds all positions.
     """
@@ -463,7 +467,7 @@ class MLP(nn.Module):
 
 
 class Sleepers(nn.Module):
-    """A stage's worth each: forward, the gradient of the input and that of the weight sleep `unit` seconds."""
+    """A block per stage. Forward, the gradient of the input and that of the weight each sleep `unit` seconds."""
 
     def __init__(self, stages: int, unit: float) -> None:
         super().__init__()
@@ -488,7 +492,7 @@ class Sleeper(nn.Module):
 
 
 class _Link:
-    """An inner group that tells `arrived` when something has come, and whether it comes late: what is from `source`."""
+    """An inner group that calls `arrived` when something has come, with True (late) if it is from `source`."""
 
     def __init__(self, inner: Any, arrived: Callable[[bool], None], source: int | None) -> None:
         self._inner, self._arrived, self._source = inner, arrived, source

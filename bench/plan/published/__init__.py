@@ -1,1 +1,1 @@
-"""Published steps of large models, and what the planner says of them."""
+"""Published steps of large models, beside the planner's predictions."""

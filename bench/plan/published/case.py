@@ -8,12 +8,12 @@ from nbkit.planner.choose.load import Hardware, Load
 from nbkit.strategy import Strategy
 
 NODE, HALF = 8, 2
-"""Devices of a node; bytes of an element."""
+"""Devices on a node; bytes of an element."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """all_flops: of all devices, with what is recomputed. measured: seconds of the step, as published."""
+    """A published step. all_flops: of all devices, recomputation included. measured: seconds of the step."""
 
     name: str
     on: Hardware

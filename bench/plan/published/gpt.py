@@ -1,6 +1,6 @@
-"""Steps of Megatron-LM's GPTs as papers report them: gpt.csv.
+"""Steps of Megatron-LM's GPTs, as papers report them: gpt.csv.
 
-These runs keep the scores of attention, which nbkit's GPT does not.
+These runs keep the scores of attention. nbkit's GPT does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCORES = 10
 
 
 def cases() -> list[Case]:
-    """Of the file, in its order."""
+    """Return the cases of gpt.csv, in its order."""
     with Path(__file__).with_name("gpt.csv").open() as file:
         return [_case(line) for line in csv.DictReader(file)]
 
@@ -37,11 +37,11 @@ def _case(line: dict[str, str]) -> Case:
     on = Hardware(max(devices // NODE, 1), min(devices, NODE), DEVICES[line["hardware"]])
     config = GPTConfig(vocab=vocab, block=length, layers=layers, heads=heads, width=width)
     subject, rows = GPTPieces(config, element=HALF), batch // dp
-    attention = 2.0 * length * length * width * layers  # the half that a mask would save, computed here
+    attention = 2.0 * length * length * width * layers  # the half that a causal mask would save; these runs compute it
     scores = float(SCORES * heads * length * length * layers)
     forward, touched = subject.flops() + attention, subject.touched() + scores
     full, spread = line["recompute"] == "full", line["sequence_parallel"] == "yes"
-    # Without sequence parallelism norms and residual sums are computed on every tensor rank.
+    # Without sequence parallelism, every tensor rank computes all norms and residual sums.
     shared = subject.touched() * (1.0 if spread else 0.5 + 0.5 * tp) + scores
     again = 1.0 if full else (2 * attention) / forward
     hidden = rows * length * width * HALF
@@ -49,7 +49,7 @@ def _case(line: dict[str, str]) -> Case:
     calls, held = (12 if full else 10) * layers // pp, subject.parameters() / (tp * pp)
     terms = [TrafficTerm("tp", "all_gather", tp, micros * calls, round(hidden * calls), "hidden states")]
     if pp > 1:
-        # Megatron-LM waits for each message, whose sender waits as well: no "send", which nobody waits for.
+        # In Megatron-LM both sides wait for each message. So this is no "send" term, for which nobody waits.
         size = round(4 * rounds * hidden / tp)
         terms.append(TrafficTerm("pp", "exchange", 2, 2 * rounds * micros, size, "hidden states and their gradients"))
     if dp > 1:
@@ -60,9 +60,9 @@ def _case(line: dict[str, str]) -> Case:
         again=again,
         stages=[sum(costs[i * each : (i + 1) * each]) / sum(costs) for i in range(layers // each)],
         terms=terms,
-        # fp16 weights and gradients, fp32 master weights and moments, read and written.
+        # fp32 master weights and moments, fp16 weights and gradients: all are read and written.
         updated=held * (2 * 12 + 2 + 2),
-        # Without a pipeline these runs had torch's DDP; with one, gradients wait for the end of backward.
+        # Without a pipeline, these runs used torch's DDP. With one, gradients are sent at the end of backward.
         units=Known(subject).units(strategy) if pp == 1 and dp > 1 else (),
         passes=micros if pp == 1 else 1,
     )

@@ -1,9 +1,9 @@
-"""Steps of Llamas as torchtitan reports them, in bf16, under FSDP and tensor parallelism: llama.csv.
+"""Steps of Llamas in bf16 under FSDP and tensor parallelism, as torchtitan reports them: llama.csv.
 
-FSDP2 gathers bf16 and reduces fp32; tensor parallelism splits positions too, and nothing of it is hidden. Recomputation
-"selective" is that of operations: of the maps of a block, keys, the output of attention and one of the inner layer's
-are computed again, and whatever is not a map; attention is kept. What the pages do not say: whether the steps on A100
-were compiled (taken as not), and their network (taken as of the data sheet).
+FSDP2 gathers bf16 and reduces fp32. Tensor parallelism splits positions too, and none of its traffic is hidden.
+"selective" recomputation selects operations. It keeps attention. It repeats three matrix multiplications of a block
+(keys, the output of attention, one of the inner layer) and every operation that is not a matrix multiplication. The
+pages do not say whether the steps on A100 were compiled (assumed: no), nor their network (assumed: the data sheet's).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from nbkit.planner.step import StepUnit
 from nbkit.planner.traffic import TrafficTerm
 from nbkit.strategy import Strategy
 
-# As its page describes it: HBM2e, and 500 W.
+# The H100 that the page describes: HBM2e and 500 W.
 OWN = {"H100-500W": replace(DEVICES["H100"], name="H100-500W", memory=96e9, bandwidth=2.4e12)}
 
 FULL = 4
-"""Bytes of an element of weights at rest, and of gradients that are reduced."""
+"""Bytes of an element of weights at rest and of reduced gradients."""
 
 
 @dataclass(frozen=True)
 class Llama:
-    """Sizes of a model."""
+    """The sizes of a Llama."""
 
     layers: int
     heads: int
@@ -44,30 +44,31 @@ class Llama:
 
     @property
     def block(self) -> int:
-        """Parameters of a block, but for its norms: as many multiplications for each position."""
+        """Return the parameters of a block without its norms: as many multiplications are made for a position."""
         return 2 * self.width * (self.width + self._keys) + 3 * self.width * self.inner
 
     @property
     def ends(self) -> int:
-        """Parameters of embedding and head."""
+        """Return the parameters of embedding and head."""
         return 2 * self.vocab * self.width
 
     @property
     def again(self) -> int:
-        """Of the multiplications of a block, those that "selective" makes again."""
+        """Return how many multiplications of a block "selective" recomputation repeats for a position."""
         return self.width * (self._keys + self.width + self.inner)
 
     @property
     def flops(self) -> float:
-        """Of a position, forward; half of attention is masked."""
+        """Return the FLOPs of a position's forward. Half of attention is masked."""
         maps = self.layers * (self.block + self.sequence * self.width) + self.vocab * self.width
         return 2.0 * maps
 
     def touched(self, compiled: bool) -> float:
-        """Bytes of a position that a forward reads and writes beside multiplying.
+        """Return the bytes that a position's forward reads and writes outside of matrix multiplications.
 
-        Compiled, a norm is one pass with the residual sum before it, and so are positions and the inner layer's
-        activation; else each operation reads and writes, norms, positions and the loss in fp32.
+        If compiled, a norm is one pass with the residual sum before it. Rotary positions and the inner layer's
+        activation are one pass each. Otherwise, each operation reads and writes; norms, positions and the loss do so in
+        fp32.
         """
         attention = 2 * (self.width - self._keys) + 2 * self._keys + 4 * self.width
         turned = self.width + self._keys
@@ -79,7 +80,7 @@ class Llama:
 
 
 def cases() -> list[Case]:
-    """Of the file, in its order."""
+    """Return the cases of llama.csv, in its order."""
     with Path(__file__).with_name("llama.csv").open() as file:
         return [_case(line) for line in csv.DictReader(file)]
 
@@ -93,7 +94,7 @@ def _case(line: Mapping[str, str]) -> Case:
     maps = {"none": 0.0, "full": 1.0, "selective": 2 * model.layers * model.again / model.flops}[line["recompute"]]
     rest = float(line["recompute"] != "none")
     touched = model.touched(line["compiled"] == "yes") * (3 + rest) / (3 + maps)
-    # Weights and gradients of fp32, of which half the bytes are gathered; the ends are the root of FSDP.
+    # Weights and gradients are fp32. A gather sends bf16, half of these bytes. The ends are the root of FSDP.
     block, ends = FULL * model.block // tp, FULL * model.ends // tp
     share = model.block + model.sequence * model.width
     whole = model.layers * share + model.vocab * model.width
@@ -101,7 +102,7 @@ def _case(line: Mapping[str, str]) -> Case:
     root, head = StepUnit(0.0, (ends,), gathered=HALF / FULL), StepUnit(model.vocab * model.width / whole, ())
     held = model.layers * block + ends
     terms = [
-        TrafficTerm("dp", "all_gather", dp, 1, held, "parameters"),  # the scale alone: how often follows from the units
+        TrafficTerm("dp", "all_gather", dp, 1, held, "parameters"),  # only the bytes; how often follows from the units
         TrafficTerm("dp", "reduce_scatter", dp, 1, held, "gradients"),
     ]
     if tp > 1:
@@ -113,7 +114,7 @@ def _case(line: Mapping[str, str]) -> Case:
         again=maps,
         stages=[1.0],
         terms=terms,
-        # Weights and two moments of fp32, read and written; gradients read.
+        # fp32 weights and two moments are read and written; gradients are read.
         updated=held / FULL / dp * (2 * 12 + 4),
         units=(root, *blocks, head),
     )

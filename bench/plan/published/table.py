@@ -1,7 +1,8 @@
-"""Published steps of large models beside what the planner says of them, one case of each hardware for calibration.
+"""Compare published steps of large models with the planner's predictions.
 
-gpt.csv and llama.csv have what is reported; nothing in them was fitted. Beside it, what one constant share of the peak
-(recomputation counted, the kinder way), taken from the same case, would say.
+gpt.csv and llama.csv contain what was reported; nothing in them was fitted. The first case of each kind of hardware
+calibrates the planner. A simpler prediction stands beside: one constant share of the hardware's peak, taken from the
+same case. It counts recomputed FLOPs too, which favours it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from nbkit.planner.choose.load import calibrated, seconds
 
 @dataclass(frozen=True)
 class Found:
-    """Seconds of a case: as published, as the planner says, and by one constant share of the peak."""
+    """Seconds of a case: as published, as the planner predicts, and from one constant share of the peak."""
 
     name: str
     measured: float
@@ -30,7 +31,7 @@ class Found:
 
 
 def run() -> list[Found]:
-    """Every case but those that calibrate."""
+    """Predict every case except those that calibrate; print and return the results."""
     found, first = [], dict[str, Case]()
     for case in cases():
         name = case.on.device.name
@@ -53,7 +54,7 @@ def run() -> list[Found]:
 
 
 def bars(found: Sequence[Found]) -> tuple[bool, str]:
-    """Whether the mean error is at most half of the constant share's, and the figures."""
+    """Return whether the mean error is at most half of the constant share's, and a text with the figures."""
     ours = statistics.fmean(abs(one.predicted / one.measured - 1) for one in found)
     constant = statistics.fmean(abs(one.constant / one.measured - 1) for one in found)
     text = f"{len(found)} published steps: {ours:.1%} off on average, one constant share of the peak {constant:.1%}"
@@ -61,5 +62,5 @@ def bars(found: Sequence[Found]) -> tuple[bool, str]:
 
 
 def cases() -> list[Case]:
-    """Of both files, in their order: the first of each hardware calibrates."""
+    """Return the cases of both files, in their order. The first one of each hardware calibrates."""
     return [*gpt.cases(), *llama.cases()]
