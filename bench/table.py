@@ -19,7 +19,7 @@ _FACTORS = {"ms": 1000.0, "s": 1.0, "x": 1.0}
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. met: None if nothing was compared. samples: the measurements from which it was computed."""
+    """A figure. met: None if nothing was compared. samples: the measurements from which it was computed."""
 
     what: str
     nbkit: str

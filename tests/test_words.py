@@ -12,6 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "nbkit").rglob("*.py"))
+ALSO_DOCUMENTED = sorted(path for folder in ("bench", "magics") for path in (ROOT / folder).rglob("*.py"))
+"""Files whose docstrings begin like those of nbkit; their class names may exist twice."""
 OPENINGS = frozenset(
     "What Whether Of One As How From Where Who Which Whose When That Those In By For To At".split()
 )  # of a phrase without a verb, mostly
@@ -20,7 +22,7 @@ OF_OTHERS = {"nanny.py", "notebook.py", "version.py", "dualpipev.py", "queue.py"
 
 
 def documented() -> Iterator[tuple[Path, str]]:
-    for path in SOURCES:
+    for path in [*SOURCES, *ALSO_DOCUMENTED]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
                 text := ast.get_docstring(node)

@@ -17,7 +17,7 @@ READY_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Message:
-    """One iopub message. at: time.time() when it arrived."""
+    """An iopub message. at: time.time() when it arrived."""
 
     at: float
     kind: str

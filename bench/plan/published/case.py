@@ -1,4 +1,4 @@
-"""One published step: what was computed, where, and how long it took."""
+"""A published step: what was computed, where, and how long it took."""
 
 from __future__ import annotations
 
