@@ -1,6 +1,7 @@
-"""What of `make plan-check` takes no time: published steps, and the judgement of measured ones.
+"""The parts of `make plan-check` that take no time: published steps, and the judgement of measured ones.
 
-Its peaks have a sample in test_peak_bytes.py."""
+Its peaks have a sample in test_peak_bytes.py.
+"""
 
 from __future__ import annotations
 

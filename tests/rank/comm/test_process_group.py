@@ -388,7 +388,7 @@ class Inner:
 
 
 def dropped(world: World) -> Any:
-    """Whether the caller had to wait, and where a group ended that the frames of an error hold; then one at the end."""
+    """Return whether dropping a group that is still held had to wait, its ends by then, and the threads of all ends."""
     ended: list[str] = []
     group: Any = dist.new_group([0])
     real, group.inner = group.inner, Inner(ended)
@@ -418,7 +418,8 @@ def test_a_group_ends_on_a_thread_of_its_own_when_nobody_holds_it_any_more() -> 
 
 
 def issued_below_nothing(world: World) -> float:
-    """An operation on a thread that has no frame of Python below it: autograd's, where DDP reduces on a GPU."""
+    """Issue an operation on a thread that has no frame of Python below it, like autograd's where DDP reduces on a
+    GPU."""
     total = torch.ones(1)
     _thread.start_new_thread(dist.group.WORLD.allreduce, ([total],))
     deadline = time.monotonic() + 20.0

@@ -33,7 +33,7 @@ GROUPS = ["ab"[i % 3 == 0] for i in range(52)]
 
 
 def labelled(world: Any, batch: int, path: Path) -> dict[str, Any]:
-    """Six steps, resumed after four; rows with dropout, weighed unequally."""
+    """Make six steps, resumed after four, of rows with dropout that are weighed unequally."""
     how = {"data": nbkit.Balanced(points(52), cost=COSTS, group=GROUPS), "batch_size": batch}
     how |= {"model": lambda: net(0.3), "loss": weighted_loss, "compute": nbkit.Compute(microbatch_size=2)}
     first = quiet(**how)
@@ -91,7 +91,7 @@ def packed_losses(world: Any, strategies: tuple[str, ...]) -> dict[str, list[flo
 
 
 def one_by_one() -> list[float]:
-    """The same three batches, each document by itself, in plain torch."""
+    """Train on the same three batches, each document by itself, in plain torch."""
     data = nbkit.Balanced(docs(), cost=lambda ids: len(ids) ** 2, pack=32)
     stream = open_stream(
         data,

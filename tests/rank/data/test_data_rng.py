@@ -1,4 +1,4 @@
-"""What is drawn when data is read, and what is said where ranks hold other data."""
+"""Random numbers that are drawn while data is read, and the messages where ranks hold different data."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ class Noted(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class HuggingFace(Noted):
-    """As `datasets.IterableDataset`: its state is that of the newest iteration, and holds in one epoch."""
+    """A dataset like `datasets.IterableDataset`: its state is that of the newest iteration, and is valid in one
+    epoch."""
 
     def __init__(self, read: Path, shards: list[int] | None = None) -> None:
         super().__init__(read)
@@ -159,7 +160,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def resumed(world: Any, kind: Any, folder: Path, steps: int, changed: dict[str, Any]) -> Any:
-    """(losses of one run, of one that was resumed; samples that were read to go on; what was warned of)."""
+    """Return (losses of one run, of one that was resumed; samples that were read to go on; warnings)."""
     torch.set_num_threads(1)
     note = folder / f"rank{world.place.rank}"
     whole = job(kind(note), **changed)
@@ -204,7 +205,7 @@ def test_ranks_and_workers_go_on_behind_the_end_of_shards_in_a_later_epoch(tmp_p
 
 
 def moved(world: Any, folder: Path) -> Any:
-    """Saved on two ranks that read different shards, resumed where one reads all."""
+    """Save on two ranks that read different shards, and resume where one reads all."""
     torch.set_num_threads(1)
     note = folder / f"rank{world.place.rank}"
     whole = job(HuggingFace(note))

@@ -31,7 +31,7 @@ SAMPLES, BATCH, EPOCH = 26, 8, 4  # 7, 7, 6 and 6 samples
 
 
 def texts() -> list[tuple[Tensor, Tensor]]:
-    """Some say the same all over, some do not: they are as difficult as that."""
+    """Return texts of different difficulty: some repeat one token, others are drawn from up to 20."""
     draw = torch.Generator().manual_seed(2)
     ids = [torch.randint(1 + n % 20, (13,), generator=draw) for n in range(SAMPLES)]
     return [(row[:-1], row[1:]) for row in ids]
@@ -42,7 +42,7 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def watched(trainer: Any) -> list[Any]:
-    """The shards that it reads."""
+    """Return a list that receives each shard that `trainer` reads from now on."""
     seen, read = [], trainer._stream.next
 
     def following(draws: Any = None) -> Any:
@@ -54,7 +54,7 @@ def watched(trainer: Any) -> list[Any]:
 
 
 def by_loss(world: Any, folder: Path, strategies: tuple[str, ...] = ("ddp",)) -> dict[str, Any]:
-    """Nine steps, two and a bit epochs; and saved in the middle of the second, and gone on with by another."""
+    """Train for nine steps, two epochs and a bit; also save in the middle of the second and go on with another job."""
     found: dict[str, Any] = {}
 
     def trainer(strategy: str) -> tuple[Any, Any]:
@@ -84,7 +84,7 @@ def by_loss(world: Any, folder: Path, strategies: tuple[str, ...] = ("ddp",)) ->
 
 
 def in_plain_torch(batches: list[list[int]]) -> tuple[list[float], list[list[float]]]:
-    """(losses, for each epoch what each sample lost in it) of a model that is trained on these batches."""
+    """Train a model on these batches. Return (losses, for each epoch the loss of each sample in it)."""
     torch.manual_seed(7)
     model, data = GPT(CONFIG).double(), texts()
     optimizer, losses, each = Recording(model), [], [[0.0] * SAMPLES for _ in range(3)]
@@ -195,7 +195,7 @@ def test_rates_are_found_from_the_shares_of_both_stages_of_two_replicas() -> Non
 
 
 def joins(world: Any, cost: str) -> list[float]:
-    """Rank 1 is a new process' stream, of data that rank 0 has given it."""
+    """Give rank 0's data to a new process' stream on rank 1. Return the next samples and the costs."""
     gather = partial(all_gather_objects, world_size=2, device=torch.device("cpu"))
     rank, asked = world.place.rank, {"ranks": 2, "seed": 7, "shuffle": True, "drop_last": False, "workers": 0}
     asked |= {"rank": rank, "batch_size": BATCH, "collate": padless, "gather": gather}

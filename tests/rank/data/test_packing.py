@@ -28,7 +28,7 @@ def documents(number: int = 12, vocab: int = 50) -> list[Tensor]:
 def same_loss_and_gradients(
     model: nn.Module, one: Callable[[Any], Tensor], alone: list[Any], blocks: list[Any]
 ) -> None:
-    """one: the summed loss of a document or a block."""
+    """Assert that documents alone and in blocks have the same loss and gradients. one: the summed loss of either."""
     losses, grads = [], []
     for parts in (alone, blocks):
         model.zero_grad()

@@ -27,7 +27,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.data.open_stream import open_stream
 
 LENGTHS = [13, 10, 17, 10]
-"""Of the shards, sample i of shard s has the number 100 s + i."""
+"""The length of each shard. Sample i of shard s has the number 100 s + i."""
 
 
 def sample(number: int) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ class Files(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class HuggingFace(Files):
-    """As `datasets.IterableDataset`: parts of it are such datasets, and it knows its epoch."""
+    """A dataset like `datasets.IterableDataset`: parts of it are such datasets, and it knows its epoch."""
 
     def __init__(self, lengths: list[int], read: Path, shards: list[int] | None = None) -> None:
         super().__init__(lengths, read)
@@ -76,7 +76,7 @@ class HuggingFace(Files):
 
 
 class Pipeline(IterableDataset[Any]):
-    """As `webdataset.WebDataset`: urls, what divides them by nodes and by workers, and what reads them."""
+    """A pipeline like `webdataset.WebDataset`: urls, what divides them by nodes and by workers, and what reads them."""
 
     def __init__(self, lengths: list[int], read: Path) -> None:
         class Urls:
@@ -110,13 +110,13 @@ KINDS: dict[str, Callable[[list[int], Path], Any]] = {"files": Files, "hf": Hugg
 
 
 def in_turns(lengths: list[int]) -> list[int]:
-    """The numbers of an epoch: a sample of each shard in turn."""
+    """Return the numbers of an epoch: a sample of each shard in turn."""
     rows = sorted((i, shard) for shard, length in enumerate(lengths) for i in range(length))
     return [100 * shard + i for i, shard in rows]
 
 
 def expected(lengths: list[int], steps: int, batch: int = 8, *, drop_last: bool = False) -> list[float]:
-    """Losses of one process in plain torch."""
+    """Return the losses of one process in plain torch."""
     torch.manual_seed(7)
     model = net().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -146,7 +146,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def trained(world: Any, kind: str, folder: Path, steps: int, changed: dict[str, Any]) -> tuple[list[float], int]:
-    """Losses, and how many pids have read for this rank."""
+    """Return the losses, and how many processes have read for this rank."""
     torch.set_num_threads(1)
     note = folder / f"rank{world.place.rank}"
     note.touch()
@@ -161,7 +161,7 @@ def numbers(folder: Path, rank: int) -> list[int]:
 
 
 def read_once(folder: Path, ranks: int) -> bool:
-    """Whether the shards were divided: no sample was read by two ranks, none twice in an epoch, none left out."""
+    """Return True if no sample was read by two ranks, none was read twice in an epoch, and none was left out."""
     found = [numbers(folder, rank) for rank in range(ranks)]
     return all(found) and Counter(chain.from_iterable(found)) == Counter(in_turns(LENGTHS))
 

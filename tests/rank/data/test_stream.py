@@ -90,7 +90,7 @@ def test_what_holds_an_entry_per_row_is_cut_by_entries_and_what_fits_no_row_is_r
 
 
 def trained(world: Any, path: Path) -> list[int]:
-    """Four runs of a few steps, each resumed by a new Trainer from the file of the one before."""
+    """Make four runs of a few steps. Each is resumed by a new Trainer from the file of the one before."""
     seen: list[int] = []
 
     def collate(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:

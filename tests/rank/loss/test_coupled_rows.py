@@ -95,7 +95,7 @@ def test_of_a_model_that_draws_the_loss_is_looked_at_alone(always: bool) -> None
 
 
 class Centred(nn.Module):
-    """Where it trains, a row sees the mean of all."""
+    """A model that subtracts the mean of all rows from each row, while it trains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def test_outputs_are_taken_apart_by_name_and_put_together_again() -> None:
 
 
 class Told(nn.Module):
-    """In float32, with its loss inside: cross entropy, and a term over the batch."""
+    """A model in float32 that returns its loss: cross entropy, and `size` times a term over the whole batch."""
 
     def __init__(self, size: float, cast: bool) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ def losses(job: Trainer) -> list[float]:
 
 
 def used_again(world: Any, cases: list[tuple[str, str]]) -> dict[str, Any]:
-    """For each case: (losses, losses of the same weights, anew)."""
+    """Return (losses, losses of a new model with the same weights) for each case."""
     found = {}
     for name, strategy in cases:
         build = partial(net, 0.0 if name == "compile" else 0.1)
@@ -110,7 +110,8 @@ def test_one_in_parts_is_refused_by_name() -> None:
 
 
 def copied(world: Any, how: str) -> list[Any]:
-    """Of a copy of a model in training: whether its gradients are its own."""
+    """Return whether a copy of a model in training has the right loss and gradients of its own, and leaves the model's
+    alone."""
     job = trainer(lambda: net(0.0), **BEFORE[how])
     job.fit(1)
     twin = copy.deepcopy(job.model)
@@ -138,7 +139,7 @@ WIDTH = 256
 
 
 def num_bytes() -> int:
-    """Of all storages that tensors of this process have."""
+    """Return the bytes of all storages of tensors of this process."""
     gc.collect()
     found = {}
     with warnings.catch_warnings():
@@ -151,7 +152,7 @@ def num_bytes() -> int:
 
 
 def held_with_an_optimizer(world: Any) -> dict[str, float]:
-    """Bytes per parameter after a step, the user's model and optimizer still there."""
+    """Return the bytes per parameter after a step, while the user's model and optimizer still exist."""
     before = num_bytes()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
     num = sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""What a model changes by itself, in forward or backward: trained as on one process, or refused by name."""
+"""A model that changes itself in forward or backward trains as on one process, or is refused by name."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_look_leaves_weights_as_they_were_that_forward_moves_in_place_or_by_da
 
 
 class Counted(nn.Module):
-    """What it gives depends on how often it was called, and on an attribute that others set."""
+    """A model whose output depends on how often it was called, and on an attribute that others set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_a_look_leaves_attributes_as_they_were() -> None:
 
 
 class Frozen(OrderedDict[str, int]):
-    """As diffusers keeps a config."""
+    """A dict that cannot be changed when it is done, as diffusers keeps a config."""
 
     def __setitem__(self, key: str, value: int) -> None:
         if vars(self).get("done"):
@@ -299,7 +299,7 @@ def test_a_block_that_a_step_leaves_out_is_not_moved() -> None:
 
 
 def annealed(module: nn.Module, step: int) -> None:
-    """What a live cell does to a model between two steps."""
+    """Change a model between two steps as a live cell does."""
     module.scale = 1 + 0.1 * step  # type: ignore[assignment]
     module.blocks[1].up.training = step < STEPS  # type: ignore[index, union-attr]
 

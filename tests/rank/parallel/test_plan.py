@@ -44,7 +44,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def built(world: Any) -> dict[tuple[str, str], tuple[str, list[str]]]:
-    """(model, strategy) -> the digest of its plan, and what this rank holds otherwise than the plan says."""
+    """Return {(model, strategy): (the digest of its plan, what this rank holds otherwise than the plan says)}."""
     found = {}
     rank = world.place.rank
     for name in MODELS:

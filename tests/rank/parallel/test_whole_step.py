@@ -59,7 +59,7 @@ def decayed_by_name(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Facts:
-    """What a job finds out once about the tied GPT of the zoo, which drops."""
+    """The facts that a job finds once, here about the zoo's tied GPT with dropout."""
 
     def __init__(self) -> None:
         zoo = ZOO["gpt_tied"]
@@ -388,7 +388,7 @@ def test_logarithms_of_weights_are_run_on_weights_above_zero() -> None:
 
 
 def begun_on_inputs(world: Any) -> list[str]:
-    """What is said where `example=` is the model's input and no batch."""
+    """Return the warnings of a job whose `example=` is the model's input instead of a batch."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         job = prepare(

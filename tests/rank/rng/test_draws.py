@@ -1,6 +1,6 @@
-"""What a model draws itself is the same for a row under every strategy, or for the whole batch.
+"""A model draws the same numbers under every strategy, for a row or for the whole batch.
 
-To seed its streams is a small part of a step, and repeats what it gave.
+Seeding the streams is a small part of a step, and gives the same numbers again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROWS, LENGTH, WIDTH = 8, 4, 6
 
 
 def functions(x: Tensor) -> list[Tensor]:
-    """A row's numbers, by every function."""
+    """Return the numbers of each row, drawn by every function."""
     size = (len(x), 300)
     empty = x.new_empty(size)
     return [
@@ -109,7 +109,7 @@ class Noisy(nn.Module):
 
 
 class Other(nn.Module):
-    """What nothing can key."""
+    """A model whose random numbers cannot be keyed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Noise(nn.Module):
 
 
 def gpt() -> nn.Module:
-    """With noise in its blocks and in front of them."""
+    """Return a GPT with noise in its blocks and in front of them."""
     model = GPT(GPTConfig(vocab=32, block=8, layers=2, heads=2, width=16)).double()
     for part in (model, *model.blocks):
         part.drop = Noise()

@@ -430,7 +430,7 @@ def mask(*key: int, shape: tuple[int, ...] = (16, 64, 128), p: float = 0.5, firs
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """In standard deviations of what independent bits give."""
+    """Return the correlation of bits, in standard deviations of that of independent bits."""
     a, b = a.double().flatten() - 0.5, b.double().flatten() - 0.5
     return float((a * b).mean() * 4) * math.sqrt(a.numel())
 

@@ -1,4 +1,4 @@
-"""How ranks and hosts are: nvidia-smi's answers read, a running training looked at, only the first rank at its host."""
+"""The health of ranks and hosts: nvidia-smi is read while a training runs, and only a host's first rank looks at it."""
 
 from __future__ import annotations
 

@@ -110,7 +110,8 @@ def all_kinds(world: World) -> Any:
 
 
 def messages(rank: int) -> list[float | None]:
-    """Seconds that two messages took to come, as rank 1 knows them: one waited for at once, one long after it came."""
+    """Return the seconds that two messages took to come, as rank 1 knows them. It waits for one at once, for the other
+    long after it came."""
     found = []
     for late in (True, False):
         x, begun = torch.ones(3), None
@@ -136,7 +137,7 @@ def messages(rank: int) -> list[float | None]:
 
 
 def ended_early() -> bool | None:
-    """Whether a collective ended before it was waited for; None: nobody can tell."""
+    """Return True if a collective ended before it was waited for, None if nobody can tell."""
     dist.barrier()
     work = dist.all_reduce(torch.ones(8), async_op=True)
     time.sleep(LONG)
@@ -245,7 +246,7 @@ def test_the_ring_keeps_the_newest_and_says_how_many_it_lost() -> None:
 
 
 def own_loop(world: World, folder: str) -> Any:
-    """A loop without any job: user code in a cell, with a run directory."""
+    """Run a loop without any job, like user code in a cell, with a run directory."""
     rank = world.place.rank
     older = Session(Path(folder) / "older", rank=rank, world_size=N)
     session = Session(Path(folder), rank=rank, world_size=N)

@@ -1,4 +1,4 @@
-"""What TensorBoard is given of one rank, read back from the event files that were written."""
+"""The scalars that one rank gives to TensorBoard, read back from the event files that were written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From real ranks to the tab: what they measured and wrote is what TensorBoard's page is told."""
+"""The tab shows what real ranks measured and wrote: TensorBoard's page is told the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PIPELINE = "pp=2 schedule=1f1b microbatches=4"
 
 
 def train(world: World, folder: str) -> None:
-    """Eight steps of ddp in which rank 1 is late, four of a pipeline whose stages sleep."""
+    """Make eight steps of ddp in which rank 1 is late, and four of a pipeline whose stages sleep."""
     rank, run_dir = world.place.rank, Path(folder)
     model = torch.nn.Linear(SIZE, SIZE, bias=False)
     groups = {axis: dist.new_group([0, 1], group_desc=axis) for axis in ("dp", "pp")}
@@ -71,7 +71,7 @@ def train(world: World, folder: str) -> None:
 
 
 def pipe(rank: int, group: Any) -> None:
-    """One step of the schedule, stage by stage, with messages of one number."""
+    """Run one step of the schedule, stage by stage, with messages of one number."""
     for op in Schedule.of("1f1b", 2, 4).ops[rank]:
         if (op.kind == "F") == (rank == 1):
             dist.recv(torch.ones(1), 1 - rank, group=group)

@@ -47,7 +47,7 @@ def trained(strategy: str, **changed: Any) -> Any:
 
 
 def sent(trainer: Any, steps: int) -> tuple[float, int, set[str]]:
-    """(bytes that this rank sends along dp, messages, operations) by what telemetry notes of `steps` steps."""
+    """Return (bytes that this rank sends along dp, messages, operations) that telemetry notes in `steps` steps."""
     begin = collectives.ring.end
     trainer.fit(steps)
     calls, lost = collectives.ring.between(begin, collectives.ring.end)
@@ -64,7 +64,7 @@ class Adam(torch.optim.Adam):
 
 
 def all_of(trainer: Any) -> tuple[Tensor, Tensor]:
-    """Weights, and what the optimizer keeps."""
+    """Return the weights, and what the optimizer keeps."""
     state = trainer.optimizer.inner.state.values()
     return flat(trainer.model), torch.cat([each["momentum_buffer"].flatten() for each in state])
 
@@ -79,7 +79,7 @@ def exact(world: Any) -> dict[str, Any]:
 
 
 def rounded(world: Any) -> dict[str, Any]:
-    """The same gradients many times over."""
+    """Reduce the same gradients many times over."""
     collectives.set_mode("count")
     found: dict[str, Any] = {}
     for strategy in ("ddp", "ddp compress=bf16", "ddp compress=int8 bucket=16K"):
@@ -158,7 +158,7 @@ def test_rounded_gradients_are_off_within_their_bound_and_what_is_off_comes_late
 
 
 def by_hand(kind: Any, begin: Any, data: Any, *, every: int, slow: float) -> list[Tensor]:
-    """The weights after each average of replicas of one process."""
+    """Return the weights after each average of replicas of one process."""
     replicas = [wide() for _ in range(RANKS)]
     for model in replicas:
         model.load_state_dict(begin)

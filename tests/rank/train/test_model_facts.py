@@ -1,4 +1,4 @@
-"""What a strategy needs to know of a model is found when somebody asks for the strategy, and not before."""
+"""The facts about a model that a strategy needs are found when somebody asks for the strategy, and not before."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 
 def looked_for(patch: pytest.MonkeyPatch) -> list[tuple[set[str], str]]:
-    """(facts, name of the thread) of every look at a model from now on."""
+    """Return a list that receives (facts, name of the thread) of every look at a model from now on."""
     found: list[tuple[set[str], str]] = []
 
     def finding(module: nn.Module, runs: Any, facts: Any, wanted: Any) -> dict[str, Any]:

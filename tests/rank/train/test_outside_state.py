@@ -42,7 +42,7 @@ def plain(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_torch(name: str) -> list[float]:
-    """Losses of one process, without nbkit."""
+    """Return the losses of one process, without nbkit."""
     stateful.begin()
     kind, loss = cases()[name]
     torch.manual_seed(7)
@@ -60,7 +60,8 @@ def by_torch(name: str) -> list[float]:
 
 
 def by_nbkit(name: str, strategy: str) -> list[float] | str:
-    """Losses of these ranks; or why there are none. "chain": with live switches, of which some may be refused."""
+    """Return the losses of these ranks, or why there are none. "chain": with live switches, of which some may be
+    refused."""
     stateful.begin()
     kind, loss = cases()[name]
     first = "ddp" if strategy == "chain" else strategy

@@ -60,7 +60,8 @@ def without_formula(world: Any, folder: str) -> tuple[int, list[str]]:
 
 
 def placed(world: Any, folder: str) -> list[tuple[str, str]]:
-    """(what a step does beside forward, backward and update, the state of the training thread), in a step's order."""
+    """Return (what a step does beside forward, backward and update, the state of the training thread), in a step's
+    order."""
     seen: list[tuple[str, str]] = []
 
     def watch(owner: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What a user sees of the Trainer: progress, events, learning rate, evaluation, callbacks."""
+"""The Trainer as a user sees it: progress, events, learning rate, evaluation, callbacks."""
 
 from __future__ import annotations
 
@@ -96,9 +96,11 @@ def test_a_run_shows_writes_and_records_what_happened(tmp_path: Path) -> None:
 
 
 def averaged(world: Any, strategy: str, on: tuple[int, ...]) -> list[float]:
-    """How far a mean over steps, and the weights of the best of them, are from those of one process in plain torch.
+    """Return how far a mean over steps, and the weights of the best of them, are from those of one process in plain
+    torch.
 
-    on: ranks that have the callback."""
+    on: ranks that have the callback.
+    """
     seen: dict[str, Any] = {"mean": None, "best": (float("inf"), None)}
 
     def look(loss: float, weights: torch.Tensor) -> None:
@@ -127,7 +129,7 @@ def test_a_callback_sees_the_model_of_its_record(strategy: str, on: tuple[int, .
 
 
 def counted(world: Any, folder: Path) -> list[str]:
-    """The moving line at each step of three trainings, of which the last goes back to a checkpoint within it."""
+    """Return the progress line at each step of three trainings. The last one goes back to a checkpoint within it."""
     seen: list[str] = []
 
     def note(trainer: Any, record: dict[str, Any]) -> None:
@@ -228,7 +230,7 @@ def test_a_checkpoint_is_due_after_so_much_time_on_every_rank_at_the_same_step(t
 
 
 def saved_by_default(world: Any, folder: Path) -> list[Any]:
-    """Steps of the checkpoints of each training, and what was printed."""
+    """Return for each training whether it saved at least twice, its step, what was printed, and its run directory."""
     autosave.DETACHED_SAVE_EVERY = "0.02s"
     told = []
     for detached, asked in (

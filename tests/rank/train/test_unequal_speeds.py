@@ -104,7 +104,7 @@ def steep() -> nn.Module:
 
 
 def held_here(trainer: Any) -> int:
-    """Elements of the parameters on this rank; a pipeline lists those of other stages too."""
+    """Count the elements of the parameters on this rank. A pipeline lists those of other stages too."""
     return sum(p.numel() for p in trainer.model.parameters() if not isinstance(p, Absent))
 
 
@@ -178,7 +178,7 @@ def test_losses_are_those_of_one_process_whatever_the_speeds_and_when_they_chang
 
 
 def slept(world: Any, path: Any, strategy: str) -> dict[str, Any]:
-    """Each row takes 4 ms in each block; from step 5 to step 14 rank 1 takes twice as long."""
+    """Train on rows that take 4 ms in each block. From step 5 to step 14 rank 1 takes twice as long."""
 
     class Slow(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which GPU is a rank's, and what is said when nccl cannot be chosen."""
+"""The GPU of a rank, and the message when nccl cannot be chosen."""
 
 from __future__ import annotations
 

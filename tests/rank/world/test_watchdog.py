@@ -70,7 +70,7 @@ WAITS: list[tuple[Callable[[int], None], bool]] = [
 
 
 def broken_out(world: World) -> Any:
-    """Rank 0 stays away from each wait; rank 1 is broken out of it from a thread of its own."""
+    """Break rank 1 out of each wait from a thread of its own, while rank 0 stays away from it."""
     rank = world.place.rank
     # A connection of the user's own, and the store: neither may be touched.
     listener = socket.create_server(("127.0.0.1", 0))
@@ -113,7 +113,7 @@ def test_break_out_releases_every_wait_and_touches_nothing_else() -> None:
 
 
 def broken_by_a_peer(world: World) -> str:
-    """Only rank 0 breaks out: the others wake because its ends of the connections are shut."""
+    """Break out on rank 0 alone. The others wake because its ends of the connections are shut."""
     if world.place.rank == 0:
         failure_alarm.break_out("rank 0 failed")
         return world.dirty
@@ -135,7 +135,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 def with_workers(world: World) -> bool:
-    """The DataLoader's workers hold duplicates of the connections, and must not keep a break from working."""
+    """Break out while the DataLoader's workers hold duplicates of the connections, which must not prevent it."""
     loader = iter(DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork"))
     next(loader)
     if world.place.rank == 0:
@@ -198,7 +198,7 @@ def test_a_signal_dumps_the_stacks_into_the_file(tmp_path: Path) -> None:
 
 
 def broken_out_in_mid_message(world: World) -> float:
-    """Both ranks live, and one's message is half with the other when each of them is released."""
+    """Release two living ranks while a message is half way between them."""
     message = torch.full((100_000_000,), world.place.rank, dtype=torch.uint8)
     ends = dist.isend(message, 0) if world.place.rank == 1 else dist.irecv(message, 1)
     released = threading.Timer(0.02, failure_alarm.break_out, ["planted"])

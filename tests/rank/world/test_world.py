@@ -306,7 +306,7 @@ def test_leaving_is_orderly_and_a_new_world_can_be_joined() -> None:
 
 
 def replaced(rank: int) -> Any:
-    """Rank 1 leaves and comes back with nothing, as a fresh process would; rank 0 kept its groups."""
+    """Let rank 1 leave and come back with nothing, as a fresh process would. Rank 0 keeps its groups."""
     address, port = listeners[0].getsockname()
     place = RankPlace(rank, 2, rank, 2, "cpu", "gloo")
     world = World.join(place, listen=listeners[0], address=address, port=port)
@@ -363,7 +363,7 @@ def test_a_script_joins_from_the_environment(tmp_path: Path, n: int) -> None:
 
 
 def joins_from_the_environment(rank: int, size: int, port: int) -> Any:
-    """As torchrun makes it, whose agent holds the store; size 0: as of plain python."""
+    """Join as under torchrun, whose agent holds the store; size 0: as in plain python."""
     if size:
         own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
         os.environ |= {key: str(value) for key, value in own.items()}
@@ -418,7 +418,7 @@ def test_on_one_host_gloo_and_nccl_are_told_to_stay_on_loopback(
 
 
 def interrupted(world: World) -> Any:
-    """Ctrl-C on a rank that forms a group whose other members do not come."""
+    """Press Ctrl-C on a rank that forms a group whose other members do not come."""
     if world.place.rank == 0:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -455,7 +455,7 @@ def test_the_listener_is_on_loopback() -> None:
 
 
 def each_waits_for_the_other(world: World) -> float:
-    """As where a connection was missed: neither rank's is shut, so both worker threads go on waiting."""
+    """Return a sum after a missed connection: neither rank's is shut, so both worker threads go on waiting."""
     here = torch.ones(4)
     dist.broadcast(here, src=1 - world.place.rank, async_op=True)
     for group in registered():

@@ -97,7 +97,7 @@ MORE = {
 
 
 def shorter(value: Any, length: int) -> Any:
-    """The first `length` positions of inputs and targets."""
+    """Return the first `length` positions of inputs and targets."""
     if isinstance(value, Tensor):
         return value[:, :length] if value.ndim > 1 else value
     return (
@@ -108,7 +108,8 @@ def shorter(value: Any, length: int) -> Any:
 
 
 def difference(name: str, axes: Axes, length: int, checkpoint: bool = False, balanced: bool = False) -> float:
-    """||gradients of the split model - those of the whole one|| / ||those||, on this rank, after the sum over cp.
+    """Return ||gradients of the split model - those of the whole one|| / ||those||, on this rank, after the sum over
+    cp.
 
     balanced: a rank's part is a chunk from the head and one from the tail.
     """
@@ -199,7 +200,7 @@ class Pairs(TorchFunctionMode):
 
 
 def pairs_of_a_pass(world: Any) -> dict[bool, tuple[int, int, int]]:
-    """Whether parts are from head and tail -> (pairs, calls with a mask, masks) of a forward on this rank."""
+    """Return {parts from head and tail: (pairs, calls with a mask, masks)} of a forward pass on this rank."""
     axes, found = Axes.of(Mesh(cp=world.place.world_size), world.place.rank), {}
     for balanced in (True, False):
         model = ZOO["gpt"].build()
@@ -221,7 +222,8 @@ def test_ranks_attend_to_equally_many_pairs_and_blocks_share_their_masks() -> No
 
 
 def evaluate(world: Any) -> list[float]:
-    """Of a few models in eval mode, without gradients, down to one position: the largest difference of outputs."""
+    """Return the largest difference of outputs of two models in eval mode, without gradients, for each length down to
+    1."""
     axes = Axes.of(Mesh(cp=2), world.place.rank)
     found = []
     for name in ("gpt", "encoder"):
@@ -289,7 +291,8 @@ def test_what_mixes_positions_otherwise_is_refused_by_name() -> None:
 
 
 def forget_the_sum(world: Any) -> float:
-    """Planted: the gradients of the blocks are not summed over cp."""
+    """Leave out the sum over cp of the blocks' gradients: a planted bug. Return the smallest difference that it
+    makes."""
     specimen, axes = ZOO["gpt"], Axes.of(Mesh(cp=2), world.place.rank)
     value, target = specimen.batch(3, dtype=torch.float64)
     _, expected = specimen.gradients(specimen.build(torch.float64), value, target)

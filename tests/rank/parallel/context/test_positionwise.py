@@ -216,7 +216,7 @@ class Decoding(Block):
 
 
 def encoder_and_decoder(length: int) -> Callable[[], nn.Module]:
-    """The first block encodes `length` positions of what the others, which decode, look at."""
+    """Return how to build a model whose first block encodes `length` positions, at which the others look to decode."""
 
     def through(model: Any, x: Tensor) -> Tensor:
         memory = model.ln(model.blocks[0](x[:, :length]))

@@ -44,8 +44,8 @@ class Kernels(WatchingMode):
 
 
 def _launches(args: tuple[Any, ...]) -> int:
-    """Of a _foreach operation. torch takes tensors one by one where dtypes, sizes or strides differ, or memory is
-    not dense, or a factor has another dtype than they."""
+    """Return the number of launches of a _foreach operation. torch takes tensors one by one if their dtypes, sizes or
+    strides differ, if memory is not dense, or if a factor has another dtype."""
     lists = [[_local(t) for t in one] for one in args if isinstance(one, list | tuple) and isinstance(one[0], Tensor)]
     first = lists[0]
     factors = [_local(arg) for arg in args if isinstance(arg, Tensor)]
@@ -64,7 +64,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def blocks(layers: int = 10) -> nn.Module:
-    """Ten blocks of so many layers: 200 parameters."""
+    """Return ten blocks of so many layers. Ten layers each make 200 parameters."""
     return nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))) for _ in range(10)))
 
 
@@ -86,7 +86,7 @@ def counted(run: Callable[[], Any]) -> Counter[str]:
 
 
 def by_torch(model: nn.Module) -> Counter[str]:
-    """Of the second step."""
+    """Count the kernels of the second step in plain torch."""
     optimizer = adamw(model)
 
     def step() -> None:
@@ -100,7 +100,7 @@ def by_torch(model: nn.Module) -> Counter[str]:
 
 
 def by_nbkit(zero: int, rank: int) -> Counter[str]:
-    """The same."""
+    """Count the kernels of the second step in nbkit."""
     whole, module = blocks(), skeleton_of(blocks())
     layouts = {name: Layout.whole(p.shape) for name, p in whole.named_parameters()}
     axis = data_axis(module, layouts, Axes.of(Mesh(dp=2), rank), zero=zero, units=list(module))
@@ -126,7 +126,7 @@ def by_nbkit(zero: int, rank: int) -> Counter[str]:
 
 
 def found(world: Any) -> dict[str, Counter[str]]:
-    """Kernels beside those of forward and backward."""
+    """Return the kernels beside those of forward and backward."""
     from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
 
     collectives._INSTEAD.clear()  # NCCL's operations are its own, and gloo's are seen here no more than they

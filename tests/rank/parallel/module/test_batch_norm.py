@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def ranks(dp: int, pp: int = 1) -> Axes:
-    """As seen from rank 0, without groups: nothing is sent here."""
+    """Return the axes of rank 0, without groups: nothing is sent here."""
     return Axes(Mesh(dp=dp, pp=pp), 0, dp, dict.fromkeys((*AXES, "shard", "replicate")))
 
 

@@ -190,7 +190,7 @@ def made(model: Callable[[], nn.Module], strategy: str, **changed: Any) -> Train
 
 
 def one_process(build: Callable[[], nn.Module]) -> tuple[list[float], dict[str, Tensor]]:
-    """(losses, weights afterwards) of plain torch over whole batches."""
+    """Return (losses, weights afterwards) of plain torch over whole batches."""
     torch.manual_seed(0)
     model = build()
     optimizer, losses = adamw(model), []
@@ -266,7 +266,8 @@ def test_under_tp_the_attention_is_split_and_experts_and_positions_stay_whole() 
 
 
 def test_experts_that_are_multiplied_in_groups_are_stages() -> None:
-    """What they give is found on weights without memory, which torch's product of groups does not take."""
+    """The shapes of their outputs are found on weights without memory, which torch's product of groups does not
+    take."""
     checked = nbkit.check(lambda: mixtral(experts_implementation="grouped_mm").float(), "pp", stacked(), 2)
 
     assert "not known to train" not in str(checked) and "fits" in str(checked).splitlines()[0], str(checked)

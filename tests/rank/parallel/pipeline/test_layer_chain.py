@@ -104,7 +104,8 @@ def test_stages_that_the_user_names() -> None:
 
 
 class Skips(nn.Module):
-    """What `source` gives is added again after the last block. source: "tokens", "scale" or the number of a block."""
+    """A model that adds what `source` gives after the last block. source: "tokens", "scale" or the number of a
+    block."""
 
     def __init__(self, source: str | int, layers: int = 5) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def test_of_the_parameters_of_matmuls_tp_splits_nearly_all(name: str) -> None:
 
 
 def sent(name: str, blocks: int, seen: pytest.MonkeyPatch) -> Counter[str]:
-    """What one of two ranks issues in a step of the model with so many blocks."""
+    """Return the counts of what rank 0 of two issues in a step of the model with so many blocks."""
     specimen, issued, collective = PLAIN[name], Counter[str](), ThreadGroup._collective
     model, batch = specimen.build().train(), specimen.batch(2)
     layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))

@@ -206,7 +206,7 @@ def test_ways() -> None:
 
 
 def wire(world: Any, names: list[str]) -> dict[str, Counter[str]]:
-    """Bytes that this rank hands to each operation in a forward and backward pass."""
+    """Count the bytes that this rank hands to each operation in a forward and backward pass."""
     axes = axes_of(world)
     sent: Counter[str] = Counter()
     delegating_group.listeners.append(lambda operation, label, num: sent.update({operation: num}))

@@ -45,7 +45,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(world: Any, names: Sequence[str]) -> dict[str, tuple[float, float, int, tuple[str, ...]]]:
-    """name -> (largest difference of a weight, of a loss, how many pairs were split, notes)."""
+    """Return {name: (largest difference of a weight, of a loss, how many pairs were split, notes)}."""
     found = {}
     for name in names:
         model, alone = built(name), built(name)
@@ -91,7 +91,7 @@ def test_a_sample_trains_in_a_job_as_on_one_process() -> None:
 
 
 def split(world: Any, names: list[str]) -> dict[str, tuple[float, float, int, tuple[str, ...]]]:
-    """name -> (largest difference of a gradient, of the loss, how many pairs were split, notes)."""
+    """Return {name: (largest difference of a gradient, of the loss, how many pairs were split, notes)}."""
     found = {}
     for name in names:
         plan = proven(built(name), IDS)

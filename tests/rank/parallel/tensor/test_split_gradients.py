@@ -82,7 +82,7 @@ def dropping(name: str) -> nn.Module:
 
 
 def with_dropout(world: Any) -> list[tuple[str, float, float]]:
-    """(model, largest difference / largest gradient, how much the dropout changes the loss)."""
+    """Return (model, largest difference / largest gradient, how much the dropout changes the loss) for each model."""
     found = []
     for name, sequence, again in (
         ("gpt", True, True), ("gpt2_padded", True, False), ("gpt2_padded", False, True), ("encoder", True, False),
@@ -127,7 +127,8 @@ def test_the_same_elements_are_dropped() -> None:
 def staged(
     world: Any, name: str, sides: list[list[tuple[int, int]]], length: int = 16
 ) -> tuple[float, set[tuple[int, ...]]]:
-    """Runs the stages of all sides one after the other: (largest difference / largest gradient, shapes between)."""
+    """Run the stages of all sides one after the other. Return (largest difference / largest gradient, shapes
+    between)."""
     spec = ZOO[name]
     model = spec.build(torch.float64)
     value, target = spec.batch(3, dtype=torch.float64)

@@ -129,7 +129,7 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 
 def transposed(world: Any) -> list[str]:
-    """Each function against what it says: sums over ranks of (value x weight of the rank), and of its gradient."""
+    """Compare each function with what it says: sums over ranks of (value x weight of the rank), and of its gradient."""
     group = axes_of(world).group("tp")
     assert group is not None
     rank, size, total = group.rank(), group.size(), 7

@@ -78,7 +78,8 @@ Case = tuple[str, bool]
 
 
 def trained(job: Any, case: Case, weights: list[Tensor]) -> dict[str, Any]:
-    """Of three steps from `weights`: losses, weights, and the bytes sent in the last one, by operation."""
+    """Make three steps from `weights`. Return losses, weights, the bytes sent in the last step by operation, and the
+    formula's."""
     strategy, recompute = case
     with torch.no_grad():
         for p, value in zip(job.model.parameters(), weights, strict=True):

@@ -176,7 +176,7 @@ def test_weights_that_a_list_holds_too_are_followed_by_every_strategy() -> None:
 
 
 def later(world: Any) -> list[Any]:
-    """A job with a model that begins to use a weight after some steps; and what its module shows meanwhile."""
+    """Train a model that begins to use a weight after some steps, and look at what its module shows meanwhile."""
     watch: dict[str, bool] = {}
 
     def how(model: Any, x: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,7 @@ def built(how: str) -> Net:
 
 
 def gap(axis: DataAxis, net: nn.Module) -> float:
-    """How far the gradients are from those that `net` has."""
+    """Return the largest difference of the gradients from those of `net`."""
     off = 0.0
     for name, p in net.named_parameters():
         found, layout = axis.held[name].grad, axis.layouts[name]
@@ -180,7 +180,7 @@ class Wrapper(nn.Module):
 
 
 def wrapped(world: Any) -> list[float]:
-    """As adapters do it: a model in a wrapper in a wrapper, called at any of the three."""
+    """Return the gaps of a model in a wrapper in a wrapper, as adapters make it, called at any of the three."""
     rank, ranks = world.place.rank, world.place.world_size
     net = reference("", ranks)
     module, axis = prepared(world, Wrapper(Wrapper(net)), units=lambda module: list(module.inner.inner.blocks))
@@ -208,7 +208,7 @@ def test_a_wrapped_model_may_be_called_at_any_depth() -> None:
 
 
 def pipelined(world: Any) -> list[Any]:
-    """All forwards before all backwards, the order of a pipeline."""
+    """Run all forwards before all backwards, the order of a pipeline."""
     rank, ranks = world.place.rank, world.place.world_size
     found: list[Any] = []
     for keep in (True, False):
@@ -242,7 +242,7 @@ def test_a_pipelines_order_gathers_once_and_a_broken_step_leaves_nothing() -> No
 
 
 def lively(world: Any) -> dict[int, Any]:
-    """Frozen and thawed between steps, at the module as a user does it; evaluated in the middle of a step."""
+    """Freeze and thaw weights between steps at the module, as a user does, and evaluate in the middle of a step."""
     rank, ranks = world.place.rank, world.place.world_size
     found = {}
     net = built("")

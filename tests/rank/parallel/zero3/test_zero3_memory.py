@@ -1,4 +1,4 @@
-"""What ZeRO holds at rest and while it computes, and what it sends, are what the paper says."""
+"""ZeRO holds and sends what the paper says, at rest and while it computes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Stack(nn.Module):
 
 
 def num_bytes() -> int:
-    """Of all storages that tensors of this process have."""
+    """Return the bytes of all storages of tensors of this process."""
     gc.collect()
     found = {}
     for thing in gc.get_objects():

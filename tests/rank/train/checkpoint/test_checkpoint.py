@@ -107,7 +107,7 @@ def in_groups(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def load_and_compare(path: Path, **changed: Any) -> None:
-    """What refuses a checkpoint has taken nothing of it."""
+    """Load a checkpoint that is refused, and assert that nothing of it was taken."""
     trainer = quiet(**changed)
     before = flat(trainer.model)
     try:
@@ -185,7 +185,7 @@ def test_what_cannot_be_written_or_read_is_said_on_every_rank_and_the_old_one_st
 
 
 def killed(world: Any, folder: Path, where: str) -> None:
-    """A rank is gone in the middle of its second save: while it writes, or when all is written but the last rename."""
+    """Kill a rank in the middle of its second save: while it writes, or when all is written but the last rename."""
     from nbkit.rank.train.checkpoint import dcp_io
 
     trainer = quiet(optimizer=adamw)

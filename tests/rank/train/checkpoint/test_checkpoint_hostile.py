@@ -26,7 +26,7 @@ METADATA = "torch.distributed.checkpoint.metadata"
 
 
 def call(module: str, name: str, *args: bytes | str) -> bytes:
-    """A pickle that calls `name` of `module`, dots in it followed, as protocol 4 allows."""
+    """Return a pickle that calls `name` of `module`. Dots in the name are followed, as protocol 4 allows."""
 
     def text(word: str) -> bytes:
         return b"\x8c" + bytes([len(word.encode())]) + word.encode()
@@ -38,7 +38,7 @@ def call(module: str, name: str, *args: bytes | str) -> bytes:
 
 
 def pickles(canary: Path) -> dict[str, bytes]:
-    """What a reader of pickles would make `canary` for."""
+    """Return harmful pickles. Most of them make `canary` in a reader that does what they say."""
     touch = f"touch {canary}"
     python = f"__import__('os').mkdir({str(canary)!r})"
     return {
@@ -153,7 +153,7 @@ def test_flipped_bytes_are_refused_or_change_nothing(tmp_path: Path, times: int)
 
 
 def seen_by_one(world: Any, folder: Path) -> list[str]:
-    """Each rank has a disk of its own, and the one of rank 1 is damaged, or holds an older checkpoint."""
+    """Load from a disk of each rank's own. That of rank 1 is damaged, or holds an older checkpoint."""
     trainer, found = quiet(optimizer=adamw), []
     for name in ("old", "new"):
         trainer.fit(1)

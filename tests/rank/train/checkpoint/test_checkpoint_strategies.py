@@ -61,7 +61,8 @@ def one_process(world: Any) -> list[float]:
 
 
 def led_through(world: Any, folder: Path) -> list[bool]:
-    """Each strategy makes one step, from the checkpoint of the one before; the weights of both are the same bits."""
+    """Make one step under each strategy from the checkpoint of the one before. Return whether both have the same
+    bits."""
     same, before = [], None
     for number, strategy in enumerate(THROUGH):
         current = trainer(strategy)

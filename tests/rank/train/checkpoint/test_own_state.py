@@ -98,7 +98,7 @@ def trainer_of(strategy: str) -> Any:
 
 
 def gathered(world: Any, folder: Path) -> list[Any]:
-    """Of each strategy what is gathered, what a loaded job gathers, and what the export of it says."""
+    """Return for each strategy the gathered state, that of a job that loaded it, and the error of its export."""
     from nbkit.rank.train.checkpoint.export_safetensors import export  # at the top it would take each worker a second
 
     found: list[Any] = []

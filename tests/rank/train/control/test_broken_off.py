@@ -1,4 +1,4 @@
-"""What an error, an interrupt or an aborted reduction leaves behind: the next training is right, or it says why not."""
+"""After an error, an interrupt or an aborted reduction, the next training is right, or it says why not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbkit.rank.world import sockets
 
 
 def interrupt_at(call: int) -> Any:
-    """A loss function that is interrupted in its `call`-th call of a training; before one, a rank may try it out."""
+    """Return a loss that is interrupted in its `call`-th call of a training. Earlier trial calls do not count."""
     calls: list[int] = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def called_back(world: Any) -> list[int]:
 
 
 def test_after_an_error_no_callback_runs_on_a_rank_that_may_be_alone() -> None:
-    """One that communicates would wait for ranks that are elsewhere, and hide the error."""
+    """A callback that communicates would wait for ranks that are elsewhere, and hide the error."""
     assert run_ranks(called_back, 2) == [[1, 2, 3, 3]] * 2
 
 
@@ -151,7 +151,7 @@ def test_ranks_interrupted_around_the_end_of_the_first_step_send_the_same_bucket
 
 
 def in_the_last_backward(world: Any) -> list[float]:
-    """The first stage breaks off in its last backward pass of step 3, long after the last one is through."""
+    """Break off on the first stage in its last backward pass of step 3, long after the last stage is through."""
     trainer = quiet(
         strategy="pp microbatches=4", data=points(40), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
     )

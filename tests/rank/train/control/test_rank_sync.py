@@ -1,4 +1,4 @@
-"""What has to be equal on all ranks, and is not, is named on every one of them, and nothing trains apart."""
+"""A value that has to be equal on all ranks, and is not, is named on every one of them, and nothing trains apart."""
 
 from __future__ import annotations
 

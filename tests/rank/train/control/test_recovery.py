@@ -41,7 +41,7 @@ def interrupted_until(world: Any) -> dict[str, Any]:
 
 
 def interrupted(world: Any, within: tuple[int, ...], **again: int) -> dict[str, Any]:
-    """Ranks in `within` break off inside their third optimizer step, the others right after it."""
+    """Break off inside the third optimizer step on ranks in `within`, and right after it on the others."""
     rank = world.place.rank
     Interruptible.when = "within" if rank in within else ""
 
@@ -141,5 +141,5 @@ def gone(world: Any) -> list[bool]:
 
 
 def test_a_trainer_that_is_dropped_gives_its_memory_back() -> None:
-    """In a notebook the cell that builds a Trainer is run again and again."""
+    """A notebook runs the cell that builds a Trainer again and again."""
     assert run_ranks(gone, 2) == [[True, True]] * 2

@@ -104,7 +104,7 @@ def test_a_training_that_saves_every_step_can_be_stopped() -> None:
 
 
 def reached_one_rank(world: Any) -> list[Any]:
-    """One request reaches rank 1 alone; one, in a pause, rank 0; and a stop rank 0 while steps are made."""
+    """Send a request to rank 1 alone, one to rank 0 in a pause, and a stop to rank 0 while steps are made."""
     step_boundary.SHARE_SECONDS = 0.02
     rank, seen = world.place.rank, list[Any]()
 
@@ -128,7 +128,7 @@ def reached_one_rank(world: Any) -> list[Any]:
 
 
 def test_a_request_that_reached_some_ranks_only_acts_on_all() -> None:
-    """As where it was sent to a process that died, or a message was lost: all later ones would wait behind it."""
+    """A process may have died, or a message may be lost. All later requests would wait behind this one."""
     found = run_ranks(reached_one_rank, 2)
 
     assert found[0] == found[1]

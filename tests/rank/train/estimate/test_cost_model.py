@@ -1,4 +1,4 @@
-"""What the formulas say that a step sends is what telemetry counts of it, by operation and axis, under every family."""
+"""The formulas say what telemetry counts: what a step sends by operation and axis, under every family."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def trainer(**changed: Any) -> Trainer:
 
 
 def sent_in_a_step(job: Trainer) -> dict[tuple[str, str], tuple[float, float]]:
-    """(operation, axis) -> (calls, bytes) of a step: two steps less one, so that what a run says is in neither.
+    """Return {(operation, axis): (calls, bytes)} of a step: two steps less one, so that what a run says is in neither.
 
-    Without the empty messages by which the stages of a pipeline meet.
+    The empty messages by which the stages of a pipeline meet are left out.
     """
     found: dict[tuple[str, str], list[float]] = {}
     for steps, sign in ((1, -1.0), (2, 1.0)):

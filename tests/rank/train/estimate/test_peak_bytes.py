@@ -1,4 +1,4 @@
-"""What a rank is predicted to hold at the peak of a step is what its live storages come to, counted as it trains.
+"""The predicted peak of a rank in a step is that of its live storages, counted as it trains.
 
 Here two ranks, one small GPT; `make plan-check` has four models, two sizes and twelve strategies on four ranks.
 """
@@ -42,7 +42,7 @@ def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def peaks(world: Any, strategies: tuple[str, ...], node: int, rows: int = ROWS) -> dict[str, tuple[int, int]]:
-    """node: ranks on each."""
+    """Return {strategy: (measured, predicted)} peaks in bytes. node: ranks on each node."""
     assert link_probe._known is not None
     link_probe.know(replace(link_probe._known, node_of=tuple(rank // node for rank in range(world.place.world_size))))
     from bench.plan.peak import Worker, storages

@@ -1,4 +1,4 @@
-"""What a census counts is what the plan of each switch moves, rank by rank."""
+"""A census counts the bytes that the plan of each switch moves, rank by rank."""
 
 from __future__ import annotations
 

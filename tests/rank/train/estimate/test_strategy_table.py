@@ -1,4 +1,4 @@
-"""What the table of a job predicts: what levers would save, and memory at the peak, measured beside a training."""
+"""The table of a job predicts what levers would save, and memory at the peak, measured beside a training."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def test_of_very_many_strategies_those_that_were_left_last_are_remembered() -> N
 
 
 def trained(world: Any, beside: bool) -> tuple[list[float], dict[str, int | None], dict[str, int]]:
-    """Losses under cp; the table's peaks, measured meanwhile where `beside`; those of the same without a training.
+    """Return losses under cp; the table's peaks, measured meanwhile if `beside`; and the same peaks without a training.
 
-    On rank 0, as when a panel asks.
+    Peaks are known on rank 0, as when a panel asks.
     """
     trainer = trainer_of("cp=2")
     job = trainer.job

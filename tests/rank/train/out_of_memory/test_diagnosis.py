@@ -1,4 +1,5 @@
-"""What took the memory: the step, a leak, gaps, somebody else; by numbers, and in trainings that run out of it."""
+"""A diagnosis tells what took the memory: the step, a leak, gaps or others; by numbers, and in trainings that run
+out."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def blamed(what: str) -> list[str]:
 
 
 def keeping(output: Tensor, target: Tensor) -> Tensor:
-    """A loss that keeps something of each step."""
+    """Return the loss, and keep something of each step."""
     kept.append(output.detach().repeat(1, 200))
     return mean_loss(output, target)
 
@@ -77,7 +78,7 @@ def made(**more: Any) -> tuple[Trainer, Heard]:
 
 
 def told(trainer: Trainer, events: Heard) -> str:
-    """What a training that runs out of memory says of it."""
+    """Train until memory runs out, and return what the event says of it."""
     with pytest.raises(TrainingError) as caught:
         trainer.fit(STEPS)
     (event,) = events
@@ -86,7 +87,7 @@ def told(trainer: Trainer, events: Heard) -> str:
 
 
 def on_cores(world: Any) -> list[str]:
-    """On rank 1 the limit is reached because a list grows; then the same without the list, in a step too large."""
+    """Reach the limit on rank 1 because a list grows; then again without the list, in a step that is too large."""
     found = []
     for leaks in (True, False):
         kept.clear()
@@ -122,7 +123,7 @@ DEVICES = {
 
 
 def on_a_device(rank: int) -> dict[str, str]:
-    """The device of rank 1 has these numbers when a step fails on it; that of rank 0 has room."""
+    """Fail a step on the device of rank 1, which has these numbers. The device of rank 0 has room."""
     _, gpu = join(rank, 2)
     found = {}
     for name, (occupied, taken) in DEVICES.items():

@@ -1,5 +1,5 @@
-"""What is offered when memory runs out: seconds of a step and bytes at the peak by the panel's own sums, the shortest
-step first."""
+"""Offers when memory runs out: their seconds of a step and bytes at the peak are the panel's, and the shortest step is
+the first."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def told(found: Remedies) -> list[tuple[str, float | None, int | None]]:
 
 
 def offered(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
-    """By the speed of the link; with seconds that no machine's load can change."""
+    """Return the offers for each speed of the link, with seconds that no machine's load can change."""
     job = job_of("ddp")
     job.builder.finder.sync([Strategy(pp=2), *alternatives(job)])
     job.builder.finder.set_facts(costs=(0.1,) * 4)
@@ -66,7 +66,7 @@ def offered(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
 
 
 def alone(world: Any) -> tuple[float | None, list[tuple[str, float | None, int | None]]]:
-    """In one process, where there is no link."""
+    """Return the seconds of a step and the offers in one process, where there is no link."""
     job = job_of("ddp")
     job.builder.finder.sync([Strategy(pp=2)])
     job.builder.finder.set_facts(costs=(0.1,) * 4)

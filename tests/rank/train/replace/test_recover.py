@@ -123,7 +123,7 @@ def undisturbed(world: Any) -> list[float]:
 
 
 def survived(seat: Seat, cases: list[Case], **more: Any) -> dict[Case, dict[str, Any]]:
-    """By case what became of it; a rank that is new knows of those since it came."""
+    """Return what became of each case. A new rank knows only the cases since it came."""
     global doomed
     found = {}
     for number, case in enumerate(cases):
@@ -147,7 +147,7 @@ def survived(seat: Seat, cases: list[Case], **more: Any) -> dict[Case, dict[str,
 
 
 def memory(trainer: Trainer) -> set[int]:
-    """Where weights and optimizer state of this rank lie."""
+    """Return the addresses of this rank's weights and optimizer state."""
     state = job_state.state(trainer.job.sharded_model, trainer.job.optimizer.inner)
     return {tensor.untyped_storage().data_ptr() for tensor, _ in state.values()}
 
@@ -180,7 +180,7 @@ def test_a_rank_that_alone_holds_its_part_is_replaced_from_its_backup(expected: 
 
 
 def half_sent(seat: Seat) -> dict[Case, dict[str, Any]]:
-    """The share of the rank that dies never arrives."""
+    """Withhold the backup share of the rank that dies, so that it never arrives."""
     send = dist.isend
 
     def withheld(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,7 @@ def test_no_rank_leaves_a_step_before_all_have_the_backup_that_it_began_with(exp
 
 
 def passes(world: Any) -> list[str]:
-    """What comes to pass on a rank: backward passes of blocks, and waits for a backup that is under way."""
+    """Return the order of this rank's backward passes of blocks and its waits for a backup that is under way."""
     log, wait = list[str](), Backups.wait
 
     class Told(Passing):
@@ -254,7 +254,7 @@ def crowded(world: Any) -> tuple[list[str], list[bool]]:
 
 
 def ended_apart(world: Any) -> list[float]:
-    """One rank's `fit` ends with an error behind its last step, the other one's does not; both train on."""
+    """Let one rank's `fit` end with an error behind its last step, and not the other's. Both train on."""
 
     def fail(*, keep: int = 0, act: bool = False) -> None:
         if act and not keep:
@@ -290,7 +290,7 @@ def test_backups_that_would_fill_a_host_are_not_made_unasked() -> None:
 
 
 def lost(seat: Seat) -> dict[str, Any]:
-    """Two ranks die at once, each the other's buddy: without a checkpoint, and with one of step 2."""
+    """Let two ranks die at once, each the other's buddy: without a checkpoint, and with one of step 2."""
     global doomed
     said: dict[str, Any] = {}
     for number, saved in enumerate((False, True)):

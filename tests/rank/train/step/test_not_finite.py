@@ -64,7 +64,8 @@ class Root(nn.Module):
 
 
 def with_a_slope(world: Any, strategy: str) -> list[Any]:
-    """What is said of it without and with a look at the gradients; steps made, and whether weights are finite, each."""
+    """Return the error, the steps made and whether weights are finite, first without and then with a look at the
+    gradients."""
     found: list[Any] = []
     for clip_norm in (None, 1.0):
         data = points()

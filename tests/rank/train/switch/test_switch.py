@@ -63,7 +63,7 @@ def never_switched(world: Any) -> tuple[list[float], list[int]]:
 
 @cache
 def expected_of_one() -> tuple[list[float], list[int]]:
-    """What a job finds that is never switched."""
+    """Return what a job finds that is never switched."""
     found: tuple[list[float], list[int]] = run_ranks(never_switched, 1)[0]
     return found
 
@@ -116,7 +116,8 @@ def test_the_loss_curve_goes_on_through_every_family_as_if_nothing_had_happened(
 
 
 def undone_tried_and_failed(world: Any) -> dict[str, Any]:
-    """The failing switches with the groups of NCCL, whose ends wait for each other."""
+    """Undo a switch, try one out, and let some fail. The failing ones use the groups of NCCL, whose ends wait for each
+    other."""
     job = trainer(strategy="zero3")
     job.fit(2)
     job.switch("tp")
@@ -176,7 +177,7 @@ def test_undo_try_and_a_switch_that_fails_at_each_stage_leave_the_curve_as_it_wa
 
 
 def by_hand(world: Any) -> tuple[list[float], list[str]]:
-    """A loop of the user's own, around prepare, switched in the middle."""
+    """Run a loop of the user's own, around prepare, switched in the middle."""
 
     draw = torch.Generator().manual_seed(1)
     data = [tuple(torch.randint(32, (8,), generator=draw) for _ in range(2)) for _ in range(32)]

@@ -1,4 +1,4 @@
-"""What a switch needs is made beside the training, and used only where it is still true."""
+"""A switch is prepared beside the training, and uses only preparations that are still true."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def planned_in(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """(what, name of the thread) of whatever is planned or cut from now on."""
+    """Return a list that receives (what, name of the thread) of whatever is planned or cut from now on."""
     found: list[tuple[str, str]] = []
     spread, cut = ExchangePlan.of.__func__, parallelize.cut
 

@@ -30,7 +30,7 @@ def expected() -> list[float]:
 
 
 def interrupted(world: Any) -> dict[str, Any]:
-    """Without memory for gradients, and while the state is on its way."""
+    """Interrupt a switch without memory for gradients, and one while the state is on its way."""
     job, found = trainer(strategy="ddp"), {}
     job.fit(2)
     with pytest.MonkeyPatch.context() as patch:

@@ -28,7 +28,7 @@ AFTER = ("switch", "save", "evaluate", "full_state_dict", "try_out")
 
 
 class Torn(torch.optim.AdamW):
-    """In its third step, one rank's weights are spoilt and it is interrupted; the other is, right after the step."""
+    """AdamW that spoils a weight in its third step and is interrupted then, on the rank where `spoils` is set."""
 
     spoils = False
     armed = True
@@ -166,7 +166,7 @@ def test_a_switch_that_would_drop_the_update_is_refused() -> None:
 
 
 def while_groups_are_made(world: Any) -> dict[str, Any]:
-    """Rank 0 has the groups of a strategy when the interrupt comes, rank 1 has not."""
+    """Interrupt a switch when rank 0 has the groups of the strategy and rank 1 has not."""
     trainer = quiet(optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), data=points(40))
     trainer.fit(2)
     with pytest.MonkeyPatch.context() as patch:

@@ -38,7 +38,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the threads that hash from now on."""
+    """Return a list that receives the names of the threads that hash from now on."""
     found: list[str] = []
     sums, digest = switching.sums, switching.digest
 
@@ -55,7 +55,7 @@ def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def with_room(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Whatever else this machine does: the proof is found beside a step."""
+    """Run `train` with room for the proof beside a step, whatever else this machine does."""
 
     @functools.wraps(train)
     def trained(*args: Any) -> Any:
@@ -152,7 +152,7 @@ def test_a_state_that_differs_leaves_the_old_strategy_in_force_and_the_loss_curv
 
 @with_room
 def ends(world: Any) -> dict[str, Any]:
-    """A switch at the last boundary of a run, and one whose first step is broken off."""
+    """Switch at the last boundary of a run, and break off the first step of another switch."""
     acts: dict[int, Callable[[], None]] = {}  # before the step after so many finished ones
 
     def rate(finished: int) -> float:
@@ -283,7 +283,7 @@ def test_where_one_rank_has_no_room_for_both_sides_and_a_step_all_compare_first(
 
 @with_room
 def one_after_another(world: Any) -> dict[str, Any]:
-    """Switches between the same two steps, each of which is to be proven beside the next one."""
+    """Switch several times between the same two steps. Each is to be proven beside the next step."""
     acts: dict[int, Callable[[], None]] = {}  # after so many steps
     calls = [lambda _, record: acts.get(record["step"], lambda: None)()]
     trainer = quiet(optimizer=adam, data=points(40), callbacks=calls)
@@ -320,7 +320,8 @@ def test_a_switch_that_waits_for_its_proof_is_proven_before_another_one() -> Non
 
 @with_room
 def listened(world: Any, folder: str) -> tuple[bool, dict[int, bool]]:
-    """(whether the proof was found beside a step, the steps after a switch -> whether their collectives told ends)."""
+    """Return (whether the proof was found beside a step, {steps after a switch: whether their collectives told
+    ends})."""
     heard: dict[int, bool] = {}
 
     def rate(finished: int) -> float:
