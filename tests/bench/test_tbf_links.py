@@ -46,7 +46,7 @@ for line in sys.stdin:
 
 
 LEAST = 0.9 * SIZE / SPEED
-"""Seconds for one of them; load makes it longer alone."""
+"""The least seconds for one of them; load can only make it longer."""
 
 Ask = Callable[[dict[int, str]], dict[int, float]]
 

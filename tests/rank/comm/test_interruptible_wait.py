@@ -210,7 +210,7 @@ def test_a_receive_is_aborted_and_nothing_else_is_touched() -> None:
 
 
 def test_looking_for_the_abi_of_torch_gives_up_no_reference_to_the_data_of_the_interpreter() -> None:
-    """Else they are freed, and what torch looks up in them is another object's dictionary."""
+    """Otherwise they would be freed, and torch would look up its values in another object's dictionary."""
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = api.PyInterpreterState_GetDict.restype = ctypes.c_void_p
     api.PyInterpreterState_GetDict.argtypes = [ctypes.c_void_p]

@@ -378,7 +378,7 @@ def test_a_broken_group_says_why_and_what_to_type() -> None:
 
 
 class Inner:
-    """Says on which thread it ends."""
+    """A group that notes the thread on which it ends."""
 
     def __init__(self, ended: list[str]) -> None:
         self.ended = ended

@@ -19,7 +19,7 @@ from nbkit.rank.data.data_rng import content
 
 
 class Augmented:
-    """Row i of fixed data, with noise that is drawn when it is read."""
+    """Fixed data: row i with noise that is drawn when it is read."""
 
     def __init__(self, draw: Any) -> None:
         self.rows, self.draw = points(16), draw

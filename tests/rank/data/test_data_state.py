@@ -32,7 +32,7 @@ def sample(number: int) -> tuple[Tensor, Tensor]:
 
 
 class Noted(IterableDataset[tuple[Tensor, Tensor]]):
-    """Notes in a file which samples are read."""
+    """A dataset that notes in a file which samples are read."""
 
     def __init__(self, read: Path) -> None:
         self.read = read
@@ -77,7 +77,8 @@ class HuggingFace(Noted):
 
 
 class OwnPlace(Noted):
-    """It asks for its part, and keeps in itself where it stands; what it gives is drawn by three kinds of generator."""
+    """A dataset that asks for its part and keeps its own position. Its samples are drawn by three kinds of
+    generator."""
 
     num_shards = 4
 
@@ -104,7 +105,7 @@ class OwnPlace(Noted):
 
 
 class Whole(Noted):
-    """It cannot be divided; its iterator has the state."""
+    """A dataset that cannot be divided; its iterator has the state."""
 
     class Iteration:
         def __init__(self, data: Whole) -> None:
@@ -132,7 +133,7 @@ class Whole(Noted):
 
 
 class Buffered(HuggingFace):
-    """Its state is not faithful: it leaves out what lies in the buffer it shuffles, as that of Hugging Face does."""
+    """A dataset whose state leaves out the samples in its shuffle buffer, as that of Hugging Face does."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         draw, buffer = random.Random(0), []
@@ -195,7 +196,7 @@ def test_a_resumed_run_reads_nothing_before_its_place_and_has_the_same_losses(ki
 
 @pytest.mark.usefixtures("known_to_be_right")
 def test_ranks_and_workers_go_on_behind_the_end_of_shards_in_a_later_epoch(tmp_path: Path) -> None:
-    """13 steps of 8 lie in the second epoch, of which the 50 samples end unequally."""
+    """The run is resumed before step 13, in the second epoch, whose shards of 50 samples end unequally."""
     for whole, again, read, said in run_ranks(
         resumed, 2, HuggingFace, tmp_path, 12, {"loading": nbkit.Loading(workers=1)}, timeout=120
     ):

@@ -37,7 +37,8 @@ def sample(number: int) -> tuple[Tensor, Tensor]:
 
 
 class Files(IterableDataset[tuple[Tensor, Tensor]]):
-    """Shards that its `__iter__` takes by the worker that asks. read: a file in which each sample read is noted."""
+    """A dataset in shards. `__iter__` takes those of the worker that asks. read: a file in which each sample read is
+    noted."""
 
     def __init__(self, lengths: list[int], read: Path) -> None:
         self.lengths, self.read, self.num_shards = lengths, read, len(lengths)
@@ -245,7 +246,7 @@ def test_data_in_shards_is_evaluated_on_whole(tmp_path: Path) -> None:
 
 
 class Drawing(Files):
-    """Noise of three kinds of generator in each sample."""
+    """A dataset with noise of three kinds of generator in each sample."""
 
     def of(self, shard: int) -> Iterator[tuple[Tensor, Tensor]]:
         import numpy
@@ -271,7 +272,7 @@ def test_what_reading_draws_does_not_depend_on_ranks_or_workers(tmp_path: Path) 
 
 
 class Anew(HuggingFace):
-    """Shuffled by a generator that nobody has seeded, as webdataset's `shuffle` is."""
+    """A dataset that is shuffled by a generator that nobody has seeded, as webdataset's `shuffle` is."""
 
     def shard(self, num_shards: int, index: int) -> HuggingFace:
         return Anew(self.lengths, self.read, self.shards[index::num_shards])

@@ -21,7 +21,7 @@ from nbkit.rank.data.open_stream import open_stream, shards
 
 
 class Numbers(IterableDataset[tuple[Tensor, Tensor]]):
-    """Sample i holds the number i."""
+    """A dataset whose sample i holds the number i."""
 
     def __init__(self, num: int = 100) -> None:
         self.num = num
@@ -126,7 +126,7 @@ def test_three_resumes_in_a_row_see_every_sample_of_a_stream_once(tmp_path: Path
 
 
 class Shuffled(IterableDataset[tuple[Tensor, Tensor]]):
-    """Draws its order when it begins, and a number of no use with every sample."""
+    """A dataset that draws its order when it begins, and an unused number with every sample."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for i in torch.randperm(64).tolist():

@@ -26,7 +26,7 @@ from nbkit.rank.train.trainer import Trainer
 
 
 class Augmented:
-    """32 points with noise of three kinds of generator, as augmentations draw it; remembers what this process read."""
+    """A dataset of 32 points with augmentation noise of three kinds of generator; remembers what this process read."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.epoch, self.fails_at, self.read = 0, fails_at, list[int]()

@@ -78,7 +78,7 @@ def test_what_cannot_be_told_is_not_said() -> None:
 
 
 class Noisy(nn.Module):
-    """Draws numbers of its own; by then the loss is looked at alone. always: in evaluation, too."""
+    """A model that draws numbers, so that only its loss is looked at. always: in evaluation, too."""
 
     def __init__(self, always: bool) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_model_that_mixes_rows_where_it_trains_is_told_though_its_head_begins_
 
 
 class _Balance(torch.autograd.Function):
-    """Gives its first argument, and backward goes to the second one as well."""
+    """A function that returns its first argument. Its backward goes to the second one as well."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, balance: Tensor) -> Tensor:

@@ -399,7 +399,7 @@ def test_a_switch_a_later_batch_and_a_term_beside_the_output_are_looked_at_too()
 
 
 class Minded(nn.Module):
-    """Counts its calls, draws, keeps a running mean: what must not show that it was looked at."""
+    """A model that counts its calls, draws, and keeps a running count: none of it may show that it was looked at."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -413,7 +413,7 @@ class Minded(nn.Module):
 
 
 class Drawn:
-    """Draws while it is read."""
+    """A dataset that draws while it is read."""
 
     def __len__(self) -> int:
         return ROWS

@@ -107,7 +107,7 @@ def wrong_caches() -> dict[str, Any]:
         pass
 
     class FromZero(GPT2LMHeadModel):
-        """Counts positions anew in each call."""
+        """A GPT-2 that counts positions anew in each call."""
 
         def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: Any = None) -> Any:  # type: ignore[override]
             places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -116,7 +116,7 @@ def wrong_caches() -> dict[str, Any]:
             )
 
     class Rolling(GPT2LMHeadModel):
-        """Mixes the positions of a call beside its attention."""
+        """A GPT-2 that mixes the positions of a call, also outside of its attention."""
 
         def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: Any = None) -> Any:  # type: ignore[override]
             output = super().forward(input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache)

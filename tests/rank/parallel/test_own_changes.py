@@ -49,7 +49,7 @@ class Taught(nn.Module):
 
 
 class Counting(Block):
-    """Keeps a running size of what it gives; nothing reads it."""
+    """A block that keeps a running size of its output; nothing reads it."""
 
     size: Tensor
 
@@ -215,7 +215,7 @@ def test_a_look_leaves_what_is_frozen_alone_and_what_is_installed_to_the_trainin
 
 
 class Registering(Block):
-    """Keeps a size of its first batch, which a checkpoint then has."""
+    """A block that keeps a size of its first batch, which a checkpoint then has."""
 
     def forward(self, x: Tensor) -> Tensor:
         if "size" not in self._buffers:
@@ -231,7 +231,7 @@ def test_what_the_first_forward_registers_is_refused_by_name() -> None:
 
 
 class Attending(nn.Module):
-    """Its queries are normed head by head: each rank of a tensor axis has a part of that gradient."""
+    """An attention that norms its queries head by head: each rank of a tensor axis has a part of that gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class Attending(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Leaves out its second block when it is told to, and its last layer always."""
+    """A model that leaves out its second block when it is told to, and its last layer always."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ def test_a_hook_on_a_gradient_is_refused_by_the_name_of_its_parameter(late: bool
 
 
 class Skipping(nn.Module):
-    """Leaves out blocks by Python's random numbers."""
+    """A model that leaves out blocks by Python's random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -370,7 +370,7 @@ def test_a_loss_with_an_auxiliary_term_is_compared_with_the_same_parts_in_one_pr
 
 
 class Rates(nn.Module):
-    """Takes the logarithm of its weights."""
+    """A model that takes the logarithm of its weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ def test_every_function_gives_a_row_its_numbers_of_the_right_distribution() -> N
 
 
 class Block(nn.Module):
-    """Noise, a drop of paths, and numbers for all rows together, as many as there may be rows."""
+    """A block with noise, dropped paths, and numbers for all rows together, as many as there may be rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Draws before its blocks, a time for each row, in them, and behind them, once for all rows."""
+    """A model that draws before its blocks, a time for each row; in them; and behind them, once for all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,8 @@ def gpt() -> nn.Module:
 
 
 class Towers(nn.Module):
-    """Two towers that drop and attend by hand, the first used behind the second; what crosses a cut is dropped too."""
+    """A model of two towers that drop and attend by hand, the first used behind the second. Tensors that cross a cut
+    are dropped too."""
 
     def __init__(self) -> None:
         super().__init__()

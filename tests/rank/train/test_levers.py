@@ -29,7 +29,7 @@ class Momentum(torch.optim.SGD):
 
 
 class Still(torch.optim.SGD):
-    """Changes nothing, and adds up the gradients it has seen."""
+    """SGD that changes nothing, and adds up the gradients it has seen."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.0)

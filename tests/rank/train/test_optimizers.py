@@ -234,7 +234,7 @@ def _clipped_in_a_hook(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class _Lookahead(torch.optim.SGD):
-    """Slow weights in a list, which the first step makes."""
+    """SGD with slow weights in a list, which the first step makes."""
 
     slow: list[Tensor] | None = None
     taken = 0

@@ -249,7 +249,7 @@ HOLDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 class Holding(nn.Linear):
-    """Counts its passes in one of `HOLDS`."""
+    """A map that counts its passes in one of `HOLDS`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(6, 3)
@@ -310,7 +310,7 @@ def test_a_generator_that_is_sent_something_stays_what_it_is() -> None:
 
 
 class Notes(stateful.Base):
-    """Leaves a term for the loss in a list, and itself in another one."""
+    """A model that leaves a term for the loss in a list, and itself in another one."""
 
     def init(self) -> None:
         LAST[:] = [self]

@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 class Picture(nn.Module):
-    """Has weights that may lie in memory in another order."""
+    """A model with weights that may lie in memory in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def trainer_of(make: Callable[[], nn.Module], strategy: str, **changed: Any) -> 
 
 
 class Alone:
-    """The same in one process, in plain torch."""
+    """The same training in one process, in plain torch."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         self.model = built(make)
@@ -545,7 +545,8 @@ class Twin(nn.Module):
 
 
 class Student(nn.Module):
-    """slow: in each block, or all of it before the model that it follows."""
+    """A model with slow copies that follow it. apart: in one copy of all blocks, before them; otherwise one in each
+    block."""
 
     def __init__(self, apart: bool) -> None:
         super().__init__()

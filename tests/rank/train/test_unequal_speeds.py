@@ -87,7 +87,7 @@ def deep(dropout: float = 0.0) -> nn.Module:
 
 
 class Late(nn.Module):
-    """Most of the work is in the last block, whatever the machine is busy with."""
+    """A block that takes time whatever the machine is busy with; as the last one it has most of the work."""
 
     def __init__(self) -> None:
         super().__init__()

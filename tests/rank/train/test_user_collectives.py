@@ -17,7 +17,7 @@ STEPS = 4
 
 
 class Counts(nn.Module):
-    """Counts the classes that it finds, over all ranks, in an integer buffer that weighs them."""
+    """A model that counts the classes it finds, over all ranks, in an integer buffer that weighs them."""
 
     def __init__(self, summed: bool = True) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ Found = tuple[FrameType, str] | None
 
 
 class Block(nn.Module):
-    """Looks in its forward, where a gather of its weights would wait."""
+    """A block whose forward notes whose call it is in, where a gather of its weights would wait."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -143,7 +143,7 @@ def steps(model: Any, optimizer: Any, rank: int, numbers: range) -> list[float]:
 
 
 class BreaksInBackward(torch.autograd.Function):
-    """Identity; its backward waits until this rank was broken out, on rank 0 as a failure of its own."""
+    """An identity whose backward breaks the ranks out and fails on rank 0."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rank: int) -> torch.Tensor:

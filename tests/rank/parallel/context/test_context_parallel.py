@@ -35,7 +35,7 @@ from verify.models.specimens import (
 
 
 class Causal(Encoder):
-    """Token ids (B, T) -> logits (B, T, V), through an nn.TransformerEncoder with a mask of its own."""
+    """A model from token ids (B, T) to logits (B, T, V), through an nn.TransformerEncoder with a mask of its own."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Causal(Encoder):
 
 
 class Modulated(nn.Module):
-    """Blocks that take, beside hidden states, a vector per sample and a table per position that both train."""
+    """A model whose blocks take, beside hidden states, a vector per sample and a table per position that both train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_on_four_ranks(cases: list[Any]) -> None:
 
 
 class Pairs(TorchFunctionMode):
-    """Counts the (query, key) pairs of attention, and the masks."""
+    """A mode that counts the (query, key) pairs of attention, and lists the masks."""
 
     def __init__(self) -> None:
         super().__init__()

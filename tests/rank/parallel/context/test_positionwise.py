@@ -102,7 +102,7 @@ class Gated(Block):
 
 
 class Faint(nn.Module):
-    """Mixes positions, by a factor that begins at zero."""
+    """A block that mixes positions, by a factor that begins at zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,8 @@ def skips(model: Any, x: Tensor) -> Tensor:
 
 
 class ByHand(nn.Module):
-    """Causal attention without scaled_dot_product_attention, its scores biased by a table that the caller may give."""
+    """A causal attention without scaled_dot_product_attention, with scores biased by a table that the caller may
+    give."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +172,7 @@ class ByHand(nn.Module):
 
 
 class Biased(Block):
-    """Attends by hand, with the bias of the block before."""
+    """A block that attends by hand, with the bias of the block before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +191,7 @@ def biased(model: Any, x: Tensor) -> Tensor:
 
 
 class Attending(nn.Module):
-    """Has nothing but an attention by hand."""
+    """A block of nothing but an attention by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +202,7 @@ class Attending(nn.Module):
 
 
 class Decoding(Block):
-    """Attends to the memory, too, if there is one."""
+    """A block that attends to the memory, too, if there is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +264,7 @@ BETWEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 class Dropping(Block):
-    """Attention that drops; the mode of a model in training is the one that is tried."""
+    """A block whose attention drops; it is tried in the mode of a model in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +369,7 @@ def test_chains_and_what_sees_all_positions_are_known() -> None:
 
 
 class Telling(Block):
-    """Gives, beside its hidden states, two numbers for each position, which nobody uses."""
+    """A block that returns, beside its hidden states, two numbers for each position, which nobody uses."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x = super().forward(x)

@@ -49,8 +49,9 @@ def hidden(*given: Any) -> tuple[Tensor, Any]:
 
 
 class Reader(nn.Module):
-    """Reads weights in every way that there is: its own, those of a child that it does not call, tied ones, one that
-    some rows alone use; `held`: those of a list and of an LSTM, which hold tensors beside the modules' own dicts."""
+    """A model that reads weights in every way: its own, those of a child that it does not call, tied ones, one that
+    only some rows use; `held`: also those of a list and of an LSTM, which hold tensors beside the modules' own
+    dicts."""
 
     def __init__(self, held: bool) -> None:
         super().__init__()
@@ -271,7 +272,7 @@ def test_what_is_not_hidden_is_a_wait_within_forward() -> None:
 
 
 class Torn(torch.optim.AdamW):
-    """Breaks off in its third step, where it is told to."""
+    """AdamW that breaks off in its third step, where it is told to."""
 
     here, steps = False, 0
 

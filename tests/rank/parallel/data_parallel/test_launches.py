@@ -29,7 +29,8 @@ _SENT = ("c10d", "_c10d_functional")
 
 
 class Kernels(WatchingMode):
-    """Counts what a device would run, by operation. A _foreach operation is one where torch takes the fast route."""
+    """A mode that counts what a device would run, by operation. A _foreach operation is one where torch takes the fast
+    route."""
 
     def __init__(self) -> None:
         super().__init__()

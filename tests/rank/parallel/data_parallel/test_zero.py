@@ -25,7 +25,8 @@ STEPS = 3
 
 
 class Odd(nn.Module):
-    """Uneven shapes, a scalar, a frozen layer, a tied weight, blocks that only some rows or nobody use."""
+    """A model with uneven shapes, a scalar, a frozen layer, a tied weight, and blocks that only some rows or nobody
+    use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,14 +33,14 @@ def test_what_does_not_couple_samples_passes_as_it_is() -> None:
 
 
 class Activated(nn.BatchNorm2d):
-    """Adds an activation to what it normalizes."""
+    """A BatchNorm that adds an activation to what it normalizes."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
 
 
 class Written(nn.BatchNorm2d):
-    """Normalizes by the function, as timm's do."""
+    """A BatchNorm that normalizes by the function, as timm's do."""
 
     def forward(self, input: Tensor) -> Tensor:
         assert self.momentum is not None
@@ -56,7 +56,8 @@ def patched(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
 
 
 class Image(nn.Module):
-    """BatchNorm of images and of rows, with a mean of all batches, without weights, frozen, with more in forward."""
+    """A model with BatchNorm of images and of rows: with a mean of all batches, without weights, frozen, with more in
+    forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +127,8 @@ def test_on_cpu_ranks_losses_weights_and_running_statistics_equal_one_process(re
 
 
 class Deep(nn.Module):
-    """BatchNorm after BatchNorm of one position: of two rows each divides by the difference of two numbers."""
+    """A model of BatchNorm after BatchNorm at one position: two rows are divided by the difference of two numbers each
+    time."""
 
     def __init__(self) -> None:
         super().__init__()

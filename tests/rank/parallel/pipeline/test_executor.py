@@ -22,7 +22,7 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """Takes and returns (hidden, residual, mask): two that need gradients, and a mask that is only handed on."""
+    """A block from (hidden, residual, mask) to the same: two need gradients, and the mask is only handed on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def test_gradients_are_those_of_one_process(ranks: int) -> None:
 
 
 class Token:
-    """Lives as long as the graph of one stage and micro-batch."""
+    """An object that lives as long as the graph of one stage and micro-batch."""
 
 
 class Holding(torch.autograd.Function):

@@ -146,7 +146,7 @@ def test_a_skip_connection_that_the_model_makes_of_a_parameter_is_refused_by_nam
 
 
 class Penalised(Skips):
-    """While it trains, a weight of its first block adds to the output."""
+    """A model that adds the norm of a weight of its first block to its output, while it trains."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)
@@ -174,7 +174,7 @@ def test_a_skip_connection_across_some_blocks_leaves_the_other_cuts() -> None:
 
 
 class Halved(Skips):
-    """Changes in place what its third block gave, and adds it again after the last one."""
+    """A model that changes in place what its third block gave, and adds it again after the last one."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -190,7 +190,7 @@ class Halved(Skips):
 
 
 class Told(nn.Module):
-    """Gives the hidden states of all blocks beside its output, in an object that torch does not know."""
+    """A model that returns the hidden states of all blocks beside its output, in an object that torch does not know."""
 
     class Output:
         def __init__(self, logits: Tensor, hidden: list[Tensor]) -> None:
@@ -230,7 +230,7 @@ def test_a_chain_that_the_watching_got_wrong_is_caught_by_running_it(monkeypatch
 
 
 class Clock:
-    """Stands still but for what `Costly` adds."""
+    """A clock that only moves when `Costly` adds to it."""
 
     seconds = 0.0
 
@@ -240,7 +240,7 @@ class Clock:
 
 
 class Costly(nn.Module):
-    """Costs so many seconds forward, twice as many backward, and more in the first run."""
+    """A layer that costs so many seconds forward, twice as many backward, and more in the first run."""
 
     class Work(torch.autograd.Function):
         @staticmethod
@@ -264,7 +264,7 @@ class Costly(nn.Module):
 
 
 class Reminded(nn.Module):
-    """Gives every block the same memory; its front costs 5."""
+    """A model that gives every block the same memory; its front costs 5."""
 
     def __init__(self) -> None:
         super().__init__()

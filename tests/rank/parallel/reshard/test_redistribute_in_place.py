@@ -19,7 +19,7 @@ Holding = dict[str, Layout]
 
 
 class Refusing(TargetStorage):
-    """Has no memory for the `fails_at`-th tensor."""
+    """A storage without memory for one tensor: the one at which `left` falls to 0."""
 
     left: int | None = None
 
@@ -122,7 +122,7 @@ def peak_memory(world: Any) -> tuple[int, int, int, int]:
 
 
 class Watched(TargetStorage):
-    """Sees how much both sides have after every tensor that gets memory."""
+    """A storage that notes how much memory both sides have after each tensor that gets some."""
 
     most = 0
     other: SourceStorage

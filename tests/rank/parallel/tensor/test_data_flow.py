@@ -84,7 +84,7 @@ def test_names_drawn_at_random_give_the_same_plan(names: tuple[str, ...]) -> Non
 
 
 class Unusual(nn.Module):
-    """f1 and f2 are its MLP, its heads stand in `h`; scores by hand."""
+    """A block whose MLP is f1 and f2, with its number of heads in `h`, and an attention written in several ways."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

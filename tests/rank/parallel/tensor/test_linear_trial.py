@@ -38,7 +38,7 @@ class Standardized(nn.Linear):
 
 
 class Detached(nn.Linear):
-    """The same numbers, and no gradient of its weight."""
+    """A map with the same numbers, and no gradient of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.detach() + 0 * self.weight, self.bias)

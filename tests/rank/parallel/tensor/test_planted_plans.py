@@ -25,7 +25,7 @@ IDS = torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(0))
 
 
 class Gated(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """An MLP that computes down(silu(gate(x)) * up(x))."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Gated(nn.Module):
 
 
 class PackedGate(nn.Module):
-    """Gate and up behind one another."""
+    """A gated MLP whose gate and up stand one behind the other in one map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Past(MLP):
 
 
 class Twice(MLP):
-    """Adds the bias of its last map once more."""
+    """An MLP that adds the bias of its last map once more."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.down.bias

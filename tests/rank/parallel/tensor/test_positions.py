@@ -254,7 +254,7 @@ class Skipping(nn.Module):
 
 
 class Bare(nn.Module):
-    """Gives its hidden states to whoever calls it."""
+    """A model that returns its hidden states."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ LAYERS = 4
 
 
 class Twice(Block):
-    """Its map is applied twice: torch's autocast casts it once, and sums both gradients in bf16."""
+    """A block that applies its map twice: torch's autocast casts it once, and sums both gradients in bf16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Tied(LM):
 
 
 class Asking(LM):
-    """Computes in the dtype that a weight says it has."""
+    """A model that computes in the dtype that a weight says it has."""
 
     def embed(self, ids: Tensor) -> Tensor:
         return super().embed(ids).to(self.blocks[0].mlp.up.weight.dtype)

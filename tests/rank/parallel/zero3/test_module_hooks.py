@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks behind an inlet; `how` says what is done with them."""
+    """A model of blocks behind an inlet; `how` says what is done with them."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()

@@ -270,7 +270,7 @@ def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path: Path) -> None:
 
 
 class Odd(torch.nn.Module):
-    """Weights and buffers that lie in memory otherwise than row after row, of many types and shapes."""
+    """A model with weights and buffers of many types and shapes, whose memory is not ordered row after row."""
 
     def __init__(self) -> None:
         super().__init__()

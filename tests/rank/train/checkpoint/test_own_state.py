@@ -19,7 +19,7 @@ STRATEGIES = ["ddp", "zero3", "dp=1 tp=2", "pp"]
 
 
 class Block(nn.Module):
-    """Has a version and a tensor beside its weights, and renames one of these."""
+    """A block that stores a version and a tensor beside its weights, and renames a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def named_back(state: Any, prefix: str, *_: Any) -> None:
 
 
 class Net(nn.Module):
-    """Writes its head as two halves, and what a hook computes from another part."""
+    """A model that stores its head as two halves, and a norm that a hook computes from another part."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ def test_after_an_error_no_callback_runs_on_a_rank_that_may_be_alone() -> None:
 
 
 class Unreduced:
-    """torch.distributed, with an all-reduce whose sum never arrives: an aborted nccl one, as the host sees it."""
+    """A torch.distributed whose all-reduce never brings the sum, as the host sees it when nccl aborts one."""
 
     def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return dist.all_reduce(tensor.clone(), *args, **kwargs)

@@ -16,7 +16,7 @@ from nbkit.rank.train.control import rank_sync
 
 
 class Scaled(nn.Module):
-    """Has a tensor in an attribute that each rank draws."""
+    """A model with an attribute that holds a tensor, which each rank draws."""
 
     def __init__(self) -> None:
         super().__init__()

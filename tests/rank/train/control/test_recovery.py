@@ -18,7 +18,7 @@ from nbkit.rank.train.control import step_boundary
 
 
 class Interruptible(torch.optim.AdamW):
-    """Raises in its third step, on the ranks that are told to."""
+    """AdamW that spoils a weight and raises in its third step, on the ranks that are told to."""
 
     when: str = ""
 

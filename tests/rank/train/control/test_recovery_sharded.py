@@ -25,7 +25,7 @@ def deep() -> nn.Module:
 
 
 class Interruptible(torch.optim.AdamW):
-    """Raises in its third step, with weights half updated, on ranks that are told to."""
+    """AdamW that raises in its third step, with weights half updated, on the ranks that are told to."""
 
     within = False
 

@@ -26,7 +26,7 @@ def refusal(*, told: bool = False, **settings: Any) -> str:
 
 
 class Lookahead(torch.optim.SGD):
-    """Slow weights in a list, which the first step makes."""
+    """SGD with slow weights in a list, which the first step makes."""
 
     slow: list[Tensor] | None = None
 
@@ -40,7 +40,7 @@ class Lookahead(torch.optim.SGD):
 
 
 class Recurring(nn.Module):
-    """Rows of a batch depend on each other, which no pipeline's micro-batches keep."""
+    """A model whose rows depend on each other, which micro-batches of a pipeline cannot keep."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -176,7 +176,7 @@ def test_a_step_without_memory_is_made_again_with_what_fits_and_the_curve_is_the
 
 
 class Failing(torch.optim.AdamW):
-    """Runs out of memory in the update of the second step, once, with all weights changed."""
+    """AdamW that runs out of memory once, in the update of the second step, with all weights changed."""
 
     fails = False
 

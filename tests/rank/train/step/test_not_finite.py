@@ -53,7 +53,7 @@ def test_nan_names_step_rank_and_samples_on_every_rank_and_training_can_go_on(we
 
 
 class Root(nn.Module):
-    """Finite at 0, where its gradient is not."""
+    """A model whose output is finite at 0, where its gradient is not."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,8 @@ from nbkit.strategy import Strategy
 
 
 class Mixing(torch.optim.SGD):
-    """The gradient by its largest element, as optimizers that look at whole matrices do."""
+    """SGD that divides the gradient by its largest element. Other optimizers that look at whole matrices mix elements
+    too."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -222,7 +222,7 @@ class Labels(nn.Module):
 
 
 class CrossedBlock(nn.Module):
-    """Two streams of unequal widths that read each other; the first token of the narrow one alone is changed."""
+    """A block of two streams of unequal widths that read each other; only the first token of the narrow one changes."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class CrossedBlock(nn.Module):
 
 
 class Crossed(nn.Module):
-    """Two streams through blocks, whose first one lends its labels to the head."""
+    """A model of two streams through blocks. The first block lends its labels to the head."""
 
     def __init__(self) -> None:
         super().__init__()

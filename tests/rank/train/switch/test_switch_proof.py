@@ -209,7 +209,7 @@ def test_a_run_that_ends_proves_first_and_one_that_is_broken_off_says_that_nobod
 
 
 class Counting(torch.nn.Module):
-    """Changes a buffer in each forward pass, and, where it is told to, a weight."""
+    """A model that changes a buffer in each forward pass, and a weight where it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
