@@ -146,7 +146,7 @@ def forgotten(world: Any, gpu: PretendAccelerator) -> list[int]:
     if gpu.rank == 0:
         device_mesh._made[device_mesh.key_of("left", (0,))] = dist.new_group([0], use_local_synchronization=True)
     for strategy in ("zero2", "tp", "zero3"):
-        # As where an interrupt has reached one rank before a group was made, and another after it.
+        # An interrupt may reach one rank before a group is made, and another one after it.
         if strategy == "zero2":
             device_mesh.forget(torch.device("cpu"))
             trainer.job.builder._connected.clear()
@@ -328,7 +328,7 @@ def test_communicators_are_made_when_a_strategy_connects_from_memory_that_torch_
 
 def test_groups_that_were_forgotten_are_closed_when_nobody_uses_them(lasting: list[dict[str, Any]]) -> None:
     for rank in lasting:
-        # The one in force beside the one that an undo goes back to: first both along dp, then dp and tp.
+        # The strategy in force and the one of an undo have a communicator each: first both along dp, then dp and tp.
         assert rank["forgotten"] == [2, 2, 2, 0]
 
 

@@ -199,7 +199,8 @@ def functional(rank: int) -> Any:
 def sub_groups(rank: int) -> Any:
     named = dist.new_group(backend="gloo")
     pair, _ = dist.new_subgroups(2)
-    # Every rank makes one before `odd`: torch names groups by how many a rank has made, or belongs to, by version.
+    # Every rank makes one before `odd`: torch names groups by how many a rank has made or, in some versions, belongs
+    # to.
     local = dist.new_group([0, 3] if rank in (0, 3) else [1, 2], use_local_synchronization=True)
     odd = dist.new_group([1, 3])
     x = [values(rank) for _ in range(4)]
@@ -413,7 +414,7 @@ def no_thread(thread: threading.Thread) -> None:
 
 
 def test_a_group_ends_on_a_thread_of_its_own_when_nobody_holds_it_any_more() -> None:
-    # Its destructor has taken a minute with NCCL; where the interpreter ends there is no thread.
+    # With NCCL the destructor has taken a minute. While the interpreter ends, no thread can start.
     assert run_ranks(dropped, 1) == [(False, [], ["nbkit-release", "MainThread"])]
 
 

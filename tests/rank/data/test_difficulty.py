@@ -25,7 +25,8 @@ from nbkit.rank.models.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 CONFIG = GPTConfig(vocab=20, block=12, layers=2, heads=2, width=8)
-# Losses of a sample are with one rank, with the last stage, or with all in parts; what is resumed switches to ddp.
+# The losses of a sample are on one rank (zero3), on the last stage (pp), or in parts on all ranks (cp). The resumed run
+# switches from pp to ddp.
 STRATEGIES, ALSO = ("zero3", "pp", "cp=2"), ("ddp", "tp")
 SAMPLES, BATCH, EPOCH = 26, 8, 4  # 7, 7, 6 and 6 samples
 
@@ -114,7 +115,7 @@ def test_an_epoch_is_ordered_by_the_losses_of_the_one_before_alike_under_every_s
     assert "26 of 26" in why and "from epoch 2 on" in why
     for epoch in range(2):
         assert sorted(i for batch in batches[epoch * EPOCH :][:EPOCH] for i in batch) == list(range(SAMPLES))
-    # The second epoch is even in the losses of the first, which sizes, all alike, say nothing of.
+    # The second epoch is balanced by the losses of the first. Sizes are all alike, so they could not balance it.
     spread = []
     for epoch in range(2):
         means = [sum(each[0][i] for i in batch) / len(batch) for batch in batches[epoch * EPOCH :][:EPOCH]]
@@ -130,7 +131,7 @@ def test_an_epoch_is_ordered_by_the_losses_of_the_one_before_alike_under_every_s
         assert found["resumed"][1] == batches[EPOCH + 2 :]
 
 
-# What a row takes grows as the square of its size, as of attention.
+# The time of a row grows with the square of its size, as in attention.
 SLEPT = [(12, 14, 16, 40)[(i * 7 + i // 5) % 4] for i in range(144)]
 TOOK = [size**2 / 4 for size in SLEPT]
 

@@ -71,7 +71,7 @@ def test_a_llama_on_packed_blocks_has_loss_and_gradients_of_the_documents_one_by
             ids = torch.tensor(part["input_ids"])
             part = {"input_ids": ids, "labels": ids}
         inputs = {key: value[None] for key, value in part.items() if key != "labels"}
-        # Shifted, as its own loss does, which rounds to float32.
+        # Shift as the model's own loss does, which would round to float32.
         return F.cross_entropy(model(**inputs).logits[0, :-1], part["labels"][1:], reduction="sum")
 
     same_loss_and_gradients(model, one, docs, [packed[i] for i in range(len(packed))])

@@ -105,7 +105,7 @@ def trained(world: Any, path: Path) -> list[int]:
                 self.inner = net()
 
             def forward(self, x: Tensor) -> Any:
-                # Of a rank's rows: before the first step it is run on fewer, to look at it.
+                # Only whole shares count: before the first step the model is run on fewer rows, to look at it.
                 seen.extend(int(i) for i in x[:, 0] if len(x) == 4)
                 return self.inner(x)
 

@@ -51,7 +51,7 @@ def test_means_and_weighted_sums_are_none_and_masked_means_are_told(dtype: torch
     batch = [BATCH[0].to(dtype), BATCH[1]]
 
     def sized(output: Tensor, target: Tensor) -> Tensor:
-        # As transformers does, and autocast.
+        # transformers casts the logits too, and so does autocast.
         return mean_loss(output.float(), target) * size
 
     def near(output: Tensor, target: Tensor) -> Tensor:

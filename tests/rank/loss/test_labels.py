@@ -78,7 +78,7 @@ def answers() -> Rows:
     ids = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=draw)
     questions = torch.randint(2, LENGTH - 2, (ROWS, 1), generator=draw)
     questions[:2] = 6
-    # A row of which nothing is learned, and two that are all that a rank has of its batch.
+    # Row 4 has nothing to learn, and neither have rows 10 and 11, which are all that a rank has of its batch.
     questions[4] = questions[10:12] = LENGTH
     labels = ids.masked_fill(torch.arange(LENGTH) < questions, -100)
     return [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
@@ -103,7 +103,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Rows]]] = {
     "bert": (bert, gaps),
 }
 
-# How targets are counted is up to the loss of a model, and how they are parted to the strategy; make zoo has all pairs.
+# The loss of a model counts the targets, and the strategy divides them; make zoo has all pairs.
 PAIRS = {"gpt2": "dp=2 pp=2", "bert": "zero3"}
 ALSO = {"llama": "dp=2 tp=2", "mixtral": "ddp"}
 
@@ -263,7 +263,7 @@ def test_cross_entropies_over_unequal_targets_have_no_weight() -> None:
 
     with pytest.raises(TrainingError, match="do not count the same targets"):
         _ = targets.weight
-    # Of a part of a batch whose labels were counted: other targets than those are not divided by them.
+    # The labels of the batch were counted for this part. A loss of other targets must not be divided by that count.
     share = Share((5.0, 3.0), (10.0, 8.0), 0.5)
     with CountedTargets(share), pytest.raises(TrainingError, match="does not any more"):
         for count in (5, 4):

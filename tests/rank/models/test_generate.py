@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("rows_are_known")
 
 PROMPTS = [torch.arange(3) + 1, torch.arange(5) + 2, torch.arange(3) + 4, torch.tensor([7])]
 TOKENS = 4
-# By the number of ranks.
+# number of ranks -> model -> strategies
 STRATEGIES = {
     2: {hf_gpt2: ("tp",), hf_llama: ("zero3", "cp=2", "pp=2 schedule=interleaved microbatches=4")},
     4: {hf_gpt2: ("pp=2 tp=2",), hf_llama: ("zero3", "cp=4", "dp=2 pp=2 schedule=interleaved microbatches=4")},

@@ -28,7 +28,7 @@ ALSO = [("llama", "ddp"), ("gpt2", "pp microbatches=2")]
 
 def saved(world: Any, folder: Path) -> None:
     torch.manual_seed(0)
-    # Without the output's own matrix: it is the embedding; and as a base model writes it, without its prefix.
+    # A base model writes no matrix of the output, which is the embedding, and names without its prefix.
     hf_gpt2(2).transformer.save_pretrained(folder / "gpt2")
     hf_llama(2).save_pretrained(folder / "llama", max_shard_size="20KB")
     config = json.loads((folder / "gpt2" / "config.json").read_text())

@@ -27,7 +27,8 @@ BEFORE: dict[str, dict[str, Any]] = {
     "compile": {"strategy": "zero2", "compute": nbkit.Compute(compile="aot_eager")},
     "switched": {"strategy": "tp", "compute": nbkit.Compute(recompute=True)},
 }
-# Each way of having been in a job, and each thing that a strategy does with blocks: none, gathers them, parts them.
+# Each way to have been in a job, and each kind of strategy: one gathers blocks, one cuts between them, one does
+# neither.
 AGAIN = [("plain", "zero3"), ("recompute", "pp microbatches=2"), ("switched", "ddp")]
 COMPILED = [("compile", "zero3")]
 

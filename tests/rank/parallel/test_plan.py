@@ -96,7 +96,7 @@ def test_equal_plans_are_one_key_and_anything_that_ranks_build_otherwise_is_anot
     ]
     assert plan.stages != others[3].stages
     assert len({plan, *others}) == 1 + len(others)
-    # Plain data parallelism needs no blocks. What is learned for other strategies leaves its plan as it is.
+    # Plain data parallelism needs no blocks. Facts for other strategies do not change its plan.
     for options in (JobOptions(), JobOptions(recompute=True)):
         assert make_plan(Strategy(dp=2), facts, options) == make_plan(Strategy(dp=2), ModelFacts(facts.shapes), options)
 

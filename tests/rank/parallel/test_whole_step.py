@@ -280,7 +280,7 @@ def test_a_job_does_not_start_with_it_nor_switch_to_it_and_check_says_so(
     assert not said.ok and "gradient of 'tokens.weight'" in str(said)
 
 
-# What once trained wrong, or failed after check had said "fits": (model, strategy). The rest of them: make zoo.
+# (model, strategy) that once trained wrong, or failed after check had said "fits". The rest of them: make zoo.
 ONCE = {
     "a tied head and an embedding of another class": ("gemma2", "tp=2"),
     "a bias of all heads from outside": ("bloom", "tp=2"),

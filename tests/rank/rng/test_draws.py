@@ -226,7 +226,7 @@ def of_texts(output: Tensor, target: Tensor) -> Tensor:
 
 MODELS: dict[str, dict[str, Any]] = {
     "noisy": {"model": Noisy, "data": data(), "loading": nbkit.Loading(shuffle=False)},
-    # Without an example beforehand. On two ranks a draw for all rows is as long as a rank has rows.
+    # There is no example beforehand. On two ranks a draw for all rows is as long as the rows of a rank.
     "streamed": {"model": Noisy, "data": Stream(), "loading": nbkit.Loading(shuffle=None)},
     "gpt": {"model": gpt, "data": texts(), "loss": of_texts},
     "towers": {"model": Towers, "data": texts(), "loss": of_texts},

@@ -412,7 +412,7 @@ def test_the_softmax_of_attention_that_drops_under_autocast_has_one_dtype_in_bot
 
 
 def test_the_kernel_of_triton_makes_the_masks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As Triton's interpreter runs it; `nbkit selftest` has a GPU run it.
+    # Triton's interpreter runs the kernel here; `nbkit selftest` runs it on a GPU.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="there is no Triton beside a torch that is built for the CPU")
     from nbkit.rank.rng import mask_kernel
@@ -465,7 +465,7 @@ def test_masks_of_neighbours_have_nothing_in_common() -> None:
         assert abs(correlation(one, other)) < 4.5, what
     a, b, c = one, one.roll(1, 2), one.roll(2, 2)
     assert abs(correlation(a ^ b, c)) < 4.5
-    # 256 keys in a row: the bit of one element is a coin too.
+    # Over 256 keys in a row, the bit of one element is a coin too.
     coin = torch.stack([mask(k, shape=(8, 8, 8)) for k in range(256)]).double().mean(0)
     assert ((coin - 0.5) * 2 * 16).abs().max() < 5
 
@@ -500,6 +500,6 @@ def test_the_bits_are_those_of_the_published_hash() -> None:
         for i in range(3):
             for j in range(2):
                 assert found[b, i, j].tolist() == [bit(key, (row, i, j, k)) for k in range(5)]
-    # More lines than fit into one piece of work.
+    # This tensor has more lines than fit into one piece of work.
     big = mask(1, shape=(3, 1500, 1024), p=0.2)
     assert torch.equal(big[2:, 1000:1001], mask(1, shape=(1, 1001, 1024), p=0.2, first=2)[:, 1000:])

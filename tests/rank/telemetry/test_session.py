@@ -156,7 +156,8 @@ def test_an_asynchronous_collective_tells_its_end_in_some_steps_and_was_waited_f
     for those in written.values():
         steps = [one for one in those if isinstance(one, records.StepRecord)]
         rows = {one.step: next(row for row in one.traffic if row.op == "all_reduce") for one in steps}
-        # The first three and one that was asked for are kept moment by moment. Most of the others blocked in wait().
+        # The first three steps and the one that was asked for have the times of each call. Most other steps only have
+        # the time in wait().
         timed = sorted({1, 2, 3, TRACED, *range(records.LISTEN_EVERY, 5 * EACH + 1, records.LISTEN_EVERY)})
         assert [step for step, row in rows.items() if row.timed] == timed
         assert all((row.seconds > 0) == (row.timed == 1) and row.blocked > 0 for row in rows.values())

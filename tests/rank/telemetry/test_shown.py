@@ -127,7 +127,7 @@ def test_the_pipeline_as_it_ran_beside_the_plan(run: Run) -> None:
     order = [[(op.kind, op.micro) for op in ops] for ops in Schedule.of("1f1b", 2, 4).ops]
     for drawn in (moments["planned"], moments["measured"]):
         assert [[(kind, micro) for kind, _, micro, *_ in row] for row in drawn] == order
-    # What an operation costs on a busy machine is not what it sleeps: the plan is one of what was measured.
+    # On a busy machine an operation takes longer than it sleeps, so the plan uses the measured seconds.
     cost = {
         kind: [fmean(stop - start for op, _, _, start, stop in row if op == kind) for row in moments["measured"]]
         for kind in "FB"

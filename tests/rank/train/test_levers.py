@@ -52,7 +52,7 @@ def sent(trainer: Any, steps: int) -> tuple[float, int, set[str]]:
     trainer.fit(steps)
     calls, lost = collectives.ring.between(begin, collectives.ring.end)
     assert not lost
-    # The numbers of a step, some hundred bytes of float64, are none of it, nor is the kilobyte that compares settings.
+    # The numbers of a step (some hundred bytes of float64) do not count, nor does the kilobyte that compares settings.
     calls = [call for call in calls if call.bytes > 1024]
     each = {"all_reduce": 2 * (RANKS - 1) / RANKS, "all_gather": RANKS - 1, "all_to_all": (RANKS - 1) / RANKS}
     return sum(call.bytes * each[call.op] for call in calls), len(calls), {call.op for call in calls}
@@ -115,7 +115,7 @@ def apart(folder: Path, world: Any) -> dict[str, Any]:
     found["seen"], found["end"] = seen[-1], flat(trainer.model)
     found["evaluated"] = trainer.evaluate(points(), batch_size=8)
     found["losses"] = [record["loss"] for record in trainer.history]
-    # While it trains, between two averages, and back.
+    # Switch while it trains, between two averages, and back.
     trainer = trained("ddp", switches={0: "ddp sync_every=4", 2: "ddp compress=int8", 4: "ddp"})
     trainer.fit(6)
     found["live"] = [record["strategy"] for record in trainer.history], *all_of(trainer)
@@ -153,7 +153,7 @@ def test_rounded_gradients_are_off_within_their_bound_and_what_is_off_comes_late
             assert share * bytes_ < sent_ <= 1.03 * share * bytes_
             # A rank's own gradients may be larger than their sum.
             assert 0 < (rounded_ - first).abs().max() <= 3 * bound * largest
-        # Without it each step would be off alike, and the mean of nine as far as each.
+        # Without error feedback each step would be off alike, and the mean of nine as far as each.
         assert (mean_ - mean).norm() < 0.3 * (rounded_ - first).norm()
 
 

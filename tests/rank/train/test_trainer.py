@@ -296,7 +296,7 @@ def scheduled(world: Any) -> list[Any]:
 def test_a_learning_rate_set_by_hand_keeps_the_shape_of_the_schedule_and_the_ratio_of_groups() -> None:
     ((rates, second),) = run_ranks(scheduled, 1)
 
-    # Set while the third step's factor, 0.25, stood: the fourth has half of it.
+    # The rate was set while the third step's factor, 0.25, was in force; the fourth step has half of it.
     assert rates == pytest.approx([0.1, 0.05, 0.025, 0.5, 0.25])
     assert second == pytest.approx(0.5)
 

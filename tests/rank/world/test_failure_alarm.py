@@ -59,7 +59,7 @@ def woken(world: Any) -> Any:
         fails(Alarm("a"), lambda: dist.recv(torch.ones(1), 1), failing=rank == 1),
     ]
     sums = [total(), total(everyone), total(pair) if rank < 2 else 2.0, total(dist.new_group([0, 1, 2]))]
-    # The next generation is formed as ever.
+    # The next generation is formed as usual.
     next_generation(world)
     sums += [total(), total(everyone)]
     told.append(fails(Alarm("a"), total, failing=rank == 0))

@@ -141,7 +141,7 @@ def alone(world: Any, how: str) -> list[str]:
             dist.barrier()
 
     def left_waiting() -> None:
-        # In a collective of the user's own, where the other one has left the loop.
+        # Rank 1 waits in a collective of the user's own, because rank 0 has left the loop.
         for batch in trainer.job.batches([trainer.loop.collate(points(8))] * 4):
             trainer.job.backward(batch)
             trainer.job.optimizer.step()

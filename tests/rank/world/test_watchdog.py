@@ -58,7 +58,7 @@ def wait_in_forming_a_group(rank: int) -> None:
     dist.new_group([0, 1])
 
 
-# The second: whether rank 0 takes part in the beginning (then it does not come to the waiting one).
+# (wait, whether rank 0 takes part in the beginning; it never comes to the call that waits)
 WAITS: list[tuple[Callable[[int], None], bool]] = [
     (wait_in_all_reduce, False),
     (wait_in_ddp_backward, True),
@@ -214,7 +214,7 @@ def broken_out_in_mid_message(world: World) -> float:
 
 
 def test_a_message_between_ranks_that_live_is_not_cut_in_two() -> None:
-    # gloo wakes nobody who waits for the rest of it.
+    # gloo never wakes a rank that waits for the rest of a message.
     assert run_ranks(broken_out_in_mid_message, 2, generations=2, timeout=40) == [2.0, 2.0]
 
 

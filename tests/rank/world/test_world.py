@@ -41,7 +41,7 @@ def joined(world: World) -> Any:
     counted = delegating_group.fingerprint()["world"]
     x = torch.full((2,), float(world.place.rank))
     dist.all_reduce(x)
-    # A store of the user's own on env:// joins the one that is there.
+    # A store that the user makes on env:// joins the existing one.
     own, rank, size = next(dist.rendezvous("env://"))
     own.set(f"user{rank}", "here")
     own.wait([f"user{other}" for other in range(size)])
@@ -143,7 +143,7 @@ def steps(model: Any, optimizer: Any, rank: int, numbers: range) -> list[float]:
 
 
 class BreaksInBackward(torch.autograd.Function):
-    """An identity whose backward breaks the ranks out and fails on rank 0."""
+    """An identity whose backward breaks rank 0 out and fails there."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rank: int) -> torch.Tensor:
@@ -165,7 +165,7 @@ def broken_in_backward(world: World, kind: str) -> Any:
     losses = steps(model, optimizer, rank, range(3))
     inner = model.module if kind == "ddp" else model
     hook = inner[2].register_forward_hook(lambda module, args, output: BreaksInBackward.apply(output, rank))
-    # As the parent of a cluster's ranks does: a rank that the closed connections have not woken is told.
+    # The parent of a cluster's ranks does this too: it tells a rank that the closed connections have not woken.
     told = threading.Timer(2.0, failure_alarm.break_out, ("told by rank 0",))
     told.start()
     with pytest.raises((RuntimeError, ValueError)) as raised:

@@ -144,8 +144,9 @@ def every_model(world: Any, cases: list[Any]) -> dict[Any, float]:
 NAMES = ("gpt_tied", "llama", "llama_tied", "qwen2", "gpt2_padded", "encoder", "causal encoder", "modulated")
 
 
-# Each model once, in one of the ways: 15 positions are 8 + 7, dropout and recomputation on top; balanced, 16 positions
-# are 0 to 3 and 12 to 15, and 4 to 11; of 15 and 13, chunks and parts are not equally long.
+# Each model once, in one of the ways. 15 positions are 8 + 7. Balanced, 16 positions are 0 to 3 and 12 to 15 on one
+# rank, and 4 to 11 on the other. Of 15 and 13 positions, chunks and parts are not equally long. The third value adds
+# recomputation.
 ON_TWO = [
     *((name, LENGTH, False) for name in ("qwen2", "modulated")),
     *((name, LENGTH - 1, False) for name in ("gpt", "causal encoder")),
@@ -169,7 +170,7 @@ def test_gradients_are_those_of_one_process(cases: list[Any]) -> None:
         assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}
 
 
-# Parts that are equally long and not, in order and balanced, dropped and recomputed.
+# Parts of equal and of unequal length, in order and balanced, with dropout and recomputation.
 ON_FOUR = [("encoder", LENGTH, False), ("gpt that drops", 10, True), ("causal encoder", 13, True, True)]
 ALSO_ON_FOUR = [
     *(("gpt", 14, False, balanced) for balanced in (False, True)),

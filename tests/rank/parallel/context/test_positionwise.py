@@ -282,7 +282,7 @@ REFUSED = {name: (mixing(mix), text) for name, (mix, text) in MIXED.items()} | B
 TRAINED = ("the mean", "a gradient's norm", "a table between blocks", "a penalty on the weights", "no attention")
 
 
-# Of calls that the trial sees by the same numbers some: what is left out of them is in `make long`.
+# The trial sees these by the same numbers as others, so only `make long` tries them.
 ALIKE = ("the mean, faintly", "the largest", "rolled", "flipped", "a token shift", "sorted", "softmax over positions",
          "the mean of everything", "positions counted anew", "rolled between blocks")  # fmt: skip
 NAMED = [name for name in REFUSED if name not in TRAINED[:2]]
@@ -297,7 +297,8 @@ def test_what_mixes_positions_is_named(name: str) -> None:
     assert text in str(try_in_parts(model, blocks, lambda: model(ids)).refused)
 
 
-# What is the same on each position, what needs the offset of a part, and what takes other positions after the blocks.
+# A model that mixes positions after the blocks, one whose encoder has as many positions as a part, and one that needs
+# the offset of a part.
 SAMPLE = ["the mean after the blocks", "an encoder as long as a part",
           "attention by hand in a module, its bias for all blocks"]  # fmt: skip
 REST = [name for name in EQUAL if name not in SAMPLE]
@@ -388,7 +389,7 @@ def test_parts_are_from_head_and_tail_where_attention_is_causal_and_that_is_righ
     both_ways = built(lambda: LM(2, lambda: Weighing(lambda weights: weights.max(-1).values)))
     assert try_in_parts(causal, blocks, partial(causal, ids)).balanced is True
     assert try_in_parts(both_ways, blocks, partial(both_ways, ids)).balanced is None
-    # On contiguous parts alone these numbers are put together in their order.
+    # Only contiguous parts put these numbers together in their order.
     found = try_in_parts(told_too, [f"blocks.{i}" for i in range(3)], partial(told_too, ids))
     assert found.refused is None and found.balanced is False
 

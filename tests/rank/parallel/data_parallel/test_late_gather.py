@@ -210,7 +210,7 @@ def held_by_the_user(world: Any) -> dict[str, Any]:
         seen["by hand"].append(late(job).missing)
         job.optimizer.zero_grad()
     trainer._callbacks = ()
-    # Whoever copies the model in a forward copies whole weights.
+    # A copy of the model that is made in a forward has whole weights.
     copied: list[Tensor] = []
 
     def copy_all(whole: nn.Module, _: Any) -> None:
@@ -248,7 +248,7 @@ def shown(world: Any) -> tuple[list[list[str]], float]:
         zero1_2._Bucket.gather = slowly  # type: ignore[method-assign]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        # It may hold weights itself, to weigh them.
+        # A loss may hold weights itself, for a penalty.
         assert trainer is None or late(trainer).missing == 0
         return loss_of(output, target)
 

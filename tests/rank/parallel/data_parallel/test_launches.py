@@ -24,7 +24,7 @@ from nbkit.tensor_layout import Layout
 _NO_KERNEL = {"detach", "empty", "empty_like", "new_empty", "resize_", "set_", "_local_scalar_dense", "is_same_size",
               "_unsafe_view", "lift_fresh", "new_empty_strided", "empty_strided", "wait_tensor",
               "_record_function_enter_new", "_record_function_exit"}  # fmt: skip
-_FEW = 5  # layers a block, of FSDP2: of hundreds of DTensors torch makes the plans for long, and as many kernels
+_FEW = 5  # layers a block for FSDP2: torch plans long for hundreds of DTensors, and the extra kernels are as many
 _SENT = ("c10d", "_c10d_functional")
 
 
@@ -130,7 +130,7 @@ def found(world: Any) -> dict[str, Counter[str]]:
     """Return the kernels beside those of forward and backward."""
     from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
 
-    collectives._INSTEAD.clear()  # NCCL's operations are its own, and gloo's are seen here no more than they
+    collectives._INSTEAD.clear()  # use gloo's own operations: like those of NCCL, they are not counted here
     plain, few = (counted(lambda model=model: loss(model(X), Y).backward()) for model in (blocks(), blocks(_FEW)))
     found = {f"zero {zero}": by_nbkit(zero, world.place.rank) - plain for zero in (0, 1, 3)}
     found["DDP"] = by_torch(DistributedDataParallel(blocks())) - plain

@@ -37,7 +37,7 @@ def gradients(name: str, *, checkpoint: bool, thread: bool = False) -> tuple[lis
             output = call(model, _rows(value, list(rows)))
             losses.append(specimen.loss(output, target[list(rows)]))
     assert extent_of("head") is None
-    # The second first, when dropout, rows and calls of the pass are long others.
+    # Go backward through the second first: by then dropout, rows and calls of the first pass have long changed.
     for loss in reversed(losses):
         if thread:
             other = threading.Thread(target=loss.backward)

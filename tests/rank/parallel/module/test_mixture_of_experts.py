@@ -149,7 +149,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "one layer": OneLayer,
     "dense": lambda: Language(Dense),
 }  # fmt: skip
-# What a strategy does with experts: gathers them, also those that a rank has no rows for; parts positions; keeps them.
+# A strategy gathers experts (also those that a rank has no rows for), divides positions, or leaves experts whole.
 CASES = [("mixtral", ("zero3", "cp=2")), ("qwen2 moe", ("tp",)), ("one layer", ("zero3",))]
 REST = [
     ("mixtral", ("ddp", "pp", "tp")),

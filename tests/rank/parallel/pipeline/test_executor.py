@@ -190,7 +190,7 @@ def observed(name: str, rank: int) -> None:
     stepped(model, pipeline, micros, on_op=on_op)
     assert done == [tuple(op) for op in schedule.ops[rank]]
     assert max(lives) == simulate(schedule).peak[rank] and lives[-1] == 0, (name, lives)
-    # What a neighbour has answered is let go of; only GPipe sends everything before the first answer.
+    # A send is released when its neighbour answers. Only GPipe sends everything before the first answer.
     assert max(under_way) <= (6 if name == "gpipe" else 5), (name, under_way)
     assert not pipeline._channels._posted and not any(pipeline._channels._outbox.values())
 

@@ -290,7 +290,7 @@ def test_costs_are_forward_and_backward_seconds_of_each_piece(monkeypatch: pytes
     chain = find_chain(model, lambda: model(x))
     for part in model:
         part.extra = 8.0
-    # 8 seconds more are halved by each call; one call warms up, the third of the others counts.
+    # Each call halves the 8 extra seconds. The first call warms up; the third of the others counts.
     assert measure_costs(model, chain, lambda: model(x).square().mean()) == tuple(3 * (s + 0.5) for s in (4, 12, 4, 8))
     for part in model:
         part.extra = 0.0
@@ -327,7 +327,7 @@ def test_pieces_that_are_alike_cost_the_same(monkeypatch: pytest.MonkeyPatch) ->
     for part in model:
         part.extra = 0.0
 
-    # Of the four in the middle three are as far apart as noise is; the fourth costs something else.
+    # Three of the four in the middle differ as little as by noise; the fourth has another cost.
     assert measure_costs(model, chain, lambda: model(x)) == (12, 14.25, 14.25, 14.25, 36, 12)
     model[2].linear = nn.Linear(6, 6, bias=False)
     assert measure_costs(model, chain, lambda: model(x)) == (12, 13.5, 15, 13.5, 36, 12)

@@ -223,7 +223,7 @@ def test_masks_of_a_front_late_use_of_a_block_and_weights_of_two_blocks(autocast
         assert chain.entries[3].carried == ("[0][0]", "[0][1]")
         assert "front" not in chain.skipped and "front.tokens" in chain.skipped
         parts = {(lo, hi): staged(model, chain, [(lo, hi)]) for lo, hi in combinations(range(7), 2)}
-        # As for every rank: casts that autocast has kept are not shared with what runs before.
+        # As on a rank of its own, the model must not share the casts that autocast has kept.
         torch.clear_autocast_cache()
         whole = specimen.gradients(model, value, target)
         for ranges in (r for num in (2, 3, 6) for r in partitions(6, num)):

@@ -40,7 +40,7 @@ def test_of_the_parameters_of_matmuls_tp_splits_nearly_all(name: str) -> None:
     model, (value, _) = specimen.build().train(), specimen.batch(2)
     plan = plan_of(model, 2, None, prove(model, lambda: call(model, value), [2]))
 
-    # Of a DiT, no map follows those that modulate.
+    # In a DiT no map follows the ones that modulate.
     lists = [path for path, part in model.named_modules() if type(part) is nn.Sequential and len(part) == 2]
     assert len(lists) == (3 if name == "dit" else 0)
     assert split_share(model, plan, [f"{path}.1" for path in lists]) >= 0.95 and not plan.unproven

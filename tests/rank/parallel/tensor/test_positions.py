@@ -175,7 +175,7 @@ def refused(world: Any) -> dict[str, str]:
     for name, (way, _) in REFUSED.items():
         part = double(B, T, D, seed=0).detach()[:, start:stop].clone().requires_grad_()
         try:
-            # In a model, more comes behind it.
+            # In a model more operations would follow.
             (way(PositionShard(part, group, T)) * 2).sum().backward()
             found[name] = f"trains, gradient {part.grad}"
         except TrainingError as error:

@@ -74,8 +74,8 @@ def trained(world: Any, names: Sequence[str]) -> dict[str, tuple[float, float, i
     return found
 
 
-# In a job, where the other proofs and the whole step look at a model too: of each kind of what stands between the maps
-# and of ties one, split and whole.
+# In a job the other proofs and the whole step look at a model too. Here is one of each kind of operation between the
+# maps, and of ties, split and whole.
 IN_A_JOB = (
     "softmax, deep", "one MLP twice", "three places",
 )  # fmt: skip
@@ -101,7 +101,7 @@ def split(world: Any, names: list[str]) -> dict[str, tuple[float, float, int, tu
     return found
 
 
-# Of sums, norms, orders and counts of features, of what is learned, of heads, memories, ties and positions: one each.
+# One each of: sums, norms, orders and counts of features, learned values, heads, memories, ties, and positions.
 SAMPLE = [
     "softmax, deep", "centring in place", "topk", "count", "four groups", "a learned slope", "batch norm",
     "beside its output, used", "one MLP twice", "norm of all", "talking heads", "a memory", "three places",
@@ -237,7 +237,7 @@ def test_a_job_warns_of_what_stays_whole_and_an_example_can_be_given() -> None:
     without, given, pairs = run_ranks(told, 2, timeout=120)[0]
 
     assert any("blocks.*.mlp" in text and "no example batch was there" in text for text in without)
-    # Data that cannot be divided is said in any case.
+    # A message says in any case that data cannot be divided.
     assert [text for text in given if "every rank reads all" not in text] == [] and pairs == 2
 
 

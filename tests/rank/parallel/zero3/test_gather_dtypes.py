@@ -101,7 +101,7 @@ def trained(job: Any, case: Case, weights: list[Tensor]) -> dict[str, Any]:
     job.forget_estimates()
     terms = job.cost_model().terms(job.strategy)
     formula = sum(term.given for term in terms[0] if term.op == "all_gather") if terms else 0.0
-    # By hand, without autocast, weights are there as they are; under evaluation, as in a step.
+    # A call by hand has no autocast and sees the weights in their own dtype. An evaluation sees them as in a step.
     with torch.no_grad():
         losses.append(float(job.model(BATCHES[0][0]).sum()) if strategy == "zero3" else 0.0)
     with job.sharded_model.evaluating(autocast=True):
@@ -155,7 +155,7 @@ def test_no_bit_changes_and_half_the_bytes_are_gathered(
             gathered = [each["sent"].pop("all_gather") for each in (cast, whole)]
             for op in ("reduce_scatter", "send"):  # gradients are summed in float32
                 assert cast["sent"][op] == whole["sent"][op], case
-            # Two ranks, which give half each: for forward and backward, or once the half of the blocks.
+            # Two ranks give half each. They gather all blocks for forward and backward, or half of the blocks once.
             passes = 2 if case[0] == "zero3" else 1 / 2
             assert gathered[1] - gathered[0] == pytest.approx(passes * 2 * size / 2, rel=0.01), case
             if case[0] == "zero3":

@@ -194,7 +194,7 @@ def wrapped(world: Any) -> list[float]:
         found.append(gap(axis, Wrapper(Wrapper(net))))
         for p in axis.held.values():
             p.grad = None
-    # A block by itself, as when somebody looks into a model: on every rank alike.
+    # Every rank calls a block by itself, as somebody who looks into a model may.
     with torch.no_grad():
         alone = module.inner.inner.blocks[1](data(0)[0])["y"]
         assert all(p is axis.held[name] for name, p in module.named_parameters())
@@ -229,7 +229,7 @@ def pipelined(world: Any) -> list[Any]:
             found += [gap(axis, reference("", ranks, 3)), heard.count("all_gather"), heard.count("reduce_scatter")]
         delegating_group.listeners.clear()
         axis.begin_again()
-        # Left in the middle of everything, the next step is right.
+        # After a step that was left in the middle, the next step is right.
         step(axis, module, rank)
         found.append(gap(axis, reference("", ranks)))
     return found

@@ -58,7 +58,7 @@ def resumed(world: Any, folder: Path) -> list[Any]:
         torch.equal(flat(whole.model), flat(second.model)),
         [r["step"] for r in records],
         second.lr,
-        # Saved three times; of each rank one file is left, and what names them.
+        # After three saves one file of each rank is left, and the metadata that names them.
         sorted(p.name.partition("_")[2] or p.name for p in saved.iterdir()),
     ]
 
@@ -66,7 +66,7 @@ def resumed(world: Any, folder: Path) -> list[Any]:
 def test_a_resumed_training_is_bit_for_bit_the_one_that_went_on(tmp_path: Path) -> None:
     for found in run_ranks(resumed, 2, tmp_path, timeout=120):
         assert found[:3] == [True, True, [5, 6, 7, 8]]
-        # Set when the factor of the second step, 1/2, stood.
+        # The rate was set while the factor of the second step, 1/2, was in force.
         assert found[3] == pytest.approx(0.05 * 2 / 8)
         assert found[4] == [".metadata", "0_0.distcp", "1_0.distcp"]
 
@@ -142,7 +142,7 @@ def refused(world: Any, folder: Path) -> list[str]:
         (folder / "a file").write_bytes(b"")
     before = contents(folder / "good")
     messages = []
-    # A history that rank 0 cannot write: the checkpoint of before must survive.
+    # Rank 0 cannot write this history; the checkpoint before must survive.
     trainer.job.ledger.records.append({"step": lambda: None})
     for act in (
         lambda: trainer.save(folder / "good"),

@@ -70,7 +70,7 @@ def harmful_pickles(folder: Path) -> dict[str, Callable[[Path], Any]]:
             (path / ".metadata").write_bytes(harm + (path / ".metadata").read_bytes())
 
         def among(path: Path, harm: bytes = harm) -> None:
-            # In the place of what describes a tensor, in each data file.
+            # The pickle replaces the description of a tensor in each data file.
             for file in data_files(path):
                 content = file.read_bytes()
                 at = content.index(b"\x80\x02ctorch._utils")
@@ -79,7 +79,7 @@ def harmful_pickles(folder: Path) -> dict[str, Callable[[Path], Any]]:
         found |= {f"{name}, alone": whole, f"{name}, in front": in_front, f"{name}, in the data": among}
 
     def inside(path: Path) -> None:
-        # As torch's own Metadata, with a value that does harm among what is no tensor.
+        # This is torch's own Metadata, with a harmful value among those that are no tensors.
         metadata = pickle.loads((path / ".metadata").read_bytes())
         metadata.planner_data = {"nbkit": pickles(canary)["dotted"]}
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -104,7 +104,7 @@ def damages(folder: Path) -> dict[str, Callable[[Path], Any]]:
         make(path)
 
     def elsewhere(path: Path, name: str) -> None:
-        # What torch reads of it names a file outside of the directory, with the same bytes in it.
+        # The metadata that torch reads names a file outside of the directory, which has the same bytes.
         metadata = pickle.loads((path / ".metadata").read_bytes())
         for info in metadata.storage_data.values():
             info.relative_path = name.format(info.relative_path)

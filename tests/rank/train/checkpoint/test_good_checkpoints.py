@@ -114,7 +114,7 @@ def spoiled(world: Any, folder: Path, strategy: str) -> dict[str, Any]:
     }
     if strategy == "zero3":
         asked["optimizer"] = adam
-    # Else there is one tensor, which rank 0 writes: rank 1 has nothing to write.
+    # With SGD there is only one tensor, which rank 0 writes: rank 1 has nothing to write.
     trainer = quiet(**asked, checkpoints=nbkit.Checkpoints(every=1, path=folder / "auto"))
     told: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()) as printed:

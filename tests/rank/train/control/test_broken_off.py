@@ -62,7 +62,7 @@ def poisoned(world: Any, on: tuple[int, ...], read_late: bool) -> dict[str, Any]
         buckets.dist = Unreduced()  # type: ignore[assignment]
     ledger = trainer.job.ledger
     if read_late:
-        # As on a GPU, where the host is a step ahead of what it has read.
+        # On a GPU the host is a step ahead of what it has read.
         ledger.check = lambda pending: pending.reduction.read()
     found: dict[str, Any] = {}
     try:
@@ -137,7 +137,7 @@ def apart_in_the_first_step(world: Any) -> list[float]:
     trainer = quiet(data=points(40))
     trainer.fit(1)
     if world.place.rank == 1:
-        # Interrupted before it followed rank 0's order of gradients; rank 0 had done so.
+        # Rank 1 was interrupted before it followed rank 0's order of gradients.
         trainer.job.training_step.begin_again()
         trainer.job.integrity.broken_off = True
     trainer.fit(3)

@@ -101,7 +101,7 @@ def broken_in_forward(world: Any) -> list[Any]:
         calls: list[int] = []
 
         def loss(output: torch.Tensor, target: torch.Tensor, calls: list[int] = calls) -> torch.Tensor:
-            # Of a rank's rows: before the first step it is called on fewer, to look at it.
+            # Only whole shares count: before the first step the loss is called on fewer rows, to look at it.
             calls.extend([1] * (step_boundary.training() is not None and len(output) == 4))
             if len(calls) == 3:
                 raise KeyboardInterrupt

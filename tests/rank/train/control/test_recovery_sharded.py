@@ -97,7 +97,7 @@ def test_what_another_rank_holds_too_makes_the_ranks_whole_and_what_none_holds_i
     cases: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = [
         ("hsdp shard=2", (0,), ()),
         ("dp=2 pp=2", (2,), ()),
-        # Only rank 0 has made the third step: its stage alone is not all. Of the second one, all is there.
+        # Only rank 0 has made the third step, and its stage alone is not the whole model. The second step is complete.
         ("dp=2 pp=2", (), (1, 2, 3)),
         ("zero3", (1,), ()),
         ("pp microbatches=4", (1,), ()),

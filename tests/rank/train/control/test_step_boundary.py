@@ -47,7 +47,7 @@ def test_a_stop_that_arrives_apart_stops_all_ranks_after_the_same_step() -> None
     found = run_ranks(stopped_when_posted_apart, 3)
 
     assert all(one == found[0] for one in found)
-    # Rank 2 hears of it while it reads step 8, at the boundary after it: step 9 tells the others, and all act.
+    # Rank 2 hears of the stop while it reads step 8, at the boundary after it. Step 9 tells the others, and all act.
     assert found[0]["step"] == 9
     assert found[0] == found[0] | {"raised": True, "idle": True, "after": [10, 11], "sum": 3.0}
     assert [r["step"] for r in found[0]["history"]] == list(range(1, 10))
@@ -145,10 +145,10 @@ def posted_too_late(world: Any) -> dict[str, Any]:
     if world.place.rank == 0:
         step_boundary.inbox.post(1, "stop")
     trainer.fit(5)
-    # Late on the other rank, and of the training before: ignored.
+    # This stop was for the training before, and comes late on the other rank: it is ignored.
     step_boundary.inbox.post(1, "stop")
     trainer.fit(5)
-    # Of the running training, but on one rank alone until it ends.
+    # This request is for the running training, but only one rank has it until the training ends.
     trainer._callbacks = (lambda _, record: step_boundary.inbox.post(2, "cell") if world.place.rank == 1 else None,)
     trainer.fit(3)
     return {"steps": trainer.step, "unserved": unserved}

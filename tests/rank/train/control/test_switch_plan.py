@@ -82,7 +82,7 @@ def planned_and_by_hand(world: Any, folder: Path) -> dict[str, Any]:
 
     planned = quiet(strategy="zero1", switches=folder / "plan.json")
     planned.fit(5)
-    # Taken up again in the middle: what the plan says of the steps before is in force.
+    # Resume in the middle: the plan's strategy for the steps before is in force.
     again = quiet(switches={2: "zero3", 7: "ddp"})
     again.load(folder / "saved")
     again.fit(3)

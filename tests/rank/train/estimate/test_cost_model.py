@@ -89,7 +89,7 @@ def test_bytes_of_every_operation_and_axis_are_what_is_measured() -> None:
                 into[1] += size
         assert sorted(measured) == sorted(predicted), text
         for (op, axis), (calls, size) in measured.items():
-            # Beside gradients and parameters travel a canary and counts, and the parts of 53 small tensors begin at
+            # A canary and counts travel beside gradients and parameters, and the parts of 53 small tensors begin at
             # multiples of 16 bytes in each rank's row.
             rest = 4 * 4 * 16 * 53 if axis in ("dp", "shard", "replicate") else 0
             assert 0 <= size - predicted[op, axis].bytes <= rest, (text, op, axis)

@@ -61,7 +61,8 @@ def test_the_peak_with_activations_is_predicted_within_8_percent() -> None:
     check(run_ranks(peaks, 2, STRATEGIES, 2, timeout=240))
 
 
-# Of ddp an all-reduce in two levels. Of zero1 gradients beside the copy of them that is reduced, which have to go.
+# ddp has an all-reduce in two levels. zero1 has gradients beside the copy of them that is reduced, and has to free
+# them.
 @pytest.mark.parametrize(
     "strategy", ["zero1", *(pytest.param(one, marks=pytest.mark.long) for one in ("ddp bucket=200K", "ddp"))]
 )

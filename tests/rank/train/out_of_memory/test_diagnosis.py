@@ -31,7 +31,7 @@ def test_live_tensors_that_grow_at_every_step_are_a_leak() -> None:
     levels = [(10 + i) * GB for i in range(6)]
     (found,) = DeviceMemory(80 * GB, 79 * GB, 78 * GB, 77 * GB, levels=levels).findings()
     assert "grew by 1,000 MB a step" in found
-    # The optimizer's state comes once, and a few bytes more are no leak.
+    # Optimizer state that comes once is no leak, and neither are a few bytes more.
     assert DeviceMemory(levels=levels[:5]).findings() == []
     assert DeviceMemory(levels=[10 * GB + i for i in range(6)]).findings() == []
     assert DeviceMemory(levels=[*levels[:5], levels[4]]).findings() == []
@@ -42,7 +42,7 @@ def test_gaps_and_other_processes_are_told_apart() -> None:
     assert "1.8e+04 MB of 7.8e+04 MB" in gaps and "expandable_segments" in gaps
     (others,) = DeviceMemory(80 * GB, 79 * GB, 50 * GB, 49 * GB).findings()
     assert "2.8e+04 MB of 8e+04 MB are held by others" in others
-    # What CUDA and NCCL take beside torch's allocator is this process's own, and much of a small device.
+    # CUDA and NCCL take memory of this process beside torch's allocator, which is much of a small device.
     assert DeviceMemory(8 * GB, 8 * GB, 65 * GB // 10, 64 * GB // 10).findings() == []
 
 

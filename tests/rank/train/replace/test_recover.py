@@ -51,7 +51,7 @@ ALSO_REPLICATED = [
     Case("cp=4", 1, "forward"),
 ]
 
-# Beside them, below: one that dies while its backup is on its way, and two at once.
+# More cases are below: a rank that dies while its backup is on its way, and two at once.
 HELD_ONCE = [
     Case("dp=2 tp=2", 3, "updated"),  # its own update; on a pretended GPU those of the others: test_gpu_check.py
     Case("zero3", 1, "backward"),
@@ -163,7 +163,7 @@ def test_a_rank_that_others_replicate_is_replaced_in_mid_step(cases: list[Case],
     found = run_replaced(survived, 4, cases, deaths=len(cases), timeout=120)
 
     check(found, cases, expected)
-    # What lies flat with others is copied; all else of the ranks that are left stays where it is.
+    # Flat parts are copied. Everything else of the ranks that are left stays where it is.
     assert [by_case[case]["kept"] for by_case in found for case in by_case if "hsdp" not in case.strategy] != []
     assert all(told["kept"] for by_case in found for case, told in by_case.items() if "hsdp" not in case.strategy)
 
@@ -340,9 +340,9 @@ def check(found: list[dict[Case, dict[str, Any]]], cases: list[Case], expected: 
         known = [of_rank[case] for of_rank in found if case in of_rank]
         for one in known:
             assert one["losses"] == pytest.approx(expected, rel=1e-10), case
-        # A new rank has the groups of its strategy; no other one keeps more, to be formed again at each death.
+        # A new rank has the groups of its strategy. Other ranks must not keep more, which each death would form again.
         assert len({one["groups"] for one in known}) == 1, [one["groups"] for one in known]
-        # Who dies while its newest backup is on its way takes all back to the one before; who dies after its own update
-        # may find that of others made.
+        # If a rank dies while its newest backup is on its way, all go back to the one before. If it dies after its own
+        # update, others may have made theirs.
         stood = {one["stood"] for one in known}
         assert len(stood) == 1 and abs(stood.pop() - KILLED_IN) <= 1, case

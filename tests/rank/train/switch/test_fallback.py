@@ -176,7 +176,7 @@ def never_switched(found: list[dict[str, Any]], model: Any = drawing) -> list[fl
 
 
 def while_it_trains(world: Any, room: str) -> dict[str, Any]:
-    # The optimizer changes the weights: only an old sharded model that is kept is whole then.
+    # The optimizer changes the weights, so only an old sharded model that is kept is still whole.
     kept = [FAILING[0], FAILING[4], ("zero1", Plan("dp=2 zero=1", "optimizer", (1,), torch.OutOfMemoryError))]
     failing = {"both": kept, "sides": FAILING[1:3], "one": FAILING[2:4]}[room]
     found = [
@@ -194,7 +194,7 @@ def test_a_first_step_that_fails_on_any_rank_leads_all_back_and_the_losses_are_t
         for strategy, plan, found in rank["found"]:
             said, step = found["said"], found["said"]["step"]
             what = f"{plan.error.__name__}: planted in {plan.where}"
-            # Of two that fail the first may wake the other one, which then has not failed by itself.
+            # If two ranks fail, the first may wake the other one before it fails by itself.
             told = [failure.rank for failure in found["told"] if failure.kind == "failure"]
             assert told in ([None], [0], [1]) if plan.ranks == (0, 1) else told == list(plan.ranks)
             whose = what if told == [None] else f"rank {told[0]}: {what}"
@@ -208,7 +208,7 @@ def test_a_first_step_that_fails_on_any_rank_leads_all_back_and_the_losses_are_t
             failure = found["told"][-1]
             assert failure.kind == "failure" and (failure.step, failure.error) == (step, "SwitchError")
             assert failure.what == f"{words} {whose}"
-            # Where memory held both, nobody had heard of the switch.
+            # If memory held both models, nobody had heard of the switch.
             switched = [(each.old, each.new) for each in found["told"] if each.kind == "switch"]
             assert switched == ([] if room == "both" else [("dp=2", plan.under), (plan.under, "dp=2")])
             assert len(found["warned"]) == (found["asked"] if number == 0 else 0)
@@ -250,12 +250,12 @@ def four(world: Any) -> dict[str, Any]:
     return {"never": losses_of(never), "found": found, "strategy": str(trainer.strategy)}
 
 
-@pytest.mark.long  # on two ranks those above go the same ways
+@pytest.mark.long  # the tests above go the same ways on two ranks
 def test_four_ranks_are_led_back_by_one_of_them() -> None:
     for rank in run_ranks(four, 4, timeout=170):
         for said, staged, losses in rank["found"]:
             assert said == "rank 3: ValueError: planted in backward"
-            assert "ValueError: planted in forward" in staged  # of rank 2, 3, or both: who fails first wakes the other
+            assert "ValueError: planted in forward" in staged  # rank 2, 3, or both: the first to fail wakes the other
             assert losses == rank["never"][: len(losses)]
         assert rank["strategy"] == "dp=2 tp=2 zero=1"
 
@@ -270,12 +270,12 @@ def called(world: Any) -> dict[str, Any]:
     at_once = trainer.switch("zero3")
     trainer.fit(2)
     first = str(trainer.strategy), len(trainer.job.switches), [(e.kind, e.step) for e in events]
-    # Under none of them a step has been made: it is the one before both that is gone back to.
+    # No step has been made under either of them, so training goes back to the strategy before both.
     trainer.switch("zero3")
     trainer.switch("tp")
     trainer.fit(2)
     second = str(trainer.strategy), len(trainer.job.switches)
-    # There and back again by hand: nothing is left to be led back to.
+    # Switch and undo by hand: nothing is left to go back to.
     trainer.switch("tp")
     trainer.undo()
     nothing = trainer.job.switcher.pending

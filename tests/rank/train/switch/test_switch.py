@@ -22,8 +22,8 @@ from nbkit.strategy import Strategy
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 
-# Each family, but hsdp, which test_switch_nodes.py has; from and to every pair of them: tests/rank/parallel/reshard,
-# and in long chains make parity and make zoo.
+# Each family but hsdp, which test_switch_nodes.py has. tests/rank/parallel/reshard has every pair, and make parity and
+# make zoo have long chains.
 THROUGH = ("zero3", "tp", "dp=2 pp=2 schedule=zbv", "cp=2 tp=2", "ddp")
 STEPS = len(THROUGH) + 2  # one before, and one under each, but two under tp: the first is not among those timed
 
@@ -77,7 +77,8 @@ def through_all(world: Any) -> dict[str, Any]:
         job.job.builder.finder.sync([new])
         predicted, _ = strategy_table.moved_bytes(job.job, new)
         done = job.switch(text)
-        # Of the order of ranks that moves fewer bytes, which depends on where stages are cut, by what blocks have cost.
+        # The order of ranks that moves the fewest bytes depends on the cut of the stages, and so on the measured costs
+        # of blocks.
         rank_layouts = job.job.builder.plan(job.strategy).layouts
         held = {name: layout.local for name, layout in job.job.sharded_model.data.layouts.items()}
         said.append(
@@ -278,7 +279,7 @@ def crossed(world: Any) -> tuple[list[float], list[str]]:
     job.fit(1)
     for strategy in ("zero1", "tp", "pp", "zero2", "ddp"):
         if world.place.world_size > 1:
-            with suppress(NbkitError):  # what it refuses is none of this test
+            with suppress(NbkitError):  # its refusals are not what this test is about
                 job.switch(strategy)
         job.fit(1)
     return losses(job), [record["strategy"].split()[0] for record in job.history]

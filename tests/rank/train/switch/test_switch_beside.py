@@ -98,7 +98,7 @@ def late_or_broken(world: Any) -> list[Any]:
             if world.place.rank == 1:
                 patch.setattr(prefetch, "make_ready", making)
             results.append(asked_for(trainer, controls, strategy, meanwhile=meanwhile))
-    # What cannot be split is refused at the boundary, by all, and the training goes on.
+    # All ranks refuse at the boundary what cannot be split, and the training goes on.
     results.append(asked_for(trainer, controls, "tp=3"))
     return results
 
@@ -192,7 +192,7 @@ def out_of_date(world: Any) -> dict[str, Any]:
         frozen.requires_grad_(False)  # one rank says so, and all follow
     found["first"] = trainer.switch("zero3").identical
     found["trains"] = dict(trainer.model.named_parameters())[name].requires_grad
-    # A rank that holds something else than its strategy says.
+    # One rank holds something else than its strategy says.
     holdings, said = ExchangeCache.layouts_by_rank, []
 
     def without_one(self: ExchangeCache, *args: Any) -> Any:

@@ -158,7 +158,7 @@ def fails_at_each_stage(world: Any) -> dict[str, Any]:
         with pytest.raises(SwitchError, match="keeps dp=2 beside it"):
             job.try_out("zero3", steps=1)
         identical = job.switch("zero3").identical
-        # From flat shards this time.
+        # This time the switch starts from flat shards.
         if world.place.rank == 0:
             runs_out(patch)
         with pytest.raises(SwitchError):

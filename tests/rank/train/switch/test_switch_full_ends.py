@@ -40,7 +40,7 @@ def interrupted(world: Any) -> dict[str, Any]:
             with pytest.raises(KeyboardInterrupt):
                 job.switch("zero3")
         job.fit(2)
-        # Rank 0 hears of it on the way, which it goes to its end; rank 1 when it has switched.
+        # Rank 0 is interrupted during the switch, and completes it. Rank 1 switches undisturbed.
         if world.place.rank == 0:
             patch.setattr(MoveInPlace, "make", strikes(MoveInPlace.make))
             with pytest.raises(KeyboardInterrupt):

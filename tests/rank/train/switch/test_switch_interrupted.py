@@ -215,7 +215,7 @@ def fails_and_goes_on(world: Any) -> dict[str, list[int]]:
             if world.place.rank == 1 or fails is other:
                 patch.setattr(owner, name, fails)
             gc.disable()
-            # Whoever is told of it looks at what is left while the error still is there.
+            # A user looks at what is left while the error still exists.
             with pytest.raises(SwitchError) as failed:
                 trainer.switch("ddp")
             found[name] = [held(), len(str(failed.value))]
@@ -241,7 +241,8 @@ def test_a_switch_that_fails_leaves_no_memory_taken() -> None:
         (before,) = found.pop("before")
         assert len(found) == 3
         for stage, (after, _) in found.items():
-            # Of the smallest tensor that a switch moves, the first bias, a rank holds 8 kB; a step's numbers are 3 kB.
+            # A rank holds 8 kB of the smallest tensor that a switch moves, the first bias. The numbers of a step take 3
+            # kB.
             assert after <= before + 5000, stage
 
 
@@ -260,5 +261,5 @@ def leaves_them_all(world: Any) -> list[str]:
 
 
 def test_the_side_that_was_left_is_free_at_once_without_a_collection() -> None:
-    # A collection stops the training for longer than the rest of a switch.
+    # A garbage collection stops the training for longer than the rest of a switch.
     assert run_ranks(leaves_them_all, 2) == [[], []]

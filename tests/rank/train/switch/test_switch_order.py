@@ -90,7 +90,7 @@ def test_the_order_that_moves_fewer_bytes_trains_alike(
         assert all(each["identical"] and each["bytes"][0] == each["bytes"][1] for each in said)
         assert all(each["stays"] == (0, 0) for each in said)
         assert all(each["sends"][0] == each["sends"][1] != [] for each in said)
-        # Half of what each holds of tp=4 is there already.
+        # Each rank already has half of what it holds under tp=4.
         assert said[0]["bytes"][1] < said[0]["usual"] * 0.7
         assert said[1]["bytes"][1] == 0
 

@@ -104,7 +104,7 @@ def test_who_asks_while_it_trains_makes_nobody_wait_for_the_proof() -> None:
         assert [each["step"] for each in found["said"]] == [each["result"]["step"] for each in found["said"]]
         assert found["free"] == [True] * len(THROUGH)
         assert found["asked"] == ["nbkit-proof"] * 2 * len(THROUGH)
-        # Between two steps that somebody else makes anything may happen to the weights: there it is compared first.
+        # Somebody else's loop may change the weights between two steps, so there the state is compared first.
         assert found["called"] == (True, ["MainThread"] * 2)
         assert [identical for _, identical in found["switches"]] == [True] * (len(THROUGH) + 1)
 
@@ -169,7 +169,8 @@ def ends(world: Any) -> dict[str, Any]:
             step_boundary.inbox.acted + 1, "control", Control(id, "switch", {"strategy": strategy})
         )
 
-    # Asked for before the forward pass of a step, its own reduction agrees, and the boundary behind it acts.
+    # The request comes before the forward pass of a step. The step's own reduction agrees on it, and the next boundary
+    # acts.
     acts[3] = lambda: ask("last", "zero1")
     trainer.fit(2)
     found["last"] = controls.result("last")["result"]
@@ -262,7 +263,8 @@ def changing(world: Any) -> list[Any]:
 
 def test_what_a_forward_pass_changes_is_not_taken_for_a_mistake() -> None:
     apart, first = ["nbkit-proof"] * 2, ["MainThread"] * 2
-    # Who changes weights there, looks as if the switch had: so it is made again, and compared before anything runs.
+    # Weights that change in forward look like a mistake of the switch, so it is made again, and compared before
+    # anything runs.
     assert run_ranks(changing, 2, timeout=200) == [[(True, apart), (True, apart + first)]] * 2
 
 
