@@ -1,6 +1,6 @@
 """The fast part of `make gpu-check`: on a pretended GPU a training is as on one process, after switches and errors too.
 
-Left to it are the other strategies, schedules, pairs of strategies and features, deaths that are heard of at once, four
+`make gpu-check` also has other strategies, schedules, pairs of strategies and features, deaths heard of at once, four
 ranks, llama and convolutions.
 """
 

@@ -1,4 +1,4 @@
-"""The pretended GPU finds what goes wrong only on a GPU: each planted bug is seen alone, and without it nothing is."""
+"""The pretended GPU finds bugs that show only on a GPU: it sees each planted bug alone, and nothing without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Over gloo, an all-gather of two ranks is one exchange, and a reduce-scatter sends half of what gloo's sends."""
+"""Over gloo, an all-gather of two ranks is one exchange, and a reduce-scatter sends half as much as gloo's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank dies while a message of its own is half received: who waits for the rest is released, and goes on.
+"""A rank dies while its message is half received. Ranks that wait for the rest are released, and go on.
 
 `make long` has the other operations.
 """

@@ -1,4 +1,4 @@
-"""The link between the ranks is measured once, by all of them together, and says the same on every rank."""
+"""All ranks together measure the link between them once, and get the same figures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A training on balanced data: the losses of one process under every strategy, and each sample once an epoch.
+"""Balanced data trains with the losses of one process under every strategy, and each sample comes once an epoch.
 
-Shares of a batch cost the same, and every stretch of an epoch can be shared so.
+Shares of a batch cost the same, and every part of an epoch can be shared so.
 """
 
 from __future__ import annotations

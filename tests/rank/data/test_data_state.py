@@ -1,4 +1,4 @@
-"""Data that says where it stands is gone on with there: nothing before it is read again, and the losses are the same.
+"""Data that knows its position is resumed there: nothing before it is read again, and the losses are the same.
 
 The datasets have the structure of those that people bring: one of Hugging Face with `shard()` and the state of an
 iteration, one that asks for its worker and keeps its place in itself, and an iterator with a state of its own, as
@@ -196,7 +196,7 @@ def test_a_resumed_run_reads_nothing_before_its_place_and_has_the_same_losses(ki
 
 @pytest.mark.usefixtures("known_to_be_right")
 def test_ranks_and_workers_go_on_behind_the_end_of_shards_in_a_later_epoch(tmp_path: Path) -> None:
-    """The run is resumed before step 13, in the second epoch, whose shards of 50 samples end unequally."""
+    """The run is resumed before step 13, in the second epoch, whose 50 samples end unequally over the shards."""
     for whole, again, read, said in run_ranks(
         resumed, 2, HuggingFace, tmp_path, 12, {"loading": nbkit.Loading(workers=1)}, timeout=120
     ):

@@ -1,4 +1,4 @@
-"""Costs of samples that nobody gives: learned from their seconds or their losses, agreed on by all ranks."""
+"""If nobody gives the costs of samples, all ranks learn and agree on them, from seconds or losses."""
 
 from __future__ import annotations
 

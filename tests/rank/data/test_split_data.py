@@ -1,4 +1,4 @@
-"""Data that comes in shards: each sample is read by one rank alone, and every step is that of one process.
+"""Data in shards: only one rank reads each sample, and every step is that of one process.
 
 The datasets have the structure of those that people bring: a list of files whose `__iter__` asks for its worker, one of
 Hugging Face with `shard()`, and a pipeline of webdataset with a splitter of workers and one of nodes.

@@ -1,4 +1,4 @@
-"""Workers read ahead what would have been read without them: the same samples, draws and losses, whatever happens."""
+"""Workers read ahead the samples that would be read without them, with the same draws and losses, whatever happens."""
 
 from __future__ import annotations
 

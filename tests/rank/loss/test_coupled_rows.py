@@ -1,4 +1,4 @@
-"""Losses and models that couple the rows of a batch are told from those that do not, in any precision, of any size."""
+"""Losses and models that couple the rows of a batch are told apart from others, in any precision and size."""
 
 from __future__ import annotations
 

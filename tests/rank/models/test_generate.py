@@ -1,4 +1,4 @@
-"""Tokens are those of Hugging Face, or of the model by itself, under every strategy, however many texts there are."""
+"""Generated tokens equal those of Hugging Face or of the plain model, under every strategy, for any number of texts."""
 
 from __future__ import annotations
 

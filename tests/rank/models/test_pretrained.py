@@ -1,4 +1,4 @@
-"""A Hugging Face directory trains under every strategy, and each rank has read what it holds and nothing else."""
+"""A Hugging Face directory trains under every strategy, and each rank reads only what it holds."""
 
 from __future__ import annotations
 

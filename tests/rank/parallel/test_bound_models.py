@@ -1,4 +1,4 @@
-"""Functions that hold parts of a model: a copy of it has functions of its own, or is refused by name."""
+"""If functions hold parts of a model, a copy of the model has functions of its own, or is refused by name."""
 
 from __future__ import annotations
 

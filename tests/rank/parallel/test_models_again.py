@@ -1,4 +1,4 @@
-"""A model that has been in a job before: taken as it is, or refused by name where a rank holds a part of it."""
+"""A model that has been in a job before is taken as it is, or refused by name if a rank holds only a part of it."""
 
 from __future__ import annotations
 

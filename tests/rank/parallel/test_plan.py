@@ -1,4 +1,4 @@
-"""A plan says what the ranks hold that are built from it, and equal plans have one digest on every rank."""
+"""Ranks that are built from a plan hold what it says, and equal plans have one digest on every rank."""
 
 from __future__ import annotations
 

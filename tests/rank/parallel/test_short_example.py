@@ -1,4 +1,4 @@
-"""A few positions of each row stand for all where the model makes the same operations on them, and only there."""
+"""A few positions of each row stand for all of them only if the model makes the same operations on both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny whole step of each composition, by ranks that are threads of one process, is that of one process."""
+"""A tiny whole step of each composition equals that of one process. The ranks are threads of one process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Dropout drops the same elements whichever part of the batch, of the sequence or of the model is at work.
 
-Masks that are hashes of coordinates: as random as coins, and the same bits everywhere.
+Masks are hashes of coordinates, as random as coins, and the same bits everywhere.
 """
 
 from __future__ import annotations

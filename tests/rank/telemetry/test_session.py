@@ -1,4 +1,4 @@
-"""Delays that were put in are found again, in the right part of the step and on the right rank, from files alone."""
+"""Planted delays are found from the files alone, in the right part of the step and on the right rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are interpreters of their own, as under torchrun: strings hash, and sets lie, otherwise in each."""
+"""Ranks that are separate interpreters, as under torchrun: strings hash, and sets are ordered, differently in each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Levers of the data axis: sums that are the same, sums that are off within a bound, replicas that train apart."""
+"""Levers of the data axis: equal sums, sums that are off within a bound, and replicas that train apart."""
 
 from __future__ import annotations
 

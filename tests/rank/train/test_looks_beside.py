@@ -1,4 +1,4 @@
-"""Looks of a panel and preparations of a switch beside a training: its numbers are those without, to the last bit."""
+"""Looks of a panel and preparations of a switch beside a training do not change its numbers, to the last bit."""
 
 from __future__ import annotations
 

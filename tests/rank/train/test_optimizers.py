@@ -1,4 +1,4 @@
-"""Optimizers as people write them, under every strategy: the weights of one process in plain torch, or refused."""
+"""Optimizers as people write them give the weights of plain torch under every strategy, or are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and losses that keep something beside parameters and buffers: equal to plain torch, or refused."""
+"""Models and losses that keep state beside parameters and buffers are equal to plain torch, or refused."""
 
 from __future__ import annotations
 

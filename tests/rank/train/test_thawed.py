@@ -1,4 +1,4 @@
-"""Parameters that are frozen and thawed between two steps, whatever the strategy, beside one process in plain torch."""
+"""Parameters that are frozen and thawed between two steps train as in plain torch, under every strategy."""
 
 from __future__ import annotations
 

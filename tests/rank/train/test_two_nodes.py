@@ -1,4 +1,4 @@
-"""Ranks on several nodes: hsdp shards, and bare tp splits, within a node; what goes between nodes is what formulas say.
+"""On several nodes, hsdp shards and bare tp splits within a node, and the formulas say what goes between nodes.
 
 The nodes are host names that the ranks of one machine give: two ranks on each of three.
 """

@@ -1,4 +1,4 @@
-"""Calls of a Trainer with arguments that there are not: how long an epoch is, and which line of the cell it was."""
+"""Calls of a Trainer with unknown arguments are answered with the length of an epoch, or the line of the cell."""
 
 import warnings
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Collectives that a model or a loss makes itself: equal to one process, or refused; no look at a model waits."""
+"""Models and losses with collectives of their own are equal to one process, or refused; no look at a model waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks do the same, and leave a training after the same step, or each says which one does something else."""
+"""All ranks do the same and leave a training after the same step, or each says which rank does something else."""
 
 from __future__ import annotations
 

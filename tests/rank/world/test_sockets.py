@@ -1,4 +1,4 @@
-"""Only the connections that are meant are shut, also while others open and close some."""
+"""Only the chosen connections are shut, also while other threads open and close some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context parallelism: the gradients of one process, from a part of the positions on each rank."""
+"""Context parallelism gives the gradients of one process, with a part of the positions on each rank."""
 
 from __future__ import annotations
 

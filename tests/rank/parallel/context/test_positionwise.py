@@ -1,4 +1,4 @@
-"""Context parallelism of models that mix positions by calls: refused by name, before anything trains, or equal."""
+"""Models that mix positions by calls are equal under context parallelism, or refused by name before anything trains."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Weighing(nn.Module):
 
 
 def between(how: Callable[[Any, Tensor, Tensor, int], Tensor]) -> Callable[[], nn.Module]:
-    """Calls how(model, hidden states, those of the embedding, number) before each block."""
+    """Return a builder of a model with how(model, hidden states, those of the embedding, number) before each block."""
 
     def through(model: Any, x: Tensor) -> Tensor:
         first = x

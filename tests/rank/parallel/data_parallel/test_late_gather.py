@@ -1,4 +1,4 @@
-"""Zero 1 and 2 gather what was updated while the next forward computes: nothing is read before it has come."""
+"""ZeRO 1 and 2 gather updated weights while the next forward computes, and no weight is read before it has come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that clipping, flat copies and the optimizer take on a device: no more than with torch's own."""
+"""Clipping, flat copies and the optimizer launch no more kernels on a device than torch's own."""
 
 from __future__ import annotations
 

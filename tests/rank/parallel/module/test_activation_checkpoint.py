@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same gradients, from what is computed once more in backward."""
+"""Activation checkpointing gives the same gradients, and computes once more in backward."""
 
 from __future__ import annotations
 

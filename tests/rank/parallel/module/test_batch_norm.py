@@ -1,4 +1,4 @@
-"""BatchNorm over several ranks: never silently different, never waiting for a rank that does not come."""
+"""BatchNorm over several ranks is never silently different, and never waits for a rank that does not come."""
 
 from __future__ import annotations
 

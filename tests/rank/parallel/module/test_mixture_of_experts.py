@@ -1,4 +1,4 @@
-"""Mixtures of experts whose tokens choose train as on one process; where experts choose, or drop, they are refused."""
+"""Mixtures whose tokens choose experts train as on one process. If experts choose or drop tokens, they are refused."""
 
 from __future__ import annotations
 

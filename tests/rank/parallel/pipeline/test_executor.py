@@ -1,4 +1,4 @@
-"""Every schedule gives the gradients of one process, whatever its stages hand each other."""
+"""Every schedule gives the gradients of one process, whatever tensors its stages send each other."""
 
 from __future__ import annotations
 

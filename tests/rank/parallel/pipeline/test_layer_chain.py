@@ -1,4 +1,4 @@
-"""Chains are found on unmodified models, and what cannot be cut is refused with the names of what is in the way."""
+"""Chains are found in unmodified models. A model that cannot be cut is refused, with the names of the obstacles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage's backward in two passes gives what one pass gives, and computes nothing twice."""
+"""A stage's backward in two passes gives the gradients of one pass, and computes nothing twice."""
 
 from __future__ import annotations
 

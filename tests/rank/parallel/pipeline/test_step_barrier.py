@@ -1,4 +1,4 @@
-"""No rank of a pipeline goes on to its weights before all have their gradients, and what they tell waits for nobody."""
+"""No rank of a pipeline updates its weights before all have their gradients, and their messages wait for nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digest: equal for equal values however they are spread, different for a single bit."""
+"""The digest is equal for equal values however they are spread, and different for a single bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A subclass of nn.Linear counts as a linear map by what it computes: it is split where its forward gives the same."""
+"""A subclass of nn.Linear is split only if its forward gives the same as a linear map."""
 
 from __future__ import annotations
 

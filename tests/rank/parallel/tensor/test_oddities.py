@@ -1,4 +1,4 @@
-"""Models written in other ways: seen through, left whole with the reason, or refused; never silently different."""
+"""Models written in other ways are understood, left whole with the reason, or refused, and never silently different."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models as people write them, under names drawn at random: tp splits nearly all, and sends what the textbook sends."""
+"""In models as people write them, with random names, tp splits nearly everything, and sends what the textbook sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong plans, put where a right one would be: the proof refuses each of them."""
+"""The proof refuses each of the wrong plans that stand here in the place of a right one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden states in parts: what treats positions one by one runs on them as on the whole, and anything else gathers."""
+"""Operations that treat positions one by one run on parts of hidden states; all others gather the positions first."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def crossing(world: Any) -> list[tuple[tuple[int, ...], tuple[int, ...], bool]]:
 
 
 def test_what_crosses_to_the_next_stage() -> None:
-    """A rank's positions, also where it has none; of a single one all ranks send the whole."""
+    """Each rank sends its positions, also if it has none. A single position is sent whole by all ranks."""
     for rank, found in enumerate(run_ranks(crossing, 3)):
         parts = [1, [1, 1, 0][rank], [3, 2, 2][rank]]
         assert found == [((1, part, D), (1, total, D), True) for part, total in zip(parts, (1, 2, 7), strict=True)]

@@ -1,4 +1,4 @@
-"""A split that was not run beside the whole is not made: whatever a forward does, training equals one process."""
+"""A split is only made after it ran beside the whole model, so training equals one process whatever a forward does."""
 
 from __future__ import annotations
 

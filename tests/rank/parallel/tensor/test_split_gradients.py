@@ -1,4 +1,4 @@
-"""Split over the tensor axis, also in stages of a pipeline, every gradient of every model is that of one process."""
+"""Every gradient of every model that is split over the tensor axis, also in stages, is that of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits in parts: losses run on them as on the whole, and what cannot gathers them, with the same gradient."""
+"""Losses run on parts of logits as on the whole. Other operations gather the logits, with the same gradient."""
 
 from __future__ import annotations
 

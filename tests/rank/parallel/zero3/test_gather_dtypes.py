@@ -1,4 +1,4 @@
-"""ZeRO 3 under autocast: what only matrix products read travels in bf16, and no bit of the training changes."""
+"""ZeRO 3 under autocast sends weights that only matrix products read in bf16, and no bit of the training changes."""
 
 from __future__ import annotations
 

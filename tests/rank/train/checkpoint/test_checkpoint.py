@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and what goes on from it is the training that was saved."""
+"""A checkpoint is complete or not there, and a training that is resumed from it is the one that was saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that a thread writes is that of its step, whatever is trained meanwhile; the newest one is found."""
+"""A checkpoint that a thread writes is that of its step, whatever trains meanwhile; the newest one is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint from elsewhere, damaged or harmful: refused in a sentence, and the training goes on as it was."""
+"""A damaged or harmful checkpoint is refused in a sentence, and the training goes on as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved under one strategy, loaded under another and on another number of ranks, read by plain torch."""
+"""Checkpoints of one strategy are loaded under another and on other numbers of ranks, and read by plain torch."""
 
 from __future__ import annotations
 

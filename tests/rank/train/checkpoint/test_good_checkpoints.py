@@ -1,4 +1,4 @@
-"""Checkpoints are of exactly the run that is named, readable by all ranks that load them, and of finite weights."""
+"""Checkpoints belong to exactly the named run, can be read by all ranks that load them, and have finite weights."""
 
 from __future__ import annotations
 

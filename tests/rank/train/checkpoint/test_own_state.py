@@ -1,4 +1,4 @@
-"""A state dict that the model's own hooks and extra state make: as that of the plain model in one process."""
+"""A state dict with the model's own hooks and extra state equals that of the plain model in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pause: all ranks stand at one boundary, serve what comes, and go on or stop together."""
+"""In a pause all ranks stand at one boundary, serve requests, and go on or stop together."""
 
 from __future__ import annotations
 

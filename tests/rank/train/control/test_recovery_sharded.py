@@ -1,4 +1,4 @@
-"""After an interrupt that ranks met at different places, where each holds only a part: whole again, or it says so."""
+"""Ranks that each hold a part are whole again after an interrupt at different places, or they say that they are not."""
 
 from __future__ import annotations
 

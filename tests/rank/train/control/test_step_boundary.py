@@ -99,7 +99,7 @@ def stopped_while_saving(world: Any) -> list[Any]:
 
 
 def test_a_training_that_saves_every_step_can_be_stopped() -> None:
-    """save() reads the numbers, and with them that all ranks hold a request."""
+    """save() reads the numbers of the step, which also say that all ranks hold a request."""
     assert run_ranks(stopped_while_saving, 2) == [[True, ["seen"]]] * 2
 
 

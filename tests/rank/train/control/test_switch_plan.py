@@ -1,4 +1,4 @@
-"""A plan of switches does what a hand does between two steps, and what it cannot do is said before any step."""
+"""A plan of switches acts like switches by hand between two steps. Errors in it are named before any step."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_a_switch_that_is_broken_off_is_due_again_on_every_rank() -> None:
-    """A lack of memory on another rank, say, breaks it off on those that have begun it; all begin it again together."""
+    """Lack of memory on another rank may break off the switch on ranks that have begun. All begin again together."""
     plan = SwitchPlan({3: "tp", 5: "zero3", 9: "ddp"})
 
     assert [plan.due(2), plan.due(5), plan.due(5)] == [None, "zero3", "zero3"]

@@ -1,4 +1,4 @@
-"""A plan of a module says what the plan of its formulas says, and of other models what was seen of them."""
+"""The figures of a module that is run equal those of its formulas; for other models they come from the run alone."""
 
 from __future__ import annotations
 

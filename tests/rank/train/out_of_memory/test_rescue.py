@@ -1,4 +1,4 @@
-"""A step runs out of memory and is made again otherwise: the losses are those of a run that had the memory."""
+"""A step that runs out of memory is made again in another way, with the losses of a run that had the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank is killed within a step and replaced: the losses are those of a run in which nobody died."""
+"""A rank that is killed within a step is replaced, and the losses are those of a run in which nobody died."""
 
 from __future__ import annotations
 

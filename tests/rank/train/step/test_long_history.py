@@ -1,4 +1,4 @@
-"""The records of a long training take as much memory at its end as before, and are the same wherever it was gone on."""
+"""The records of a long training do not take more memory over time, and are the same wherever it was resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss that is not finite pauses the training, names who and what, and spares the weights."""
+"""A loss that is not finite pauses the training, names the rank and the cause, and spares the weights."""
 
 from __future__ import annotations
 

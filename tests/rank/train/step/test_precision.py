@@ -1,4 +1,4 @@
-"""float16 with a scale on the loss: what one process with torch's own GradScaler does, under every family."""
+"""float16 with a scale on the loss does what one process with torch's own GradScaler does, under every family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies are measured in turns, from one state, and the training goes on as if nothing had been."""
+"""Strategies are measured in turns, from one state, and the training goes on as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A first step under a new strategy that fails leads back to the old one, on all ranks, and no step is lost."""
+"""If the first step under a new strategy fails, all ranks go back to the old one, and no step is lost."""
 
 from __future__ import annotations
 

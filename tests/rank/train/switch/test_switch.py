@@ -1,4 +1,4 @@
-"""Strategies changed while a job trains: the losses are those of a job that was never switched."""
+"""A job whose strategy changes while it trains has the losses of a job that was never switched."""
 
 from __future__ import annotations
 

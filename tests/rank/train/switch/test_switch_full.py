@@ -1,4 +1,4 @@
-"""Switches where memory does not hold both: in place, and the old strategy goes on whatever fails on the way."""
+"""A switch works in place if memory does not hold both models; if anything fails, the old strategy goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Switches in place that are interrupted, or find no way back: ranks stay alike, and nothing goes on from pieces."""
+"""If a switch in place is interrupted, or finds no way back, ranks stay alike, and no training goes on from pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A switch, or a look at the weights, after something was broken off: the ranks become one first, or they say so."""
+"""After an interrupt, a switch or a look at the weights makes the ranks alike first, or says why it cannot."""
 
 from __future__ import annotations
 

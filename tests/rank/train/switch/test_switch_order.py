@@ -1,4 +1,4 @@
-"""Ranks in another order, so that a switch moves fewer bytes: the training is the same, and everything knows of it."""
+"""Another order of ranks makes a switch move fewer bytes. The training is the same, and all parts know the order."""
 
 from __future__ import annotations
 
