@@ -93,8 +93,7 @@ CHAIN = ("zero3", "tp", "pp=2", "zero2", "ddp", "pp=2 schedule=zbv", "zero1", "t
 
 
 def ten_switches(world: Any, gpu: PretendAccelerator) -> list[int]:
-    """Count the communicators beside that of all ranks after a first step, and after one under each strategy of
-    CHAIN."""
+    """Count communicators beside that of all ranks after a first step, and after one under each in CHAIN."""
 
     def open_now() -> int:
         return sum(one.met and not one.shut for one in Communicator.everyone) - others

@@ -175,8 +175,7 @@ def test_who_waits_for_the_rest_of_a_message_is_released(wait: Callable[[int], N
 
 
 def destroyed_after_it(world: World) -> bool:
-    """Destroy the group of a collective that was left, as user code may, and leave: neither waits for the
-    collective."""
+    """Destroy the group of a collective that was left, as user code may, and leave: neither waits for it."""
     dist.barrier()
     if world.place.rank:
         _in_the_middle(sockets.shut)

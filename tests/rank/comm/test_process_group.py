@@ -419,8 +419,7 @@ def test_a_group_ends_on_a_thread_of_its_own_when_nobody_holds_it_any_more() -> 
 
 
 def issued_below_nothing(world: World) -> float:
-    """Issue an operation on a thread that has no frame of Python below it, like autograd's where DDP reduces on a
-    GPU."""
+    """Issue an operation on a thread without Python frames below, like autograd's where DDP reduces on a GPU."""
     total = torch.ones(1)
     _thread.start_new_thread(dist.group.WORLD.allreduce, ([total],))
     deadline = time.monotonic() + 20.0

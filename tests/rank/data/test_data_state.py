@@ -44,8 +44,7 @@ class Noted(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class HuggingFace(Noted):
-    """A dataset like `datasets.IterableDataset`: its state is that of the newest iteration, and is valid in one
-    epoch."""
+    """A dataset like `datasets.IterableDataset`: its state is the newest iteration's, valid in one epoch."""
 
     def __init__(self, read: Path, shards: list[int] | None = None) -> None:
         super().__init__(read)
@@ -77,8 +76,7 @@ class HuggingFace(Noted):
 
 
 class OwnPlace(Noted):
-    """A dataset that asks for its part and keeps its own position. Its samples are drawn by three kinds of
-    generator."""
+    """A dataset that asks for its part and keeps its own position. Three kinds of generator draw its samples."""
 
     num_shards = 4
 

@@ -37,8 +37,7 @@ def sample(number: int) -> tuple[Tensor, Tensor]:
 
 
 class Files(IterableDataset[tuple[Tensor, Tensor]]):
-    """A dataset in shards. `__iter__` takes those of the worker that asks. read: a file in which each sample read is
-    noted."""
+    """A dataset in shards, which `__iter__` takes by the worker that asks. read: a file that notes each sample."""
 
     def __init__(self, lengths: list[int], read: Path) -> None:
         self.lengths, self.read, self.num_shards = lengths, read, len(lengths)

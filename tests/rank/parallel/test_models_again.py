@@ -111,8 +111,7 @@ def test_one_in_parts_is_refused_by_name() -> None:
 
 
 def copied(world: Any, how: str) -> list[Any]:
-    """Return whether a copy of a model in training has the right loss and gradients of its own, and leaves the model's
-    alone."""
+    """Return whether a copy of a model in training has the right loss, and gradients of its own alone."""
     job = trainer(lambda: net(0.0), **BEFORE[how])
     job.fit(1)
     twin = copy.deepcopy(job.model)

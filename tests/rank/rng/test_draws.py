@@ -176,8 +176,7 @@ def gpt() -> nn.Module:
 
 
 class Towers(nn.Module):
-    """A model of two towers that drop and attend by hand, the first used behind the second. Tensors that cross a cut
-    are dropped too."""
+    """A model of two towers that drop and attend by hand, the first used behind the second; dropout at cuts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -81,8 +81,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[records.
 
 
 def steps_of(written: dict[int, list[records.Record]], kind: int) -> list[dict[int, records.StepRecord]]:
-    """Return by rank the steps with one kind of delay. The first is left out, because the delay before still affects
-    it."""
+    """Return by rank the steps with one kind of delay, but the first, which the delay before still affects."""
     wanted = range(kind * EACH + 2, (kind + 1) * EACH + 1)
     found: list[dict[int, records.StepRecord]] = [{} for _ in wanted]
     for rank, those in written.items():

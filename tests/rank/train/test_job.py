@@ -111,8 +111,7 @@ def test_misuse_is_said() -> None:
 
 
 def clipped_by_torch(world: Any, strategies: list[str], clip: Any, of_optimizer: bool = False) -> list[Any]:
-    """Return the losses under each strategy, or why torch did not clip. of_optimizer: clip the optimizer's
-    parameters."""
+    """Return the losses under each strategy, or why torch did not clip. of_optimizer: clip its parameters."""
     found: list[Any] = []
     for strategy in strategies:
         example = next(iter(DataLoader(points(), batch_size=8)))

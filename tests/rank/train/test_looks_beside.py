@@ -21,8 +21,7 @@ ASKED = ("pp=2 schedule=zbv microbatches=2", "nonsense=2")  # the model is run t
 
 
 def trained(world: Any, model: type[nn.Module], seed: int, looked: bool, asked: str) -> tuple[list[float], int]:
-    """Return (losses, looks) of 24 steps; looked: with the panel open, and a switch to `asked` refused at a
-    boundary."""
+    """Return (losses, looks) of 24 steps; looked: with the panel open, and a switch to `asked` refused."""
     controls, looks, over = TrainingRequestHandler(), [0], threading.Event()
     stateful.begin()
     trainer = quiet(model=model, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.05), seed=seed)

@@ -136,8 +136,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def trained(world: Any, folder: Path, tried: dict[str, tuple[str, ...]]) -> dict[str, dict[str, float | str]]:
-    """Return for each optimizer, by strategy, how far its weights are from those of one process, or why it is
-    refused."""
+    """Return by optimizer and strategy how far its weights are from one process, or why it is refused."""
     found: dict[str, dict[str, float | str]] = {}
     for name, strategies in tried.items():
         mine = found[name] = {}

@@ -60,8 +60,7 @@ def by_torch(name: str) -> list[float]:
 
 
 def by_nbkit(name: str, strategy: str) -> list[float] | str:
-    """Return the losses of these ranks, or why there are none. "chain": with live switches, of which some may be
-    refused."""
+    """Return the losses, or why there are none. "chain": with live switches, of which some may be refused."""
     stateful.begin()
     kind, loss = cases()[name]
     first = "ddp" if strategy == "chain" else strategy

@@ -266,8 +266,7 @@ def test_parts_in_a_variable_are_those_that_train_and_a_parameter_raises_once_it
 
 
 def penalised(world: Any, strategies: list[str]) -> list[list[str]]:
-    """Return what a backward pass of the user's own says before and after that of the job, and what the job says
-    then."""
+    """Return what a user's own backward says before and after the job's, and the job's state at the end."""
     found = []
     batches = [tuple(torch.stack(part) for part in zip(*DATA[at : at + 8], strict=True)) for at in (0, 8)]
     for strategy in strategies:
@@ -343,8 +342,7 @@ def test_a_penalty_in_the_loss_counts_once_or_is_refused_where_a_rank_has_a_part
 
 
 def copied(world: Any, strategies: list[str]) -> list[list[Any]]:
-    """Return by strategy the weights in a state dict, a copy, an average and a pickle, or the error; and the whole
-    weights."""
+    """Return by strategy the weights in a state dict, a copy, an average and a pickle, or errors; and all of them."""
     found = []
     for strategy in strategies:
         trainer = trainer_of(Net, strategy)
@@ -545,8 +543,7 @@ class Twin(nn.Module):
 
 
 class Student(nn.Module):
-    """A model with slow copies that follow it. apart: in one copy of all blocks, before them; otherwise one in each
-    block."""
+    """A model with slow copies that follow it. apart: one copy before the blocks; otherwise one in each block."""
 
     def __init__(self, apart: bool) -> None:
         super().__init__()

@@ -60,8 +60,7 @@ def without_formula(world: Any, folder: str) -> tuple[int, list[str]]:
 
 
 def placed(world: Any, folder: str) -> list[tuple[str, str]]:
-    """Return (what a step does beside forward, backward and update, the state of the training thread), in a step's
-    order."""
+    """Return (act of a step beside forward, backward and update, state of the training thread), in order."""
     seen: list[tuple[str, str]] = []
 
     def watch(owner: Any, name: str) -> None:

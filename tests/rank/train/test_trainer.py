@@ -96,8 +96,7 @@ def test_a_run_shows_writes_and_records_what_happened(tmp_path: Path) -> None:
 
 
 def averaged(world: Any, strategy: str, on: tuple[int, ...]) -> list[float]:
-    """Return how far a mean over steps, and the weights of the best of them, are from those of one process in plain
-    torch.
+    """Return how far a mean over steps, and the weights of the best step, are from those of plain torch.
 
     on: ranks that have the callback.
     """

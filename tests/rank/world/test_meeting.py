@@ -93,8 +93,7 @@ def told(act: Callable[[], Any]) -> str:
 
 
 def apart(world: Any, folder: Path) -> list[Any]:
-    """Return what each rank is told where they come to different places; at the end, whether they work together
-    again."""
+    """Return what each rank is told at different places, and at the end whether they work together again."""
     rank, found = world.place.rank, list[Any]()
     trainer = quiet()
     trainer.fit(2)

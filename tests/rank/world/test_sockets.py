@@ -33,8 +33,7 @@ def test_a_new_connection_with_the_number_of_a_closed_one_is_left_alone(monkeypa
     inode = os.fstat(number).st_ino
 
     def meanwhile(fd: int) -> int:
-        """Reuse the number as two threads of gloo may: one closes a connection, another opens one, before it is looked
-        at."""
+        """Reuse the number, as two threads of gloo may: one closes a connection, another opens one meanwhile."""
         if fd == number:
             os.dup2(new.fileno(), number)
         return dup(fd)

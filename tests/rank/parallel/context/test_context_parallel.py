@@ -108,8 +108,7 @@ def shorter(value: Any, length: int) -> Any:
 
 
 def difference(name: str, axes: Axes, length: int, checkpoint: bool = False, balanced: bool = False) -> float:
-    """Return ||gradients of the split model - those of the whole one|| / ||those||, on this rank, after the sum over
-    cp.
+    """Return ||gradients of the split model - those of the whole one|| / ||those||, here, after the sum over cp.
 
     balanced: a rank's part is a chunk from the head and one from the tail.
     """
@@ -223,8 +222,7 @@ def test_ranks_attend_to_equally_many_pairs_and_blocks_share_their_masks() -> No
 
 
 def evaluate(world: Any) -> list[float]:
-    """Return the largest difference of outputs of two models in eval mode, without gradients, for each length down to
-    1."""
+    """Return the largest differences of two models' outputs in eval mode, without gradients, down to length 1."""
     axes = Axes.of(Mesh(cp=2), world.place.rank)
     found = []
     for name in ("gpt", "encoder"):
@@ -292,8 +290,7 @@ def test_what_mixes_positions_otherwise_is_refused_by_name() -> None:
 
 
 def forget_the_sum(world: Any) -> float:
-    """Leave out the sum over cp of the blocks' gradients: a planted bug. Return the smallest difference that it
-    makes."""
+    """Leave out the sum over cp of the blocks' gradients: a planted bug. Return the smallest difference by it."""
     specimen, axes = ZOO["gpt"], Axes.of(Mesh(cp=2), world.place.rank)
     value, target = specimen.batch(3, dtype=torch.float64)
     _, expected = specimen.gradients(specimen.build(torch.float64), value, target)

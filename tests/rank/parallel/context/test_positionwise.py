@@ -154,8 +154,7 @@ def skips(model: Any, x: Tensor) -> Tensor:
 
 
 class ByHand(nn.Module):
-    """A causal attention without scaled_dot_product_attention, with scores biased by a table that the caller may
-    give."""
+    """A causal attention without scaled_dot_product_attention. The caller may give a bias of its scores."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -284,8 +284,7 @@ class Torn(torch.optim.AdamW):
 
 
 def interrupted(world: Any, torn: bool) -> dict[str, Any]:
-    """Interrupt every rank in the forward of step 4, while weights are on their way; `torn`: rank 1 in the update
-    before."""
+    """Interrupt all ranks in the forward of step 4, weights on their way; `torn`: rank 1 in the update before."""
     zero1_2.all_gather = hidden
     trainer = trained("zero1 bucket=1kb", optimizer=lambda model: Torn(model.parameters(), lr=0.05))
     missing: list[int] = []

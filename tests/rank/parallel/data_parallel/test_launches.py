@@ -29,8 +29,7 @@ _SENT = ("c10d", "_c10d_functional")
 
 
 class Kernels(WatchingMode):
-    """A mode that counts what a device would run, by operation. A _foreach operation is one where torch takes the fast
-    route."""
+    """A mode that counts what a device would run, by operation. A fast _foreach operation counts once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,8 +25,7 @@ STEPS = 3
 
 
 class Odd(nn.Module):
-    """A model with uneven shapes, a scalar, a frozen layer, a tied weight, and blocks that only some rows or nobody
-    use."""
+    """A model with uneven shapes, a scalar, a frozen layer, a tied weight, and blocks that few or no rows use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -97,8 +97,7 @@ def test_names_hooks_and_evaluation_stay() -> None:
 
 
 def test_blocks_whose_parameters_are_there_only_while_they_work() -> None:
-    """A sharded data axis works so: a hook on the block makes its parameters whole, and again before the block's
-    backward."""
+    """A sharded data axis works so: a hook makes a block's parameters whole, and again before its backward."""
     specimen = ZOO["gpt"]
     ids, target = specimen.batch(2, dtype=torch.float64)
     truth, model = specimen.build(torch.float64), specimen.build(torch.float64)

@@ -56,8 +56,7 @@ def patched(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
 
 
 class Image(nn.Module):
-    """A model with BatchNorm of images and of rows: with a mean of all batches, without weights, frozen, with more in
-    forward."""
+    """A model with BatchNorm of images and rows: cumulative mean, no weights, frozen, more in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,8 +126,7 @@ def test_on_cpu_ranks_losses_weights_and_running_statistics_equal_one_process(re
 
 
 class Deep(nn.Module):
-    """A model of BatchNorm after BatchNorm at one position: two rows are divided by the difference of two numbers each
-    time."""
+    """A model of BatchNorm after BatchNorm at one position, which divides two rows by their difference."""
 
     def __init__(self) -> None:
         super().__init__()

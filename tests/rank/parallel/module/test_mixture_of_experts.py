@@ -266,8 +266,7 @@ def test_under_tp_the_attention_is_split_and_experts_and_positions_stay_whole() 
 
 
 def test_experts_that_are_multiplied_in_groups_are_stages() -> None:
-    """The shapes of their outputs are found on weights without memory, which torch's product of groups does not
-    take."""
+    """Output shapes are found on weights without memory, which torch's product of groups does not take."""
     checked = nbkit.check(lambda: mixtral(experts_implementation="grouped_mm").float(), "pp", stacked(), 2)
 
     assert "not known to train" not in str(checked) and "fits" in str(checked).splitlines()[0], str(checked)

@@ -119,8 +119,7 @@ def stepped(
 
 
 def every_schedule(world: Any, ranks: int) -> list[tuple[str, int, float, float]]:
-    """Return (schedule, micro-batches, difference of gradients, of losses) for steps of several shapes on one
-    pipeline."""
+    """Return (schedule, micro-batches, difference of gradients, of losses) for steps of several shapes."""
     rows = []
     group = torch.distributed.group.WORLD if ranks > 1 else None
     for name in BUILT_IN:
@@ -223,8 +222,7 @@ def test_forward_only_returns_what_the_last_stage_returns_where_that_is() -> Non
 
 
 def odd_tensors(world: Any) -> None:
-    """Send odd tensors between stages: many dims, many tensors, an empty one, no dims, several dtypes, unused ones, a
-    leaf."""
+    """Send odd tensors between stages: many dims, many tensors, empty, no dims, several dtypes, unused, a leaf."""
     rank, device = world.place.rank, torch.device("cpu")
     pipeline = Pipeline(Schedule.of("1f1b", 2, 2), torch.distributed.group.WORLD, rank, device)
     weight = nn.Parameter(torch.full((3,), 2.0))
@@ -289,8 +287,7 @@ def test_an_error_in_one_stage_is_raised_there_and_the_next_run_is_right() -> No
 
 
 def channel_of_its_own(world: Any) -> list[float]:
-    """Return the differences of gradients on groups for each direction between two ranks, as on NCCL, of two pipelines
-    side by side."""
+    """Return the gradient differences of two pipelines whose ranks have a group for each direction, as on NCCL."""
     pipelines = [(0, 2), (1, 3)]
     rank = world.place.rank
     edges = edge_groups(pipelines, rank, always=True)

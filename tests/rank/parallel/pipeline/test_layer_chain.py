@@ -104,8 +104,7 @@ def test_stages_that_the_user_names() -> None:
 
 
 class Skips(nn.Module):
-    """A model that adds what `source` gives after the last block. source: "tokens", "scale" or the number of a
-    block."""
+    """A model that adds the value of `source` after the last block: "tokens", "scale" or a block's number."""
 
     def __init__(self, source: str | int, layers: int = 5) -> None:
         super().__init__()

@@ -21,8 +21,7 @@ from verify.models.specimens import LENGTH, VOCAB, WIDTH, ZOO, Specimen, cross_e
 
 
 class Careless(nn.Module):
-    """A block that changes its input in place, reads a table of the model, keeps statistics, and has an unused
-    parameter."""
+    """A block that changes its input in place, reads a table, keeps statistics, and has an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,8 +92,7 @@ def _ids(rows: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 class Recomputes(nn.Module):
-    """A model that recomputes. how: "each" block in a checkpoint of its own; "reentrant", the same; "two", the first
-    two in one."""
+    """A model that checkpoints. how: "each" block by itself; "reentrant", the same; "two", the first two in one."""
 
     def __init__(self, how: str = "each") -> None:
         super().__init__()

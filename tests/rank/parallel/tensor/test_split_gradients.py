@@ -127,8 +127,7 @@ def test_the_same_elements_are_dropped() -> None:
 def staged(
     world: Any, name: str, sides: list[list[tuple[int, int]]], length: int = 16
 ) -> tuple[float, set[tuple[int, ...]]]:
-    """Run the stages of all sides one after the other. Return (largest difference / largest gradient, shapes
-    between)."""
+    """Run the stages of all sides in order. Return (largest difference / largest gradient, shapes between)."""
     spec = ZOO[name]
     model = spec.build(torch.float64)
     value, target = spec.batch(3, dtype=torch.float64)

@@ -78,8 +78,7 @@ Case = tuple[str, bool]
 
 
 def trained(job: Any, case: Case, weights: list[Tensor]) -> dict[str, Any]:
-    """Make three steps from `weights`. Return losses, weights, the bytes sent in the last step by operation, and the
-    formula's."""
+    """Make three steps from `weights`. Return losses, weights, and the last step's bytes, sent and by formula."""
     strategy, recompute = case
     with torch.no_grad():
         for p, value in zip(job.model.parameters(), weights, strict=True):

@@ -61,8 +61,7 @@ def one_process(world: Any) -> list[float]:
 
 
 def led_through(world: Any, folder: Path) -> list[bool]:
-    """Make one step under each strategy from the checkpoint of the one before. Return whether both have the same
-    bits."""
+    """Make a step under each strategy from the checkpoint before. Return whether both have the same bits."""
     same, before = [], None
     for number, strategy in enumerate(THROUGH):
         current = trainer(strategy)

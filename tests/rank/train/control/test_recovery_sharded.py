@@ -44,8 +44,7 @@ class Interruptible(torch.optim.AdamW):
 
 
 def interrupted(world: Any, cases: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> list[dict[str, Any]]:
-    """Break off in step 3: ranks in `within` inside the optimizer's step, those in `before` before it, others after
-    it."""
+    """Break off in step 3: ranks in `within` in the optimizer, those in `before` before it, others after it."""
     Interruptible.within = False
     expected = quiet(model=deep, optimizer=Interruptible, strategy="ddp", clip_norm=1e9)
     expected.fit(STEPS)

@@ -201,8 +201,7 @@ def slow_to_receive(seconds: float) -> None:
 
 
 def failing(world: Any, strategies: list[str]) -> dict[str, Any]:
-    """Run out of memory in the optimizer of one rank. The step comes from ranks that made it, or from earlier
-    backups."""
+    """Run out of memory in one rank's optimizer. The step comes from ranks that made it, or from old backups."""
     resume_fit.host = cast(Any, SimpleNamespace(enter=lambda *_: False, recover=recover))
     if world.place.rank == 1:
         slow_to_receive(0.1)  # or rank 0 may let go of what it sends before it has gone
@@ -227,8 +226,7 @@ def test_a_torn_update_is_taken_from_another_rank_or_from_a_backup(expected: lis
 
 
 def refused(world: Any) -> tuple[str, bool, list[float]]:
-    """Run out of memory without a recovery, so that the error is raised. The same Trainer trains on when there is
-    memory."""
+    """Run out of memory without a recovery: the error is raised, and the Trainer goes on with more memory."""
     trainer = made("ddp")
     squeezed(trainer, 0.8, here=True)
     with pytest.raises(torch.OutOfMemoryError) as caught:

@@ -64,8 +64,7 @@ class Root(nn.Module):
 
 
 def with_a_slope(world: Any, strategy: str) -> list[Any]:
-    """Return the error, the steps made and whether weights are finite, first without and then with a look at the
-    gradients."""
+    """Return the error, steps and whether weights are finite, without and with a look at the gradients."""
     found: list[Any] = []
     for clip_norm in (None, 1.0):
         data = points()

@@ -18,8 +18,7 @@ from nbkit.strategy import Strategy
 
 
 class Mixing(torch.optim.SGD):
-    """SGD that divides the gradient by its largest element. Other optimizers that look at whole matrices mix elements
-    too."""
+    """SGD that divides by the gradient's largest element: elements mix, as in optimizers of whole matrices."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

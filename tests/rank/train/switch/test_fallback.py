@@ -384,8 +384,7 @@ def test_a_switch_that_is_asked_for_in_a_loop_of_ones_own_is_answered_when_its_f
 
 
 def ones_own(world: Any) -> list[Any]:
-    """Return the outcomes of a failure that the old strategy has too, of what is no failure, and of a way back that
-    fails."""
+    """Return what comes of a failure of the old strategy too, of no failure, and of a way back that fails."""
     found: list[Any] = []
     never = trainer_of(in_stages)
     never.fit(STEPS)
@@ -569,8 +568,7 @@ def test_the_memory_of_a_side_that_failed_is_free() -> None:
 
 
 def paused(world: Any) -> dict[str, Any]:
-    """Switch in a pause, where the verdict cannot wait for a step. Return what is told, also where the training
-    runs."""
+    """Switch in a pause, where the verdict cannot wait for a step. Return what is told, and where."""
     never = trainer_of()
     never.fit(STEPS)
     trainer, controls = trainer_of(), TrainingRequestHandler()

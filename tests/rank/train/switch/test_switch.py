@@ -117,8 +117,7 @@ def test_the_loss_curve_goes_on_through_every_family_as_if_nothing_had_happened(
 
 
 def undone_tried_and_failed(world: Any) -> dict[str, Any]:
-    """Undo a switch, try one out, and let some fail. The failing ones use the groups of NCCL, whose ends wait for each
-    other."""
+    """Undo a switch, try one out, and let some fail with the groups of NCCL, whose ends wait for each other."""
     job = trainer(strategy="zero3")
     job.fit(2)
     job.switch("tp")

@@ -53,8 +53,7 @@ def bytes_of(job: Trainer, rank: int) -> int:
 
 
 def full(patch: pytest.MonkeyPatch) -> None:
-    """Limit the memory to one byte, so that no sharded model fits beside another. Rounds are small, so there are
-    many."""
+    """Limit memory to one byte, so that no sharded model fits beside another. Rounds are small and many."""
     patch.setenv("NBKIT_MEMORY_LIMIT", "1")
     patch.setattr(in_place, "InPlace", partial(moving.InPlace, limit=4096))
 
@@ -80,8 +79,7 @@ def weights_of(job: Trainer) -> float:
 
 
 def held(job: Job) -> int:
-    """Return the bytes of weights, optimizer state and buffers of gradients, counted from all tensors that there
-    are."""
+    """Return the bytes of weights, optimizer state and gradient buffers, counted from all live tensors."""
     gc.collect()
     sharded_model, inner = job.sharded_model, job.optimizer.inner
     seen: set[int] = set()
@@ -108,8 +106,7 @@ def test_the_curve_goes_on_through_switches_in_place_when_one_rank_has_no_room(
 
 
 def built_hollow(world: Any) -> dict[str, tuple[int, int]]:
-    """Return the bytes of all tensors, optimizer state and gradients included, of a hollow model and of an ordinary
-    one."""
+    """Return the bytes of a hollow model and of an ordinary one, optimizer state and gradients included."""
     job, found = trainer(), {}
     job.fit(1)
     now, inner = job.job, job.job.optimizer.inner
@@ -210,8 +207,7 @@ def test_a_switch_in_place_that_fails_at_any_stage_leaves_the_old_strategy_train
 
 
 def damaged(world: Any) -> list[str]:
-    """Return the errors when one rank holds other values than were sent, so that it cannot give the old ones back
-    either."""
+    """Return the errors when one rank holds other values than were sent, and so cannot give the old ones back."""
     job = trainer(strategy="zero3")
     job.fit(2)
     told = []

@@ -322,8 +322,7 @@ def test_a_switch_that_waits_for_its_proof_is_proven_before_another_one() -> Non
 
 @with_room
 def listened(world: Any, folder: str) -> tuple[bool, dict[int, bool]]:
-    """Return (whether the proof was found beside a step, {steps after a switch: whether their collectives told
-    ends})."""
+    """Return (whether the proof was beside a step, {steps after a switch: whether collectives told ends})."""
     heard: dict[int, bool] = {}
 
     def rate(finished: int) -> float:
