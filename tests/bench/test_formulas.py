@@ -1,4 +1,4 @@
-"""What the benchmarks hold nbkit against is right itself: on numbers worked out by hand."""
+"""The benchmarks compare nbkit with figures that are right themselves: checked on numbers worked out by hand."""
 
 from __future__ import annotations
 

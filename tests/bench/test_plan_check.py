@@ -1,6 +1,7 @@
-"""What of `make plan-check` takes no time: published steps, and the judgement of measured ones.
+"""The parts of `make plan-check` that take no time: published steps, and the judgement of measured ones.
 
-Its peaks have a sample in test_peak_bytes.py."""
+Its peaks have a sample in test_peak_bytes.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def test_published_steps_are_told_at_least_twice_as_well_as_by_one_constant_shar
 
 def test_a_recommendation_is_judged_by_what_was_measured_and_fits() -> None:
     case = seconds.CASES[0]
-    # Predicted to be the fastest, and to fit into what it does not: the second takes more than was told.
+    # Each cell has measured seconds and bytes, and the predicted ones. zero1 takes more bytes than predicted.
     cells = {
         "ddp": seconds.Cell(1.00, 100, (1.0, 100)),
         "zero1": seconds.Cell(0.95, 70, (0.9, 60)),

@@ -46,14 +46,14 @@ for line in sys.stdin:
 
 
 LEAST = 0.9 * SIZE / SPEED
-"""Seconds for one of them; load makes it longer alone."""
+"""The least seconds for one of them; load can only make it longer."""
 
 Ask = Callable[[dict[int, str]], dict[int, float]]
 
 
 @contextmanager
 def asked(ranks: int, node: int) -> Iterator[Ask]:
-    """Asks ranks whose links have their rate; those who take say how long that was."""
+    """Yield a function that asks ranks on links with a limited rate. Receivers answer how long it took."""
     with ExitStack() as stack:
         try:
             links = stack.enter_context(TbfLinks(ranks, node=node))

@@ -18,7 +18,7 @@ DELAY, STEPS = 0.3, 4
 
 
 def late_in(folder: Path, strategy: str, wanted: list[Delay]) -> tuple[Recorded, list[range]]:
-    """The records of a training with each of these delays in turn, and the steps that had it."""
+    """Return the records of a training with each of these delays in turn, and the steps that had it."""
     with Ranks("telemetry.telemetry_truth_ranks", 4, folder=folder, **SIZE) as ranks:
         run = ranks.ask("prepare", strategy=strategy, compute=COMPUTE)[0]
         ranks.ask("train", steps=2)
@@ -33,7 +33,7 @@ def late_in(folder: Path, strategy: str, wanted: list[Delay]) -> tuple[Recorded,
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_delay_on_one_rank_or_link_is_found_within_three_steps(tmp_path: Path) -> None:
-    """On two axes, of which one has links. Six other strategies: python -m bench telemetry_truth."""
+    """The delays are on two axes, of which one has links. Six other strategies: python -m bench telemetry_truth."""
     chosen = Strategy.parse("dp=2 pp=2", 4)
     wanted = delays(chosen)
     assert [delay.part for delay in wanted].count("exposed") >= 1

@@ -14,7 +14,7 @@ from nbkit.rank.parallel.whole_step import StepProof
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Trainer writes to runs/ where it stands."""
+    """Change into an empty folder, because a Trainer writes to runs/ where it stands."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -28,9 +28,9 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def known_to_be_right() -> Iterator[None]:
-    """Jobs of this test are made without a tiny whole step of each strategy, which takes half a second and more, and
-    without a look whether copies have parts of their own: for models whose strategies
-    tests/rank/parallel/test_whole_step.py and tests/verify prove."""
+    """Make the jobs of this test without a tiny whole step of each strategy, which takes half a second or more, and
+    without a look whether copies have parts of their own. Only for models whose strategies are proven by
+    tests/rank/parallel/test_whole_step.py and tests/verify."""
     ranks.left_out |= {"prove_step": StepProof(), "look_at_copies": [""]}
     yield
     ranks.left_out.clear()
@@ -38,8 +38,8 @@ def known_to_be_right() -> Iterator[None]:
 
 @pytest.fixture
 def rows_are_known(known_to_be_right: None) -> None:
-    """Nor are the rows of the model looked at, which takes a job of a transformer a third of a second.
+    """Leave out the look at the rows of the model too, which takes a job of a transformer a third of a second.
 
-    For losses that are a mean cross entropy of all targets: it is what the look finds. tests/rank/loss looks.
+    Only for losses that are a mean cross entropy of all targets: this is what the look finds. tests/rank/loss looks.
     """
     ranks.left_out["examine"] = Examined(counted=Counted("loss", 1.0))

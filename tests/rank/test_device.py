@@ -1,4 +1,4 @@
-"""One module knows what differs between kinds of devices, and on a CPU it changes nothing."""
+"""Only one module knows what differs between kinds of devices, and on a CPU it changes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 
 
 def asks(tree: ast.AST) -> Iterator[str]:
-    """What in `tree` asks for a kind of device, or uses what only some have."""
+    """Yield what in `tree` asks for a kind of device, or uses what only some have."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""

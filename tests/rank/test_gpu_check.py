@@ -1,6 +1,6 @@
 """The fast part of `make gpu-check`: on a pretended GPU a training is as on one process, after switches and errors too.
 
-Left to it are the other strategies, schedules, pairs of strategies and features, deaths that are heard of at once, four
+`make gpu-check` also has other strategies, schedules, pairs of strategies and features, deaths heard of at once, four
 ranks, llama and convolutions.
 """
 
@@ -45,7 +45,7 @@ def test_a_rank_that_dies_is_replaced_from_a_backup_in_memory_of_the_host() -> N
 
 
 def test_a_death_that_tears_the_weights_of_all_other_ranks_is_taken_back_under_ddp_too() -> None:
-    # Their hosts have enqueued the update behind a reduction that the dead rank never joins.
+    # The hosts of the other ranks have enqueued the update behind a reduction that the dead rank never joins.
     assert list(check_deaths(("ddp",), ranks=2, late=[3.0])) == ["a death under ddp, heard of late: equal"]
 
 

@@ -1,4 +1,4 @@
-"""What went wrong on GPUs alone, on the pretended one: memory kept by telemetry, standstills, crashes."""
+"""Bugs that showed on GPUs alone, on the pretended one: memory kept by telemetry, standstills, crashes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def blocks() -> nn.Module:
 
 
 def _works_between_steps(mode: str) -> int:
-    """The most handles of collectives that are alive between two steps."""
+    """Return how many handles of collectives are alive at most between two steps."""
     most: list[int] = []
 
     def counted(trainer: Any, record: dict[str, Any]) -> None:
@@ -53,13 +53,13 @@ def _works_between_steps(mode: str) -> int:
 
 
 def telemetry(world: Any, gpu: PretendAccelerator) -> tuple[int, int]:
-    """(without, with) telemetry."""
+    """Return the handles alive (without, with) telemetry."""
     collectives.ring = collectives.Ring()
     return _works_between_steps("off"), _works_between_steps("time")
 
 
 def pipeline(world: Any, gpu: PretendAccelerator) -> list[float]:
-    """Losses of a training under a pipeline, with a new generation of the world after two steps: an error in a cell."""
+    """Return the losses of a pipeline. After two steps the world gets a new generation, as after an error in a cell."""
     trainer = quiet(model=blocks, strategy="pp=2")
     trainer.fit(2)
     next_generation(world)
@@ -82,7 +82,7 @@ def writer(strategy: str) -> Any:
 
 
 def generating(world: Any, gpu: PretendAccelerator) -> list[list[int]]:
-    """Texts from a pipeline, with a new generation of the world between them: each the first use of a group."""
+    """Generate twice from a pipeline, with a new generation of the world between. Each is the first use of a group."""
     texts, job = torch.arange(9) % 8, writer("pp=2")
     found = [job.generate(texts[:3], 3).tolist()]
     next_generation(world)
@@ -93,7 +93,7 @@ CHAIN = ("zero3", "tp", "pp=2", "zero2", "ddp", "pp=2 schedule=zbv", "zero1", "t
 
 
 def ten_switches(world: Any, gpu: PretendAccelerator) -> list[int]:
-    """Communicators beside that of all ranks: after a first step, and after one under each strategy of CHAIN."""
+    """Count communicators beside that of all ranks after a first step, and after one under each in CHAIN."""
 
     def open_now() -> int:
         return sum(one.met and not one.shut for one in Communicator.everyone) - others
@@ -113,7 +113,7 @@ def ten_switches(world: Any, gpu: PretendAccelerator) -> list[int]:
 
 
 def connecting(world: Any, gpu: PretendAccelerator) -> list[str]:
-    """What a switch to tp has done of: the allocator's reserve given back, and communicators made, before it builds."""
+    """Return what a switch to tp does before it builds: give back the allocator's reserve, and make communicators."""
     trainer, done = writer("ddp"), list[str]()
     trainer.fit(1)
     known = list(Communicator.everyone)
@@ -131,8 +131,8 @@ def connecting(world: Any, gpu: PretendAccelerator) -> list[str]:
 
 
 def forgotten(world: Any, gpu: PretendAccelerator) -> list[int]:
-    """Open communicators beside that of all ranks after three switches, the first from zero3 whose group was forgotten;
-    then how many groups are left that were, of which one was on rank 0 alone."""
+    """Count the open communicators beside that of all ranks after three switches. Before the first, from zero3, its
+    group was forgotten. The last number counts the forgotten groups that are left; one was on rank 0 alone."""
 
     def open_now() -> int:
         return sum(one.met and not one.shut for one in Communicator.everyone) - others
@@ -145,7 +145,7 @@ def forgotten(world: Any, gpu: PretendAccelerator) -> list[int]:
     if gpu.rank == 0:
         device_mesh._made[device_mesh.key_of("left", (0,))] = dist.new_group([0], use_local_synchronization=True)
     for strategy in ("zero2", "tp", "zero3"):
-        # As where an interrupt has reached one rank before a group was made, and another after it.
+        # An interrupt may reach one rank before a group is made, and another one after it.
         if strategy == "zero2":
             device_mesh.forget(torch.device("cpu"))
             trainer.job.builder._connected.clear()
@@ -157,7 +157,7 @@ def forgotten(world: Any, gpu: PretendAccelerator) -> list[int]:
 
 
 def half_done(world: Any, gpu: PretendAccelerator) -> bool:
-    """Whether rank 0 knows that it has made an update behind a sum that was broken off, of which the last part was
+    """Return True if rank 0 knows that its update used a sum that was broken off. Only the last part of the sum was
     made: NCCL sends in parts, each through a channel of its own."""
     whole = Work.wait
 
@@ -192,7 +192,7 @@ def half_done(world: Any, gpu: PretendAccelerator) -> bool:
 
 
 def _released(wait: Callable[[], Any]) -> str:
-    """What becomes of `wait` in a thread when the rank is broken out 0.3 s later: "" when nothing does."""
+    """Run `wait` in a thread, break the rank out 0.3 s later, and return how `wait` ended: "" if it did not."""
     ended: list[str] = []
 
     def run() -> None:
@@ -256,7 +256,7 @@ def queues(world: Any, gpu: PretendAccelerator) -> str:
 
 
 def leaving(world: Any, gpu: PretendAccelerator) -> str:
-    """With a group that somebody holds, as a mesh of the user's does."""
+    """Leave the world while somebody holds a group, as a mesh of the user's does."""
     held = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(1), group=held)
     world.leave()
@@ -278,7 +278,7 @@ def each(rank: int, scenes: list[Callable[..., Any]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def lasting() -> list[dict[str, Any]]:
-    """By rank: what became of the scenes after which the ranks go on."""
+    """Return by rank the results of the scenes after which the ranks go on."""
     first = [ten_switches, connecting, forgotten]  # no other scene has made groups yet
     stuck = [half_done, stuck_in_two, alone_in_a_first_use]
     scenes = [*first, telemetry, pipeline, generating, *stuck, asserted, queues, leaving]
@@ -327,7 +327,7 @@ def test_communicators_are_made_when_a_strategy_connects_from_memory_that_torch_
 
 def test_groups_that_were_forgotten_are_closed_when_nobody_uses_them(lasting: list[dict[str, Any]]) -> None:
     for rank in lasting:
-        # The one in force beside the one that an undo goes back to: first both along dp, then dp and tp.
+        # The strategy in force and the one of an undo have a communicator each: first both along dp, then dp and tp.
         assert rank["forgotten"] == [2, 2, 2, 0]
 
 

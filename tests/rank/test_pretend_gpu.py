@@ -1,4 +1,4 @@
-"""The pretended GPU finds what goes wrong only on a GPU: each planted bug is seen alone, and without it nothing is."""
+"""The pretended GPU finds bugs that show only on a GPU: it sees each planted bug alone, and nothing without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 
 
 def bare_group() -> Any:
-    """A group whose members do not meet in Python before the first use, as plain torch's."""
+    """Return a group whose members do not meet in Python before the first use, as plain torch's."""
     group: Any = dist.new_group([0, 1])
     group.meeting = None
     return group
@@ -227,7 +227,7 @@ PLANTED: list[Callable[[PretendAccelerator, Any, bool], None]] = [
 
 
 def verdicts(rank: int) -> dict[str, dict[bool, str]]:
-    """Name -> with the bug and without it: what was raised."""
+    """Return for each planted bug what was raised with it and without it."""
     Limits.come = Limits.abort = Limits.wait = 0.7
     _, gpu = join(rank, 2)
     found: dict[str, dict[bool, str]] = {}

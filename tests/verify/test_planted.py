@@ -1,6 +1,6 @@
-"""The parity sees the bugs that parallel training is known for; without them the same ranks are as one process.
+"""The parity sees known bugs of parallel training; without them the same ranks are as one process.
 
-Three of them, of different kinds. All of them: make planted.
+These are three of different kinds. All of them: make planted.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def _off(cases: Sequence[Case], num_ranks: int) -> list[str]:
-    """What is not as one process, with all cases in one set of processes."""
+    """Return the cases that are not as one process. All cases run in one set of processes."""
     known = truths(cases)
     ranks = run_ranks(trained, num_ranks, cases, timeout=240)
     off = []
@@ -72,8 +72,8 @@ def test_schedules_and_what_comes_besides() -> None:
     assert _off(SCHEDULES, 2) == []
 
 
-# In tests/rank/parallel: a step on eight ranks, test_whole_step.py.
-# Half precision beside one process: tests/rank/train/step/test_precision.py.
+# tests/rank/parallel/test_whole_step.py makes a step on eight ranks.
+# tests/rank/train/step/test_precision.py compares half precision with one process.
 @pytest.mark.long
 def test_unmodified_models_bfloat16_and_three_axes() -> None:
     *on_four, three_axes = DEAR
@@ -122,7 +122,7 @@ def test_a_case_that_does_not_end_is_ended() -> None:
     assert isinstance(ended, str) and "the process ended without an answer" in ended
 
 
-# In one process: tests/rank/parallel/pipeline/test_stages.py.
+# tests/rank/parallel/pipeline/test_stages.py does this in one process.
 @pytest.mark.long
 def test_ten_convolutions_in_five_stages_of_two() -> None:
     case = parity_case("ten_convs", "pp=5 microbatches=8", steps=2)

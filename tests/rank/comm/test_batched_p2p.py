@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 
 class Coalescing:
-    """Stands before a gloo group and claims what nccl can; it issues what it got when the batch ends."""
+    """A wrapper of a gloo group that claims what nccl can; it issues what it got when the batch ends."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.calls, self.held = inner, [], None

@@ -1,4 +1,4 @@
-"""Over gloo, an all-gather of two ranks is one exchange, and a reduce-scatter sends half of what gloo's sends."""
+"""Over gloo, an all-gather of two ranks is one exchange, and a reduce-scatter sends half as much as gloo's own."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def all_gathers(world: World) -> dict[str, bool]:
     right["future"] = torch.equal(later, whole)
     dist.all_gather_into_tensor(out := torch.zeros_like(whole), part_of(rank).t().contiguous().t())
     right["not contiguous"] = torch.equal(out, whole)
-    # On one rank alone: what goes over the wire must not depend on how a tensor lies.
+    # Only rank 0 passes a tensor that is not contiguous: messages must not depend on how a tensor lies in memory.
     turned = part_of(rank).t().contiguous().t() if rank == 0 else part_of(rank)
     dist.all_gather_into_tensor(out := torch.zeros_like(whole), turned)
     right["input not contiguous on one rank"] = torch.equal(out, whole)
@@ -120,7 +120,7 @@ def reduce_scatters(world: World) -> dict[str, bool]:
         out = torch.empty(2, 5, dtype=dtype)
         dist._reduce_scatter_base(out, given(rank, n, dtype))
         right[f"base {dtype}"] = near(out, expected(rank, n, "sum", dtype))
-    # In place, as NCCL allows, out of order, and the input changed while it is under way is not: it is waited for.
+    # One output lies in its input, as NCCL allows, and the works are waited for out of order.
     mine, other = given(rank, n), given(rank, n)
     works = [
         dist.reduce_scatter_tensor(mine[2 * rank : 2 * rank + 2], mine, async_op=True),
@@ -172,7 +172,7 @@ def reduce_scatter_sent(world: World) -> Any:
 def test_it_is_one_exchange_of_what_others_keep_and_counted_as_one_reduce_scatter(n: int) -> None:
     nbytes = 2 * n * 5 * 8
     for called, heard, count in run_ranks(reduce_scatter_sent, n):
-        # Of two ranks what a rank keeps stays where it is.
+        # With two ranks, the part that a rank keeps stays where it is.
         assert called == [("alltoall_base", nbytes if n > 2 else nbytes // 2)]
         assert heard == [("reduce_scatter", "world", nbytes)]
         assert count == 1

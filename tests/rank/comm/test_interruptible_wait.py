@@ -1,4 +1,4 @@
-"""A rank dies while a message of its own is half received: who waits for the rest is released, and goes on.
+"""A rank dies while its message is half received. Ranks that wait for the rest are released, and go on.
 
 `make long` has the other operations.
 """
@@ -85,7 +85,7 @@ def message_from_anybody(rank: int) -> None:
 
 
 def backward_of_ddp(rank: int) -> None:
-    """C++ waits there, in the future of a collective."""
+    """Run the backward pass of DDP, where C++ waits in the future of a collective."""
 
     def told_by_the_dying(gradients: Tensor) -> torch.futures.Future[Tensor]:
         work = dist.broadcast(gradients, DYING, async_op=True)
@@ -103,7 +103,7 @@ BEGIN_LATE = (backward_of_ddp,)
 
 
 def _begin() -> None:
-    """From here on the dying one ends as soon as a third of the bytes has left it."""
+    """Arrange that the dying rank ends as soon as a third of the bytes has left it."""
     dist.barrier()
     if dist.get_rank() == DYING:
         _in_the_middle(lambda _: os.kill(os.getpid(), signal.SIGKILL))
@@ -130,7 +130,7 @@ def _told_when_it_is_dead(pid: int) -> None:
 
 
 def released(world: World, wait: Callable[[int], None], mode: str) -> float:
-    """The sum of ones over those that are left, in a world of their own, after the wait has raised."""
+    """Return the sum of ones over the ranks that are left, in a world of their own, after the wait has raised."""
     rank, pids = world.place.rank, torch.zeros(N, dtype=torch.int64)
     collectives.set_mode(mode)
     pids[rank] = os.getpid()
@@ -175,7 +175,7 @@ def test_who_waits_for_the_rest_of_a_message_is_released(wait: Callable[[int], N
 
 
 def destroyed_after_it(world: World) -> bool:
-    """User code destroys the group of a collective that was left, and the rank leaves: neither waits for it."""
+    """Destroy the group of a collective that was left, as user code may, and leave: neither waits for it."""
     dist.barrier()
     if world.place.rank:
         _in_the_middle(sockets.shut)
@@ -192,7 +192,7 @@ def test_a_group_whose_collective_was_left_can_be_destroyed() -> None:
 
 
 def aborted(world: World) -> list[object]:
-    """A receive that nobody sends for; and the handle of a collective, which is not touched."""
+    """Abort a receive that nobody sends for. The handle of a collective is not touched."""
     group, abort = dist.group.WORLD, interruptible_wait.known()
     assert group is not None and abort is not None
     receive = group.inner.recv([torch.ones(1)], 1 - world.place.rank, 0)
@@ -209,7 +209,7 @@ def test_a_receive_is_aborted_and_nothing_else_is_touched() -> None:
 
 
 def test_looking_for_the_abi_of_torch_gives_up_no_reference_to_the_data_of_the_interpreter() -> None:
-    """Else they are freed, and what torch looks up in them is another object's dictionary."""
+    """Otherwise they would be freed, and torch would look up its values in another object's dictionary."""
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = api.PyInterpreterState_GetDict.restype = ctypes.c_void_p
     api.PyInterpreterState_GetDict.argtypes = [ctypes.c_void_p]

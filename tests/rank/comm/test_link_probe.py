@@ -1,4 +1,4 @@
-"""The link between the ranks is measured once, by all of them together, and says the same on every rank."""
+"""All ranks together measure the link between them once, and get the same figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_it_is_measured_once_and_equal_on_all_ranks() -> None:
     assert set(found.ways) == {"all_to_all", "all_reduce", "all_gather", "reduce_scatter", "send"}
     assert all(way.latency > 0 and way.speed > 0 for way in found.ways.values()) and found.copy > 0
     assert found.node_of == (0, 0, 0) and found.far is None
-    # Known to all: nothing but the question goes around. Where one forgot, all measure.
+    # If all know the link, only the question is sent. If one has forgotten it, all measure.
     assert all(one["same"] and one["known"] <= 2 for one in said)
     assert all(one["forgotten"] > 20 for one in said)
 
@@ -71,7 +71,7 @@ def test_seconds_are_latency_and_bytes() -> None:
         return link.way(all_reduce, **how).seconds(all_reduce.calls, all_reduce.wire)
 
     assert took(made()) == pytest.approx(2e-3 + 1.5)
-    # What goes over all ranks is as fast and as late as between nodes, where neighbours share the link of their node.
+    # An operation over all ranks has the speed and latency between nodes. Neighbours share the link of their node.
     nodes = made(near=OperationSpeed(1e-4, 1e10), far=OperationSpeed(1e-3, 5e8), node_of=(0, 0, 1, 1))
     assert took(nodes, spans_nodes=True) == pytest.approx(2e-3 + 1.5)
     assert took(nodes, spans_nodes=True, apart=True) == pytest.approx(2e-3 + 3)

@@ -199,7 +199,8 @@ def functional(rank: int) -> Any:
 def sub_groups(rank: int) -> Any:
     named = dist.new_group(backend="gloo")
     pair, _ = dist.new_subgroups(2)
-    # Every rank makes one before `odd`: torch names groups by how many a rank has made, or belongs to, by version.
+    # Every rank makes one before `odd`: torch names groups by how many a rank has made or, in some versions, belongs
+    # to.
     local = dist.new_group([0, 3] if rank in (0, 3) else [1, 2], use_local_synchronization=True)
     odd = dist.new_group([1, 3])
     x = [values(rank) for _ in range(4)]
@@ -378,7 +379,7 @@ def test_a_broken_group_says_why_and_what_to_type() -> None:
 
 
 class Inner:
-    """Says on which thread it ends."""
+    """A group that notes the thread on which it ends."""
 
     def __init__(self, ended: list[str]) -> None:
         self.ended = ended
@@ -388,7 +389,7 @@ class Inner:
 
 
 def dropped(world: World) -> Any:
-    """Whether the caller had to wait, and where a group ended that the frames of an error hold; then one at the end."""
+    """Return whether dropping a group that is still held had to wait, its ends by then, and the threads of all ends."""
     ended: list[str] = []
     group: Any = dist.new_group([0])
     real, group.inner = group.inner, Inner(ended)
@@ -413,12 +414,12 @@ def no_thread(thread: threading.Thread) -> None:
 
 
 def test_a_group_ends_on_a_thread_of_its_own_when_nobody_holds_it_any_more() -> None:
-    # Its destructor has taken a minute with NCCL; where the interpreter ends there is no thread.
+    # With NCCL the destructor has taken a minute. While the interpreter ends, no thread can start.
     assert run_ranks(dropped, 1) == [(False, [], ["nbkit-release", "MainThread"])]
 
 
 def issued_below_nothing(world: World) -> float:
-    """An operation on a thread that has no frame of Python below it: autograd's, where DDP reduces on a GPU."""
+    """Issue an operation on a thread without Python frames below, like autograd's where DDP reduces on a GPU."""
     total = torch.ones(1)
     _thread.start_new_thread(dist.group.WORLD.allreduce, ([total],))
     deadline = time.monotonic() + 20.0

@@ -1,6 +1,6 @@
-"""A training on balanced data: the losses of one process under every strategy, and each sample once an epoch.
+"""Balanced data trains with the losses of one process under every strategy, and each sample comes once an epoch.
 
-Shares of a batch cost the same, and every stretch of an epoch can be shared so.
+Shares of a batch cost the same, and every part of an epoch can be shared so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GROUPS = ["ab"[i % 3 == 0] for i in range(52)]
 
 
 def labelled(world: Any, batch: int, path: Path) -> dict[str, Any]:
-    """Six steps, resumed after four; rows with dropout, weighed unequally."""
+    """Make six steps, resumed after four, of rows with dropout that are weighed unequally."""
     how = {"data": nbkit.Balanced(points(52), cost=COSTS, group=GROUPS), "batch_size": batch}
     how |= {"model": lambda: net(0.3), "loss": weighted_loss, "compute": nbkit.Compute(microbatch_size=2)}
     first = quiet(**how)
@@ -59,7 +59,8 @@ def test_losses_are_those_of_one_process_with_dropout_micro_batches_and_unequal_
     for one in found:
         torch.testing.assert_close(torch.tensor(one["loss"]), torch.tensor(alone["loss"]), rtol=1e-6, atol=0)
         torch.testing.assert_close(torch.tensor(one["weights"]), torch.tensor(alone["weights"]), rtol=1e-5, atol=1e-7)
-        # 52 samples in batches of at most 12: five that differ by one at most, and the next epoch.
+        # 52 samples in batches of at most 12 are five batches, whose sizes differ by one at most. The sixth is of the
+        # next epoch.
         assert one["samples"] == alone["samples"] == [11, 11, 10, 10, 10, 11]
         assert one["uneven"] <= 1.02
 
@@ -91,7 +92,7 @@ def packed_losses(world: Any, strategies: tuple[str, ...]) -> dict[str, list[flo
 
 
 def one_by_one() -> list[float]:
-    """The same three batches, each document by itself, in plain torch."""
+    """Train on the same three batches, each document by itself, in plain torch."""
     data = nbkit.Balanced(docs(), cost=lambda ids: len(ids) ** 2, pack=32)
     stream = open_stream(
         data,
@@ -251,7 +252,7 @@ def test_every_stretch_of_an_epoch_has_its_share_of_cost_and_groups() -> None:
 
     assert sorted(whole) == list(range(1000))
     assert [i for start in range(0, 1000, 30) for i in order[start : min(start + 30, 1000)]] == whole
-    # As two draws of 64 of 1,024 do: the same samples do not stay together.
+    # The same samples do not stay together: two epochs share as few as two draws of 64 from 1,024.
     first, second = (BalancedOrder(range(1024), None, seed=3, epoch=epoch)[0:64] for epoch in (0, 1))
     assert len(set(first) & set(second)) < 20
     share = Counter(groups)["b"] / 1000

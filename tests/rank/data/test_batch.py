@@ -18,7 +18,7 @@ ROWS, TIME = 4, 5
 
 
 class Graph:
-    """As PyG's Data: nodes of all graphs behind one another."""
+    """A batch like PyG's `Data`: the nodes of all graphs stand one after another."""
 
     x, edge_index, batch = torch.zeros(9, 3), torch.zeros(2, 12), torch.zeros(9)
 

@@ -1,4 +1,4 @@
-"""What is drawn when data is read, and what is said where ranks hold other data."""
+"""Random numbers that are drawn while data is read, and the messages where ranks hold different data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nbkit.rank.data.data_rng import content
 
 
 class Augmented:
-    """Row i of fixed data, with noise that is drawn when it is read."""
+    """Fixed data: row i with noise that is drawn when it is read."""
 
     def __init__(self, draw: Any) -> None:
         self.rows, self.draw = points(16), draw

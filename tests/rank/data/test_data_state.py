@@ -1,4 +1,4 @@
-"""Data that says where it stands is gone on with there: nothing before it is read again, and the losses are the same.
+"""Data that knows its position is resumed there: nothing before it is read again, and the losses are the same.
 
 The datasets have the structure of those that people bring: one of Hugging Face with `shard()` and the state of an
 iteration, one that asks for its worker and keeps its place in itself, and an iterator with a state of its own, as
@@ -32,7 +32,7 @@ def sample(number: int) -> tuple[Tensor, Tensor]:
 
 
 class Noted(IterableDataset[tuple[Tensor, Tensor]]):
-    """Notes in a file which samples are read."""
+    """A dataset that notes in a file which samples are read."""
 
     def __init__(self, read: Path) -> None:
         self.read = read
@@ -44,7 +44,7 @@ class Noted(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class HuggingFace(Noted):
-    """As `datasets.IterableDataset`: its state is that of the newest iteration, and holds in one epoch."""
+    """A dataset like `datasets.IterableDataset`: its state is the newest iteration's, valid in one epoch."""
 
     def __init__(self, read: Path, shards: list[int] | None = None) -> None:
         super().__init__(read)
@@ -76,7 +76,7 @@ class HuggingFace(Noted):
 
 
 class OwnPlace(Noted):
-    """It asks for its part, and keeps in itself where it stands; what it gives is drawn by three kinds of generator."""
+    """A dataset that asks for its part and keeps its own position. Three kinds of generator draw its samples."""
 
     num_shards = 4
 
@@ -103,7 +103,7 @@ class OwnPlace(Noted):
 
 
 class Whole(Noted):
-    """It cannot be divided; its iterator has the state."""
+    """A dataset that cannot be divided; its iterator has the state."""
 
     class Iteration:
         def __init__(self, data: Whole) -> None:
@@ -131,7 +131,7 @@ class Whole(Noted):
 
 
 class Buffered(HuggingFace):
-    """Its state is not faithful: it leaves out what lies in the buffer it shuffles, as that of Hugging Face does."""
+    """A dataset whose state leaves out the samples in its shuffle buffer, as that of Hugging Face does."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         draw, buffer = random.Random(0), []
@@ -159,7 +159,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def resumed(world: Any, kind: Any, folder: Path, steps: int, changed: dict[str, Any]) -> Any:
-    """(losses of one run, of one that was resumed; samples that were read to go on; what was warned of)."""
+    """Return (losses of one run, of one that was resumed; samples that were read to go on; warnings)."""
     torch.set_num_threads(1)
     note = folder / f"rank{world.place.rank}"
     whole = job(kind(note), **changed)
@@ -194,7 +194,7 @@ def test_a_resumed_run_reads_nothing_before_its_place_and_has_the_same_losses(ki
 
 @pytest.mark.usefixtures("known_to_be_right")
 def test_ranks_and_workers_go_on_behind_the_end_of_shards_in_a_later_epoch(tmp_path: Path) -> None:
-    """13 steps of 8 lie in the second epoch, of which the 50 samples end unequally."""
+    """The run is resumed before step 13, in the second epoch, whose 50 samples end unequally over the shards."""
     for whole, again, read, said in run_ranks(
         resumed, 2, HuggingFace, tmp_path, 12, {"loading": nbkit.Loading(workers=1)}, timeout=120
     ):
@@ -204,7 +204,7 @@ def test_ranks_and_workers_go_on_behind_the_end_of_shards_in_a_later_epoch(tmp_p
 
 
 def moved(world: Any, folder: Path) -> Any:
-    """Saved on two ranks that read different shards, resumed where one reads all."""
+    """Save on two ranks that read different shards, and resume where one reads all."""
     torch.set_num_threads(1)
     note = folder / f"rank{world.place.rank}"
     whole = job(HuggingFace(note))

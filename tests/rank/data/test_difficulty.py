@@ -1,4 +1,4 @@
-"""Costs of samples that nobody gives: learned from their seconds or their losses, agreed on by all ranks."""
+"""If nobody gives the costs of samples, all ranks learn and agree on them, from seconds or losses."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from nbkit.rank.models.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 CONFIG = GPTConfig(vocab=20, block=12, layers=2, heads=2, width=8)
-# Losses of a sample are with one rank, with the last stage, or with all in parts; what is resumed switches to ddp.
+# The losses of a sample are on one rank (zero3), on the last stage (pp), or in parts on all ranks (cp). The resumed run
+# switches from pp to ddp.
 STRATEGIES, ALSO = ("zero3", "pp", "cp=2"), ("ddp", "tp")
 SAMPLES, BATCH, EPOCH = 26, 8, 4  # 7, 7, 6 and 6 samples
 
 
 def texts() -> list[tuple[Tensor, Tensor]]:
-    """Some say the same all over, some do not: they are as difficult as that."""
+    """Return texts of different difficulty: some repeat one token, others are drawn from up to 20."""
     draw = torch.Generator().manual_seed(2)
     ids = [torch.randint(1 + n % 20, (13,), generator=draw) for n in range(SAMPLES)]
     return [(row[:-1], row[1:]) for row in ids]
@@ -42,7 +43,7 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def watched(trainer: Any) -> list[Any]:
-    """The shards that it reads."""
+    """Return a list that receives each shard that `trainer` reads from now on."""
     seen, read = [], trainer._stream.next
 
     def following(draws: Any = None) -> Any:
@@ -54,7 +55,7 @@ def watched(trainer: Any) -> list[Any]:
 
 
 def by_loss(world: Any, folder: Path, strategies: tuple[str, ...] = ("ddp",)) -> dict[str, Any]:
-    """Nine steps, two and a bit epochs; and saved in the middle of the second, and gone on with by another."""
+    """Train for nine steps, two epochs and a bit; also save in the middle of the second and go on with another job."""
     found: dict[str, Any] = {}
 
     def trainer(strategy: str) -> tuple[Any, Any]:
@@ -84,7 +85,7 @@ def by_loss(world: Any, folder: Path, strategies: tuple[str, ...] = ("ddp",)) ->
 
 
 def in_plain_torch(batches: list[list[int]]) -> tuple[list[float], list[list[float]]]:
-    """(losses, for each epoch what each sample lost in it) of a model that is trained on these batches."""
+    """Train a model on these batches. Return (losses, for each epoch the loss of each sample in it)."""
     torch.manual_seed(7)
     model, data = GPT(CONFIG).double(), texts()
     optimizer, losses, each = Recording(model), [], [[0.0] * SAMPLES for _ in range(3)]
@@ -114,7 +115,7 @@ def test_an_epoch_is_ordered_by_the_losses_of_the_one_before_alike_under_every_s
     assert "26 of 26" in why and "from epoch 2 on" in why
     for epoch in range(2):
         assert sorted(i for batch in batches[epoch * EPOCH :][:EPOCH] for i in batch) == list(range(SAMPLES))
-    # The second epoch is even in the losses of the first, which sizes, all alike, say nothing of.
+    # The second epoch is balanced by the losses of the first. Sizes are all alike, so they could not balance it.
     spread = []
     for epoch in range(2):
         means = [sum(each[0][i] for i in batch) / len(batch) for batch in batches[epoch * EPOCH :][:EPOCH]]
@@ -130,7 +131,7 @@ def test_an_epoch_is_ordered_by_the_losses_of_the_one_before_alike_under_every_s
         assert found["resumed"][1] == batches[EPOCH + 2 :]
 
 
-# What a row takes grows as the square of its size, as of attention.
+# The time of a row grows with the square of its size, as in attention.
 SLEPT = [(12, 14, 16, 40)[(i * 7 + i // 5) % 4] for i in range(144)]
 TOOK = [size**2 / 4 for size in SLEPT]
 
@@ -195,7 +196,7 @@ def test_rates_are_found_from_the_shares_of_both_stages_of_two_replicas() -> Non
 
 
 def joins(world: Any, cost: str) -> list[float]:
-    """Rank 1 is a new process' stream, of data that rank 0 has given it."""
+    """Give rank 0's data to a new process' stream on rank 1. Return the next samples and the costs."""
     gather = partial(all_gather_objects, world_size=2, device=torch.device("cpu"))
     rank, asked = world.place.rank, {"ranks": 2, "seed": 7, "shuffle": True, "drop_last": False, "workers": 0}
     asked |= {"rank": rank, "batch_size": BATCH, "collate": padless, "gather": gather}

@@ -28,7 +28,7 @@ def documents(number: int = 12, vocab: int = 50) -> list[Tensor]:
 def same_loss_and_gradients(
     model: nn.Module, one: Callable[[Any], Tensor], alone: list[Any], blocks: list[Any]
 ) -> None:
-    """one: the summed loss of a document or a block."""
+    """Assert that documents alone and in blocks have the same loss and gradients. one: the summed loss of either."""
     losses, grads = [], []
     for parts in (alone, blocks):
         model.zero_grad()
@@ -71,7 +71,7 @@ def test_a_llama_on_packed_blocks_has_loss_and_gradients_of_the_documents_one_by
             ids = torch.tensor(part["input_ids"])
             part = {"input_ids": ids, "labels": ids}
         inputs = {key: value[None] for key, value in part.items() if key != "labels"}
-        # Shifted, as its own loss does, which rounds to float32.
+        # Shift as the model's own loss does, which would round to float32.
         return F.cross_entropy(model(**inputs).logits[0, :-1], part["labels"][1:], reduction="sum")
 
     same_loss_and_gradients(model, one, docs, [packed[i] for i in range(len(packed))])

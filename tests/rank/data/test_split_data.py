@@ -1,4 +1,4 @@
-"""Data that comes in shards: each sample is read by one rank alone, and every step is that of one process.
+"""Data in shards: only one rank reads each sample, and every step is that of one process.
 
 The datasets have the structure of those that people bring: a list of files whose `__iter__` asks for its worker, one of
 Hugging Face with `shard()`, and a pipeline of webdataset with a splitter of workers and one of nodes.
@@ -27,7 +27,7 @@ from nbkit.errors import TrainingError
 from nbkit.rank.data.open_stream import open_stream
 
 LENGTHS = [13, 10, 17, 10]
-"""Of the shards, sample i of shard s has the number 100 s + i."""
+"""The length of each shard. Sample i of shard s has the number 100 s + i."""
 
 
 def sample(number: int) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def sample(number: int) -> tuple[Tensor, Tensor]:
 
 
 class Files(IterableDataset[tuple[Tensor, Tensor]]):
-    """Shards that its `__iter__` takes by the worker that asks. read: a file in which each sample read is noted."""
+    """A dataset in shards, which `__iter__` takes by the worker that asks. read: a file that notes each sample."""
 
     def __init__(self, lengths: list[int], read: Path) -> None:
         self.lengths, self.read, self.num_shards = lengths, read, len(lengths)
@@ -56,7 +56,7 @@ class Files(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class HuggingFace(Files):
-    """As `datasets.IterableDataset`: parts of it are such datasets, and it knows its epoch."""
+    """A dataset like `datasets.IterableDataset`: parts of it are such datasets, and it knows its epoch."""
 
     def __init__(self, lengths: list[int], read: Path, shards: list[int] | None = None) -> None:
         super().__init__(lengths, read)
@@ -76,7 +76,7 @@ class HuggingFace(Files):
 
 
 class Pipeline(IterableDataset[Any]):
-    """As `webdataset.WebDataset`: urls, what divides them by nodes and by workers, and what reads them."""
+    """A pipeline like `webdataset.WebDataset`: urls, what divides them by nodes and by workers, and what reads them."""
 
     def __init__(self, lengths: list[int], read: Path) -> None:
         class Urls:
@@ -110,13 +110,13 @@ KINDS: dict[str, Callable[[list[int], Path], Any]] = {"files": Files, "hf": Hugg
 
 
 def in_turns(lengths: list[int]) -> list[int]:
-    """The numbers of an epoch: a sample of each shard in turn."""
+    """Return the numbers of an epoch: a sample of each shard in turn."""
     rows = sorted((i, shard) for shard, length in enumerate(lengths) for i in range(length))
     return [100 * shard + i for i, shard in rows]
 
 
 def expected(lengths: list[int], steps: int, batch: int = 8, *, drop_last: bool = False) -> list[float]:
-    """Losses of one process in plain torch."""
+    """Return the losses of one process in plain torch."""
     torch.manual_seed(7)
     model = net().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -146,7 +146,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def trained(world: Any, kind: str, folder: Path, steps: int, changed: dict[str, Any]) -> tuple[list[float], int]:
-    """Losses, and how many pids have read for this rank."""
+    """Return the losses, and how many processes have read for this rank."""
     torch.set_num_threads(1)
     note = folder / f"rank{world.place.rank}"
     note.touch()
@@ -161,7 +161,7 @@ def numbers(folder: Path, rank: int) -> list[int]:
 
 
 def read_once(folder: Path, ranks: int) -> bool:
-    """Whether the shards were divided: no sample was read by two ranks, none twice in an epoch, none left out."""
+    """Return True if no sample was read by two ranks, none was read twice in an epoch, and none was left out."""
     found = [numbers(folder, rank) for rank in range(ranks)]
     return all(found) and Counter(chain.from_iterable(found)) == Counter(in_turns(LENGTHS))
 
@@ -245,7 +245,7 @@ def test_data_in_shards_is_evaluated_on_whole(tmp_path: Path) -> None:
 
 
 class Drawing(Files):
-    """Noise of three kinds of generator in each sample."""
+    """A dataset with noise of three kinds of generator in each sample."""
 
     def of(self, shard: int) -> Iterator[tuple[Tensor, Tensor]]:
         import numpy
@@ -271,7 +271,7 @@ def test_what_reading_draws_does_not_depend_on_ranks_or_workers(tmp_path: Path) 
 
 
 class Anew(HuggingFace):
-    """Shuffled by a generator that nobody has seeded, as webdataset's `shuffle` is."""
+    """A dataset that is shuffled by a generator that nobody has seeded, as webdataset's `shuffle` is."""
 
     def shard(self, num_shards: int, index: int) -> HuggingFace:
         return Anew(self.lengths, self.read, self.shards[index::num_shards])

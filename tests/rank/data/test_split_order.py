@@ -1,4 +1,4 @@
-"""The order of data that comes in shards, and who computes which row of it: the arithmetic, against the plain rule."""
+"""The order of data in shards, and the rank that computes each row: the arithmetic is compared with the plain rule."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from nbkit.rank.data.open_stream import open_stream, shards
 
 
 class Numbers(IterableDataset[tuple[Tensor, Tensor]]):
-    """Sample i holds the number i."""
+    """A dataset whose sample i holds the number i."""
 
     def __init__(self, num: int = 100) -> None:
         self.num = num
@@ -90,7 +90,7 @@ def test_what_holds_an_entry_per_row_is_cut_by_entries_and_what_fits_no_row_is_r
 
 
 def trained(world: Any, path: Path) -> list[int]:
-    """Four runs of a few steps, each resumed by a new Trainer from the file of the one before."""
+    """Make four runs of a few steps. Each is resumed by a new Trainer from the file of the one before."""
     seen: list[int] = []
 
     def collate(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -105,7 +105,7 @@ def trained(world: Any, path: Path) -> list[int]:
                 self.inner = net()
 
             def forward(self, x: Tensor) -> Any:
-                # Of a rank's rows: before the first step it is run on fewer, to look at it.
+                # Only whole shares count: before the first step the model is run on fewer rows, to look at it.
                 seen.extend(int(i) for i in x[:, 0] if len(x) == 4)
                 return self.inner(x)
 
@@ -126,7 +126,7 @@ def test_three_resumes_in_a_row_see_every_sample_of_a_stream_once(tmp_path: Path
 
 
 class Shuffled(IterableDataset[tuple[Tensor, Tensor]]):
-    """Draws its order when it begins, and a number of no use with every sample."""
+    """A dataset that draws its order when it begins, and an unused number with every sample."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for i in torch.randperm(64).tolist():

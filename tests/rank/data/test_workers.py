@@ -1,4 +1,4 @@
-"""Workers read ahead what would have been read without them: the same samples, draws and losses, whatever happens."""
+"""Workers read ahead the samples that would be read without them, with the same draws and losses, whatever happens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nbkit.rank.train.trainer import Trainer
 
 
 class Augmented:
-    """32 points with noise of three kinds of generator, as augmentations draw it; remembers what this process read."""
+    """A dataset of 32 points with augmentation noise of three kinds of generator; remembers what this process read."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.epoch, self.fails_at, self.read = 0, fails_at, list[int]()
@@ -51,7 +51,7 @@ def stream(data: Any, **changed: Any) -> Any:
 
 
 def trained(job: Trainer) -> list[float]:
-    """Steps over an epoch's end, a switch, a trial, going back, and data that is read again."""
+    """Train over an epoch's end, a switch, and a trial, which goes back and reads data again."""
     job.fit(5)
     job.switch("tp" if job.strategy.dp > 1 else "ddp")
     job.fit(2)
@@ -102,12 +102,12 @@ def test_a_sample_that_cannot_be_read_is_named_and_the_others_are_read_on() -> N
 
 
 def stacked(samples: list[Any]) -> Any:
-    """As default_collate, which puts tensors of workers into shared memory; here torch's queue does."""
+    """Stack samples without shared memory. default_collate puts a worker's tensors there; here torch's queue does."""
     return tuple(map(torch.stack, zip(*samples, strict=True)))
 
 
 def without_shared_memory(rank: int) -> list[str]:
-    """A write of a worker beyond the limit fails, as where shared memory is full."""
+    """Limit a worker's writes, so that one fails as where shared memory is full."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     told = []
@@ -132,7 +132,7 @@ def test_full_shared_memory_is_said_as_that_and_what_cannot_be_handed_over_is_no
 
 
 class Received:
-    """Of a sample from a worker: the thread of this process that has received it."""
+    """A sample that is unpickled as the name of the thread that receives it from a worker."""
 
     threads: list[str] = []  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""Losses and models that couple the rows of a batch are told from those that do not, in any precision, of any size."""
+"""Losses and models that couple the rows of a batch are told apart from others, in any precision and size."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_means_and_weighted_sums_are_none_and_masked_means_are_told(dtype: torch
     batch = [BATCH[0].to(dtype), BATCH[1]]
 
     def sized(output: Tensor, target: Tensor) -> Tensor:
-        # As transformers does, and autocast.
+        # transformers casts the logits too, and so does autocast.
         return mean_loss(output.float(), target) * size
 
     def near(output: Tensor, target: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def test_what_cannot_be_told_is_not_said() -> None:
 
 
 class Noisy(nn.Module):
-    """Draws numbers of its own; by then the loss is looked at alone. always: in evaluation, too."""
+    """A model that draws numbers, so that only its loss is looked at. always: in evaluation, too."""
 
     def __init__(self, always: bool) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_of_a_model_that_draws_the_loss_is_looked_at_alone(always: bool) -> None
 
 
 class Centred(nn.Module):
-    """Where it trains, a row sees the mean of all."""
+    """A model that subtracts the mean of all rows from each row, while it trains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_model_that_mixes_rows_where_it_trains_is_told_though_its_head_begins_
 
 
 class _Balance(torch.autograd.Function):
-    """Gives its first argument, and backward goes to the second one as well."""
+    """A function that returns its first argument. Its backward goes to the second one as well."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, balance: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def test_outputs_are_taken_apart_by_name_and_put_together_again() -> None:
 
 
 class Told(nn.Module):
-    """In float32, with its loss inside: cross entropy, and a term over the batch."""
+    """A model in float32 that returns its loss: cross entropy, and `size` times a term over the whole batch."""
 
     def __init__(self, size: float, cast: bool) -> None:
         super().__init__()

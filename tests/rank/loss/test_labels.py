@@ -32,7 +32,7 @@ def sizes(**changed: Any) -> dict[str, Any]:
 
 
 def in_double(model: nn.Module) -> nn.Module:
-    """With the loss that causal models of transformers have, but for its cast to float32."""
+    """Give `model` float64 and the loss of transformers' causal models, without its cast to float32."""
 
     def shifted(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -58,7 +58,7 @@ def gpt2() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """As it is, in float32."""
+    """Return a Mixtral as transformers builds it, in float32."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     changed = {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "num_local_experts": 4}
@@ -73,19 +73,19 @@ def bert() -> nn.Module:
 
 
 def answers() -> Rows:
-    """Only what follows a question of some length is learned; the first two questions are equally long."""
+    """Return rows that learn only what follows a question of some length. The first two questions are equally long."""
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=draw)
     questions = torch.randint(2, LENGTH - 2, (ROWS, 1), generator=draw)
     questions[:2] = 6
-    # A row of which nothing is learned, and two that are all that a rank has of its batch.
+    # Row 4 has nothing to learn, and neither have rows 10 and 11, which are all that a rank has of its batch.
     questions[4] = questions[10:12] = LENGTH
     labels = ids.masked_fill(torch.arange(LENGTH) < questions, -100)
     return [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
 
 
 def gaps() -> Rows:
-    """One token in seven is to be found; in some rows none is."""
+    """Return rows in which about one token in seven is hidden and has to be found. Rows 10 and 11 hide none."""
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=draw)
     hidden = torch.rand(ids.shape, generator=draw) < 0.15
@@ -103,7 +103,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Rows]]] = {
     "bert": (bert, gaps),
 }
 
-# How targets are counted is up to the loss of a model, and how they are parted to the strategy; make zoo has all pairs.
+# The loss of a model counts the targets, and the strategy divides them; make zoo has all pairs.
 PAIRS = {"gpt2": "dp=2 pp=2", "bert": "zero3"}
 ALSO = {"llama": "dp=2 tp=2", "mixtral": "ddp"}
 
@@ -139,7 +139,7 @@ def one_process(build: Callable[[], nn.Module], data: Rows) -> tuple[list[float]
 
 
 def trained(world: Any, pairs: dict[str, str]) -> dict[tuple[str, str], float]:
-    """(model, strategy) -> the largest difference of a loss or a weight from one process."""
+    """Return {(model, strategy): the largest difference of a loss or a weight from one process}."""
     found: dict[tuple[str, str], float] = {}
     for name, strategy in pairs.items():
         build, rows = MODELS[name]
@@ -183,7 +183,7 @@ def test_labels_of_transformers_train_as_on_one_process_though_rows_keep_unequal
 
 
 def averaged(compute: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> list[Tensor]:
-    """The loss and its gradient of two parts of a batch, by what each weighs."""
+    """Return the loss of two parts of a batch, by what each weighs, and its gradients."""
     parts = [(logits[:3].detach().requires_grad_(), target[:3]), (logits[3:].detach().requires_grad_(), target[3:])]
     weighed = []
     for part in parts:
@@ -263,7 +263,7 @@ def test_cross_entropies_over_unequal_targets_have_no_weight() -> None:
 
     with pytest.raises(TrainingError, match="do not count the same targets"):
         _ = targets.weight
-    # Of a part of a batch whose labels were counted: other targets than those are not divided by them.
+    # The labels of the batch were counted for this part. A loss of other targets must not be divided by that count.
     share = Share((5.0, 3.0), (10.0, 8.0), 0.5)
     with CountedTargets(share), pytest.raises(TrainingError, match="does not any more"):
         for count in (5, 4):
@@ -274,7 +274,7 @@ def test_cross_entropies_over_unequal_targets_have_no_weight() -> None:
 
 def test_the_number_of_items_of_a_whole_batch_is_not_given_to_a_part_of_it() -> None:
     class Counting(nn.Module):
-        """As a model of transformers divides that is told the number."""
+        """A model that divides its loss by the number of targets that it is given, as models of transformers do."""
 
         def __init__(self) -> None:
             super().__init__()

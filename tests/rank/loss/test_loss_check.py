@@ -25,7 +25,7 @@ Row = tuple[Tensor, Tensor]
 
 
 def texts(*, masked: bool = True) -> list[Row]:
-    """Ids and labels. If masked the first two rows ignore equally many of them, and the others do not."""
+    """Return ids and labels. If masked the first two rows ignore equally many of them, and the others do not."""
     draw = torch.Generator().manual_seed(5)
     ids = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=draw)
     lengths = torch.randint(3, LENGTH, (ROWS,), generator=draw)
@@ -35,12 +35,12 @@ def texts(*, masked: bool = True) -> list[Row]:
 
 
 def padded() -> list[Row]:
-    """Targets that end with zeros."""
+    """Return rows whose targets end with zeros."""
     return [(ids, labels.clamp(min=0)) for ids, labels in texts()]
 
 
 def labelled() -> list[Row]:
-    """Points of seven classes, of which the first two are of class 3."""
+    """Return points of seven classes, of which the first two are of class 3."""
     draw = torch.Generator().manual_seed(5)
     points = torch.randn(ROWS, 6, generator=draw, dtype=torch.float64)
     classes = torch.randint(7, (ROWS,), generator=draw)
@@ -49,7 +49,7 @@ def labelled() -> list[Row]:
 
 
 def ragged() -> list[Row]:
-    """Series of unequal lengths, which the collator pads to the longest that it gets."""
+    """Return series of unequal lengths, which the collator pads to the longest that it gets."""
     draw = torch.Generator().manual_seed(5)
     lengths = torch.randint(2, 9, (ROWS,), generator=draw).tolist()
     series = [torch.randn(length, 6, generator=draw, dtype=torch.float64) for length in lengths]
@@ -95,7 +95,7 @@ class Inside(nn.Module):
 
 
 class Pretraining(nn.Module):
-    """As BERT begins: words to be found, where some are hidden, and a kind of each row."""
+    """A model with the two losses of BERT's pretraining: find hidden words, and tell the kind of each row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def tokens(output: Tensor, target: Tensor, **how: Any) -> Tensor:
 
 
 def by_hand(output: Tensor, target: Tensor) -> Tensor:
-    """The mean over what is not ignored, without saying so to torch."""
+    """Return the mean over what is not ignored, without saying so to torch."""
     return tokens(output, target, reduction="sum") / (target != -100).sum()
 
 
@@ -255,7 +255,7 @@ def streamed(asked: dict[str, Any], **changed: Any) -> Any:
 
 
 def looped(asked: dict[str, Any], **changed: Any) -> list[float]:
-    """Losses of two steps of a loop of one's own."""
+    """Return the losses of two steps of a loop of one's own."""
     asked = {"model": Words, "data": texts(), "loss": by_hand} | asked | changed
     collate = asked.pop("loading", nbkit.Loading()).collate
     loader = DataLoader(asked.pop("data"), batch_size=BATCH, collate_fn=collate)
@@ -325,7 +325,7 @@ def test_one_rank_computes_whole_batches_unless_it_makes_micro_batches() -> None
 
 
 def one_process(asked: dict[str, Any], mean: Mean, steps: int) -> list[float]:
-    """Losses of plain torch over whole batches."""
+    """Return the losses of plain torch over whole batches."""
     asked = {"model": Words, "data": texts()} | asked
     torch.manual_seed(7)
     model = asked["model"]()
@@ -399,7 +399,7 @@ def test_a_switch_a_later_batch_and_a_term_beside_the_output_are_looked_at_too()
 
 
 class Minded(nn.Module):
-    """Counts its calls, draws, keeps a running mean: what must not show that it was looked at."""
+    """A model that counts its calls, draws, and keeps a running count: none of it may show that it was looked at."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -413,7 +413,7 @@ class Minded(nn.Module):
 
 
 class Drawn:
-    """Draws while it is read."""
+    """A dataset that draws while it is read."""
 
     def __len__(self) -> int:
         return ROWS

@@ -1,4 +1,4 @@
-"""Tokens are those of Hugging Face, or of the model by itself, under every strategy, however many texts there are."""
+"""Generated tokens equal those of Hugging Face or of the plain model, under every strategy, for any number of texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("rows_are_known")
 
 PROMPTS = [torch.arange(3) + 1, torch.arange(5) + 2, torch.arange(3) + 4, torch.tensor([7])]
 TOKENS = 4
-# By the number of ranks.
+# number of ranks -> model -> strategies
 STRATEGIES = {
     2: {hf_gpt2: ("tp",), hf_llama: ("zero3", "cp=2", "pp=2 schedule=interleaved microbatches=4")},
     4: {hf_gpt2: ("pp=2 tp=2",), hf_llama: ("zero3", "cp=4", "dp=2 pp=2 schedule=interleaved microbatches=4")},
@@ -107,7 +107,7 @@ def wrong_caches() -> dict[str, Any]:
         pass
 
     class FromZero(GPT2LMHeadModel):
-        """Counts positions anew in each call."""
+        """A GPT-2 that counts positions anew in each call."""
 
         def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: Any = None) -> Any:  # type: ignore[override]
             places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -116,7 +116,7 @@ def wrong_caches() -> dict[str, Any]:
             )
 
     class Rolling(GPT2LMHeadModel):
-        """Mixes the positions of a call beside its attention."""
+        """A GPT-2 that mixes the positions of a call, also outside of its attention."""
 
         def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: Any = None) -> Any:  # type: ignore[override]
             output = super().forward(input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache)

@@ -1,4 +1,4 @@
-"""A Hugging Face directory trains under every strategy, and each rank has read what it holds and nothing else."""
+"""A Hugging Face directory trains under every strategy, and each rank reads only what it holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALSO = [("llama", "ddp"), ("gpt2", "pp microbatches=2")]
 
 def saved(world: Any, folder: Path) -> None:
     torch.manual_seed(0)
-    # Without the output's own matrix: it is the embedding; and as a base model writes it, without its prefix.
+    # A base model writes no matrix of the output, which is the embedding, and names without its prefix.
     hf_gpt2(2).transformer.save_pretrained(folder / "gpt2")
     hf_llama(2).save_pretrained(folder / "llama", max_shard_size="20KB")
     config = json.loads((folder / "gpt2" / "config.json").read_text())
@@ -152,7 +152,7 @@ def adapted(world: Any, folder: Path) -> dict[str, Any]:
 
 
 def _by_weights(world: Any, folder: Path) -> list[str]:
-    """What is said of optimizers whose factory reads weights, changes them, or asks for shapes alone."""
+    """Return the errors of optimizers whose factory reads weights, changes them, or asks for shapes alone."""
 
     def by_norm(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": [p], "lr": 0.1 * float(p.detach().norm())} for p in model.parameters()])
@@ -198,7 +198,8 @@ def test_adapters_on_a_model_that_is_still_on_the_disk_and_what_is_refused(tmp_p
 
 
 def from_elsewhere(world: Any, folder: Path) -> list[str]:
-    """Directories that were made to run code, or to have other files read; each spoils a copy of a good one."""
+    """Return the errors for directories that would run code, or have other files read. Each is a copy of a good one
+    with something spoilt."""
     config = json.loads((folder / "llama" / "config.json").read_text())
     index = json.loads((folder / "llama" / "model.safetensors.index.json").read_text())
     code = f"import os; os.mkdir({str(folder / 'canary')!r})\nclass Config: ...\n"

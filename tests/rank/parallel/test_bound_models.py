@@ -1,4 +1,4 @@
-"""Functions that hold parts of a model: a copy of it has functions of its own, or is refused by name."""
+"""If functions hold parts of a model, a copy of the model has functions of its own, or is refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLE = ["lambda", "partial of weights", "borrowed", "lora and hook", "lazy hoo
 REST = [name for name in MODELS if name not in SAMPLE]
 CHAIN = "zero1 > dp=1 tp=2 > zero3 > ddp"
 NO_TP = {"patched block", "shared part", "lambda and patch"}
-"""Refused: the forward of a module that a tensor axis splits was replaced on the object."""
+"""Cases that are refused: the forward of a module that a tensor axis splits was replaced on the object."""
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -162,7 +162,7 @@ def test_a_callable_whose_models_share_a_global_name_is_refused_and_keeps_it() -
 
 
 class Locked(nn.Linear):
-    """Holds what nothing can copy."""
+    """A map that holds what nothing can copy."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -173,7 +173,7 @@ class Locked(nn.Linear):
 
 
 class Sharing(nn.Linear):
-    """Gives itself for a copy of itself."""
+    """A map whose copy is itself."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)

@@ -1,7 +1,4 @@
-"""What transformers collects by hooks that it installs in the first forward: the same as in plain torch.
-
-`lazy hooks` in test_bound_models.py does what transformers does, in `make test`.
-"""
+"""The outputs that transformers collects by hooks, which it installs in the first forward, are those of plain torch."""
 
 from __future__ import annotations
 
@@ -81,7 +78,7 @@ def data_of(kind: str) -> list[dict[str, Tensor]]:
 
 
 def loss_of(output: Any, batch: dict[str, Tensor]) -> Tensor:
-    """With what was collected, each tensor of it."""
+    """Return the loss with each tensor that was collected."""
     if "kind" in batch:
         loss = F.cross_entropy(output.logits, batch["kind"])
     else:
@@ -92,7 +89,7 @@ def loss_of(output: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def with_balance(output: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The loss with its load-balancing term, which is of all rows together."""
+    """Return the loss with its load-balancing term, which is of all rows together."""
     return loss_of(output, batch) + output.aux_loss  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""A model that has been in a job before: taken as it is, or refused by name where a rank holds a part of it."""
+"""A model that has been in a job before is taken as it is, or refused by name if a rank holds only a part of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ BEFORE: dict[str, dict[str, Any]] = {
     "compile": {"strategy": "zero2", "compute": nbkit.Compute(compile="aot_eager")},
     "switched": {"strategy": "tp", "compute": nbkit.Compute(recompute=True)},
 }
-# Each way of having been in a job, and each thing that a strategy does with blocks: none, gathers them, parts them.
+# Each way to have been in a job, and each kind of strategy: one gathers blocks, one cuts between them, one does
+# neither.
 AGAIN = [("plain", "zero3"), ("recompute", "pp microbatches=2"), ("switched", "ddp")]
 COMPILED = [("compile", "zero3")]
 
@@ -56,7 +57,7 @@ def losses(job: Trainer) -> list[float]:
 
 
 def used_again(world: Any, cases: list[tuple[str, str]]) -> dict[str, Any]:
-    """For each case: (losses, losses of the same weights, anew)."""
+    """Return (losses, losses of a new model with the same weights) for each case."""
     found = {}
     for name, strategy in cases:
         build = partial(net, 0.0 if name == "compile" else 0.1)
@@ -110,7 +111,7 @@ def test_one_in_parts_is_refused_by_name() -> None:
 
 
 def copied(world: Any, how: str) -> list[Any]:
-    """Of a copy of a model in training: whether its gradients are its own."""
+    """Return whether a copy of a model in training has the right loss, and gradients of its own alone."""
     job = trainer(lambda: net(0.0), **BEFORE[how])
     job.fit(1)
     twin = copy.deepcopy(job.model)
@@ -138,7 +139,7 @@ WIDTH = 256
 
 
 def num_bytes() -> int:
-    """Of all storages that tensors of this process have."""
+    """Return the bytes of all storages of tensors of this process."""
     gc.collect()
     found = {}
     with warnings.catch_warnings():
@@ -151,7 +152,7 @@ def num_bytes() -> int:
 
 
 def held_with_an_optimizer(world: Any) -> dict[str, float]:
-    """Bytes per parameter after a step, the user's model and optimizer still there."""
+    """Return the bytes per parameter after a step, while the user's model and optimizer still exist."""
     before = num_bytes()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
     num = sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""What a model changes by itself, in forward or backward: trained as on one process, or refused by name."""
+"""A model that changes itself in forward or backward trains as on one process, or is refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Taught(nn.Module):
 
 
 class Counting(Block):
-    """Keeps a running size of what it gives; nothing reads it."""
+    """A block that keeps a running size of its output; nothing reads it."""
 
     size: Tensor
 
@@ -141,7 +141,7 @@ def test_a_look_leaves_weights_as_they_were_that_forward_moves_in_place_or_by_da
 
 
 class Counted(nn.Module):
-    """What it gives depends on how often it was called, and on an attribute that others set."""
+    """A model whose output depends on how often it was called, and on an attribute that others set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_a_look_leaves_attributes_as_they_were() -> None:
 
 
 class Frozen(OrderedDict[str, int]):
-    """As diffusers keeps a config."""
+    """A dict that cannot be changed when it is done, as diffusers keeps a config."""
 
     def __setitem__(self, key: str, value: int) -> None:
         if vars(self).get("done"):
@@ -215,7 +215,7 @@ def test_a_look_leaves_what_is_frozen_alone_and_what_is_installed_to_the_trainin
 
 
 class Registering(Block):
-    """Keeps a size of its first batch, which a checkpoint then has."""
+    """A block that keeps a size of its first batch, which a checkpoint then has."""
 
     def forward(self, x: Tensor) -> Tensor:
         if "size" not in self._buffers:
@@ -231,7 +231,7 @@ def test_what_the_first_forward_registers_is_refused_by_name() -> None:
 
 
 class Attending(nn.Module):
-    """Its queries are normed head by head: each rank of a tensor axis has a part of that gradient."""
+    """An attention that norms its queries head by head: each rank of a tensor axis has a part of that gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class Attending(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Leaves out its second block when it is told to, and its last layer always."""
+    """A model that leaves out its second block when it is told to, and its last layer always."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def test_a_block_that_a_step_leaves_out_is_not_moved() -> None:
 
 
 def annealed(module: nn.Module, step: int) -> None:
-    """What a live cell does to a model between two steps."""
+    """Change a model between two steps as a live cell does."""
     module.scale = 1 + 0.1 * step  # type: ignore[assignment]
     module.blocks[1].up.training = step < STEPS  # type: ignore[index, union-attr]
 
@@ -374,7 +374,7 @@ def test_a_hook_on_a_gradient_is_refused_by_the_name_of_its_parameter(late: bool
 
 
 class Skipping(nn.Module):
-    """Leaves out blocks by Python's random numbers."""
+    """A model that leaves out blocks by Python's random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

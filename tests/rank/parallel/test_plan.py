@@ -1,4 +1,4 @@
-"""A plan says what the ranks hold that are built from it, and equal plans have one digest on every rank."""
+"""Ranks that are built from a plan hold what it says, and equal plans have one digest on every rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def built(world: Any) -> dict[tuple[str, str], tuple[str, list[str]]]:
-    """(model, strategy) -> the digest of its plan, and what this rank holds otherwise than the plan says."""
+    """Return {(model, strategy): (the digest of its plan, what this rank holds otherwise than the plan says)}."""
     found = {}
     rank = world.place.rank
     for name in MODELS:
@@ -96,7 +96,7 @@ def test_equal_plans_are_one_key_and_anything_that_ranks_build_otherwise_is_anot
     ]
     assert plan.stages != others[3].stages
     assert len({plan, *others}) == 1 + len(others)
-    # Plain data parallelism needs no blocks. What is learned for other strategies leaves its plan as it is.
+    # Plain data parallelism needs no blocks. Facts for other strategies do not change its plan.
     for options in (JobOptions(), JobOptions(recompute=True)):
         assert make_plan(Strategy(dp=2), facts, options) == make_plan(Strategy(dp=2), ModelFacts(facts.shapes), options)
 

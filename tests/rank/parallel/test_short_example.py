@@ -1,4 +1,4 @@
-"""A few positions of each row stand for all where the model makes the same operations on them, and only there."""
+"""A few positions of each row stand for all of them only if the model makes the same operations on both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbkit.strategy import Strategy
 
 
 class Words(nn.Module):
-    """long: rows of more positions than that are summed in parts."""
+    """A model of tokens. long: rows of more positions than that are joined from two parts."""
 
     def __init__(self, long: int = 1000) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A tiny whole step of each composition, by ranks that are threads of one process, is that of one process."""
+"""A tiny whole step of each composition equals that of one process. The ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def decayed_by_name(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Facts:
-    """What a job finds out once about the tied GPT of the zoo, which drops."""
+    """The facts that a job finds once, here about the zoo's tied GPT with dropout."""
 
     def __init__(self) -> None:
         zoo = ZOO["gpt_tied"]
@@ -280,7 +280,7 @@ def test_a_job_does_not_start_with_it_nor_switch_to_it_and_check_says_so(
     assert not said.ok and "gradient of 'tokens.weight'" in str(said)
 
 
-# What once trained wrong, or failed after check had said "fits": (model, strategy). The rest of them: make zoo.
+# (model, strategy) that once trained wrong, or failed after check had said "fits". The rest of them: make zoo.
 ONCE = {
     "a tied head and an embedding of another class": ("gemma2", "tp=2"),
     "a bias of all heads from outside": ("bloom", "tp=2"),
@@ -370,7 +370,7 @@ def test_a_loss_with_an_auxiliary_term_is_compared_with_the_same_parts_in_one_pr
 
 
 class Rates(nn.Module):
-    """Takes the logarithm of its weights."""
+    """A model that takes the logarithm of its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +388,7 @@ def test_logarithms_of_weights_are_run_on_weights_above_zero() -> None:
 
 
 def begun_on_inputs(world: Any) -> list[str]:
-    """What is said where `example=` is the model's input and no batch."""
+    """Return the warnings of a job whose `example=` is the model's input instead of a batch."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         job = prepare(

@@ -1,6 +1,6 @@
-"""What a model draws itself is the same for a row under every strategy, or for the whole batch.
+"""A model draws the same numbers under every strategy, for a row or for the whole batch.
 
-To seed its streams is a small part of a step, and repeats what it gave.
+Seeding the streams is a small part of a step, and gives the same numbers again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROWS, LENGTH, WIDTH = 8, 4, 6
 
 
 def functions(x: Tensor) -> list[Tensor]:
-    """A row's numbers, by every function."""
+    """Return the numbers of each row, drawn by every function."""
     size = (len(x), 300)
     empty = x.new_empty(size)
     return [
@@ -80,7 +80,7 @@ def test_every_function_gives_a_row_its_numbers_of_the_right_distribution() -> N
 
 
 class Block(nn.Module):
-    """Noise, a drop of paths, and numbers for all rows together, as many as there may be rows."""
+    """A block with noise, dropped paths, and numbers for all rows together, as many as there may be rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Draws before its blocks, a time for each row, in them, and behind them, once for all rows."""
+    """A model that draws before its blocks, a time for each row; in them; and behind them, once for all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Noisy(nn.Module):
 
 
 class Other(nn.Module):
-    """What nothing can key."""
+    """A model whose random numbers cannot be keyed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Noise(nn.Module):
 
 
 def gpt() -> nn.Module:
-    """With noise in its blocks and in front of them."""
+    """Return a GPT with noise in its blocks and in front of them."""
     model = GPT(GPTConfig(vocab=32, block=8, layers=2, heads=2, width=16)).double()
     for part in (model, *model.blocks):
         part.drop = Noise()
@@ -176,7 +176,7 @@ def gpt() -> nn.Module:
 
 
 class Towers(nn.Module):
-    """Two towers that drop and attend by hand, the first used behind the second; what crosses a cut is dropped too."""
+    """A model of two towers that drop and attend by hand, the first used behind the second; dropout at cuts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def of_texts(output: Tensor, target: Tensor) -> Tensor:
 
 MODELS: dict[str, dict[str, Any]] = {
     "noisy": {"model": Noisy, "data": data(), "loading": nbkit.Loading(shuffle=False)},
-    # Without an example beforehand. On two ranks a draw for all rows is as long as a rank has rows.
+    # There is no example beforehand. On two ranks a draw for all rows is as long as the rows of a rank.
     "streamed": {"model": Noisy, "data": Stream(), "loading": nbkit.Loading(shuffle=None)},
     "gpt": {"model": gpt, "data": texts(), "loss": of_texts},
     "towers": {"model": Towers, "data": texts(), "loss": of_texts},

@@ -1,6 +1,6 @@
 """Dropout drops the same elements whichever part of the batch, of the sequence or of the model is at work.
 
-Masks that are hashes of coordinates: as random as coins, and the same bits everywhere.
+Masks are hashes of coordinates, as random as coins, and the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS, LENGTH, WIDTH, HEADS = 4, 6, 8, 2
 
 
 class Everything(nn.Module):
-    """Drops in every way that torch has."""
+    """A model that drops in every way that torch has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_a_part_of_a_tensor_gets_its_part_of_the_mask() -> None:
 
 
 def test_a_stage_draws_what_the_whole_model_draws_there() -> None:
-    """Whatever else runs, or breaks off, in this process."""
+    """The draws are the same whatever else runs, or breaks off, in this process."""
     model, x = gpt()
     seen: list[Tensor] = []
     hook = model.blocks[1].register_forward_hook(lambda _, args, out: seen.extend((args[0], out)))
@@ -199,7 +199,7 @@ def test_a_copy_of_a_model_that_was_keyed_drops_the_same() -> None:
 
 
 class Literal(nn.Module):
-    """Its probability is nowhere but in the code."""
+    """A model whose dropout probability is written only in its code."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def test_edges() -> None:
 
 
 class Foreign(torch.autograd.Function):
-    """Recomputation as somebody writes it."""
+    """A function that recomputes, as a user may write it."""
 
     @staticmethod
     def forward(ctx: Any, module: nn.Module, x: Tensor) -> Tensor:
@@ -330,7 +330,7 @@ def test_a_recomputation_of_somebody_elses_is_refused_where_it_would_drop_other_
 
 
 class Around(TorchFunctionMode):
-    """Does nothing, as torch.set_default_device does where nothing is made."""
+    """A mode that does nothing, like torch.set_default_device where nothing is made."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -387,7 +387,7 @@ def test_attention_drops_in_its_kernel_where_that_is_asked_for_and_by_default_on
 
 
 class SoftmaxDtypes(TorchDispatchMode):
-    """Notes the dtype of what goes into a softmax beside that of the gradient that comes back."""
+    """A mode that lists the dtypes of softmax backward: of the gradient that comes in, and of the softmax's input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ def test_the_softmax_of_attention_that_drops_under_autocast_has_one_dtype_in_bot
 
 
 def test_the_kernel_of_triton_makes_the_masks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As Triton's interpreter runs it; `nbkit selftest` has a GPU run it.
+    # Triton's interpreter runs the kernel here; `nbkit selftest` runs it on a GPU.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="there is no Triton beside a torch that is built for the CPU")
     from nbkit.rank.rng import mask_kernel
@@ -430,7 +430,7 @@ def mask(*key: int, shape: tuple[int, ...] = (16, 64, 128), p: float = 0.5, firs
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """In standard deviations of what independent bits give."""
+    """Return the correlation of bits, in standard deviations of that of independent bits."""
     a, b = a.double().flatten() - 0.5, b.double().flatten() - 0.5
     return float((a * b).mean() * 4) * math.sqrt(a.numel())
 
@@ -465,13 +465,13 @@ def test_masks_of_neighbours_have_nothing_in_common() -> None:
         assert abs(correlation(one, other)) < 4.5, what
     a, b, c = one, one.roll(1, 2), one.roll(2, 2)
     assert abs(correlation(a ^ b, c)) < 4.5
-    # 256 keys in a row: the bit of one element is a coin too.
+    # Over 256 keys in a row, the bit of one element is a coin too.
     coin = torch.stack([mask(k, shape=(8, 8, 8)) for k in range(256)]).double().mean(0)
     assert ((coin - 0.5) * 2 * 16).abs().max() < 5
 
 
 def test_the_bits_are_those_of_the_published_hash() -> None:
-    """Written once more with Python's integers, which have no width: the same on every device then."""
+    """The hash is written once more with Python's integers, which have no width, so it is the same on every device."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
@@ -500,6 +500,6 @@ def test_the_bits_are_those_of_the_published_hash() -> None:
         for i in range(3):
             for j in range(2):
                 assert found[b, i, j].tolist() == [bit(key, (row, i, j, k)) for k in range(5)]
-    # More lines than fit into one piece of work.
+    # This tensor has more lines than fit into one piece of work.
     big = mask(1, shape=(3, 1500, 1024), p=0.2)
     assert torch.equal(big[2:, 1000:1001], mask(1, shape=(1, 1001, 1024), p=0.2, first=2)[:, 1000:])

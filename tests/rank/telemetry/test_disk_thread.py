@@ -1,4 +1,4 @@
-"""What cannot be written is said while the training goes on."""
+"""A failed write is reported while the training goes on."""
 
 from __future__ import annotations
 

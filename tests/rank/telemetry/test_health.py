@@ -1,4 +1,4 @@
-"""How ranks and hosts are: nvidia-smi's answers read, a running training looked at, only the first rank at its host."""
+"""The health of ranks and hosts: nvidia-smi is read while a training runs, and only a host's first rank looks at it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_it_looks_while_it_runs_and_only_the_first_of_a_host_looks_at_the_host()
     first, other = (Health(seen.append, gpu="", first=one, every_s=0.05) for one in (True, False))
     try:
         time.sleep(0.2)
-        assert seen == []  # nothing trains
+        assert seen == []  # no training runs
         for one in (first, other):
             one.step = 7
             one.run(True)

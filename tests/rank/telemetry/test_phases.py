@@ -27,7 +27,7 @@ class Device:
 
 
 class Stamp:
-    """As torch.Event."""
+    """A stand-in for torch.Event."""
 
     def __init__(self) -> None:
         self.ms = Device.ms
@@ -51,7 +51,7 @@ class Slow:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[phases.StepPhases]]:
-    """The steps that this thread makes, as if on a GPU."""
+    """Yield the steps that this thread makes, as if on a GPU."""
     monkeypatch.setattr(Accelerator, "stamp", lambda self: Stamp())
     monkeypatch.setattr(Device, "ms", 0.0)
     steps: list[phases.StepPhases] = []

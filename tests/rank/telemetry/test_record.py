@@ -41,7 +41,7 @@ def net() -> nn.Sequential:
 def noted(work: Any) -> list[tuple[Any, ...]]:
     start = collectives.ring.end
     work()
-    # The thread of a backend may tell a moment after wait() has returned.
+    # The thread of a backend may report a moment after wait() has returned.
     time.sleep(0.2)
     calls, lost = collectives.ring.between(start, collectives.ring.end)
     assert lost == 0
@@ -110,7 +110,8 @@ def all_kinds(world: World) -> Any:
 
 
 def messages(rank: int) -> list[float | None]:
-    """Seconds that two messages took to come, as rank 1 knows them: one waited for at once, one long after it came."""
+    """Return the seconds that two messages took to come, as rank 1 knows them. It waits for one at once, for the other
+    long after it came."""
     found = []
     for late in (True, False):
         x, begun = torch.ones(3), None
@@ -127,7 +128,7 @@ def messages(rank: int) -> list[float | None]:
             time.sleep(LONG)
         if begun is not None:
             with pytest.MonkeyPatch.context() as patch:
-                # Even what is there already takes a busy machine longer than it does elsewhere.
+                # A busy machine needs longer even for a message that is already there.
                 patch.setattr(timed, "_AT_ONCE_NS", int(LONG * 0.2e9))
                 begun.wait()
             found.append(collectives.recent(1 + (not late))[0].seconds)
@@ -136,7 +137,7 @@ def messages(rank: int) -> list[float | None]:
 
 
 def ended_early() -> bool | None:
-    """Whether a collective ended before it was waited for; None: nobody can tell."""
+    """Return True if a collective ended before it was waited for, None if nobody can tell."""
     dist.barrier()
     work = dist.all_reduce(torch.ones(8), async_op=True)
     time.sleep(LONG)
@@ -191,7 +192,7 @@ def test_the_reducer_of_torchs_ddp_is_seen(answers: list[Any]) -> None:
     for answer, *_ in answers:
         gradients = [call for call in answer["ddp"] if call[0] == "all_reduce" and call[3] == 4 * PARAMS]
         assert len(gradients) == 2
-        # Its waiting happens in C++, so that nobody can tell how long it stood; the end is known.
+        # DDP waits in C++, so the time that it blocked is unknown; the end is known.
         assert all(call[1] == "world" and call[4] for call in gradients)
 
 
@@ -245,7 +246,7 @@ def test_the_ring_keeps_the_newest_and_says_how_many_it_lost() -> None:
 
 
 def own_loop(world: World, folder: str) -> Any:
-    """A loop without any job: user code in a cell, with a run directory."""
+    """Run a loop without any job, like user code in a cell, with a run directory."""
     rank = world.place.rank
     older = Session(Path(folder) / "older", rank=rank, world_size=N)
     session = Session(Path(folder), rank=rank, world_size=N)
@@ -297,6 +298,6 @@ def test_a_loop_of_ones_own_is_on_disk_when_it_has_ended(tmp_path: Path) -> None
         assert call.waited is not None and call.done is not None
         assert call.issued <= call.waited and call.issued <= call.done
     assert len(record_file.read_overview(paths[1])) == 4
-    # A job that rests beside it is not told what this one sends.
+    # A job that rests beside this one does not record what this one sends.
     others, _ = record_file.read_since(record_path(tmp_path / "older", 1))
     assert [one for one in others if isinstance(one, records.Outside)] == []

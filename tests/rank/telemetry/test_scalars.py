@@ -1,4 +1,4 @@
-"""What TensorBoard is given of one rank, read back from the event files that were written."""
+"""The scalars that one rank gives to TensorBoard, read back from the event files that were written."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_rank_writes_means_in_a_directory_of_its_own(tmp_path: Path, records: 
     assert found[tags.moved("all_reduce", "dp", "algbw")][0] == (3, near(500_000))
     assert found[tags.moved("all_reduce", "dp", "overlap")][0] == (3, near(0.5))
     assert found[tags.memory("parameters")] == [(3, 77)] and found[tags.memory("peak")] == [(3, 99)]
-    # What was not timed has no time.
+    # An operation that was not timed has no time.
     assert tags.moved("barrier", "dp", "call_seconds") not in found
     # A second run goes on after the first, and writes nothing twice.
     writer.write(RunStarted(5).as_dict())

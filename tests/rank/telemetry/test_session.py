@@ -1,4 +1,4 @@
-"""Delays that were put in are found again, in the right part of the step and on the right rank, from files alone."""
+"""Planted delays are found from the files alone, in the right part of the step and on the right rank."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[records.
 
 
 def steps_of(written: dict[int, list[records.Record]], kind: int) -> list[dict[int, records.StepRecord]]:
-    """Of the steps with one kind of delay, all but the first, in which the delay of the kind before still rings."""
+    """Return by rank the steps with one kind of delay, but the first, which the delay before still affects."""
     wanted = range(kind * EACH + 2, (kind + 1) * EACH + 1)
     found: list[dict[int, records.StepRecord]] = [{} for _ in wanted]
     for rank, those in written.items():
@@ -155,7 +155,8 @@ def test_an_asynchronous_collective_tells_its_end_in_some_steps_and_was_waited_f
     for those in written.values():
         steps = [one for one in those if isinstance(one, records.StepRecord)]
         rows = {one.step: next(row for row in one.traffic if row.op == "all_reduce") for one in steps}
-        # The first three and one that was asked for are kept moment by moment. Most of the others blocked in wait().
+        # The first three steps and the one that was asked for have the times of each call. Most other steps only have
+        # the time in wait().
         timed = sorted({1, 2, 3, TRACED, *range(records.LISTEN_EVERY, 5 * EACH + 1, records.LISTEN_EVERY)})
         assert [step for step, row in rows.items() if row.timed] == timed
         assert all((row.seconds > 0) == (row.timed == 1) and row.blocked > 0 for row in rows.values())

@@ -1,4 +1,4 @@
-"""From real ranks to the tab: what they measured and wrote is what TensorBoard's page is told."""
+"""The tab shows what real ranks measured and wrote: TensorBoard's page is told the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PIPELINE = "pp=2 schedule=1f1b microbatches=4"
 
 
 def train(world: World, folder: str) -> None:
-    """Eight steps of ddp in which rank 1 is late, four of a pipeline whose stages sleep."""
+    """Make eight steps of ddp in which rank 1 is late, and four of a pipeline whose stages sleep."""
     rank, run_dir = world.place.rank, Path(folder)
     model = torch.nn.Linear(SIZE, SIZE, bias=False)
     groups = {axis: dist.new_group([0, 1], group_desc=axis) for axis in ("dp", "pp")}
@@ -71,7 +71,7 @@ def train(world: World, folder: str) -> None:
 
 
 def pipe(rank: int, group: Any) -> None:
-    """One step of the schedule, stage by stage, with messages of one number."""
+    """Run one step of the schedule, stage by stage, with messages of one number."""
     for op in Schedule.of("1f1b", 2, 4).ops[rank]:
         if (op.kind == "F") == (rank == 1):
             dist.recv(torch.ones(1), 1 - rank, group=group)
@@ -127,7 +127,7 @@ def test_the_pipeline_as_it_ran_beside_the_plan(run: Run) -> None:
     order = [[(op.kind, op.micro) for op in ops] for ops in Schedule.of("1f1b", 2, 4).ops]
     for drawn in (moments["planned"], moments["measured"]):
         assert [[(kind, micro) for kind, _, micro, *_ in row] for row in drawn] == order
-    # What an operation costs on a busy machine is not what it sleeps: the plan is one of what was measured.
+    # On a busy machine an operation takes longer than it sleeps, so the plan uses the measured seconds.
     cost = {
         kind: [fmean(stop - start for op, _, _, start, stop in row if op == kind) for row in moments["measured"]]
         for kind in "FB"

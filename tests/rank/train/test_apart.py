@@ -1,4 +1,4 @@
-"""Ranks that are interpreters of their own, as under torchrun: strings hash, and sets lie, otherwise in each."""
+"""Ranks that are separate interpreters, as under torchrun: strings hash, and sets are ordered, differently in each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TESTS = Path(__file__).resolve().parents[2]
 
 
 def trained(rank: int, port: int, strategies: Sequence[str]) -> list[Any]:
-    """The losses of a plain training, those under each of `strategies`, and what is loaded of Jupyter."""
+    """Return the losses of a plain training, those under each strategy, and the Jupyter modules that are loaded."""
     place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ |= {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
     torch.set_num_threads(1)
@@ -56,7 +56,7 @@ STRATEGIES = ("tp", "cp=2")
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Of each rank, see `trained`: one is forked here, the other an interpreter in which strings hash otherwise."""
+    """Return `trained` of a rank that is forked here, and of an interpreter where strings hash differently."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     folders = [str(TESTS.parent), str(TESTS / "support")]

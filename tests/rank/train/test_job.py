@@ -111,7 +111,7 @@ def test_misuse_is_said() -> None:
 
 
 def clipped_by_torch(world: Any, strategies: list[str], clip: Any, of_optimizer: bool = False) -> list[Any]:
-    """The losses under each strategy, or why torch did not clip. of_optimizer: what it is given is the optimizer's."""
+    """Return the losses under each strategy, or why torch did not clip. of_optimizer: clip its parameters."""
     found: list[Any] = []
     for strategy in strategies:
         example = next(iter(DataLoader(points(), batch_size=8)))
@@ -305,7 +305,7 @@ def test_a_group_that_is_added_to_the_optimizer_given_is_the_jobs_and_does_not_b
 
 
 def scheduled(world: Any, when: str) -> list[float]:
-    """The learning rates, and how far the weights are from those of the same loop in plain torch."""
+    """Return the learning rates, and how far the weights are from those of the same loop in plain torch."""
     found = []
     for plain in (True, False):
         torch.manual_seed(SEED)
@@ -344,7 +344,7 @@ def test_a_scheduler_on_the_optimizer_that_was_given_changes_the_rate(when: str)
 
 
 def states_loaded(world: Any) -> list[str]:
-    """What each strategy says to a state of whole parameters, ddp to one of parts, and each to its own."""
+    """Return what each strategy says to a state of whole parameters, ddp to one of parts, and each to its own."""
     said, kept = [], {}
     for strategy in ("ddp", "zero1", "tp", "pp", "ddp"):
         example = default_collate(points(8))
@@ -382,7 +382,7 @@ def test_an_optimizer_takes_a_state_that_fits_and_no_other() -> None:
 
 
 def evaluated(world: Any, strategy: str) -> tuple[float, float]:
-    """The loss on other samples between two steps, and at the end."""
+    """Return the loss on other samples between two steps, and at the end."""
     job = prepare(
         net,
         sgd,

@@ -1,4 +1,4 @@
-"""Levers of the data axis: sums that are the same, sums that are off within a bound, replicas that train apart."""
+"""Levers of the data axis: equal sums, sums that are off within a bound, and replicas that train apart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Momentum(torch.optim.SGD):
 
 
 class Still(torch.optim.SGD):
-    """Changes nothing, and adds up the gradients it has seen."""
+    """SGD that changes nothing, and adds up the gradients it has seen."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.0)
@@ -47,12 +47,12 @@ def trained(strategy: str, **changed: Any) -> Any:
 
 
 def sent(trainer: Any, steps: int) -> tuple[float, int, set[str]]:
-    """(bytes that this rank sends along dp, messages, operations) by what telemetry notes of `steps` steps."""
+    """Return (bytes that this rank sends along dp, messages, operations) that telemetry notes in `steps` steps."""
     begin = collectives.ring.end
     trainer.fit(steps)
     calls, lost = collectives.ring.between(begin, collectives.ring.end)
     assert not lost
-    # The numbers of a step, some hundred bytes of float64, are none of it, nor is the kilobyte that compares settings.
+    # The numbers of a step (some hundred bytes of float64) do not count, nor does the kilobyte that compares settings.
     calls = [call for call in calls if call.bytes > 1024]
     each = {"all_reduce": 2 * (RANKS - 1) / RANKS, "all_gather": RANKS - 1, "all_to_all": (RANKS - 1) / RANKS}
     return sum(call.bytes * each[call.op] for call in calls), len(calls), {call.op for call in calls}
@@ -64,7 +64,7 @@ class Adam(torch.optim.Adam):
 
 
 def all_of(trainer: Any) -> tuple[Tensor, Tensor]:
-    """Weights, and what the optimizer keeps."""
+    """Return the weights, and what the optimizer keeps."""
     state = trainer.optimizer.inner.state.values()
     return flat(trainer.model), torch.cat([each["momentum_buffer"].flatten() for each in state])
 
@@ -79,7 +79,7 @@ def exact(world: Any) -> dict[str, Any]:
 
 
 def rounded(world: Any) -> dict[str, Any]:
-    """The same gradients many times over."""
+    """Reduce the same gradients many times over."""
     collectives.set_mode("count")
     found: dict[str, Any] = {}
     for strategy in ("ddp", "ddp compress=bf16", "ddp compress=int8 bucket=16K"):
@@ -115,7 +115,7 @@ def apart(folder: Path, world: Any) -> dict[str, Any]:
     found["seen"], found["end"] = seen[-1], flat(trainer.model)
     found["evaluated"] = trainer.evaluate(points(), batch_size=8)
     found["losses"] = [record["loss"] for record in trainer.history]
-    # While it trains, between two averages, and back.
+    # Switch while it trains, between two averages, and back.
     trainer = trained("ddp", switches={0: "ddp sync_every=4", 2: "ddp compress=int8", 4: "ddp"})
     trainer.fit(6)
     found["live"] = [record["strategy"] for record in trainer.history], *all_of(trainer)
@@ -153,12 +153,12 @@ def test_rounded_gradients_are_off_within_their_bound_and_what_is_off_comes_late
             assert share * bytes_ < sent_ <= 1.03 * share * bytes_
             # A rank's own gradients may be larger than their sum.
             assert 0 < (rounded_ - first).abs().max() <= 3 * bound * largest
-        # Without it each step would be off alike, and the mean of nine as far as each.
+        # Without error feedback each step would be off alike, and the mean of nine as far as each.
         assert (mean_ - mean).norm() < 0.3 * (rounded_ - first).norm()
 
 
 def by_hand(kind: Any, begin: Any, data: Any, *, every: int, slow: float) -> list[Tensor]:
-    """The weights after each average of replicas of one process."""
+    """Return the weights after each average of replicas of one process."""
     replicas = [wide() for _ in range(RANKS)]
     for model in replicas:
         model.load_state_dict(begin)

@@ -1,4 +1,4 @@
-"""Looks of a panel and preparations of a switch beside a training: its numbers are those without, to the last bit."""
+"""Looks of a panel and preparations of a switch beside a training do not change its numbers, to the last bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASKED = ("pp=2 schedule=zbv microbatches=2", "nonsense=2")  # the model is run t
 
 
 def trained(world: Any, model: type[nn.Module], seed: int, looked: bool, asked: str) -> tuple[list[float], int]:
-    """(losses, looks that were made) of 24 steps, with the panel open and `asked` refused at a boundary, or without."""
+    """Return (losses, looks) of 24 steps; looked: with the panel open, and a switch to `asked` refused."""
     controls, looks, over = TrainingRequestHandler(), [0], threading.Event()
     stateful.begin()
     trainer = quiet(model=model, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.05), seed=seed)
@@ -50,7 +50,7 @@ def trained(world: Any, model: type[nn.Module], seed: int, looked: bool, asked: 
 
 
 def each(world: Any, cases: list[tuple[int, int]]) -> list[tuple[bool, int]]:
-    """Of each (model, seed): whether the losses were bit-equal, and how many looks there were."""
+    """Return for each (model, seed) whether the losses were bit-equal, and how many looks there were."""
     found = []
     for number, seed in cases:
         asked = ASKED[seed % 2]

@@ -1,4 +1,4 @@
-"""What a strategy needs to know of a model is found when somebody asks for the strategy, and not before."""
+"""The facts about a model that a strategy needs are found when somebody asks for the strategy, and not before."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 
 def looked_for(patch: pytest.MonkeyPatch) -> list[tuple[set[str], str]]:
-    """(facts, name of the thread) of every look at a model from now on."""
+    """Return a list that receives (facts, name of the thread) of every look at a model from now on."""
     found: list[tuple[set[str], str]] = []
 
     def finding(module: nn.Module, runs: Any, facts: Any, wanted: Any) -> dict[str, Any]:
         found.append((set(wanted), threading.current_thread().name))
         return find_facts(module, runs, facts, wanted)
 
-    # In this process, where the list is.
+    # Look in this process, where the list is.
     patch.setattr(building, "aside", lambda work, **_: work())
     patch.setattr(fact_finder, "find_facts", finding)
     patch.setattr(finding_facts, "find_facts", finding)
@@ -100,7 +100,7 @@ def test_a_start_under_ddp_looks_for_nothing_and_a_switch_for_what_it_needs_on_r
     first, second = run_ranks(on_demand, 2, timeout=150)
     assert first["start"] == second["start"] == second["asked"] == []
     assert first["asked"] == [{"gathers", "chain"}, {"costs"}]
-    assert first["threads"] == ["MainThread", "nbkit-ahead"]  # asked for while it trains: beside the training
+    assert first["threads"] == ["MainThread", "nbkit-ahead"]  # requests during a training are served beside it
     assert first["told"] == second["told"] == (True, True)
     assert first["known"] == second["known"] and first["known"][1] is not None
     assert first["planned"] == second["planned"] == {"gathers", "chain"}

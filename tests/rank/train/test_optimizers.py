@@ -1,4 +1,4 @@
-"""Optimizers as people write them, under every strategy: the weights of one process in plain torch, or refused."""
+"""Optimizers as people write them give the weights of plain torch under every strategy, or are refused."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ class WithLoss(nn.Module):
 
 
 def a_loss_with_parameters(world: Any) -> tuple[str, float]:
-    """What is said of one in the optimizer, and how far what the hint says is from plain torch.
+    """Return the error of a loss with parameters in the optimizer, and how far the hint's way is from plain torch.
 
-    Its factory reads the weights.
+    The factory reads the weights.
     """
     settings: dict[str, Any] = {
         "loading": nbkit.Loading(shuffle=False),
@@ -136,7 +136,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def trained(world: Any, folder: Path, tried: dict[str, tuple[str, ...]]) -> dict[str, dict[str, float | str]]:
-    """Of each optimizer, by strategy: how far its weights are from those of one process, or why it is refused."""
+    """Return by optimizer and strategy how far its weights are from one process, or why it is refused."""
     found: dict[str, dict[str, float | str]] = {}
     for name, strategies in tried.items():
         mine = found[name] = {}
@@ -155,7 +155,7 @@ def trained(world: Any, folder: Path, tried: dict[str, tuple[str, ...]]) -> dict
 
 
 def chained(name: str) -> float | str:
-    """Two steps under one strategy after the other; a refused one leaves the training as it is."""
+    """Make two steps under one strategy after the other. A refused switch leaves the training as it is."""
     trainer, refused = trainer_of(name, "ddp"), ""
     trainer.fit(2)
     for strategy in CHAIN:
@@ -169,7 +169,7 @@ def chained(name: str) -> float | str:
 
 
 def saved(name: str, path: Path) -> float:
-    """Three steps, and the others by a new trainer from a checkpoint, where they go under two strategies."""
+    """Make three steps, and the others by a new trainer from a checkpoint. Both may have different strategies."""
     try:
         trainer = trainer_of(name, "zero1")
     except NbkitError:
@@ -233,7 +233,7 @@ def _clipped_in_a_hook(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class _Lookahead(torch.optim.SGD):
-    """Slow weights in a list, which the first step makes."""
+    """SGD with slow weights in a list, which the first step makes."""
 
     slow: list[Tensor] | None = None
     taken = 0

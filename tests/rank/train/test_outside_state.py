@@ -1,4 +1,4 @@
-"""Models and losses that keep something beside parameters and buffers: equal to plain torch, or refused."""
+"""Models and losses that keep state beside parameters and buffers are equal to plain torch, or refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plain(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_torch(name: str) -> list[float]:
-    """Losses of one process, without nbkit."""
+    """Return the losses of one process, without nbkit."""
     stateful.begin()
     kind, loss = cases()[name]
     torch.manual_seed(7)
@@ -60,7 +60,7 @@ def by_torch(name: str) -> list[float]:
 
 
 def by_nbkit(name: str, strategy: str) -> list[float] | str:
-    """Losses of these ranks; or why there are none. "chain": with live switches, of which some may be refused."""
+    """Return the losses, or why there are none. "chain": with live switches, of which some may be refused."""
     stateful.begin()
     kind, loss = cases()[name]
     first = "ddp" if strategy == "chain" else strategy
@@ -248,7 +248,7 @@ HOLDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 class Holding(nn.Linear):
-    """Counts its passes in one of `HOLDS`."""
+    """A map that counts its passes in one of `HOLDS`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(6, 3)
@@ -309,7 +309,7 @@ def test_a_generator_that_is_sent_something_stays_what_it_is() -> None:
 
 
 class Notes(stateful.Base):
-    """Leaves a term for the loss in a list, and itself in another one."""
+    """A model that leaves a term for the loss in a list, and itself in another one."""
 
     def init(self) -> None:
         LAST[:] = [self]

@@ -1,4 +1,4 @@
-"""What a user does to a model between two steps, by hand: as in one process, or refused by name."""
+"""A user's edits of a model between two steps act as in one process, or are refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 class Picture(nn.Module):
-    """Has weights that may lie in memory in another order."""
+    """A model with weights that may lie in memory in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def trainer_of(make: Callable[[], nn.Module], strategy: str, **changed: Any) -> 
 
 
 class Alone:
-    """The same in one process, in plain torch."""
+    """The same training in one process, in plain torch."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         self.model = built(make)
@@ -123,7 +123,7 @@ def other_order(model: nn.Module) -> None:
 
 
 def assigned(model: nn.Module) -> None:
-    """As load_state_dict(assign=True) does. In plain torch the optimizer would not know of them."""
+    """Assign parameters as load_state_dict(assign=True) does. In plain torch the optimizer would not know of them."""
     for part in model.modules():
         for name, p in list(part.named_parameters(recurse=False)):
             setattr(part, name, nn.Parameter(p.detach() * 0.5))
@@ -136,8 +136,8 @@ def in_place(model: nn.Module) -> None:
 
 
 def edited(world: Any, folder: str, cases: list[Any]) -> list[list[dict[str, Tensor]]]:
-    """Of each: the weights after an edit; after a step and another edit, those of a job that loads them, those after a
-    switch, and after a step under that."""
+    """Return the weights of each case: after an edit; those of a job that loads them after a step and another edit;
+    those after a switch, and after a step under that."""
     found = []
     for make, edit, strategy in cases:
         trainer = trainer_of(make, strategy)
@@ -231,8 +231,8 @@ def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
 
 
 def held_parts(world: Any, chains: list[str]) -> list[list[list[Any]]]:
-    """By chain: for parts that a variable held before the job and since, whether they are those in force; then what
-    their weights are; then what a parameter says that was held before."""
+    """Return for each chain: whether parts that a variable held before the job, and since, are those in force; their
+    weights; and what a parameter says that was held before."""
     found = []
     for chain in chains:
         first, *later = chain.split(" > ")
@@ -266,7 +266,7 @@ def test_parts_in_a_variable_are_those_that_train_and_a_parameter_raises_once_it
 
 
 def penalised(world: Any, strategies: list[str]) -> list[list[str]]:
-    """What a backward pass of the user's own says before and after that of the job, and what the job says then."""
+    """Return what a user's own backward says before and after the job's, and the job's state at the end."""
     found = []
     batches = [tuple(torch.stack(part) for part in zip(*DATA[at : at + 8], strict=True)) for at in (0, 8)]
     for strategy in strategies:
@@ -342,7 +342,7 @@ def test_a_penalty_in_the_loss_counts_once_or_is_refused_where_a_rank_has_a_part
 
 
 def copied(world: Any, strategies: list[str]) -> list[list[Any]]:
-    """By strategy: the weights in a state dict, a copy, an average and a pickle, or what is said; and the whole."""
+    """Return by strategy the weights in a state dict, a copy, an average and a pickle, or errors; and all of them."""
     found = []
     for strategy in strategies:
         trainer = trainer_of(Net, strategy)
@@ -484,7 +484,7 @@ def test_gradients_of_parameters_that_no_group_has_do_not_add_up_over_steps() ->
 
 
 def normalised(world: Any, strategies: list[str]) -> list[Any]:
-    """The weights where columns are normalised between steps, and what is warned of."""
+    """Return the weights where columns are normalised between steps, and the warnings."""
     found = []
     for strategy in strategies:
         trainer = trainer_of(Net, strategy)
@@ -505,7 +505,7 @@ def columns(model: nn.Module) -> None:
 
 
 def quietly(world: Any, strategies: list[str]) -> list[str]:
-    """What is warned of where nobody changes weights: steps, a load, a switch."""
+    """Return the warnings where nobody changes weights: steps, a load, a switch."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for strategy in strategies:
@@ -543,7 +543,7 @@ class Twin(nn.Module):
 
 
 class Student(nn.Module):
-    """slow: in each block, or all of it before the model that it follows."""
+    """A model with slow copies that follow it. apart: one copy before the blocks; otherwise one in each block."""
 
     def __init__(self, apart: bool) -> None:
         super().__init__()
@@ -556,7 +556,7 @@ class Student(nn.Module):
 
 
 def followed(model: nn.Module) -> list[tuple[Any, Any]]:
-    """The parameters that follow, and which."""
+    """Return pairs of a parameter that follows and the one that it follows."""
     if len(list(model.teacher.children())):
         return list(zip(model.teacher.parameters(), model.blocks.parameters(), strict=True))
     parts = [zip(block.slow.parameters(), block.fast.parameters(), strict=True) for block in model.blocks]
@@ -590,7 +590,7 @@ FOLLOWS = [by_data, by_lerp, by_copy, by_each]
 
 
 def followers(world: Any, cases: list[Any]) -> list[Any]:
-    """By case: the weights after three steps, each behind which one part follows another, or what is said."""
+    """Return for each case the weights after three steps, or the error. After each step one part follows another."""
     found: list[Any] = []
     for strategy, apart, follow in cases:
         trainer = trainer_of(lambda apart=apart: Student(apart), strategy, optimizer=trained)

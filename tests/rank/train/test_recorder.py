@@ -60,7 +60,7 @@ def without_formula(world: Any, folder: str) -> tuple[int, list[str]]:
 
 
 def placed(world: Any, folder: str) -> list[tuple[str, str]]:
-    """(what a step does beside forward, backward and update, the state of the training thread), in a step's order."""
+    """Return (act of a step beside forward, backward and update, state of the training thread), in order."""
     seen: list[tuple[str, str]] = []
 
     def watch(owner: Any, name: str) -> None:
@@ -148,7 +148,7 @@ def test_memory_and_bytes_are_what_the_formulas_say(run: dict[str, Any]) -> None
         for step in (2, STEPS + 2):
             predicted = forecast.in_force(said, step)
             assert predicted is not None and counted[step].parameters == predicted.memory[rank].parameters
-            # What gradients travel in holds a canary and padding too.
+            # The buffer that gradients travel in holds a canary and padding too.
             assert 0 <= counted[step].gradients - predicted.memory[rank].gradients < 256
     groups = [one for records in written.values() for one in of(records, Group)]
     steps = {rank: next(one for one in of(records, StepRecord) if one.step == 3) for rank, records in written.items()}

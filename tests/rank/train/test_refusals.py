@@ -1,4 +1,4 @@
-"""What cannot train says so before anything trains: what, the numbers, what to type next."""
+"""A job that cannot train says so before anything trains: what, the numbers, what to type next."""
 
 from __future__ import annotations
 

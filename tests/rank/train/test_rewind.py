@@ -43,7 +43,7 @@ def rewound(world: Any, folder: Path) -> dict[str, Any]:
     first, weights = losses(trainer), flat(trainer.model)
     told["steps"] = trainer.snapshots.steps
     told["back"] = trainer.rewind(5), trainer.step, trainer.saves.last.path, len(trainer.history)
-    trainer.lr = 0.5  # another way, which is left again
+    trainer.lr = 0.5  # the next rewind discards these steps
     trainer.fit(4)
     told["other"] = losses(trainer) != first
     told["again"] = trainer.rewind(3)
@@ -67,7 +67,7 @@ def rewound(world: Any, folder: Path) -> dict[str, Any]:
 
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        # A half of the weights on each rank: two snapshots fit.
+        # Each rank holds half of the weights, so two snapshots fit.
         small = quiet(checkpoints=nbkit.Checkpoints(snapshot_every=1), progress=True)
         share = 8 // 2 * sum(p.numel() for p in small.model.parameters())
         snapshots.left = lambda *args, **kwargs: 5 * share - sum(each.flat.numel() for each in small.snapshots._kept)  # type: ignore[assignment]

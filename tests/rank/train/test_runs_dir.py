@@ -1,4 +1,4 @@
-"""Runs that hold as much as max_disk: no other is begun and no checkpoint is written, and it is said what to delete."""
+"""If runs take as much as max_disk, no run begins, no checkpoint is written, and a message says what to delete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that are frozen and thawed between two steps, whatever the strategy, beside one process in plain torch."""
+"""Parameters that are frozen and thawed between two steps train as in plain torch, under every strategy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def half() -> nn.Module:
 
 
 def train_first(model: nn.Module, trained: bool) -> nn.Module:
-    """The first half, which is all of the first stage of a pipeline, is thawed or frozen."""
+    """Thaw or freeze the first half, which is all of the first stage of a pipeline."""
     for name, p in model.named_parameters():
         if name.startswith(FIRST):
             p.requires_grad_(trained)

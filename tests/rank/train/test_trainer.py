@@ -1,4 +1,4 @@
-"""What a user sees of the Trainer: progress, events, learning rate, evaluation, callbacks."""
+"""The Trainer as a user sees it: progress, events, learning rate, evaluation, callbacks."""
 
 from __future__ import annotations
 
@@ -96,9 +96,10 @@ def test_a_run_shows_writes_and_records_what_happened(tmp_path: Path) -> None:
 
 
 def averaged(world: Any, strategy: str, on: tuple[int, ...]) -> list[float]:
-    """How far a mean over steps, and the weights of the best of them, are from those of one process in plain torch.
+    """Return how far a mean over steps, and the weights of the best step, are from those of plain torch.
 
-    on: ranks that have the callback."""
+    on: ranks that have the callback.
+    """
     seen: dict[str, Any] = {"mean": None, "best": (float("inf"), None)}
 
     def look(loss: float, weights: torch.Tensor) -> None:
@@ -127,7 +128,7 @@ def test_a_callback_sees_the_model_of_its_record(strategy: str, on: tuple[int, .
 
 
 def counted(world: Any, folder: Path) -> list[str]:
-    """The moving line at each step of three trainings, of which the last goes back to a checkpoint within it."""
+    """Return the progress line at each step of three trainings. The last one goes back to a checkpoint within it."""
     seen: list[str] = []
 
     def note(trainer: Any, record: dict[str, Any]) -> None:
@@ -228,7 +229,7 @@ def test_a_checkpoint_is_due_after_so_much_time_on_every_rank_at_the_same_step(t
 
 
 def saved_by_default(world: Any, folder: Path) -> list[Any]:
-    """Steps of the checkpoints of each training, and what was printed."""
+    """Return for each training whether it saved at least twice, its step, what was printed, and its run directory."""
     autosave.DETACHED_SAVE_EVERY = "0.02s"
     told = []
     for detached, asked in (
@@ -294,7 +295,7 @@ def scheduled(world: Any) -> list[Any]:
 def test_a_learning_rate_set_by_hand_keeps_the_shape_of_the_schedule_and_the_ratio_of_groups() -> None:
     ((rates, second),) = run_ranks(scheduled, 1)
 
-    # Set while the third step's factor, 0.25, stood: the fourth has half of it.
+    # The rate was set while the third step's factor, 0.25, was in force; the fourth step has half of it.
     assert rates == pytest.approx([0.1, 0.05, 0.025, 0.5, 0.25])
     assert second == pytest.approx(0.5)
 

@@ -1,4 +1,4 @@
-"""Ranks on several nodes: hsdp shards, and bare tp splits, within a node; what goes between nodes is what formulas say.
+"""On several nodes, hsdp shards and bare tp splits within a node, and the formulas say what goes between nodes.
 
 The nodes are host names that the ranks of one machine give: two ranks on each of three.
 """
@@ -96,7 +96,7 @@ def test_gradients_of_ddp_are_summed_in_two_levels_and_between_nodes_goes_what_t
         assert one["axes"] == {"dp"} and not one["within"]
     sent = max(one["bytes"] for one in said)
     assert 0 < said[0]["formula"] <= sent < 1.02 * said[0]["formula"]  # formulas leave out counts and what pads a part
-    # Each node's two ranks send to the other node what is 1 x the gradients; in one ring it is 1.5 x.
+    # The two ranks of a node together send 1 x the gradients to the other node. In one ring it would be 1.5 x.
     assert 2 * said[0]["formula"] == 8 * 2 * (WIDTH * WIDTH + WIDTH)
 
 

@@ -69,7 +69,7 @@ def test_a_strategy_says_its_speeds_and_refuses_those_that_do_not_fit() -> None:
     with pytest.raises(StrategyError, match="2 x 1 of 3, so that 33% is lost") as raised:
         Strategy.parse("tp speeds=2:1", 2)
     assert raised.value.hint == "ddp speeds=2:1" and Strategy.parse(raised.value.hint, 2)
-    # Where groups of one speed can be made, the hint says how.
+    # If groups of one speed are possible, the hint says how.
     with pytest.raises(StrategyError, match="2 x 1 of 3, so that 33% is lost") as raised:
         Strategy.parse("dp=2 tp=2 speeds=2:1:2:1", 4)
     apart = Strategy.parse(f"dp=2 tp=2 speeds=2:1:2:1 {raised.value.hint}", 4)
@@ -87,7 +87,7 @@ def deep(dropout: float = 0.0) -> nn.Module:
 
 
 class Late(nn.Module):
-    """Most of the work is in the last block, whatever the machine is busy with."""
+    """A block that takes time whatever the machine is busy with; as the last one it has most of the work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def steep() -> nn.Module:
 
 
 def held_here(trainer: Any) -> int:
-    """Elements of the parameters on this rank; a pipeline lists those of other stages too."""
+    """Count the elements of the parameters on this rank. A pipeline lists those of other stages too."""
     return sum(p.numel() for p in trainer.model.parameters() if not isinstance(p, Absent))
 
 
@@ -167,18 +167,18 @@ def test_losses_are_those_of_one_process_whatever_the_speeds_and_when_they_chang
             assert one[strategy][0] == pytest.approx(alone["ddp"][0], rel=1e-5), strategy
         assert one["ddp speeds=3:1"][1] == (18, 6)[rank]
         assert one["ddp speeds=3:1"][2] == "global 8 = 6 + 2 rows by speed, micro 2 at most"
-        # Six equal layers of 42 parameters, and a head: three quarters of them, or nearly.
+        # There are six equal layers of 42 parameters, and a head. Rank 0 gets about three quarters of them.
         assert (one["pp speeds=3:1"][3] >= 4 * 42) == (rank == 0)
         assert one["switched"] == pytest.approx(alone["switched"], rel=1e-5)
         assert one["placed"][0] == pytest.approx(alone["placed"][0], rel=1e-5)
-        # The model's cost is in its last block: the faster rank takes it, whichever it is.
+        # Most of the model's cost is in its last block, which the faster rank takes, whichever it is.
         texts, (all_of_it, here) = one["placed"][1:]
         assert "places" not in texts[2] + texts[3] and texts[4].endswith("places=1:0 speeds=4:1")
         assert (here > all_of_it / 2) == (rank == 1)
 
 
 def slept(world: Any, path: Any, strategy: str) -> dict[str, Any]:
-    """Each row takes 4 ms in each block; from step 5 to step 14 rank 1 takes twice as long."""
+    """Train on rows that take 4 ms in each block. From step 5 to step 14 rank 1 takes twice as long."""
 
     class Slow(nn.Module):
         def __init__(self) -> None:
@@ -214,7 +214,7 @@ def test_a_rank_that_slows_gets_less_within_three_steps_and_more_when_it_recover
     found = run_ranks(slept, 2, tmp_path, "ddp", timeout=120)
 
     assert found[0]["events"] == found[1]["events"] and found[0]["loss"] == found[1]["loss"]
-    # Of 12 rows; the slow steps are 5 to 14, of which two are measured before the next is divided anew.
+    # There are 12 rows. The slow steps are 5 to 14; two of them are measured before the next is divided anew.
     rows = [Strategy.parse(text, 2).rows(12) for text in found[0]["strategies"]]
     of_slow = [stop - start for _, (start, stop) in rows]
     assert of_slow[7] < 6 and of_slow[-1] > of_slow[12]
@@ -225,13 +225,13 @@ def test_what_is_measured_becomes_speeds_where_that_saves_enough() -> None:
     ddp, half = better(Strategy(dp=2), 12, (1.0,), (0.6, 1.2)), better(Strategy(dp=2), 12, (1.0,), (1.0, 1.04))
     assert ddp is not None and str(ddp[0]) == "dp=2 speeds=2:1" and ddp[1] == pytest.approx(1 / 3)
     assert half is None
-    # What they do now is no measure of what they can: 8 rows in 0.8 s are as fast as 4 in 0.4 s.
+    # Ranks are compared per row: 8 rows in 0.8 s are as fast as 4 in 0.4 s.
     back = better(Strategy(dp=2, speeds=(2, 1)), 12, (1.0,), (0.8, 0.4))
     assert back is not None and str(back[0]) == "dp=2" and back[1] == pytest.approx(1 / 4)
     stages = better(Strategy(pp=2), 12, (1.0,) * 6, (0.5, 1.0))
     assert stages is not None and stages[0].speeds == (2, 1)
     # Four micro-batches: (3 + 6) x 0.5 / 4 + 6 x ... before, five of equal stages behind each other afterwards.
     assert stages[1] == pytest.approx(1 - 5 * 4 / (4 * 6 + 3))
-    # A group of tp has one speed, that of its slowest.
+    # A group of tp has one speed, that of its slowest rank.
     groups = better(Strategy(dp=2, tp=2), 12, (1.0,), (1.0, 0.5, 0.5, 0.5))
     assert groups is not None and groups[0].speeds == (1, 1, 2, 2)

@@ -1,4 +1,4 @@
-"""Calls of a Trainer with arguments that there are not: how long an epoch is, and which line of the cell it was."""
+"""Calls of a Trainer with unknown arguments are answered with the length of an epoch, or the line of the cell."""
 
 import warnings
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def refusal(call: Callable[..., Any], **named: Any) -> UsageError:
 
 
 def answers(world: Any) -> dict[str, Any]:
-    """What is answered to calls that do not fit, and where a warning says that it comes from."""
+    """Return the answers to calls that do not fit, and the file that a warning says it comes from."""
     settings: dict[str, Any] = {"optimizer": lambda model: optim.SGD(model.parameters(), lr=0.1), "progress": False}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

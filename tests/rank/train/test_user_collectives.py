@@ -1,4 +1,4 @@
-"""Collectives that a model or a loss makes itself: equal to one process, or refused; no look at a model waits."""
+"""Models and losses with collectives of their own are equal to one process, or refused; no look at a model waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 4
 
 
 class Counts(nn.Module):
-    """Counts the classes that it finds, over all ranks, in an integer buffer that weighs them."""
+    """A model that counts the classes it finds, over all ranks, in an integer buffer that weighs them."""
 
     def __init__(self, summed: bool = True) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def counts_alone() -> nn.Module:
 
 
 def reported(output: Tensor, target: Tensor) -> Tensor:
-    """Sums its value over the ranks, to show it."""
+    """Return the loss. A copy of it is summed over the ranks, as for a display."""
     loss = F.cross_entropy(output, target)
     dist.all_reduce(loss.detach().clone())
     return loss
@@ -55,12 +55,12 @@ def contrast(output: Tensor, target: Tensor, gathered: list[Tensor]) -> Tensor:
 
 
 def with_gradients(output: Tensor, target: Tensor) -> Tensor:
-    """As SimCLR: the gradient goes to the rows of all ranks."""
+    """Return the loss of SimCLR: the gradient goes to the rows of all ranks."""
     return contrast(output, target, list(over_ranks.all_gather(output)))
 
 
 def without_gradients(output: Tensor, target: Tensor) -> Tensor:
-    """As open_clip's gather: only this rank's rows have a gradient."""
+    """Return the loss with open_clip's gather: only this rank's rows have a gradient."""
     gathered = [torch.zeros_like(output) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, output.detach())
     gathered[dist.get_rank()] = output
@@ -81,7 +81,7 @@ class Gathered(torch.autograd.Function):
 
 
 class SpreadExperts(nn.Module):
-    """As soft and sparse mixtures that are written for several ranks: each runs some experts, on the rows of all."""
+    """A mixture of experts that is written for several ranks: each runs some experts, on the rows of all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def trained(world: Any, cases: list[tuple[str, str]]) -> list[Any]:
-    """Of each (case, strategy): its losses, or why it was refused."""
+    """Return for each (case, strategy) its losses, or why it was refused."""
     found: list[Any] = []
     for case, strategy in cases:
         try:

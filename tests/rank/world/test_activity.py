@@ -1,4 +1,4 @@
-"""What a rank says of itself while its main thread waits: asked by another thread, on gloo and on a pretended GPU."""
+"""A rank answers what it does while its main thread waits: another thread asks, on gloo and on a pretended GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def line_of(text: str) -> int:
 
 
 def seen_in(wait: Callable[[], Any], rank: int) -> Activity:
-    """What another thread sees while this one is in `wait`, from which it is then broken out."""
+    """Return what another thread sees while this one is in `wait`. Then `wait` is broken out."""
     seen: list[Activity] = []
 
     def look() -> None:
@@ -51,7 +51,7 @@ def seen_in(wait: Callable[[], Any], rank: int) -> Activity:
 
 
 def in_an_all_reduce(world: World) -> list[Activity | None]:
-    """By mode of the telemetry."""
+    """Return what another thread sees in an all-reduce, for each mode of the telemetry."""
     found: list[Activity | None] = []
     for mode in MODES:
         collectives.set_mode(mode)

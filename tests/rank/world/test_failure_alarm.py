@@ -1,4 +1,4 @@
-"""One rank fails within a step: the others are woken from what they wait in, all meet, and their groups work again."""
+"""A rank fails within a step: the others are woken from what they wait in, all meet, and their groups work again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def total(group: Any = None) -> float:
 
 
 def hears(alarm: Alarm) -> bool:
-    """Within ten seconds: one that was woken before closes its connections, which may end the wait first."""
+    """Return True if the alarm is heard within ten seconds. A rank that was woken first closes its connections, which
+    may end the wait before."""
     deadline = time.monotonic() + 10
     while not alarm.heard and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -58,7 +59,7 @@ def woken(world: Any) -> Any:
         fails(Alarm("a"), lambda: dist.recv(torch.ones(1), 1), failing=rank == 1),
     ]
     sums = [total(), total(everyone), total(pair) if rank < 2 else 2.0, total(dist.new_group([0, 1, 2]))]
-    # The next generation is formed as ever.
+    # The next generation is formed as usual.
     next_generation(world)
     sums += [total(), total(everyone)]
     told.append(fails(Alarm("a"), total, failing=rank == 0))
@@ -91,7 +92,7 @@ def serve(port: Connection) -> None:
 
 
 def unreachable(world: Any) -> bool:
-    """The store that the ranks tell each other through has ended with the rank that held it."""
+    """Return True if an alarm ends although its store has ended with the rank that held it."""
     forking = multiprocessing.get_context("fork")
     port, told = forking.Pipe(duplex=False)
     server = forking.Process(target=serve, args=(told,))
@@ -114,7 +115,7 @@ def test_an_alarm_ends_although_its_store_cannot_be_reached_any_more() -> None:
 
 
 def left(world: Any) -> str:
-    """Rank 1 never comes; rank 0 is broken out, as by Stop or when a rank has died."""
+    """Break rank 0 out, as Stop or the death of a rank does. Rank 1 never comes."""
     if world.place.rank == 1:
         return ""
     alarm = Alarm("a")

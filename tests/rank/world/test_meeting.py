@@ -1,4 +1,4 @@
-"""All ranks do the same, and leave a training after the same step, or each says which one does something else."""
+"""All ranks do the same and leave a training after the same step, or each says which rank does something else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nbkit.rank.world import meeting
 
 
 def loop(job: Job, loader: Any, *, leaves: int = 100, agreed: bool = False) -> str:
-    """What a loop raises, of which this rank wants to leave after so many steps."""
+    """Run a loop that this rank wants to leave after so many steps. Return its error, or where it left."""
     try:
         for number, batch in enumerate(job.batches(loader), 1):
             job.backward(batch)
@@ -93,7 +93,7 @@ def told(act: Callable[[], Any]) -> str:
 
 
 def apart(world: Any, folder: Path) -> list[Any]:
-    """What each rank is told where they come to different places; after each, whether they work together again."""
+    """Return what each rank is told at different places, and at the end whether they work together again."""
     rank, found = world.place.rank, list[Any]()
     trainer = quiet()
     trainer.fit(2)
@@ -121,7 +121,7 @@ def test_ranks_that_come_for_different_things_are_told_both_and_can_go_on(tmp_pa
 
 
 def alone(world: Any, how: str) -> list[str]:
-    """What each rank is told where rank 0 alone comes to a place of all."""
+    """Return what each rank is told where rank 0 alone comes to a place of all."""
     rank = world.place.rank
 
     def callback(trainer: Any, record: Any) -> None:
@@ -140,7 +140,7 @@ def alone(world: Any, how: str) -> list[str]:
             dist.barrier()
 
     def left_waiting() -> None:
-        # In a collective of the user's own, where the other one has left the loop.
+        # Rank 1 waits in a collective of the user's own, because rank 0 has left the loop.
         for batch in trainer.job.batches([trainer.loop.collate(points(8))] * 4):
             trainer.job.backward(batch)
             trainer.job.optimizer.step()
@@ -175,7 +175,7 @@ def test_a_rank_that_waits_alone_is_told_and_so_is_the_one_that_waits_for_it(how
 
 
 def interrupted(world: Any) -> list[str]:
-    """Rank 0 is interrupted before rank 1 has come."""
+    """Interrupt rank 0 before rank 1 has come."""
     found = []
     trainer = quiet()
     if world.place.rank == 0:
@@ -194,7 +194,7 @@ def test_a_rank_that_is_interrupted_where_it_waits_meets_the_others_afterwards()
 
 
 def unwatched(world: Any) -> str:
-    """Rank 2 does not look by itself: the end of its connections is the first that it hears."""
+    """Meet where rank 2 does not look by itself: the end of its connections is the first that it hears."""
     if world.place.rank == 2:
         meeting._LOOK_SECONDS = 100.0
     meeting.begin_cell("1", (0, 1, 2))
@@ -207,7 +207,7 @@ def test_a_rank_whose_connections_end_before_it_is_told_says_why_they_do() -> No
 
 
 def late(world: Any) -> list[str]:
-    """Rank 1 is long in loading an earlier step; then rank 0 is interrupted where rank 2 waits, and comes later."""
+    """Delay rank 1 in loading an earlier step. Then rank 0 is interrupted where rank 2 waits, and comes later."""
     rank, store, step = world.place.rank, world._store, [10]
     meeting._LOOK_SECONDS, meeting._SURE_SECONDS = 0.1, 0.4
     pair = dist.new_group([0, 1])
@@ -241,7 +241,7 @@ def test_a_rank_that_can_still_come_is_waited_for() -> None:
 
 
 def limited(world: Any) -> str:
-    """Rank 1 waits for rank 0 as long as it has said, and comes then."""
+    """Let rank 1 wait for rank 0 as long as it has said. Then it comes."""
     meeting._LOOK_SECONDS, meeting._SURE_SECONDS = 0.1, 0.2
     meeting.begin_cell("1", (0, 1))
     if world.place.rank:

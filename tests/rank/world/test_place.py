@@ -1,4 +1,4 @@
-"""Which GPU is a rank's, and what is said when nccl cannot be chosen."""
+"""The GPU of a rank, and the message when nccl cannot be chosen."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_gloo_on_gpus_is_said_once_per_host() -> None:
 
 
 def test_messages_between_ranks_lie_on_the_host_where_gloo_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A process that took the place of a dead one ended when it was handed the training over gloo from a GPU.
+    # A replacement process once ended when it was handed the training over gloo from a GPU.
     monkeypatch.setattr(rank_place, "accelerator", lambda: SimpleNamespace(device=lambda kind: kind))
 
     found = [

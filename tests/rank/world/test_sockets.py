@@ -1,4 +1,4 @@
-"""Only the connections that are meant are shut, also while others open and close some."""
+"""Only the chosen connections are shut, also while other threads open and close some."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_new_connection_with_the_number_of_a_closed_one_is_left_alone(monkeypa
     inode = os.fstat(number).st_ino
 
     def meanwhile(fd: int) -> int:
-        """As a thread of gloo's that closes a connection, and another one that opens one, before it is looked at."""
+        """Reuse the number, as two threads of gloo may: one closes a connection, another opens one meanwhile."""
         if fd == number:
             os.dup2(new.fileno(), number)
         return dup(fd)

@@ -1,4 +1,4 @@
-"""Who connects to a listening socket that admits some addresses: they, and nobody else."""
+"""A listening socket that admits some addresses: these connect, and nobody else."""
 
 from __future__ import annotations
 

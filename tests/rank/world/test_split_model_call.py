@@ -1,4 +1,4 @@
-"""Whose call of a split model a rank is in: the user's own, which all ranks have to make, or that of a step."""
+"""A call of a split model is the user's own, which all ranks have to make, or that of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Found = tuple[FrameType, str] | None
 
 
 class Block(nn.Module):
-    """Looks in its forward, where a gather of its weights would wait."""
+    """A block whose forward notes whose call it is in, where a gather of its weights would wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def model() -> Model:
 
 
 def step(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """As nbkit's own code calls it."""
+    """Return a function that calls `call` from a file of nbkit."""
     names: dict[str, Any] = {"call": call}
     file = str(Path(nbkit.__file__).parent / "rank" / "train" / "step" / "step.py")
     exec(compile("def made(x):\n    return call(x)\n", file, "exec"), names)

@@ -58,7 +58,7 @@ def wait_in_forming_a_group(rank: int) -> None:
     dist.new_group([0, 1])
 
 
-# The second: whether rank 0 takes part in the beginning (then it does not come to the waiting one).
+# (wait, whether rank 0 takes part in the beginning; it never comes to the call that waits)
 WAITS: list[tuple[Callable[[int], None], bool]] = [
     (wait_in_all_reduce, False),
     (wait_in_ddp_backward, True),
@@ -70,7 +70,7 @@ WAITS: list[tuple[Callable[[int], None], bool]] = [
 
 
 def broken_out(world: World) -> Any:
-    """Rank 0 stays away from each wait; rank 1 is broken out of it from a thread of its own."""
+    """Break rank 1 out of each wait from a thread of its own, while rank 0 stays away from it."""
     rank = world.place.rank
     # A connection of the user's own, and the store: neither may be touched.
     listener = socket.create_server(("127.0.0.1", 0))
@@ -113,7 +113,7 @@ def test_break_out_releases_every_wait_and_touches_nothing_else() -> None:
 
 
 def broken_by_a_peer(world: World) -> str:
-    """Only rank 0 breaks out: the others wake because its ends of the connections are shut."""
+    """Break out on rank 0 alone. The others wake because its ends of the connections are shut."""
     if world.place.rank == 0:
         failure_alarm.break_out("rank 0 failed")
         return world.dirty
@@ -135,7 +135,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 def with_workers(world: World) -> bool:
-    """The DataLoader's workers hold duplicates of the connections, and must not keep a break from working."""
+    """Break out while the DataLoader's workers hold duplicates of the connections, which must not prevent it."""
     loader = iter(DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork"))
     next(loader)
     if world.place.rank == 0:
@@ -198,7 +198,7 @@ def test_a_signal_dumps_the_stacks_into_the_file(tmp_path: Path) -> None:
 
 
 def broken_out_in_mid_message(world: World) -> float:
-    """Both ranks live, and one's message is half with the other when each of them is released."""
+    """Release two living ranks while a message is half way between them."""
     message = torch.full((100_000_000,), world.place.rank, dtype=torch.uint8)
     ends = dist.isend(message, 0) if world.place.rank == 1 else dist.irecv(message, 1)
     released = threading.Timer(0.02, failure_alarm.break_out, ["planted"])
@@ -214,7 +214,7 @@ def broken_out_in_mid_message(world: World) -> float:
 
 
 def test_a_message_between_ranks_that_live_is_not_cut_in_two() -> None:
-    # gloo wakes nobody who waits for the rest of it.
+    # gloo never wakes a rank that waits for the rest of a message.
     assert run_ranks(broken_out_in_mid_message, 2, generations=2, timeout=40) == [2.0, 2.0]
 
 

@@ -41,7 +41,7 @@ def joined(world: World) -> Any:
     counted = delegating_group.fingerprint()["world"]
     x = torch.full((2,), float(world.place.rank))
     dist.all_reduce(x)
-    # A store of the user's own on env:// joins the one that is there.
+    # A store that the user makes on env:// joins the existing one.
     own, rank, size = next(dist.rendezvous("env://"))
     own.set(f"user{rank}", "here")
     own.wait([f"user{other}" for other in range(size)])
@@ -143,7 +143,7 @@ def steps(model: Any, optimizer: Any, rank: int, numbers: range) -> list[float]:
 
 
 class BreaksInBackward(torch.autograd.Function):
-    """Identity; its backward waits until this rank was broken out, on rank 0 as a failure of its own."""
+    """An identity whose backward breaks rank 0 out and fails there."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rank: int) -> torch.Tensor:
@@ -165,7 +165,7 @@ def broken_in_backward(world: World, kind: str) -> Any:
     losses = steps(model, optimizer, rank, range(3))
     inner = model.module if kind == "ddp" else model
     hook = inner[2].register_forward_hook(lambda module, args, output: BreaksInBackward.apply(output, rank))
-    # As the parent of a cluster's ranks does: a rank that the closed connections have not woken is told.
+    # The parent of a cluster's ranks does this too: it tells a rank that the closed connections have not woken.
     told = threading.Timer(2.0, failure_alarm.break_out, ("told by rank 0",))
     told.start()
     with pytest.raises((RuntimeError, ValueError)) as raised:
@@ -306,7 +306,7 @@ def test_leaving_is_orderly_and_a_new_world_can_be_joined() -> None:
 
 
 def replaced(rank: int) -> Any:
-    """Rank 1 leaves and comes back with nothing, as a fresh process would; rank 0 kept its groups."""
+    """Let rank 1 leave and come back with nothing, as a fresh process would. Rank 0 keeps its groups."""
     address, port = listeners[0].getsockname()
     place = RankPlace(rank, 2, rank, 2, "cpu", "gloo")
     world = World.join(place, listen=listeners[0], address=address, port=port)
@@ -363,7 +363,7 @@ def test_a_script_joins_from_the_environment(tmp_path: Path, n: int) -> None:
 
 
 def joins_from_the_environment(rank: int, size: int, port: int) -> Any:
-    """As torchrun makes it, whose agent holds the store; size 0: as of plain python."""
+    """Join as under torchrun, whose agent holds the store; size 0: as in plain python."""
     if size:
         own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
         os.environ |= {key: str(value) for key, value in own.items()}
@@ -418,7 +418,7 @@ def test_on_one_host_gloo_and_nccl_are_told_to_stay_on_loopback(
 
 
 def interrupted(world: World) -> Any:
-    """Ctrl-C on a rank that forms a group whose other members do not come."""
+    """Press Ctrl-C on a rank that forms a group whose other members do not come."""
     if world.place.rank == 0:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -455,7 +455,7 @@ def test_the_listener_is_on_loopback() -> None:
 
 
 def each_waits_for_the_other(world: World) -> float:
-    """As where a connection was missed: neither rank's is shut, so both worker threads go on waiting."""
+    """Return a sum after a missed connection: neither rank's is shut, so both worker threads go on waiting."""
     here = torch.ones(4)
     dist.broadcast(here, src=1 - world.place.rank, async_op=True)
     for group in registered():

@@ -1,4 +1,4 @@
-"""Context parallelism: the gradients of one process, from a part of the positions on each rank."""
+"""Context parallelism gives the gradients of one process, with a part of the positions on each rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from verify.models.specimens import (
 
 
 class Causal(Encoder):
-    """Token ids (B, T) -> logits (B, T, V), through an nn.TransformerEncoder with a mask of its own."""
+    """A model from token ids (B, T) to logits (B, T, V), through an nn.TransformerEncoder with a mask of its own."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Causal(Encoder):
 
 
 class Modulated(nn.Module):
-    """Blocks that take, beside hidden states, a vector per sample and a table per position that both train."""
+    """A model whose blocks take, beside hidden states, a vector per sample and a table per position that both train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ MORE = {
 
 
 def shorter(value: Any, length: int) -> Any:
-    """The first `length` positions of inputs and targets."""
+    """Return the first `length` positions of inputs and targets."""
     if isinstance(value, Tensor):
         return value[:, :length] if value.ndim > 1 else value
     return (
@@ -108,7 +108,7 @@ def shorter(value: Any, length: int) -> Any:
 
 
 def difference(name: str, axes: Axes, length: int, checkpoint: bool = False, balanced: bool = False) -> float:
-    """||gradients of the split model - those of the whole one|| / ||those||, on this rank, after the sum over cp.
+    """Return ||gradients of the split model - those of the whole one|| / ||those||, here, after the sum over cp.
 
     balanced: a rank's part is a chunk from the head and one from the tail.
     """
@@ -143,8 +143,9 @@ def every_model(world: Any, cases: list[Any]) -> dict[Any, float]:
 NAMES = ("gpt_tied", "llama", "llama_tied", "qwen2", "gpt2_padded", "encoder", "causal encoder", "modulated")
 
 
-# Each model once, in one of the ways: 15 positions are 8 + 7, dropout and recomputation on top; balanced, 16 positions
-# are 0 to 3 and 12 to 15, and 4 to 11; of 15 and 13, chunks and parts are not equally long.
+# Each model once, in one of the ways. 15 positions are 8 + 7. Balanced, 16 positions are 0 to 3 and 12 to 15 on one
+# rank, and 4 to 11 on the other. Of 15 and 13 positions, chunks and parts are not equally long. The third value adds
+# recomputation.
 ON_TWO = [
     *((name, LENGTH, False) for name in ("qwen2", "modulated")),
     *((name, LENGTH - 1, False) for name in ("gpt", "causal encoder")),
@@ -168,7 +169,7 @@ def test_gradients_are_those_of_one_process(cases: list[Any]) -> None:
         assert {case: wrong for case, wrong in found.items() if not wrong <= 1e-12} == {}
 
 
-# Parts that are equally long and not, in order and balanced, dropped and recomputed.
+# Parts of equal and of unequal length, in order and balanced, with dropout and recomputation.
 ON_FOUR = [("encoder", LENGTH, False), ("gpt that drops", 10, True), ("causal encoder", 13, True, True)]
 ALSO_ON_FOUR = [
     *(("gpt", 14, False, balanced) for balanced in (False, True)),
@@ -185,7 +186,7 @@ def test_on_four_ranks(cases: list[Any]) -> None:
 
 
 class Pairs(TorchFunctionMode):
-    """Counts the (query, key) pairs of attention, and the masks."""
+    """A mode that counts the (query, key) pairs of attention, and lists the masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +200,7 @@ class Pairs(TorchFunctionMode):
 
 
 def pairs_of_a_pass(world: Any) -> dict[bool, tuple[int, int, int]]:
-    """Whether parts are from head and tail -> (pairs, calls with a mask, masks) of a forward on this rank."""
+    """Return {parts from head and tail: (pairs, calls with a mask, masks)} of a forward pass on this rank."""
     axes, found = Axes.of(Mesh(cp=world.place.world_size), world.place.rank), {}
     for balanced in (True, False):
         model = ZOO["gpt"].build()
@@ -221,7 +222,7 @@ def test_ranks_attend_to_equally_many_pairs_and_blocks_share_their_masks() -> No
 
 
 def evaluate(world: Any) -> list[float]:
-    """Of a few models in eval mode, without gradients, down to one position: the largest difference of outputs."""
+    """Return the largest differences of two models' outputs in eval mode, without gradients, down to length 1."""
     axes = Axes.of(Mesh(cp=2), world.place.rank)
     found = []
     for name in ("gpt", "encoder"):
@@ -289,7 +290,7 @@ def test_what_mixes_positions_otherwise_is_refused_by_name() -> None:
 
 
 def forget_the_sum(world: Any) -> float:
-    """Planted: the gradients of the blocks are not summed over cp."""
+    """Leave out the sum over cp of the blocks' gradients: a planted bug. Return the smallest difference by it."""
     specimen, axes = ZOO["gpt"], Axes.of(Mesh(cp=2), world.place.rank)
     value, target = specimen.batch(3, dtype=torch.float64)
     _, expected = specimen.gradients(specimen.build(torch.float64), value, target)

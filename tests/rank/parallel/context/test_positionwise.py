@@ -1,4 +1,4 @@
-"""Context parallelism of models that mix positions by calls: refused by name, before anything trains, or equal."""
+"""Models that mix positions by calls are equal under context parallelism, or refused by name before anything trains."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Gated(Block):
 
 
 class Faint(nn.Module):
-    """Mixes positions, by a factor that begins at zero."""
+    """A block that mixes positions, by a factor that begins at zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Weighing(nn.Module):
 
 
 def between(how: Callable[[Any, Tensor, Tensor, int], Tensor]) -> Callable[[], nn.Module]:
-    """Calls how(model, hidden states, those of the embedding, number) before each block."""
+    """Return a builder of a model with how(model, hidden states, those of the embedding, number) before each block."""
 
     def through(model: Any, x: Tensor) -> Tensor:
         first = x
@@ -154,7 +154,7 @@ def skips(model: Any, x: Tensor) -> Tensor:
 
 
 class ByHand(nn.Module):
-    """Causal attention without scaled_dot_product_attention, its scores biased by a table that the caller may give."""
+    """A causal attention without scaled_dot_product_attention. The caller may give a bias of its scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class ByHand(nn.Module):
 
 
 class Biased(Block):
-    """Attends by hand, with the bias of the block before."""
+    """A block that attends by hand, with the bias of the block before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def biased(model: Any, x: Tensor) -> Tensor:
 
 
 class Attending(nn.Module):
-    """Has nothing but an attention by hand."""
+    """A block of nothing but an attention by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class Attending(nn.Module):
 
 
 class Decoding(Block):
-    """Attends to the memory, too, if there is one."""
+    """A block that attends to the memory, too, if there is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Decoding(Block):
 
 
 def encoder_and_decoder(length: int) -> Callable[[], nn.Module]:
-    """The first block encodes `length` positions of what the others, which decode, look at."""
+    """Return how to build a model whose first block encodes `length` positions, at which the others look to decode."""
 
     def through(model: Any, x: Tensor) -> Tensor:
         memory = model.ln(model.blocks[0](x[:, :length]))
@@ -263,7 +263,7 @@ BETWEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 class Dropping(Block):
-    """Attention that drops; the mode of a model in training is the one that is tried."""
+    """A block whose attention drops; it is tried in the mode of a model in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ REFUSED = {name: (mixing(mix), text) for name, (mix, text) in MIXED.items()} | B
 TRAINED = ("the mean", "a gradient's norm", "a table between blocks", "a penalty on the weights", "no attention")
 
 
-# Of calls that the trial sees by the same numbers some: what is left out of them is in `make long`.
+# The trial sees these by the same numbers as others, so only `make long` tries them.
 ALIKE = ("the mean, faintly", "the largest", "rolled", "flipped", "a token shift", "sorted", "softmax over positions",
          "the mean of everything", "positions counted anew", "rolled between blocks")  # fmt: skip
 NAMED = [name for name in REFUSED if name not in TRAINED[:2]]
@@ -296,7 +296,8 @@ def test_what_mixes_positions_is_named(name: str) -> None:
     assert text in str(try_in_parts(model, blocks, lambda: model(ids)).refused)
 
 
-# What is the same on each position, what needs the offset of a part, and what takes other positions after the blocks.
+# A model that mixes positions after the blocks, one whose encoder has as many positions as a part, and one that needs
+# the offset of a part.
 SAMPLE = ["the mean after the blocks", "an encoder as long as a part",
           "attention by hand in a module, its bias for all blocks"]  # fmt: skip
 REST = [name for name in EQUAL if name not in SAMPLE]
@@ -368,7 +369,7 @@ def test_chains_and_what_sees_all_positions_are_known() -> None:
 
 
 class Telling(Block):
-    """Gives, beside its hidden states, two numbers for each position, which nobody uses."""
+    """A block that returns, beside its hidden states, two numbers for each position, which nobody uses."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x = super().forward(x)
@@ -387,7 +388,7 @@ def test_parts_are_from_head_and_tail_where_attention_is_causal_and_that_is_righ
     both_ways = built(lambda: LM(2, lambda: Weighing(lambda weights: weights.max(-1).values)))
     assert try_in_parts(causal, blocks, partial(causal, ids)).balanced is True
     assert try_in_parts(both_ways, blocks, partial(both_ways, ids)).balanced is None
-    # On contiguous parts alone these numbers are put together in their order.
+    # Only contiguous parts put these numbers together in their order.
     found = try_in_parts(told_too, [f"blocks.{i}" for i in range(3)], partial(told_too, ids))
     assert found.refused is None and found.balanced is False
 

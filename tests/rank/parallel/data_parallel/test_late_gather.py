@@ -1,4 +1,4 @@
-"""Zero 1 and 2 gather what was updated while the next forward computes: nothing is read before it has come."""
+"""ZeRO 1 and 2 gather updated weights while the next forward computes, and no weight is read before it has come."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def hidden(*given: Any) -> tuple[Tensor, Any]:
 
 
 class Reader(nn.Module):
-    """Reads weights in every way that there is: its own, those of a child that it does not call, tied ones, one that
-    some rows alone use; `held`: those of a list and of an LSTM, which hold tensors beside the modules' own dicts."""
+    """A model that reads weights in every way: its own, those of a child that it does not call, tied ones, one that
+    only some rows use; `held`: also those of a list and of an LSTM, which hold tensors beside the modules' own
+    dicts."""
 
     def __init__(self, held: bool) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(strategy: str, **changed: Any) -> Trainer:
-    """Its buckets hold a few tensors each."""
+    """Return a trainer whose buckets hold a few tensors each."""
     asked: dict[str, Any] = {"model": model, "loss": loss_of, "optimizer": adamw, "data": tokens(), "batch_size": BATCH}
     return quiet(
         **(
@@ -108,7 +109,7 @@ def trained(strategy: str, **changed: Any) -> Trainer:
 
 
 def expected(steps: int = STEPS, held: bool = False) -> tuple[list[float], Tensor]:
-    """Losses and weights of one process, in the pinned order of the data."""
+    """Return the losses and weights of one process, in the pinned order of the data."""
     whole = model(held)
     optimizer, losses = adamw(whole), []
     order = torch.randperm(len(tokens()), generator=torch.Generator().manual_seed(SEED)).tolist()
@@ -124,7 +125,7 @@ def expected(steps: int = STEPS, held: bool = False) -> tuple[list[float], Tenso
 
 
 def gap(trainer: Trainer, steps: int = STEPS, held: bool = False) -> float:
-    """How far losses and weights are from one process."""
+    """Return the largest difference of losses and weights from those of one process."""
     losses, weights = expected(steps, held)
     here = trainer.full_state_dict()
     mine = torch.cat([here[name].flatten() for name, _ in model(held).named_parameters()])
@@ -138,7 +139,7 @@ def late(trainer: Any) -> Any:
 
 
 def read_in_every_way(world: Any, strategy: str, held: bool) -> tuple[float, list[int]]:
-    """(how far from one process, how many buckets had not come when the first block began to run)."""
+    """Return how far from one process, and how many buckets had not come whenever the first block began to run."""
     zero1_2.all_gather = hidden
     trainer = trained(strategy, model=lambda: model(held))
     seen: list[int] = []
@@ -156,7 +157,7 @@ def test_what_forward_reads_has_come_and_no_more_is_waited_for(strategy: str, he
 
 
 def boundaries(world: Any, folder: str) -> dict[str, Any]:
-    """What comes between two steps, and reads or writes weights."""
+    """Return the gap after each act that reads or writes weights between two steps: switch, save, load, rewind."""
     zero1_2.all_gather = hidden
     found: dict[str, Any] = {}
     switches = {1: "zero2 bucket=1kb", 2: "zero3", 3: "zero1 bucket=1kb", 4: "ddp", 5: "zero1 bucket=1kb"}
@@ -191,7 +192,7 @@ def test_what_comes_between_two_steps_finds_whole_weights(tmp_path: Path) -> Non
 
 
 def held_by_the_user(world: Any) -> dict[str, Any]:
-    """A callback and a loop of one's own may hold the parameters themselves."""
+    """Hold the parameters themselves, as a callback and a loop of one's own may."""
     zero1_2.all_gather = hidden
     seen: dict[str, Any] = {"called back": [], "by hand": []}
     trainer: Any = None
@@ -209,7 +210,7 @@ def held_by_the_user(world: Any) -> dict[str, Any]:
         seen["by hand"].append(late(job).missing)
         job.optimizer.zero_grad()
     trainer._callbacks = ()
-    # Whoever copies the model in a forward copies whole weights.
+    # A copy of the model that is made in a forward has whole weights.
     copied: list[Tensor] = []
 
     def copy_all(whole: nn.Module, _: Any) -> None:
@@ -233,7 +234,7 @@ def test_who_holds_weights_never_sees_them_half_gathered() -> None:
 
 
 def shown(world: Any) -> tuple[list[list[str]], float]:
-    """By step, what the training thread did one after the other; rank 1 sends what it updated late."""
+    """Return what the training thread did in each step, in order, and the gap. Rank 1 sends its updates late."""
     steps: list[list[str]] = []
     listener = lambda step: steps.append([state for state, _, _ in step.intervals()])  # noqa: E731
     clock.listeners.append(listener)
@@ -247,7 +248,7 @@ def shown(world: Any) -> tuple[list[list[str]], float]:
         zero1_2._Bucket.gather = slowly  # type: ignore[method-assign]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        # It may hold weights itself, to weigh them.
+        # A loss may hold weights itself, for a penalty.
         assert trainer is None or late(trainer).missing == 0
         return loss_of(output, target)
 
@@ -271,7 +272,7 @@ def test_what_is_not_hidden_is_a_wait_within_forward() -> None:
 
 
 class Torn(torch.optim.AdamW):
-    """Breaks off in its third step, where it is told to."""
+    """AdamW that breaks off in its third step, where it is told to."""
 
     here, steps = False, 0
 
@@ -283,7 +284,7 @@ class Torn(torch.optim.AdamW):
 
 
 def interrupted(world: Any, torn: bool) -> dict[str, Any]:
-    """Every rank in the forward of step 4, while weights are on their way; `torn`: rank 1 in the update before it."""
+    """Interrupt all ranks in the forward of step 4, weights on their way; `torn`: rank 1 in the update before."""
     zero1_2.all_gather = hidden
     trainer = trained("zero1 bucket=1kb", optimizer=lambda model: Torn(model.parameters(), lr=0.05))
     missing: list[int] = []

@@ -1,4 +1,4 @@
-"""Kernels that clipping, flat copies and the optimizer take on a device: no more than with torch's own."""
+"""Clipping, flat copies and the optimizer launch no more kernels on a device than torch's own."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from nbkit.tensor_layout import Layout
 _NO_KERNEL = {"detach", "empty", "empty_like", "new_empty", "resize_", "set_", "_local_scalar_dense", "is_same_size",
               "_unsafe_view", "lift_fresh", "new_empty_strided", "empty_strided", "wait_tensor",
               "_record_function_enter_new", "_record_function_exit"}  # fmt: skip
-_FEW = 5  # layers a block, of FSDP2: of hundreds of DTensors torch makes the plans for long, and as many kernels
+_FEW = 5  # layers a block for FSDP2: torch plans long for hundreds of DTensors, and the extra kernels are as many
 _SENT = ("c10d", "_c10d_functional")
 
 
 class Kernels(WatchingMode):
-    """Counts what a device would run, by operation. A _foreach operation is one where torch takes the fast route."""
+    """A mode that counts what a device would run, by operation. A fast _foreach operation counts once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class Kernels(WatchingMode):
 
 
 def _launches(args: tuple[Any, ...]) -> int:
-    """Of a _foreach operation. torch takes tensors one by one where dtypes, sizes or strides differ, or memory is
-    not dense, or a factor has another dtype than they."""
+    """Return the number of launches of a _foreach operation. torch takes tensors one by one if their dtypes, sizes or
+    strides differ, if memory is not dense, or if a factor has another dtype."""
     lists = [[_local(t) for t in one] for one in args if isinstance(one, list | tuple) and isinstance(one[0], Tensor)]
     first = lists[0]
     factors = [_local(arg) for arg in args if isinstance(arg, Tensor)]
@@ -64,7 +64,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def blocks(layers: int = 10) -> nn.Module:
-    """Ten blocks of so many layers: 200 parameters."""
+    """Return ten blocks of so many layers. Ten layers each make 200 parameters."""
     return nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))) for _ in range(10)))
 
 
@@ -86,7 +86,7 @@ def counted(run: Callable[[], Any]) -> Counter[str]:
 
 
 def by_torch(model: nn.Module) -> Counter[str]:
-    """Of the second step."""
+    """Count the kernels of the second step in plain torch."""
     optimizer = adamw(model)
 
     def step() -> None:
@@ -100,7 +100,7 @@ def by_torch(model: nn.Module) -> Counter[str]:
 
 
 def by_nbkit(zero: int, rank: int) -> Counter[str]:
-    """The same."""
+    """Count the kernels of the second step in nbkit."""
     whole, module = blocks(), skeleton_of(blocks())
     layouts = {name: Layout.whole(p.shape) for name, p in whole.named_parameters()}
     axis = data_axis(module, layouts, Axes.of(Mesh(dp=2), rank), zero=zero, units=list(module))
@@ -126,10 +126,10 @@ def by_nbkit(zero: int, rank: int) -> Counter[str]:
 
 
 def found(world: Any) -> dict[str, Counter[str]]:
-    """Kernels beside those of forward and backward."""
+    """Return the kernels beside those of forward and backward."""
     from torch.distributed.fsdp import fully_shard  # at the top it would take each worker a second
 
-    collectives._INSTEAD.clear()  # NCCL's operations are its own, and gloo's are seen here no more than they
+    collectives._INSTEAD.clear()  # use gloo's own operations: like those of NCCL, they are not counted here
     plain, few = (counted(lambda model=model: loss(model(X), Y).backward()) for model in (blocks(), blocks(_FEW)))
     found = {f"zero {zero}": by_nbkit(zero, world.place.rank) - plain for zero in (0, 1, 3)}
     found["DDP"] = by_torch(DistributedDataParallel(blocks())) - plain

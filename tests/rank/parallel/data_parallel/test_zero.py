@@ -25,7 +25,7 @@ STEPS = 3
 
 
 class Odd(nn.Module):
-    """Uneven shapes, a scalar, a frozen layer, a tied weight, blocks that only some rows or nobody use."""
+    """A model with uneven shapes, a scalar, a frozen layer, a tied weight, and blocks that few or no rows use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def prepared(axes: Axes, module: Any, zero: int, **kwargs: Any) -> tuple[Any, Da
 
 
 def rows_of(rank: int, size: int, rows: int) -> slice:
-    """Ragged: the last rank has none."""
+    """Return the rows of a rank, unequally many: the last rank has none."""
     ends = [min(rows, -(-rows // (size - 1)) * r) for r in range(size)] + [rows]
     return slice(ends[rank], ends[rank + 1]) if rank < size - 1 else slice(rows, rows)
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same gradients, from what is computed once more in backward."""
+"""Activation checkpointing gives the same gradients, and computes once more in backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from verify.models.specimens import ZOO, gpt
 
 
 def gradients(name: str, *, checkpoint: bool, thread: bool = False) -> tuple[list[Tensor | None], list[str]]:
-    """Of two micro-batches whose backward passes follow both forwards; and the blocks in the order of computation."""
+    """Return the gradients of two micro-batches, and the blocks in the order in which they were computed. The backward
+    passes follow both forwards."""
     specimen = ZOO[name]
     model = gpt(dropout=0.3).double() if name == "gpt" else specimen.build(torch.float64)
     if name == "gpt":
@@ -36,7 +37,7 @@ def gradients(name: str, *, checkpoint: bool, thread: bool = False) -> tuple[lis
             output = call(model, _rows(value, list(rows)))
             losses.append(specimen.loss(output, target[list(rows)]))
     assert extent_of("head") is None
-    # The second first, when dropout, rows and calls of the pass are long others.
+    # Go backward through the second first: by then dropout, rows and calls of the first pass have long changed.
     for loss in reversed(losses):
         if thread:
             other = threading.Thread(target=loss.backward)
@@ -65,7 +66,7 @@ def test_the_gradients_are_the_same(name: str) -> None:
 
 
 def saved_bytes(checkpoint: bool) -> int:
-    """Of everything that is kept between forward and backward."""
+    """Return the bytes of all that autograd keeps between forward and backward."""
     model, (ids, _) = gpt(layers=8), ZOO["gpt"].batch(8)
     if checkpoint:
         recompute(model, ZOO["gpt"].blocks + tuple(f"blocks.{i}" for i in range(4, 8)))
@@ -96,7 +97,7 @@ def test_names_hooks_and_evaluation_stay() -> None:
 
 
 def test_blocks_whose_parameters_are_there_only_while_they_work() -> None:
-    """As a sharded data axis has it: whole from a hook on the block, and again before the block's backward."""
+    """A sharded data axis works so: a hook makes a block's parameters whole, and again before its backward."""
     specimen = ZOO["gpt"]
     ids, target = specimen.batch(2, dtype=torch.float64)
     truth, model = specimen.build(torch.float64), specimen.build(torch.float64)

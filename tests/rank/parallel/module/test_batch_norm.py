@@ -1,4 +1,4 @@
-"""BatchNorm over several ranks: never silently different, never waiting for a rank that does not come."""
+"""BatchNorm over several ranks is never silently different, and never waits for a rank that does not come."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def ranks(dp: int, pp: int = 1) -> Axes:
-    """As seen from rank 0, without groups: nothing is sent here."""
+    """Return the axes of rank 0, without groups: nothing is sent here."""
     return Axes(Mesh(dp=dp, pp=pp), 0, dp, dict.fromkeys((*AXES, "shard", "replicate")))
 
 
@@ -33,14 +33,14 @@ def test_what_does_not_couple_samples_passes_as_it_is() -> None:
 
 
 class Activated(nn.BatchNorm2d):
-    """Adds an activation to what it normalizes."""
+    """A BatchNorm that adds an activation to what it normalizes."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
 
 
 class Written(nn.BatchNorm2d):
-    """Normalizes by the function, as timm's do."""
+    """A BatchNorm that normalizes by the function, as timm's do."""
 
     def forward(self, input: Tensor) -> Tensor:
         assert self.momentum is not None
@@ -56,7 +56,7 @@ def patched(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
 
 
 class Image(nn.Module):
-    """BatchNorm of images and of rows, with a mean of all batches, without weights, frozen, with more in forward."""
+    """A model with BatchNorm of images and rows: cumulative mean, no weights, frozen, more in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_on_cpu_ranks_losses_weights_and_running_statistics_equal_one_process(re
 
 
 class Deep(nn.Module):
-    """BatchNorm after BatchNorm of one position: of two rows each divides by the difference of two numbers."""
+    """A model of BatchNorm after BatchNorm at one position, which divides two rows by their difference."""
 
     def __init__(self) -> None:
         super().__init__()

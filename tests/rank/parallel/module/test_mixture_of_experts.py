@@ -1,4 +1,4 @@
-"""Mixtures of experts whose tokens choose train as on one process; where experts choose, or drop, they are refused."""
+"""Mixtures whose tokens choose experts train as on one process. If experts choose or drop tokens, they are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Expert(nn.Sequential):
 
 
 class Experts(nn.Module):
-    """Each token goes to the two experts that its router prefers; the last one is preferred by none."""
+    """A mixture that sends each token to the two experts that its router prefers; none prefers the last one."""
 
     def __init__(self, num: int = 6) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Experts(nn.Module):
 
 
 class ExpertsChoose(Experts):
-    """Zhou et al. 2022: each expert takes the tokens that it prefers."""
+    """A mixture after Zhou et al. 2022: each expert takes the tokens that it prefers."""
 
     def routed(self, scores: Tensor) -> Any:
         for number, expert in enumerate(self.experts):
@@ -60,7 +60,7 @@ class ExpertsChoose(Experts):
 
 
 class ExpertsDrop(Experts):
-    """Fedus et al. 2022: an expert has room for some tokens; in training, what comes later passes it by."""
+    """A mixture after Fedus et al. 2022: an expert has room for some tokens; in training, later ones pass it by."""
 
     def routed(self, scores: Tensor) -> Any:
         room = len(scores) // len(self.experts) if self.training else len(scores)
@@ -69,7 +69,7 @@ class ExpertsDrop(Experts):
 
 
 class Dense(Experts):
-    """The same sums as of Experts, all experts computed for all tokens."""
+    """The same sums as those of Experts, with all experts computed for all tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         weights, choice = self.router(x).softmax(-1).topk(2)
@@ -92,7 +92,7 @@ class Language(nn.Module):
 
 
 class Attending(Language):
-    """Positions meet in attention, before the experts."""
+    """A model whose positions meet in attention, before the experts."""
 
     def __init__(self, kind: Callable[[], nn.Module] = Experts) -> None:
         super().__init__(lambda: AttendsThenRoutes(kind))
@@ -109,7 +109,7 @@ class AttendsThenRoutes(nn.Module):
 
 
 class OneLayer(Experts):
-    """The experts are the only list of modules, and what zero 3 gathers."""
+    """A mixture whose experts are its only list of modules, and what zero 3 gathers."""
 
     def __init__(self) -> None:
         super().__init__(10)
@@ -149,7 +149,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "one layer": OneLayer,
     "dense": lambda: Language(Dense),
 }  # fmt: skip
-# What a strategy does with experts: gathers them, also those that a rank has no rows for; parts positions; keeps them.
+# A strategy gathers experts (also those that a rank has no rows for), divides positions, or leaves experts whole.
 CASES = [("mixtral", ("zero3", "cp=2")), ("qwen2 moe", ("tp",)), ("one layer", ("zero3",))]
 REST = [
     ("mixtral", ("ddp", "pp", "tp")),
@@ -190,7 +190,7 @@ def made(model: Callable[[], nn.Module], strategy: str, **changed: Any) -> Train
 
 
 def one_process(build: Callable[[], nn.Module]) -> tuple[list[float], dict[str, Tensor]]:
-    """(losses, weights afterwards) of plain torch over whole batches."""
+    """Return (losses, weights afterwards) of plain torch over whole batches."""
     torch.manual_seed(0)
     model = build()
     optimizer, losses = adamw(model), []
@@ -266,7 +266,7 @@ def test_under_tp_the_attention_is_split_and_experts_and_positions_stay_whole() 
 
 
 def test_experts_that_are_multiplied_in_groups_are_stages() -> None:
-    """What they give is found on weights without memory, which torch's product of groups does not take."""
+    """Output shapes are found on weights without memory, which torch's product of groups does not take."""
     checked = nbkit.check(lambda: mixtral(experts_implementation="grouped_mm").float(), "pp", stacked(), 2)
 
     assert "not known to train" not in str(checked) and "fits" in str(checked).splitlines()[0], str(checked)

@@ -1,4 +1,4 @@
-"""Settings that change where and how a step is computed, and nothing of what it computes."""
+"""Settings that change where and how a step is computed do not change its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every schedule gives the gradients of one process, whatever its stages hand each other."""
+"""Every schedule gives the gradients of one process, whatever tensors its stages send each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """Takes and returns (hidden, residual, mask): two that need gradients, and a mask that is only handed on."""
+    """A block from (hidden, residual, mask) to the same: two need gradients, and the mask is only handed on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def taken(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def difference(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> float:
-    """||ours - theirs|| / ||theirs||, infinite when one has a gradient that the other has not."""
+    """Return ||ours - theirs|| / ||theirs||, infinite when one has a gradient that the other has not."""
     assert ours.keys() <= theirs.keys() and ours
     if any((ours[name] is None) != (theirs[name] is None) for name in ours):
         return float("inf")
@@ -106,7 +106,7 @@ def held(model: Model, stages: tuple[int, ...]) -> set[str]:
 def stepped(
     model: Model, pipeline: Pipeline, micros: list[Tensor], **options: Any
 ) -> tuple[list[float], dict[str, Tensor | None]]:
-    """Losses here, and the gradients of what this rank holds."""
+    """Return the losses here, and the gradients of what this rank holds."""
 
     def forward(stage: int, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return model.stage(stage, received, micros[micro], 0.25)
@@ -119,7 +119,7 @@ def stepped(
 
 
 def every_schedule(world: Any, ranks: int) -> list[tuple[str, int, float, float]]:
-    """(schedule, micro-batches, difference of gradients, of losses): steps of several shapes on one pipeline."""
+    """Return (schedule, micro-batches, difference of gradients, of losses) for steps of several shapes."""
     rows = []
     group = torch.distributed.group.WORLD if ranks > 1 else None
     for name in BUILT_IN:
@@ -145,7 +145,7 @@ def test_gradients_are_those_of_one_process(ranks: int) -> None:
 
 
 class Token:
-    """Lives as long as the graph of one stage and micro-batch."""
+    """An object that lives as long as the graph of one stage and micro-batch."""
 
 
 class Holding(torch.autograd.Function):
@@ -189,13 +189,13 @@ def observed(name: str, rank: int) -> None:
     stepped(model, pipeline, micros, on_op=on_op)
     assert done == [tuple(op) for op in schedule.ops[rank]]
     assert max(lives) == simulate(schedule).peak[rank] and lives[-1] == 0, (name, lives)
-    # What a neighbour has answered is let go of; only GPipe sends everything before the first answer.
+    # A send is released when its neighbour answers. Only GPipe sends everything before the first answer.
     assert max(under_way) <= (6 if name == "gpipe" else 5), (name, under_way)
     assert not pipeline._channels._posted and not any(pipeline._channels._outbox.values())
 
 
 def forward_only(world: Any) -> tuple[list[list[float]], list[list[float]]]:
-    """What evaluation returns, after a step of training and before another one."""
+    """Return the results of an evaluation between two steps of training, and the expected ones."""
     rank, model = world.place.rank, made(4)
     micros = batch(3, True)
     pipeline = Pipeline(Schedule.of("zbv", 2, 4), torch.distributed.group.WORLD, rank, torch.device("cpu"))
@@ -222,7 +222,7 @@ def test_forward_only_returns_what_the_last_stage_returns_where_that_is() -> Non
 
 
 def odd_tensors(world: Any) -> None:
-    """Between stages: many dims and many tensors, an empty one, no dims, several dtypes, what nobody uses, a leaf."""
+    """Send odd tensors between stages: many dims, many tensors, empty, no dims, several dtypes, unused, a leaf."""
     rank, device = world.place.rank, torch.device("cpu")
     pipeline = Pipeline(Schedule.of("1f1b", 2, 2), torch.distributed.group.WORLD, rank, device)
     weight = nn.Parameter(torch.full((3,), 2.0))
@@ -250,7 +250,7 @@ def odd_tensors(world: Any) -> None:
 
 
 def grown(pipeline: Pipeline, rank: int) -> None:
-    """Stage 0 returns another shape under the same key."""
+    """Return another shape under the same key from stage 0."""
     if rank == 1:
         raise TrainingError("on purpose")
     pipeline.run(1, lambda *_: (torch.ones(5),), lambda micro: "same")
@@ -261,7 +261,7 @@ def test_any_tensors_pass_between_stages_and_a_change_of_shape_without_a_change_
 
 
 def broken_off(world: Any) -> float:
-    """Rank 1 fails in the middle of a step; the world is formed anew, and the next step is right."""
+    """Fail on rank 1 in the middle of a step, form the world anew, and return the difference of the next step."""
     rank, model = world.place.rank, made(4)
     pipeline = Pipeline(Schedule.of("zbv", 2, 4), torch.distributed.group.WORLD, rank, torch.device("cpu"))
     micros = batch(4, False)
@@ -287,7 +287,7 @@ def test_an_error_in_one_stage_is_raised_there_and_the_next_run_is_right() -> No
 
 
 def channel_of_its_own(world: Any) -> list[float]:
-    """As on NCCL: a group for each direction between two ranks, for two pipelines side by side."""
+    """Return the gradient differences of two pipelines whose ranks have a group for each direction, as on NCCL."""
     pipelines = [(0, 2), (1, 3)]
     rank = world.place.rank
     edges = edge_groups(pipelines, rank, always=True)

@@ -1,4 +1,4 @@
-"""Chains are found on unmodified models, and what cannot be cut is refused with the names of what is in the way."""
+"""Chains are found in unmodified models. A model that cannot be cut is refused, with the names of the obstacles."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_stages_that_the_user_names() -> None:
 
 
 class Skips(nn.Module):
-    """What `source` gives is added again after the last block. source: "tokens", "scale" or the number of a block."""
+    """A model that adds the value of `source` after the last block: "tokens", "scale" or a block's number."""
 
     def __init__(self, source: str | int, layers: int = 5) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_a_skip_connection_that_the_model_makes_of_a_parameter_is_refused_by_nam
 
 
 class Penalised(Skips):
-    """While it trains, a weight of its first block adds to the output."""
+    """A model that adds the norm of a weight of its first block to its output, while it trains."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)
@@ -173,7 +173,7 @@ def test_a_skip_connection_across_some_blocks_leaves_the_other_cuts() -> None:
 
 
 class Halved(Skips):
-    """Changes in place what its third block gave, and adds it again after the last one."""
+    """A model that changes in place what its third block gave, and adds it again after the last one."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -189,7 +189,7 @@ class Halved(Skips):
 
 
 class Told(nn.Module):
-    """Gives the hidden states of all blocks beside its output, in an object that torch does not know."""
+    """A model that returns the hidden states of all blocks beside its output, in an object that torch does not know."""
 
     class Output:
         def __init__(self, logits: Tensor, hidden: list[Tensor]) -> None:
@@ -229,7 +229,7 @@ def test_a_chain_that_the_watching_got_wrong_is_caught_by_running_it(monkeypatch
 
 
 class Clock:
-    """Stands still but for what `Costly` adds."""
+    """A clock that only moves when `Costly` adds to it."""
 
     seconds = 0.0
 
@@ -239,7 +239,7 @@ class Clock:
 
 
 class Costly(nn.Module):
-    """Costs so many seconds forward, twice as many backward, and more in the first run."""
+    """A layer that costs so many seconds forward, twice as many backward, and more in the first run."""
 
     class Work(torch.autograd.Function):
         @staticmethod
@@ -263,7 +263,7 @@ class Costly(nn.Module):
 
 
 class Reminded(nn.Module):
-    """Gives every block the same memory; its front costs 5."""
+    """A model that gives every block the same memory; its front costs 5."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ def test_costs_are_forward_and_backward_seconds_of_each_piece(monkeypatch: pytes
     chain = find_chain(model, lambda: model(x))
     for part in model:
         part.extra = 8.0
-    # 8 seconds more are halved by each call; one call warms up, the third of the others counts.
+    # Each call halves the 8 extra seconds. The first call warms up; the third of the others counts.
     assert measure_costs(model, chain, lambda: model(x).square().mean()) == tuple(3 * (s + 0.5) for s in (4, 12, 4, 8))
     for part in model:
         part.extra = 0.0
@@ -326,7 +326,7 @@ def test_pieces_that_are_alike_cost_the_same(monkeypatch: pytest.MonkeyPatch) ->
     for part in model:
         part.extra = 0.0
 
-    # Of the four in the middle three are as far apart as noise is; the fourth costs something else.
+    # Three of the four in the middle differ as little as by noise; the fourth has another cost.
     assert measure_costs(model, chain, lambda: model(x)) == (12, 14.25, 14.25, 14.25, 36, 12)
     model[2].linear = nn.Linear(6, 6, bias=False)
     assert measure_costs(model, chain, lambda: model(x)) == (12, 13.5, 15, 13.5, 36, 12)

@@ -1,4 +1,4 @@
-"""A stage's backward in two passes gives what one pass gives, and computes nothing twice."""
+"""A stage's backward in two passes gives the gradients of one pass, and computes nothing twice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Fused(torch.autograd.Function):
 
 
 class Odd(nn.Module):
-    """What a graph can look like: shared and frozen weights, checkpoints, Python functions, ends beside the path."""
+    """A stage with an odd graph: shared or frozen weights, checkpoints, Python functions, ends beside the path."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ ODD = ["plain", "shared", "frozen", "checkpoint", "reentrant", "python", "beside
 
 
 def in_two_passes(kind: str, first_stage: bool, split: bool) -> dict[str, Tensor | None]:
-    """The gradients of one stage after B, or after I and W."""
+    """Return the gradients of one stage after B, or after I and W."""
     torch.manual_seed(1)
     model = Odd(kind).double()
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=not first_stage)

@@ -22,7 +22,7 @@ from nbkit.rank.parallel.proof.unchanged import plain_attention
 from verify.models.specimens import LENGTH, WIDTH, ZOO, Specimen, gpt, hf_gpt2, hf_llama, next_tokens
 
 
-# Many small layers: test_ten_convolutions_in_five_stages_of_two is of the same.
+# ten_convs has many small layers; test_ten_convolutions_in_five_stages_of_two is about the same model.
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n == "ten_convs" else n for n in ZOO])
 def test_every_partition_of_every_model_equals_the_whole(name: str) -> None:
     specimen = ZOO[name]
@@ -33,7 +33,7 @@ def test_every_partition_of_every_model_equals_the_whole(name: str) -> None:
     whole = specimen.gradients(model, value, target)
     parts = {(lo, hi): staged(model, chain, [(lo, hi)]) for lo, hi in combinations(range(len(chain) + 1), 2)}
     for num in (1, 2, 3, 4):
-        # Of a chain of many blocks a part of the hundreds.
+        # A chain of many blocks has hundreds of partitions: take each fifth.
         for ranges in list(partitions(len(chain), num))[:: 1 if len(chain) < 6 else 5]:
             assert_equal(chained([(parts[r], 0) for r in ranges], specimen, value, target), whole)
             # Each parameter is on one stage, but for a weight that embedding and head share.

@@ -21,7 +21,7 @@ from verify.models.specimens import LENGTH, VOCAB, WIDTH, ZOO, Specimen, cross_e
 
 
 class Careless(nn.Module):
-    """Changes what it is given in place, reads a table of the model, keeps statistics, and has an unused parameter."""
+    """A block that changes its input in place, reads a table, keeps statistics, and has an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Careless(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Gives every block the same memory, from an encoder of its own, and a table that all of them use."""
+    """A model that gives every block the same memory, from an encoder of its own, and a table that all of them use."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def _ids(rows: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 class Recomputes(nn.Module):
-    """how: "each" block in a checkpoint of its own; "reentrant", the same; "two", the first two in one."""
+    """A model that checkpoints. how: "each" block by itself; "reentrant", the same; "two", the first two in one."""
 
     def __init__(self, how: str = "each") -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_what_a_model_does_otherwise_than_when_it_was_cut_is_an_error_with_names
 
 
 class Front(nn.Module):
-    """Gives, beside what hangs on its parameters, a mask that does not."""
+    """A front that returns, beside a tensor that depends on its parameters, a mask that does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Front(nn.Module):
 
 
 class Masked(nn.Module):
-    """Its front also masks; the last block is given what the first one gave; two blocks share a weight."""
+    """A model whose front also masks; a later block gets the first one's output; two blocks share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_masks_of_a_front_late_use_of_a_block_and_weights_of_two_blocks(autocast
         assert chain.entries[3].carried == ("[0][0]", "[0][1]")
         assert "front" not in chain.skipped and "front.tokens" in chain.skipped
         parts = {(lo, hi): staged(model, chain, [(lo, hi)]) for lo, hi in combinations(range(7), 2)}
-        # As for every rank: casts that autocast has kept are not shared with what runs before.
+        # As on a rank of its own, the model must not share the casts that autocast has kept.
         torch.clear_autocast_cache()
         whole = specimen.gradients(model, value, target)
         for ranges in (r for num in (2, 3, 6) for r in partitions(6, num)):
@@ -232,7 +232,7 @@ def test_masks_of_a_front_late_use_of_a_block_and_weights_of_two_blocks(autocast
 
 
 class Towers(nn.Module):
-    """Two towers from one table, of which the first is used behind the second; and a skip between them."""
+    """A model of two towers from one table, the first of which is used behind the second, with a skip between them."""
 
     def __init__(self) -> None:
         super().__init__()

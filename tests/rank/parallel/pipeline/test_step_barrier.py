@@ -1,4 +1,4 @@
-"""No rank of a pipeline goes on to its weights before all have their gradients, and what they tell waits for nobody."""
+"""No rank of a pipeline updates its weights before all have their gradients, and their messages wait for nobody."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def blocks() -> nn.Module:
 
 
 def came(world: Any) -> list[list[bool]]:
-    """Per round, who had come when this rank went on. A rank that comes late is another one in each round."""
+    """Return for each round who had come when this rank went on. In each round another rank comes late."""
     rank, ranks = world.place.rank, world.place.world_size
     barrier, store = Barrier(dist.group.WORLD), dist.distributed_c10d._get_default_store()
     found = []
@@ -44,7 +44,7 @@ def test_a_barrier_opens_when_the_last_rank_has_come(ranks: int) -> None:
 
 
 def summed(world: Any) -> list[tuple[float, ...]]:
-    """Numbers of each rank, summed in rounds in which another rank comes late."""
+    """Return the sums of each rank's numbers over rounds. In each round another rank comes late."""
     rank, ranks = world.place.rank, world.place.world_size
     barrier, store = Barrier(dist.group.WORLD), dist.distributed_c10d._get_default_store()
     found = []
@@ -69,7 +69,7 @@ def test_a_barrier_carries_sums_that_are_equal_on_all_ranks(ranks: int) -> None:
 
 
 def pipelined(world: Any, strategy: str) -> tuple[list[str], list[float]]:
-    """(collectives of a steady step, losses)."""
+    """Return (collectives of a steady step, losses)."""
     ends: list[int] = []
     callbacks = [lambda trainer, record: ends.append(collectives.ring.end)]
     trainer = quiet(model=blocks, strategy=strategy, callbacks=callbacks)
@@ -86,7 +86,7 @@ def test_a_step_of_one_pipeline_makes_no_reduction_of_its_own_for_its_numbers() 
 
 
 def order(world: Any, edges: bool) -> dict[str, list[str]]:
-    """What this rank does in a run of each schedule, "told" among its operations."""
+    """Return what this rank does in a run of each schedule, with "told" among its operations."""
     rank, own = world.place.rank, edge_groups([(0, 1)], world.place.rank, always=True) if edges else {}
     found = {}
     for name in BUILT_IN:
@@ -129,13 +129,13 @@ def test_what_a_rank_tells_follows_its_last_forward_and_its_last_message() -> No
 
 
 def test_on_channels_of_their_own_ranks_tell_at_the_end() -> None:
-    """As on NCCL, where the device waits for what is told, and there is no barrier."""
+    """NCCL works so: the device waits for what ranks tell each other, and there is no barrier."""
     for found in run_ranks(order, 2, True):
         assert all(done[-1] == "told" for done in found.values())
 
 
 def numbered(world: Any) -> list[Any]:
-    """Of one run per schedule: this rank's messages, in order, by (operation, other end): their bytes."""
+    """Return for a run of each schedule this rank's messages, in order: {"send" or "recv": [(number, bytes), ...]}."""
     found = []
     for name in BUILT_IN:
         pipeline = Pipeline(Schedule.of(name, 2, 4), dist.group.WORLD, world.place.rank, torch.device("cpu"))
@@ -156,7 +156,7 @@ def numbered(world: Any) -> list[Any]:
 
 
 def test_messages_are_received_in_the_order_in_which_they_were_sent() -> None:
-    """By its number telemetry knows both ends of a message."""
+    """Telemetry finds both ends of a message by its number."""
     first, second = run_ranks(numbered, 2)
     for one, other in zip(first, second, strict=True):
         assert one["send"] == other["recv"] and other["send"] == one["recv"]

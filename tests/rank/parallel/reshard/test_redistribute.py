@@ -34,7 +34,7 @@ MODEL: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 
 
 def sides(family: str) -> Side:
-    """What each rank holds of MODEL."""
+    """Return the layouts that each rank holds of MODEL under a family."""
     found: Side = [{} for _ in range(RANKS)]
     for number, (key, (shape, _)) in enumerate(MODEL.items()):
         whole = Layout.whole(shape)
@@ -59,7 +59,7 @@ def sides(family: str) -> Side:
 
 
 def value(key: str) -> Tensor:
-    """The global tensor: every bit pattern is as good as any other."""
+    """Return the global tensor, in which every bit pattern is as likely as any other."""
     shape, dtype = MODEL[key]
     made = torch.Generator().manual_seed(sorted(MODEL).index(key))
     raw = torch.randint(
@@ -86,7 +86,7 @@ def same(tensor: Tensor, wanted: Tensor) -> bool:
 
 
 def lower_bound(old: Side, new: Side) -> list[int]:
-    """Per rank the bytes of the elements that it must hold and does not, counted on tensors of flags."""
+    """Return for each rank the bytes of the elements that it must hold and does not, counted on tensors of flags."""
     found = []
     for before, after in zip(old, new, strict=True):
         total = 0
@@ -102,7 +102,7 @@ def lower_bound(old: Side, new: Side) -> list[int]:
 
 
 def mixed(draw: random.Random) -> Side:
-    """Every tensor after another family."""
+    """Return layouts in which each tensor follows a family of its own."""
     every = {family: sides(family) for family in FAMILIES}
     chosen = {key: every[draw.choice(FAMILIES)] for key in MODEL}
     return [{key: chosen[key][rank][key] for key in MODEL if key in chosen[key][rank]} for rank in range(RANKS)]
@@ -117,7 +117,7 @@ def pairs() -> list[tuple[Side, Side]]:
 
 
 class Wire:
-    """What this rank sends while it listens: (operation, bytes)."""
+    """A context that lists what this rank sends: (operation, bytes)."""
 
     def __enter__(self) -> list[tuple[str, int]]:
         self.sent: list[tuple[str, int]] = []
@@ -130,7 +130,7 @@ class Wire:
 
 
 def moves_all(world: Any) -> int:
-    """Every pair, out of place: returns the bytes moved."""
+    """Move every pair out of place, and return the bytes moved."""
     total = handed_on = 0
     for number, (old, new) in enumerate(pairs()):
         source = state_of(old[world.place.rank])

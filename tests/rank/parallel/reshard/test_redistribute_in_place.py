@@ -19,7 +19,7 @@ Holding = dict[str, Layout]
 
 
 class Refusing(TargetStorage):
-    """Has no memory for the `fails_at`-th tensor."""
+    """A storage without memory for one tensor: the one at which `left` falls to 0."""
 
     left: int | None = None
 
@@ -44,7 +44,7 @@ def empty(holding: Holding) -> Refusing:
 
 
 def num_bytes(side: SourceStorage | TargetStorage) -> int:
-    """Of the storages that there are."""
+    """Return the bytes of all storages, each counted once. Storages of up to 8 bytes are not counted."""
     storages = {id(tensor): tensor.untyped_storage() for tensor, _ in side.state.values()}
     return sum(storage.nbytes() for storage in storages.values() if storage.nbytes() > 8)
 
@@ -106,7 +106,7 @@ def test_a_rank_without_room_brings_all_back_to_where_they_were() -> None:
 
 
 def peak_memory(world: Any) -> tuple[int, int, int, int]:
-    """Bytes of tensors alive at most; before; after; the plan's prediction."""
+    """Return the bytes of tensors alive at most; before; after; and the plan's prediction."""
     rank, shapes = world.place.rank, {f"weight/{n}": (64, 1024) for n in range(32)}
     before = [{k: Layout.whole(s).part(0, RANKS, r) for k, s in shapes.items()} for r in range(RANKS)]
     after = [{k: Layout.whole(s) for n, (k, s) in enumerate(shapes.items()) if n % 2 == r % 2} for r in range(RANKS)]
@@ -122,7 +122,7 @@ def peak_memory(world: Any) -> tuple[int, int, int, int]:
 
 
 class Watched(TargetStorage):
-    """Sees how much both sides have after every tensor that gets memory."""
+    """A storage that notes how much memory both sides have after each tensor that gets some."""
 
     most = 0
     other: SourceStorage

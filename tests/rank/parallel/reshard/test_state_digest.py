@@ -1,4 +1,4 @@
-"""The digest: equal for equal values however they are spread, different for a single bit."""
+"""The digest is equal for equal values however they are spread, and different for a single bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VALUES: dict[str, Tensor] = {
 
 
 def expected(values: dict[str, Tensor]) -> str:
-    """The definition, in Python's own integers."""
+    """Return the digest by its definition, in Python's own integers."""
     lines = []
     for key in sorted(values):
         tensor = values[key]
@@ -102,7 +102,7 @@ def test_it_does_not_depend_on_the_layout_nor_on_the_number_of_ranks() -> None:
 
 
 def changed(world: Any) -> list[str]:
-    """Of one process: the digest, and those of neighbours that differ as little as can be."""
+    """Return the digest in one process, and those of neighbours that differ as little as possible."""
     holding = {key: Layout.whole(tuple(tensor.shape)) for key, tensor in VALUES.items()}
 
     def of(values: dict[str, Tensor]) -> str:

@@ -1,4 +1,4 @@
-"""What may be split is read from what goes into what: whatever the modules are called, the plan is the same."""
+"""A split is planned from the flow of data, so the plan is the same whatever the modules are called."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def proven(model: nn.Module, value: Any = IDS, size: int = 2) -> TensorPlan:
 
 
 def shown(plan: TensorPlan, old: dict[str, str]) -> Any:
-    """Who is split how, with the old names."""
+    """Return which modules are split and how, with the old names."""
 
     def named(value: Any) -> str:
         return re.sub(r"a[0-9a-f]{10}", lambda found: old[found[0]], str(value))
@@ -43,8 +43,11 @@ def shown(plan: TensorPlan, old: dict[str, str]) -> Any:
 
 
 def split_share(model: nn.Module, plan: TensorPlan, alone: Sequence[str] = ()) -> float:
-    """Of the parameters of linear maps and attentions, how many are split. alone: maps that no other one follows, for
-    which splitting would be a collective of its own beside the textbook's; they do not count."""
+    """Return the split share of the parameters of linear maps and attentions.
+
+    alone: maps that no other one follows, for which splitting would be a collective of its own beside the textbook's;
+    they do not count.
+    """
     split = {path for pair in plan.pairs for path in (*pair.columns, *pair.rows)} | set(plan.singles)
     split |= {pair.owner for pair in plan.pairs if pair.kind == "module"}
     whole = {p for p, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
@@ -81,7 +84,7 @@ def test_names_drawn_at_random_give_the_same_plan(names: tuple[str, ...]) -> Non
 
 
 class Unusual(nn.Module):
-    """f1 and f2 are its MLP, its heads stand in `h`; scores by hand."""
+    """A block whose MLP is f1 and f2, with its number of heads in `h`, and an attention written in several ways."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -107,7 +110,7 @@ class Unusual(nn.Module):
         return x + self.f2(F.silu(self.f1(x)))
 
     def attended(self, x: Tensor) -> Tensor:
-        """By sizes of all heads."""
+        """Attend with the sizes of all heads as constants."""
         q, k, v = (m(x).view(*x.shape[:2], 4, 8).transpose(1, 2) for m in (self.a, self.b, self.c))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
 

@@ -1,4 +1,4 @@
-"""A subclass of nn.Linear counts as a linear map by what it computes: it is split where its forward gives the same."""
+"""A subclass of nn.Linear is split only if its forward gives the same as a linear map."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Standardized(nn.Linear):
 
 
 class Detached(nn.Linear):
-    """The same numbers, and no gradient of its weight."""
+    """A map with the same numbers, and no gradient of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.detach() + 0 * self.weight, self.bias)

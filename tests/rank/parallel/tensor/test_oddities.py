@@ -1,4 +1,4 @@
-"""Models written in other ways: seen through, left whole with the reason, or refused; never silently different."""
+"""Models written in other ways are understood, left whole with the reason, or refused, and never silently different."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ALSO = ("lora, positions whole", "cross-attention, positions whole", "packed by 
 
 
 def ways(world: Any, also: bool) -> dict[str, tuple[float, float, tuple[str, ...]]]:
-    """also: those of ALSO, or all others."""
+    """Return what each way of writing a model gives. also: those of ALSO, or all others."""
     draw = torch.Generator().manual_seed(2)
     x = torch.randn(3, 16, WIDTH, generator=draw, dtype=torch.float64).requires_grad_()
     mask = torch.zeros(3 * HEADS, 16, 16, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Models as people write them, under names drawn at random: tp splits nearly all, and sends what the textbook sends."""
+"""In models as people write them, with random names, tp splits nearly everything, and sends what the textbook sends."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_of_the_parameters_of_matmuls_tp_splits_nearly_all(name: str) -> None:
     model, (value, _) = specimen.build().train(), specimen.batch(2)
     plan = plan_of(model, 2, None, prove(model, lambda: call(model, value), [2]))
 
-    # Of a DiT, no map follows those that modulate.
+    # In a DiT no map follows the ones that modulate.
     lists = [path for path, part in model.named_modules() if type(part) is nn.Sequential and len(part) == 2]
     assert len(lists) == (3 if name == "dit" else 0)
     assert split_share(model, plan, [f"{path}.1" for path in lists]) >= 0.95 and not plan.unproven
 
 
 def sent(name: str, blocks: int, seen: pytest.MonkeyPatch) -> Counter[str]:
-    """What one of two ranks issues in a step of the model with so many blocks."""
+    """Return the counts of what rank 0 of two issues in a step of the model with so many blocks."""
     specimen, issued, collective = PLAIN[name], Counter[str](), ThreadGroup._collective
     model, batch = specimen.build().train(), specimen.batch(2)
     layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))

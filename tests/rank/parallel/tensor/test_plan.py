@@ -1,4 +1,4 @@
-"""How a model is split is shown before anything is, and what does not divide is said with the numbers."""
+"""A plan shows how a model is split before anything is, and names what does not divide, with the numbers."""
 
 from __future__ import annotations
 

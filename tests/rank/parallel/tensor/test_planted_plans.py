@@ -1,4 +1,4 @@
-"""Wrong plans, put where a right one would be: the proof refuses each of them."""
+"""The proof refuses each of the wrong plans that stand here in the place of a right one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IDS = torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(0))
 
 
 class Gated(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """An MLP that computes down(silu(gate(x)) * up(x))."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Gated(nn.Module):
 
 
 class PackedGate(nn.Module):
-    """Gate and up behind one another."""
+    """A gated MLP whose gate and up stand one behind the other in one map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class PackedGate(nn.Module):
 
 
 class Past(MLP):
-    """What is between its maps goes past the last one too."""
+    """An MLP whose values between its maps also go past the last one."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.gelu(self.up(x))
@@ -56,14 +56,14 @@ class Past(MLP):
 
 
 class Twice(MLP):
-    """Adds the bias of its last map once more."""
+    """An MLP that adds the bias of its last map once more."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.down.bias
 
 
 class Shared(Model):
-    """What its MLPs compute between their maps goes into the loss."""
+    """A model whose output is scaled by what its MLPs compute between their maps."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)
@@ -84,7 +84,7 @@ def attention() -> nn.Module:
 
 
 def of_blocks(column: str, row: str, inner: int, widths: tuple[int, ...] | None = None, owner: str = "mlp") -> Any:
-    """The pair of each block, whatever it computes."""
+    """Return a plan that pairs maps in each block, whatever they compute."""
 
     def plant(pairs: list[Pair]) -> list[Pair]:
         each = []
@@ -99,7 +99,7 @@ def of_blocks(column: str, row: str, inner: int, widths: tuple[int, ...] | None 
 
 
 def changed(**fields: Any) -> Any:
-    """The pairs that are right, with something else in them: a value, or a function of the pair."""
+    """Return a plan of the right pairs with other fields: a value, or a function of the pair."""
 
     def plant(pairs: list[Pair]) -> list[Pair]:
         values = [{k: v(pair) if callable(v) else v for k, v in fields.items()} for pair in pairs]

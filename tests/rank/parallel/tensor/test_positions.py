@@ -1,4 +1,4 @@
-"""Hidden states in parts: what treats positions one by one runs on them as on the whole, and anything else gathers."""
+"""Operations that treat positions one by one run on parts of hidden states; all others gather the positions first."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def refused(world: Any) -> dict[str, str]:
     for name, (way, _) in REFUSED.items():
         part = double(B, T, D, seed=0).detach()[:, start:stop].clone().requires_grad_()
         try:
-            # In a model, more comes behind it.
+            # In a model more operations would follow.
             (way(PositionShard(part, group, T)) * 2).sum().backward()
             found[name] = f"trains, gradient {part.grad}"
         except TrainingError as error:
@@ -206,7 +206,7 @@ def test_ways() -> None:
 
 
 def wire(world: Any, names: list[str]) -> dict[str, Counter[str]]:
-    """Bytes that this rank hands to each operation in a forward and backward pass."""
+    """Count the bytes that this rank hands to each operation in a forward and backward pass."""
     axes = axes_of(world)
     sent: Counter[str] = Counter()
     delegating_group.listeners.append(lambda operation, label, num: sent.update({operation: num}))
@@ -254,7 +254,7 @@ class Skipping(nn.Module):
 
 
 class Bare(nn.Module):
-    """Gives its hidden states to whoever calls it."""
+    """A model that returns its hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ def crossing(world: Any) -> list[tuple[tuple[int, ...], tuple[int, ...], bool]]:
 
 
 def test_what_crosses_to_the_next_stage() -> None:
-    """A rank's positions, also where it has none; of a single one all ranks send the whole."""
+    """Each rank sends its positions, also if it has none. A single position is sent whole by all ranks."""
     for rank, found in enumerate(run_ranks(crossing, 3)):
         parts = [1, [1, 1, 0][rank], [3, 2, 2][rank]]
         assert found == [((1, part, D), (1, total, D), True) for part, total in zip(parts, (1, 2, 7), strict=True)]

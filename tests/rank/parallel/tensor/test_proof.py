@@ -1,4 +1,4 @@
-"""A split that was not run beside the whole is not made: whatever a forward does, training equals one process."""
+"""A split is only made after it ran beside the whole model, so training equals one process whatever a forward does."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(world: Any, names: Sequence[str]) -> dict[str, tuple[float, float, int, tuple[str, ...]]]:
-    """name -> (largest difference of a weight, of a loss, how many pairs were split, notes)."""
+    """Return {name: (largest difference of a weight, of a loss, how many pairs were split, notes)}."""
     found = {}
     for name in names:
         model, alone = built(name), built(name)
@@ -74,8 +74,8 @@ def trained(world: Any, names: Sequence[str]) -> dict[str, tuple[float, float, i
     return found
 
 
-# In a job, where the other proofs and the whole step look at a model too: of each kind of what stands between the maps
-# and of ties one, split and whole.
+# In a job the other proofs and the whole step look at a model too. Here is one of each kind of operation between the
+# maps, and of ties, split and whole.
 IN_A_JOB = (
     "softmax, deep", "one MLP twice", "three places",
 )  # fmt: skip
@@ -91,7 +91,7 @@ def test_a_sample_trains_in_a_job_as_on_one_process() -> None:
 
 
 def split(world: Any, names: list[str]) -> dict[str, tuple[float, float, int, tuple[str, ...]]]:
-    """name -> (largest difference of a gradient, of the loss, how many pairs were split, notes)."""
+    """Return {name: (largest difference of a gradient, of the loss, how many pairs were split, notes)}."""
     found = {}
     for name in names:
         plan = proven(built(name), IDS)
@@ -101,7 +101,7 @@ def split(world: Any, names: list[str]) -> dict[str, tuple[float, float, int, tu
     return found
 
 
-# Of sums, norms, orders and counts of features, of what is learned, of heads, memories, ties and positions: one each.
+# One each of: sums, norms, orders and counts of features, learned values, heads, memories, ties, and positions.
 SAMPLE = [
     "softmax, deep", "centring in place", "topk", "count", "four groups", "a learned slope", "batch norm",
     "beside its output, used", "one MLP twice", "norm of all", "talking heads", "a memory", "three places",
@@ -237,7 +237,7 @@ def test_a_job_warns_of_what_stays_whole_and_an_example_can_be_given() -> None:
     without, given, pairs = run_ranks(told, 2, timeout=120)[0]
 
     assert any("blocks.*.mlp" in text and "no example batch was there" in text for text in without)
-    # Data that cannot be divided is said in any case.
+    # A message says in any case that data cannot be divided.
     assert [text for text in given if "every rank reads all" not in text] == [] and pairs == 2
 
 

@@ -1,4 +1,4 @@
-"""Split over the tensor axis, also in stages of a pipeline, every gradient of every model is that of one process."""
+"""Every gradient of every model that is split over the tensor axis, also in stages, is that of one process."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_two_ranks() -> None:
         assert worst <= LIMIT, name
         assert loss <= LIMIT, name
     partial = {name: num for name, _, _, num, _ in answers[: len(MODELS)]}
-    # Norms and biases behind a row map, where positions are split; nothing where they cannot be.
+    # Norms and biases behind a row map have partial gradients if positions are split, and none if they cannot be.
     assert partial == {
         "gpt": 24, "gpt2_padded": 24, "llama_tied": 8, "qwen2": 8, "encoder": 24, "uneven": 60, "pairs": 0,
         "sequential": 0,
     }  # fmt: skip
     assert all(num == 0 for _, _, _, num, _ in answers[len(MODELS) :])
-    # What is split is most of the tensors: of Llama everything but the norms.
+    # Most tensors are split: all of Llama's but the norms.
     assert dict((name, cut) for name, _, _, _, cut in answers)["llama"] == 30
 
 
@@ -82,7 +82,7 @@ def dropping(name: str) -> nn.Module:
 
 
 def with_dropout(world: Any) -> list[tuple[str, float, float]]:
-    """(model, largest difference / largest gradient, how much the dropout changes the loss)."""
+    """Return (model, largest difference / largest gradient, how much the dropout changes the loss) for each model."""
     found = []
     for name, sequence, again in (
         ("gpt", True, True), ("gpt2_padded", True, False), ("gpt2_padded", False, True), ("encoder", True, False),
@@ -127,7 +127,7 @@ def test_the_same_elements_are_dropped() -> None:
 def staged(
     world: Any, name: str, sides: list[list[tuple[int, int]]], length: int = 16
 ) -> tuple[float, set[tuple[int, ...]]]:
-    """Runs the stages of all sides one after the other: (largest difference / largest gradient, shapes between)."""
+    """Run the stages of all sides in order. Return (largest difference / largest gradient, shapes between)."""
     spec = ZOO[name]
     model = spec.build(torch.float64)
     value, target = spec.batch(3, dtype=torch.float64)
@@ -185,6 +185,6 @@ def every(world: Any, runs: list[Any]) -> list[tuple[float, set[tuple[int, ...]]
 def test_stages(runs: list[Any]) -> None:
     for rank, found in enumerate(run_ranks(every, 2, runs, timeout=150)):
         assert all(worst <= 1e-12 for worst, _ in found)
-        # What does not divide, and a single position, which goes whole.
+        # 13 positions do not divide, and a single one is sent whole.
         lengths = {16: 8, 13: [7, 6][rank], 1: 1}
         assert [shapes for _, shapes in found] == [{(3, lengths[length], 32)} for _, _, length in runs]

@@ -1,4 +1,4 @@
-"""Logits in parts: losses run on them as on the whole, and what cannot gathers them, with the same gradient."""
+"""Losses run on parts of logits as on the whole. Other operations gather the logits, with the same gradient."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 
 def transposed(world: Any) -> list[str]:
-    """Each function against what it says: sums over ranks of (value x weight of the rank), and of its gradient."""
+    """Compare each function with what it says: sums over ranks of (value x weight of the rank), and of its gradient."""
     group = axes_of(world).group("tp")
     assert group is not None
     rank, size, total = group.rank(), group.size(), 7

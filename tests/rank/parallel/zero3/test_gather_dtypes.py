@@ -1,4 +1,4 @@
-"""ZeRO 3 under autocast: what only matrix products read travels in bf16, and no bit of the training changes."""
+"""ZeRO 3 under autocast sends weights that only matrix products read in bf16, and no bit of the training changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS = 4
 
 
 class Twice(Block):
-    """Its map is applied twice: torch's autocast casts it once, and sums both gradients in bf16."""
+    """A block that applies its map twice: torch's autocast casts it once, and sums both gradients in bf16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Tied(LM):
 
 
 class Asking(LM):
-    """Computes in the dtype that a weight says it has."""
+    """A model that computes in the dtype that a weight says it has."""
 
     def embed(self, ids: Tensor) -> Tensor:
         return super().embed(ids).to(self.blocks[0].mlp.up.weight.dtype)
@@ -78,7 +78,7 @@ Case = tuple[str, bool]
 
 
 def trained(job: Any, case: Case, weights: list[Tensor]) -> dict[str, Any]:
-    """Of three steps from `weights`: losses, weights, and the bytes sent in the last one, by operation."""
+    """Make three steps from `weights`. Return losses, weights, and the last step's bytes, sent and by formula."""
     strategy, recompute = case
     with torch.no_grad():
         for p, value in zip(job.model.parameters(), weights, strict=True):
@@ -100,7 +100,7 @@ def trained(job: Any, case: Case, weights: list[Tensor]) -> dict[str, Any]:
     job.forget_estimates()
     terms = job.cost_model().terms(job.strategy)
     formula = sum(term.given for term in terms[0] if term.op == "all_gather") if terms else 0.0
-    # By hand, without autocast, weights are there as they are; under evaluation, as in a step.
+    # A call by hand has no autocast and sees the weights in their own dtype. An evaluation sees them as in a step.
     with torch.no_grad():
         losses.append(float(job.model(BATCHES[0][0]).sum()) if strategy == "zero3" else 0.0)
     with job.sharded_model.evaluating(autocast=True):
@@ -154,7 +154,7 @@ def test_no_bit_changes_and_half_the_bytes_are_gathered(
             gathered = [each["sent"].pop("all_gather") for each in (cast, whole)]
             for op in ("reduce_scatter", "send"):  # gradients are summed in float32
                 assert cast["sent"][op] == whole["sent"][op], case
-            # Two ranks, which give half each: for forward and backward, or once the half of the blocks.
+            # Two ranks give half each. They gather all blocks for forward and backward, or half of the blocks once.
             passes = 2 if case[0] == "zero3" else 1 / 2
             assert gathered[1] - gathered[0] == pytest.approx(passes * 2 * size / 2, rel=0.01), case
             if case[0] == "zero3":

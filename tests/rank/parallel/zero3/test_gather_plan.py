@@ -94,7 +94,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 CHANGED = {"clamped in forward": doing(in_place), "an embedding with max_norm": renormed}
 SWITCHED = ("nanoGPT", "a tied LSTM", "a penalty on the weights of blocks", "weights in a list")
-# Of each way to gather one: with the whole model, around several blocks, twice, ahead, by name, by a parametrization.
+# One of each way to gather: with the whole model, around several blocks, twice, ahead, by name, by a parametrization.
 SAMPLE = ("a penalty on the weights of blocks", "a block's weight in another layer", "weights in a list",
           "some blocks twice", "recomputed in one segment", "a gradient in forward", "weight_norm")  # fmt: skip
 REST = tuple(name for name in MODELS if name not in SAMPLE)
@@ -142,7 +142,7 @@ UNSEEN = {
 }
 
 
-# Of those that are equal and of each reason one.
+# Some that are equal, and one for each reason of a refusal.
 WATCHED = ("nanoGPT", "one block three times", "a penalty on the weights of blocks", "weights that blocks return",
            "a block frozen and thawed in forward", "all blocks twice", "backwards", "recomputed in one segment",
            "an embedding with max_norm")  # fmt: skip
@@ -176,7 +176,7 @@ def test_weights_that_a_list_holds_too_are_followed_by_every_strategy() -> None:
 
 
 def later(world: Any) -> list[Any]:
-    """A job with a model that begins to use a weight after some steps; and what its module shows meanwhile."""
+    """Train a model that begins to use a weight after some steps, and look at what its module shows meanwhile."""
     watch: dict[str, bool] = {}
 
     def how(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -246,7 +246,7 @@ def test_the_plan_gathers_as_much_as_it_can_one_block_at_a_time() -> None:
     assert plan_of(doing(penalty)).units == blocks
     assert plan_of(doing(penalty)).rooted == {f"{block}.mlp.up.weight" for block in blocks}
     assert plan_of(doing(penalty_of_all)).units == ()
-    # What is recomputed in one segment is gathered ahead.
+    # Blocks that are recomputed in one segment are gathered ahead.
     assert plan_of(doing(in_one_segment)).units == blocks and plan_of(doing(in_one_segment)).ahead == 2
     assert plan_of(doing(in_place)).refused is not None
     assert "called 3 times" in " ".join(plan_of(Albert).notes)
@@ -272,6 +272,6 @@ def test_check_says_the_same_without_ranks() -> None:
     assert nbkit.check(built(NanoGPT), "zero3", batch, 2).ok
     refused = nbkit.check(built(renormed), "zero3", batch, 2)
     assert not refused.ok and "'wte.weight' in place" in str(refused)
-    # Each replica would scale down the rows that it has looked up itself.
+    # Each replica would scale down only the rows that it has looked up itself.
     alike = nbkit.check(built(renormed), "ddp", batch, 2)
     assert not alike.ok and "update of 'wte.weight'" in str(alike)

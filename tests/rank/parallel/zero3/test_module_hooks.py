@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks behind an inlet; `how` says what is done with them."""
+    """A model of blocks behind an inlet; `how` says what is done with them."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def built(how: str) -> Net:
 
 
 def gap(axis: DataAxis, net: nn.Module) -> float:
-    """How far the gradients are from those that `net` has."""
+    """Return the largest difference of the gradients from those of `net`."""
     off = 0.0
     for name, p in net.named_parameters():
         found, layout = axis.held[name].grad, axis.layouts[name]
@@ -180,7 +180,7 @@ class Wrapper(nn.Module):
 
 
 def wrapped(world: Any) -> list[float]:
-    """As adapters do it: a model in a wrapper in a wrapper, called at any of the three."""
+    """Return the gaps of a model in a wrapper in a wrapper, as adapters make it, called at any of the three."""
     rank, ranks = world.place.rank, world.place.world_size
     net = reference("", ranks)
     module, axis = prepared(world, Wrapper(Wrapper(net)), units=lambda module: list(module.inner.inner.blocks))
@@ -194,7 +194,7 @@ def wrapped(world: Any) -> list[float]:
         found.append(gap(axis, Wrapper(Wrapper(net))))
         for p in axis.held.values():
             p.grad = None
-    # A block by itself, as when somebody looks into a model: on every rank alike.
+    # Every rank calls a block by itself, as somebody who looks into a model may.
     with torch.no_grad():
         alone = module.inner.inner.blocks[1](data(0)[0])["y"]
         assert all(p is axis.held[name] for name, p in module.named_parameters())
@@ -208,7 +208,7 @@ def test_a_wrapped_model_may_be_called_at_any_depth() -> None:
 
 
 def pipelined(world: Any) -> list[Any]:
-    """All forwards before all backwards, the order of a pipeline."""
+    """Run all forwards before all backwards, the order of a pipeline."""
     rank, ranks = world.place.rank, world.place.world_size
     found: list[Any] = []
     for keep in (True, False):
@@ -229,7 +229,7 @@ def pipelined(world: Any) -> list[Any]:
             found += [gap(axis, reference("", ranks, 3)), heard.count("all_gather"), heard.count("reduce_scatter")]
         delegating_group.listeners.clear()
         axis.begin_again()
-        # Left in the middle of everything, the next step is right.
+        # After a step that was left in the middle, the next step is right.
         step(axis, module, rank)
         found.append(gap(axis, reference("", ranks)))
     return found
@@ -242,7 +242,7 @@ def test_a_pipelines_order_gathers_once_and_a_broken_step_leaves_nothing() -> No
 
 
 def lively(world: Any) -> dict[int, Any]:
-    """Frozen and thawed between steps, at the module as a user does it; evaluated in the middle of a step."""
+    """Freeze and thaw weights between steps at the module, as a user does, and evaluate in the middle of a step."""
     rank, ranks = world.place.rank, world.place.world_size
     found = {}
     net = built("")

@@ -1,4 +1,4 @@
-"""What ZeRO holds at rest and while it computes, and what it sends, are what the paper says."""
+"""ZeRO holds and sends what the paper says, at rest and while it computes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Stack(nn.Module):
 
 
 def num_bytes() -> int:
-    """Of all storages that tensors of this process have."""
+    """Return the bytes of all storages of tensors of this process."""
     gc.collect()
     found = {}
     for thing in gc.get_objects():
@@ -117,7 +117,7 @@ def test_bytes_at_rest_and_on_the_wire(by_zero: tuple[int, list[dict[str, Any]]]
     for zero, found in enumerate(measurements):
         formula = [16, 8 + 8 / n, 4 + 12 / n, 16 / n][zero]
         assert found["per parameter"] == pytest.approx(formula, rel=0.005), zero
-        # all_reduce and reduce_scatter are told with what goes in whole, all_gather with this rank's part.
+        # all_reduce and reduce_scatter report their whole input, all_gather this rank's part.
         volume = 4 * found["parameters"]
         told = {op: sum(b for o, b in found["sent"] if o == op) for op in {o for o, _ in found["sent"]}}
         if zero == 0:
@@ -138,7 +138,7 @@ def test_messages_go_while_backward_runs_and_zero_3_has_few_blocks_whole(by_zero
     # When a block of forward is done, the next one is on its way.
     assert measurements[3]["by then"][:LAYERS] == [min(i + 3, LAYERS + 1) for i in range(LAYERS)]
     assert forward == LAYERS + 1
-    # Every gather and all reductions but that of the root, which waits for `finish`.
+    # All gathers are issued by then, and all reductions but that of the root, which waits for `finish`.
     assert backward == all_of_it - 1
-    # In forward and in backward: the block that runs, and never more than the one beside it.
+    # At most two blocks are whole, in forward and in backward: the one that runs, and one beside it.
     assert len(measurements[3]["opened"]) == 2 * LAYERS and max(measurements[3]["opened"]) <= 2

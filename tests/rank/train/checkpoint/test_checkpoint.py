@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and what goes on from it is the training that was saved."""
+"""A checkpoint is complete or not there, and a training that is resumed from it is the one that was saved."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def resumed(world: Any, folder: Path) -> list[Any]:
         torch.equal(flat(whole.model), flat(second.model)),
         [r["step"] for r in records],
         second.lr,
-        # Saved three times; of each rank one file is left, and what names them.
+        # After three saves one file of each rank is left, and the metadata that names them.
         sorted(p.name.partition("_")[2] or p.name for p in saved.iterdir()),
     ]
 
@@ -66,7 +66,7 @@ def resumed(world: Any, folder: Path) -> list[Any]:
 def test_a_resumed_training_is_bit_for_bit_the_one_that_went_on(tmp_path: Path) -> None:
     for found in run_ranks(resumed, 2, tmp_path, timeout=120):
         assert found[:3] == [True, True, [5, 6, 7, 8]]
-        # Set when the factor of the second step, 1/2, stood.
+        # The rate was set while the factor of the second step, 1/2, was in force.
         assert found[3] == pytest.approx(0.05 * 2 / 8)
         assert found[4] == [".metadata", "0_0.distcp", "1_0.distcp"]
 
@@ -107,7 +107,7 @@ def in_groups(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def load_and_compare(path: Path, **changed: Any) -> None:
-    """What refuses a checkpoint has taken nothing of it."""
+    """Load a checkpoint that is refused, and assert that nothing of it was taken."""
     trainer = quiet(**changed)
     before = flat(trainer.model)
     try:
@@ -142,7 +142,7 @@ def refused(world: Any, folder: Path) -> list[str]:
         (folder / "a file").write_bytes(b"")
     before = contents(folder / "good")
     messages = []
-    # A history that rank 0 cannot write: the checkpoint of before must survive.
+    # Rank 0 cannot write this history; the checkpoint before must survive.
     trainer.job.ledger.records.append({"step": lambda: None})
     for act in (
         lambda: trainer.save(folder / "good"),
@@ -185,7 +185,7 @@ def test_what_cannot_be_written_or_read_is_said_on_every_rank_and_the_old_one_st
 
 
 def killed(world: Any, folder: Path, where: str) -> None:
-    """A rank is gone in the middle of its second save: while it writes, or when all is written but the last rename."""
+    """Kill a rank in the middle of its second save: while it writes, or when all is written but the last rename."""
     from nbkit.rank.train.checkpoint import dcp_io
 
     trainer = quiet(optimizer=adamw)
@@ -270,7 +270,7 @@ def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path: Path) -> None:
 
 
 class Odd(torch.nn.Module):
-    """Weights and buffers that lie in memory otherwise than row after row, of many types and shapes."""
+    """A model with weights and buffers of many types and shapes, whose memory is not ordered row after row."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A checkpoint that a thread writes is that of its step, whatever is trained meanwhile; the newest one is found."""
+"""A checkpoint that a thread writes is that of its step, whatever trains meanwhile; the newest one is found."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def test_a_checkpoint_written_beside_the_training_is_that_of_its_step(tmp_path: 
     first, second = run_ranks(beside, 2, tmp_path, timeout=120)
 
     for each in (first, second):
-        # The steps after it were made while it waited to be written; the next save waits for it.
+        # Steps went on while the first save waited to be written; the next save waits for it.
         order = each["order"]
         assert order.index(3) < order.index("written") < order.index("step-2") < order.index("step-4")
         assert each["kept"] == ["step-10", "step-8"] and each["last"] == (str(tmp_path / "kept" / "step-10"), 10)
-        # The save at step 6 failed on one rank, and the one of step 10 is damaged: it is the one of step 8.
+        # The save at step 6 failed on one rank, and the one of step 10 is damaged, so training resumes from step 8.
         assert each["resumed"] == [9, 10, 11, 12] and each["same"] == (True, True)
     assert second["printed"] == ""
     said = [" ".join(line.split()) for line in first["printed"].split("\r")[1:]]

@@ -1,4 +1,4 @@
-"""A manifest that somebody wrote to do harm, all checksums right: refused before anything is allocated or changed."""
+"""A harmful manifest with right checksums is refused before anything is allocated or changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint from elsewhere, damaged or harmful: refused in a sentence, and the training goes on as it was."""
+"""A damaged or harmful checkpoint is refused in a sentence, and the training goes on as it was."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METADATA = "torch.distributed.checkpoint.metadata"
 
 
 def call(module: str, name: str, *args: bytes | str) -> bytes:
-    """A pickle that calls `name` of `module`, dots in it followed, as protocol 4 allows."""
+    """Return a pickle that calls `name` of `module`. Dots in the name are followed, as protocol 4 allows."""
 
     def text(word: str) -> bytes:
         return b"\x8c" + bytes([len(word.encode())]) + word.encode()
@@ -38,7 +38,7 @@ def call(module: str, name: str, *args: bytes | str) -> bytes:
 
 
 def pickles(canary: Path) -> dict[str, bytes]:
-    """What a reader of pickles would make `canary` for."""
+    """Return harmful pickles. Most of them make `canary` in a reader that does what they say."""
     touch = f"touch {canary}"
     python = f"__import__('os').mkdir({str(canary)!r})"
     return {
@@ -70,7 +70,7 @@ def harmful_pickles(folder: Path) -> dict[str, Callable[[Path], Any]]:
             (path / ".metadata").write_bytes(harm + (path / ".metadata").read_bytes())
 
         def among(path: Path, harm: bytes = harm) -> None:
-            # In the place of what describes a tensor, in each data file.
+            # The pickle replaces the description of a tensor in each data file.
             for file in data_files(path):
                 content = file.read_bytes()
                 at = content.index(b"\x80\x02ctorch._utils")
@@ -79,7 +79,7 @@ def harmful_pickles(folder: Path) -> dict[str, Callable[[Path], Any]]:
         found |= {f"{name}, alone": whole, f"{name}, in front": in_front, f"{name}, in the data": among}
 
     def inside(path: Path) -> None:
-        # As torch's own Metadata, with a value that does harm among what is no tensor.
+        # This is torch's own Metadata, with a harmful value among those that are no tensors.
         metadata = pickle.loads((path / ".metadata").read_bytes())
         metadata.planner_data = {"nbkit": pickles(canary)["dotted"]}
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -104,7 +104,7 @@ def damages(folder: Path) -> dict[str, Callable[[Path], Any]]:
         make(path)
 
     def elsewhere(path: Path, name: str) -> None:
-        # What torch reads of it names a file outside of the directory, with the same bytes in it.
+        # The metadata that torch reads names a file outside of the directory, which has the same bytes.
         metadata = pickle.loads((path / ".metadata").read_bytes())
         for info in metadata.storage_data.values():
             info.relative_path = name.format(info.relative_path)
@@ -153,7 +153,7 @@ def test_flipped_bytes_are_refused_or_change_nothing(tmp_path: Path, times: int)
 
 
 def seen_by_one(world: Any, folder: Path) -> list[str]:
-    """Each rank has a disk of its own, and the one of rank 1 is damaged, or holds an older checkpoint."""
+    """Load from a disk of each rank's own. That of rank 1 is damaged, or holds an older checkpoint."""
     trainer, found = quiet(optimizer=adamw), []
     for name in ("old", "new"):
         trainer.fit(1)

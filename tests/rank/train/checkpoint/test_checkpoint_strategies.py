@@ -1,4 +1,4 @@
-"""Saved under one strategy, loaded under another and on another number of ranks, read by plain torch."""
+"""Checkpoints of one strategy are loaded under another and on other numbers of ranks, and read by plain torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nbkit.tensor_layout import Layout
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 
-# What a rank holds: parts of what is flat, which another holds too; parts of tensors, and layers.
+# A rank holds flat parts, which another rank holds too; or parts of tensors, and layers.
 THROUGH = ("hsdp", "tp=2 pp=2 schedule=zbv")
 ELSEWHERE = {2: "zero3", 1: "ddp"}
 STEPS = len(THROUGH)
@@ -61,7 +61,7 @@ def one_process(world: Any) -> list[float]:
 
 
 def led_through(world: Any, folder: Path) -> list[bool]:
-    """Each strategy makes one step, from the checkpoint of the one before; the weights of both are the same bits."""
+    """Make a step under each strategy from the checkpoint before. Return whether both have the same bits."""
     same, before = [], None
     for number, strategy in enumerate(THROUGH):
         current = trainer(strategy)
@@ -116,7 +116,7 @@ def test_any_strategy_and_any_number_of_ranks_goes_on_from_any_checkpoint(
     assert torch.equal(plain["weight/tokens.weight"], whole["head.weight"])
     assert plain["exp_avg/tokens.weight"].shape == (33, 8)
 
-    # As in the process of its own that the command starts.
+    # The command starts a process of its own; this runs the same module here.
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path), exported])
     monkeypatch.delitem(sys.modules, "nbkit.rank.train.checkpoint.export_safetensors", raising=False)
     with pytest.raises(SystemExit, match="could not be exported"):

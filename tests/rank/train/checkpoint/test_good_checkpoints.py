@@ -1,4 +1,4 @@
-"""Checkpoints are of exactly the run that is named, readable by all ranks that load them, and of finite weights."""
+"""Checkpoints belong to exactly the named run, can be read by all ranks that load them, and have finite weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbkit.errors import NotFinite, TrainingError
 pytestmark = pytest.mark.usefixtures("known_to_be_right")
 
 NAMES = ["gpt-zero3", "gpt", "exp[1]", "a/../b", "new\nline", "lr=1e-3 $(x); 'y'", "größe", "-rf", "..", "*", "n" * 300]
-"""No two of these are taken for each other."""
+"""Names of runs. No two of them are taken for each other."""
 
 
 def named(world: Any, runs: Path) -> list[Any]:
@@ -88,7 +88,7 @@ def test_a_save_that_other_ranks_could_not_read_is_an_error_at_once_and_leaves_n
 
 
 class Spoiled(nn.Module):
-    """Its output at a row of zeros is finite, and its gradient is not."""
+    """A model whose output at a row of zeros is finite, and whose gradient is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def spoiled(world: Any, folder: Path, strategy: str) -> dict[str, Any]:
     }
     if strategy == "zero3":
         asked["optimizer"] = adam
-    # Else there is one tensor, which rank 0 writes: rank 1 has nothing to write.
+    # With SGD there is only one tensor, which rank 0 writes: rank 1 has nothing to write.
     trainer = quiet(**asked, checkpoints=nbkit.Checkpoints(every=1, path=folder / "auto"))
     told: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()) as printed:

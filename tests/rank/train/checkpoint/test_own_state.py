@@ -1,4 +1,4 @@
-"""A state dict that the model's own hooks and extra state make: as that of the plain model in one process."""
+"""A state dict with the model's own hooks and extra state equals that of the plain model in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STRATEGIES = ["ddp", "zero3", "dp=1 tp=2", "pp"]
 
 
 class Block(nn.Module):
-    """Has a version and a tensor beside its weights, and renames one of these."""
+    """A block that stores a version and a tensor beside its weights, and renames a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def named_back(state: Any, prefix: str, *_: Any) -> None:
 
 
 class Net(nn.Module):
-    """Writes its head as two halves, and what a hook computes from another part."""
+    """A model that stores its head as two halves, and a norm that a hook computes from another part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def trainer_of(strategy: str) -> Any:
 
 
 def gathered(world: Any, folder: Path) -> list[Any]:
-    """Of each strategy what is gathered, what a loaded job gathers, and what the export of it says."""
+    """Return for each strategy the gathered state, that of a job that loaded it, and the error of its export."""
     from nbkit.rank.train.checkpoint.export_safetensors import export  # at the top it would take each worker a second
 
     found: list[Any] = []

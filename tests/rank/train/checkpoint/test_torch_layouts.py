@@ -103,7 +103,7 @@ def trainer(strategy: str) -> Trainer:
 
 
 def there_and_back(world: Any, folder: Path) -> dict[str, list[float]]:
-    """Losses of the steps after STEPS, by who made them."""
+    """Return the losses of the steps after STEPS, by who made them."""
     import torch.distributed.checkpoint as dcp
 
     from nbkit.rank.train.checkpoint.torch_layouts import convert

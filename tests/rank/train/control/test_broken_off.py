@@ -1,4 +1,4 @@
-"""What an error, an interrupt or an aborted reduction leaves behind: the next training is right, or it says why not."""
+"""After an error, an interrupt or an aborted reduction, the next training is right, or it says why not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbkit.rank.world import sockets
 
 
 def interrupt_at(call: int) -> Any:
-    """A loss function that is interrupted in its `call`-th call of a training; before one, a rank may try it out."""
+    """Return a loss that is interrupted in its `call`-th call of a training. Earlier trial calls do not count."""
     calls: list[int] = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -41,12 +41,12 @@ def called_back(world: Any) -> list[int]:
 
 
 def test_after_an_error_no_callback_runs_on_a_rank_that_may_be_alone() -> None:
-    """One that communicates would wait for ranks that are elsewhere, and hide the error."""
+    """A callback that communicates would wait for ranks that are elsewhere, and hide the error."""
     assert run_ranks(called_back, 2) == [[1, 2, 3, 3]] * 2
 
 
 class Unreduced:
-    """torch.distributed, with an all-reduce whose sum never arrives: an aborted nccl one, as the host sees it."""
+    """A torch.distributed whose all-reduce never brings the sum, as the host sees it when nccl aborts one."""
 
     def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return dist.all_reduce(tensor.clone(), *args, **kwargs)
@@ -62,7 +62,7 @@ def poisoned(world: Any, on: tuple[int, ...], read_late: bool) -> dict[str, Any]
         buckets.dist = Unreduced()  # type: ignore[assignment]
     ledger = trainer.job.ledger
     if read_late:
-        # As on a GPU, where the host is a step ahead of what it has read.
+        # On a GPU the host is a step ahead of what it has read.
         ledger.check = lambda pending: pending.reduction.read()
     found: dict[str, Any] = {}
     try:
@@ -137,7 +137,7 @@ def apart_in_the_first_step(world: Any) -> list[float]:
     trainer = quiet(data=points(40))
     trainer.fit(1)
     if world.place.rank == 1:
-        # Interrupted before it followed rank 0's order of gradients; rank 0 had done so.
+        # Rank 1 was interrupted before it followed rank 0's order of gradients.
         trainer.job.training_step.begin_again()
         trainer.job.integrity.broken_off = True
     trainer.fit(3)
@@ -151,7 +151,7 @@ def test_ranks_interrupted_around_the_end_of_the_first_step_send_the_same_bucket
 
 
 def in_the_last_backward(world: Any) -> list[float]:
-    """The first stage breaks off in its last backward pass of step 3, long after the last one is through."""
+    """Break off on the first stage in its last backward pass of step 3, long after the last stage is through."""
     trainer = quiet(
         strategy="pp microbatches=4", data=points(40), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
     )

@@ -1,4 +1,4 @@
-"""A pause: all ranks stand at one boundary, serve what comes, and go on or stop together."""
+"""In a pause all ranks stand at one boundary, serve requests, and go on or stop together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nbkit.rank.train.control import step_boundary
 
 
 def _ask(trainer: Any, rank: int, sign: Path, seen: list[tuple[str, int, bool]], alone: list[bool]) -> None:
-    """As requests arrive: from another thread, at each rank at its own time. From the pause on, in this order."""
+    """Post requests from a thread, at each rank at its own time. From the pause on they come in this order."""
 
     def once(ready: Callable[[], bool], number: int, kind: str) -> None:
         while not ready():

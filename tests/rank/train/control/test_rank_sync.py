@@ -1,4 +1,4 @@
-"""What has to be equal on all ranks, and is not, is named on every one of them, and nothing trains apart."""
+"""A value that has to be equal on all ranks, and is not, is named on every one of them, and nothing trains apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nbkit.rank.train.control import rank_sync
 
 
 class Scaled(nn.Module):
-    """Has a tensor in an attribute that each rank draws."""
+    """A model with an attribute that holds a tensor, which each rank draws."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from nbkit.rank.train.control import step_boundary
 
 
 class Interruptible(torch.optim.AdamW):
-    """Raises in its third step, on the ranks that are told to."""
+    """AdamW that spoils a weight and raises in its third step, on the ranks that are told to."""
 
     when: str = ""
 
@@ -41,7 +41,7 @@ def interrupted_until(world: Any) -> dict[str, Any]:
 
 
 def interrupted(world: Any, within: tuple[int, ...], **again: int) -> dict[str, Any]:
-    """Ranks in `within` break off inside their third optimizer step, the others right after it."""
+    """Break off inside the third optimizer step on ranks in `within`, and right after it on the others."""
     rank = world.place.rank
     Interruptible.when = "within" if rank in within else ""
 
@@ -101,7 +101,7 @@ def broken_in_forward(world: Any) -> list[Any]:
         calls: list[int] = []
 
         def loss(output: torch.Tensor, target: torch.Tensor, calls: list[int] = calls) -> torch.Tensor:
-            # Of a rank's rows: before the first step it is called on fewer, to look at it.
+            # Only whole shares count: before the first step the loss is called on fewer rows, to look at it.
             calls.extend([1] * (step_boundary.training() is not None and len(output) == 4))
             if len(calls) == 3:
                 raise KeyboardInterrupt
@@ -141,5 +141,5 @@ def gone(world: Any) -> list[bool]:
 
 
 def test_a_trainer_that_is_dropped_gives_its_memory_back() -> None:
-    """In a notebook the cell that builds a Trainer is run again and again."""
+    """A notebook runs the cell that builds a Trainer again and again."""
     assert run_ranks(gone, 2) == [[True, True]] * 2

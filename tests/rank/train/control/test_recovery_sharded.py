@@ -1,4 +1,4 @@
-"""After an interrupt that ranks met at different places, where each holds only a part: whole again, or it says so."""
+"""Ranks that each hold a part are whole again after an interrupt at different places, or they say that they are not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def deep() -> nn.Module:
 
 
 class Interruptible(torch.optim.AdamW):
-    """Raises in its third step, with weights half updated, on ranks that are told to."""
+    """AdamW that raises in its third step, with weights half updated, on the ranks that are told to."""
 
     within = False
 
@@ -44,7 +44,7 @@ class Interruptible(torch.optim.AdamW):
 
 
 def interrupted(world: Any, cases: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> list[dict[str, Any]]:
-    """Of step 3, ranks in `within` break off inside the optimizer's, those in `before` before it, others after it."""
+    """Break off in step 3: ranks in `within` in the optimizer, those in `before` before it, others after it."""
     Interruptible.within = False
     expected = quiet(model=deep, optimizer=Interruptible, strategy="ddp", clip_norm=1e9)
     expected.fit(STEPS)
@@ -96,7 +96,7 @@ def test_what_another_rank_holds_too_makes_the_ranks_whole_and_what_none_holds_i
     cases: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = [
         ("hsdp shard=2", (0,), ()),
         ("dp=2 pp=2", (2,), ()),
-        # Only rank 0 has made the third step: its stage alone is not all. Of the second one, all is there.
+        # Only rank 0 has made the third step, and its stage alone is not the whole model. The second step is complete.
         ("dp=2 pp=2", (), (1, 2, 3)),
         ("zero3", (1,), ()),
         ("pp microbatches=4", (1,), ()),

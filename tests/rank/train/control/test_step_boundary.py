@@ -47,7 +47,7 @@ def test_a_stop_that_arrives_apart_stops_all_ranks_after_the_same_step() -> None
     found = run_ranks(stopped_when_posted_apart, 3)
 
     assert all(one == found[0] for one in found)
-    # Rank 2 hears of it while it reads step 8, at the boundary after it: step 9 tells the others, and all act.
+    # Rank 2 hears of the stop while it reads step 8, at the boundary after it. Step 9 tells the others, and all act.
     assert found[0]["step"] == 9
     assert found[0] == found[0] | {"raised": True, "idle": True, "after": [10, 11], "sum": 3.0}
     assert [r["step"] for r in found[0]["history"]] == list(range(1, 10))
@@ -99,12 +99,12 @@ def stopped_while_saving(world: Any) -> list[Any]:
 
 
 def test_a_training_that_saves_every_step_can_be_stopped() -> None:
-    """save() reads the numbers, and with them that all ranks hold a request."""
+    """save() reads the numbers of the step, which also say that all ranks hold a request."""
     assert run_ranks(stopped_while_saving, 2) == [[True, ["seen"]]] * 2
 
 
 def reached_one_rank(world: Any) -> list[Any]:
-    """One request reaches rank 1 alone; one, in a pause, rank 0; and a stop rank 0 while steps are made."""
+    """Send a request to rank 1 alone, one to rank 0 in a pause, and a stop to rank 0 while steps are made."""
     step_boundary.SHARE_SECONDS = 0.02
     rank, seen = world.place.rank, list[Any]()
 
@@ -128,7 +128,7 @@ def reached_one_rank(world: Any) -> list[Any]:
 
 
 def test_a_request_that_reached_some_ranks_only_acts_on_all() -> None:
-    """As where it was sent to a process that died, or a message was lost: all later ones would wait behind it."""
+    """A process may have died, or a message may be lost. All later requests would wait behind this one."""
     found = run_ranks(reached_one_rank, 2)
 
     assert found[0] == found[1]
@@ -145,10 +145,10 @@ def posted_too_late(world: Any) -> dict[str, Any]:
     if world.place.rank == 0:
         step_boundary.inbox.post(1, "stop")
     trainer.fit(5)
-    # Late on the other rank, and of the training before: ignored.
+    # This stop was for the training before, and comes late on the other rank: it is ignored.
     step_boundary.inbox.post(1, "stop")
     trainer.fit(5)
-    # Of the running training, but on one rank alone until it ends.
+    # This request is for the running training, but only one rank has it until the training ends.
     trainer._callbacks = (lambda _, record: step_boundary.inbox.post(2, "cell") if world.place.rank == 1 else None,)
     trainer.fit(3)
     return {"steps": trainer.step, "unserved": unserved}

@@ -1,4 +1,4 @@
-"""A plan of switches does what a hand does between two steps, and what it cannot do is said before any step."""
+"""A plan of switches acts like switches by hand between two steps. Errors in it are named before any step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refusal(*, told: bool = False, **settings: Any) -> str:
 
 
 class Lookahead(torch.optim.SGD):
-    """Slow weights in a list, which the first step makes."""
+    """SGD with slow weights in a list, which the first step makes."""
 
     slow: list[Tensor] | None = None
 
@@ -40,7 +40,7 @@ class Lookahead(torch.optim.SGD):
 
 
 class Recurring(nn.Module):
-    """Rows of a batch depend on each other, which no pipeline's micro-batches keep."""
+    """A model whose rows depend on each other, which micro-batches of a pipeline cannot keep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def planned_and_by_hand(world: Any, folder: Path) -> dict[str, Any]:
 
     planned = quiet(strategy="zero1", switches=folder / "plan.json")
     planned.fit(5)
-    # Taken up again in the middle: what the plan says of the steps before is in force.
+    # Resume in the middle: the plan's strategy for the steps before is in force.
     again = quiet(switches={2: "zero3", 7: "ddp"})
     again.load(folder / "saved")
     again.fit(3)
@@ -114,7 +114,7 @@ def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_a_switch_that_is_broken_off_is_due_again_on_every_rank() -> None:
-    """A lack of memory on another rank, say, breaks it off on those that have begun it; all begin it again together."""
+    """Lack of memory on another rank may break off the switch on ranks that have begun. All begin again together."""
     plan = SwitchPlan({3: "tp", 5: "zero3", 9: "ddp"})
 
     assert [plan.due(2), plan.due(5), plan.due(5)] == [None, "zero3", "zero3"]

@@ -1,4 +1,4 @@
-"""What the formulas say that a step sends is what telemetry counts of it, by operation and axis, under every family."""
+"""The formulas say what telemetry counts: what a step sends by operation and axis, under every family."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def trainer(**changed: Any) -> Trainer:
 
 
 def sent_in_a_step(job: Trainer) -> dict[tuple[str, str], tuple[float, float]]:
-    """(operation, axis) -> (calls, bytes) of a step: two steps less one, so that what a run says is in neither.
+    """Return {(operation, axis): (calls, bytes)} of a step: two steps less one, so that what a run says is in neither.
 
-    Without the empty messages by which the stages of a pipeline meet.
+    The empty messages by which the stages of a pipeline meet are left out.
     """
     found: dict[tuple[str, str], list[float]] = {}
     for steps, sign in ((1, -1.0), (2, 1.0)):
@@ -89,7 +89,7 @@ def test_bytes_of_every_operation_and_axis_are_what_is_measured() -> None:
                 into[1] += size
         assert sorted(measured) == sorted(predicted), text
         for (op, axis), (calls, size) in measured.items():
-            # Beside gradients and parameters travel a canary and counts, and the parts of 53 small tensors begin at
+            # A canary and counts travel beside gradients and parameters, and the parts of 53 small tensors begin at
             # multiples of 16 bytes in each rank's row.
             rest = 4 * 4 * 16 * 53 if axis in ("dp", "shard", "replicate") else 0
             assert 0 <= size - predicted[op, axis].bytes <= rest, (text, op, axis)

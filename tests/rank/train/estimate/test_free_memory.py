@@ -1,4 +1,4 @@
-"""How much memory a rank can still take, by the machine, by its cgroups, and by a limit of its own."""
+"""The memory that a rank can still take, by the machine, by its cgroups, and by a limit of its own."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_limit_of_its_own_counts_from_what_the_rank_holds(monkeypatch: pytest.
 
 
 def room_beside(job: Any, spare: int) -> bool:
-    """Whether a step has room where `spare` bytes are left, whatever else this machine does."""
+    """Return True if a step has room where `spare` bytes are left, whatever else this machine does."""
     with pytest.MonkeyPatch.context() as patch:
         for one in ("of_machine", "of_cgroups"):
             patch.setattr(host_memory, one, lambda: None)

@@ -1,4 +1,4 @@
-"""A plan of a module says what the plan of its formulas says, and of other models what was seen of them."""
+"""The figures of a module that is run equal those of its formulas; for other models they come from the run alone."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_multiplications_are_counted_on_what_each_axis_leaves() -> None:
     formula = GPTPieces(CONFIG)
     assert look.flops(1, 1) == formula.flops()
     assert look.flops(2, 1) == formula.flops() / 2
-    # Of each piece too, the head with the last: what its pipeline is cut by.
+    # The costs of the pieces agree too, the head being part of the last: a pipeline is cut by them.
     assert look.costs() == pytest.approx([2 * CONFIG.block * cost for cost in formula.costs()])
     assert look.costs()[-1] > 1.1 * look.costs()[0]
     for text in ("pp=2", "pp=4", "pp=2 schedule=zbv"):

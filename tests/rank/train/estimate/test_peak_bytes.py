@@ -1,4 +1,4 @@
-"""What a rank is predicted to hold at the peak of a step is what its live storages come to, counted as it trains.
+"""The predicted peak of a rank in a step is that of its live storages, counted as it trains.
 
 Here two ranks, one small GPT; `make plan-check` has four models, two sizes and twelve strategies on four ranks.
 """
@@ -42,7 +42,7 @@ def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def peaks(world: Any, strategies: tuple[str, ...], node: int, rows: int = ROWS) -> dict[str, tuple[int, int]]:
-    """node: ranks on each."""
+    """Return {strategy: (measured, predicted)} peaks in bytes. node: ranks on each node."""
     assert link_probe._known is not None
     link_probe.know(replace(link_probe._known, node_of=tuple(rank // node for rank in range(world.place.world_size))))
     from bench.plan.peak import Worker, storages
@@ -61,7 +61,8 @@ def test_the_peak_with_activations_is_predicted_within_8_percent() -> None:
     check(run_ranks(peaks, 2, STRATEGIES, 2, timeout=240))
 
 
-# Of ddp an all-reduce in two levels. Of zero1 gradients beside the copy of them that is reduced, which have to go.
+# ddp has an all-reduce in two levels. zero1 has gradients beside the copy of them that is reduced, and has to free
+# them.
 @pytest.mark.parametrize(
     "strategy", ["zero1", *(pytest.param(one, marks=pytest.mark.long) for one in ("ddp bucket=200K", "ddp"))]
 )

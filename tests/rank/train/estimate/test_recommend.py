@@ -19,7 +19,7 @@ CONFIG = GPTConfig(vocab=64, block=16, layers=2, heads=2, width=32)
 
 
 def trained(world: Any, limits: tuple[int, ...]) -> list[tuple[str, str, float]]:
-    """For each limit: strategy, what was said, and the loss of a step; or the error."""
+    """Return for each limit the strategy, what was printed and the loss of a step; or ("", the error, 0)."""
     found = []
     ids = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(0))
     for limit in limits:

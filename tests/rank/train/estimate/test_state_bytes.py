@@ -1,4 +1,4 @@
-"""What a census counts is what the plan of each switch moves, rank by rank."""
+"""A census counts the bytes that the plan of each switch moves, rank by rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbkit.tensor_layout import Layout
 
 
 class Counting(GPT):
-    """With a buffer in each block, and the embedding tied to the head: odd sizes, so that shards are uneven."""
+    """A GPT with a buffer in each block and a tied embedding. Its odd sizes make uneven shards."""
 
     def __init__(self) -> None:
         super().__init__(GPTConfig(vocab=37, block=8, layers=6, heads=4, width=20))

@@ -1,4 +1,4 @@
-"""What the table of a job predicts: what levers would save, and memory at the peak, measured beside a training."""
+"""The table of a job predicts what levers would save, and memory at the peak, measured beside a training."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_levers_are_in_the_table_and_what_is_predicted_of_a_strategy_that_has_ru
     measured, predicted = rows["dp=2 zero=1"]  # what has run is predicted all the same
     assert measured == 0.25 and predicted == pytest.approx(again["plain"], rel=0.1)
     assert rows["dp=2 zero=2"][0] is None and rows["dp=2 zero=2"][1] is not None
-    # Five hundred steps under another one later it is measured still; the first step of each is left out.
+    # After five hundred steps under another strategy it still counts as measured. The first step of each is left out.
     assert later["dp=2 zero=1"] == [0.25, 2, 500] and later["dp=2"] == [0.5, 20, 0]
     assert later["dp=2 zero=2"] == [None, 0, 0]
 
@@ -109,9 +109,9 @@ def test_of_very_many_strategies_those_that_were_left_last_are_remembered() -> N
 
 
 def trained(world: Any, beside: bool) -> tuple[list[float], dict[str, int | None], dict[str, int]]:
-    """Losses under cp; the table's peaks, measured meanwhile where `beside`; those of the same without a training.
+    """Return losses under cp; the table's peaks, measured meanwhile if `beside`; and the same peaks without a training.
 
-    On rank 0, as when a panel asks.
+    Peaks are known on rank 0, as when a panel asks.
     """
     trainer = trainer_of("cp=2")
     job = trainer.job

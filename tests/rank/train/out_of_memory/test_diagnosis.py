@@ -1,4 +1,5 @@
-"""What took the memory: the step, a leak, gaps, somebody else; by numbers, and in trainings that run out of it."""
+"""A diagnosis tells what took the memory: the step, a leak, gaps or others; by numbers, and in trainings that run
+out."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def test_live_tensors_that_grow_at_every_step_are_a_leak() -> None:
     levels = [(10 + i) * GB for i in range(6)]
     (found,) = DeviceMemory(80 * GB, 79 * GB, 78 * GB, 77 * GB, levels=levels).findings()
     assert "grew by 1,000 MB a step" in found
-    # The optimizer's state comes once, and a few bytes more are no leak.
+    # Optimizer state that comes once is no leak, and neither are a few bytes more.
     assert DeviceMemory(levels=levels[:5]).findings() == []
     assert DeviceMemory(levels=[10 * GB + i for i in range(6)]).findings() == []
     assert DeviceMemory(levels=[*levels[:5], levels[4]]).findings() == []
@@ -41,7 +42,7 @@ def test_gaps_and_other_processes_are_told_apart() -> None:
     assert "1.8e+04 MB of 7.8e+04 MB" in gaps and "expandable_segments" in gaps
     (others,) = DeviceMemory(80 * GB, 79 * GB, 50 * GB, 49 * GB).findings()
     assert "2.8e+04 MB of 8e+04 MB are held by others" in others
-    # What CUDA and NCCL take beside torch's allocator is this process's own, and much of a small device.
+    # CUDA and NCCL take memory of this process beside torch's allocator, which is much of a small device.
     assert DeviceMemory(8 * GB, 8 * GB, 65 * GB // 10, 64 * GB // 10).findings() == []
 
 
@@ -54,7 +55,7 @@ def blamed(what: str) -> list[str]:
 
 
 def keeping(output: Tensor, target: Tensor) -> Tensor:
-    """A loss that keeps something of each step."""
+    """Return the loss, and keep something of each step."""
     kept.append(output.detach().repeat(1, 200))
     return mean_loss(output, target)
 
@@ -77,7 +78,7 @@ def made(**more: Any) -> tuple[Trainer, Heard]:
 
 
 def told(trainer: Trainer, events: Heard) -> str:
-    """What a training that runs out of memory says of it."""
+    """Train until memory runs out, and return what the event says of it."""
     with pytest.raises(TrainingError) as caught:
         trainer.fit(STEPS)
     (event,) = events
@@ -86,7 +87,7 @@ def told(trainer: Trainer, events: Heard) -> str:
 
 
 def on_cores(world: Any) -> list[str]:
-    """On rank 1 the limit is reached because a list grows; then the same without the list, in a step too large."""
+    """Reach the limit on rank 1 because a list grows; then again without the list, in a step that is too large."""
     found = []
     for leaks in (True, False):
         kept.clear()
@@ -122,7 +123,7 @@ DEVICES = {
 
 
 def on_a_device(rank: int) -> dict[str, str]:
-    """The device of rank 1 has these numbers when a step fails on it; that of rank 0 has room."""
+    """Fail a step on the device of rank 1, which has these numbers. The device of rank 0 has room."""
     _, gpu = join(rank, 2)
     found = {}
     for name, (occupied, taken) in DEVICES.items():

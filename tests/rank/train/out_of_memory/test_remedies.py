@@ -1,5 +1,5 @@
-"""What is offered when memory runs out: seconds of a step and bytes at the peak by the panel's own sums, the shortest
-step first."""
+"""Offers when memory runs out: their seconds of a step and bytes at the peak are the panel's, and the shortest step is
+the first."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def told(found: Remedies) -> list[tuple[str, float | None, int | None]]:
 
 
 def offered(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
-    """By the speed of the link; with seconds that no machine's load can change."""
+    """Return the offers for each speed of the link, with seconds that no machine's load can change."""
     job = job_of("ddp")
     job.builder.finder.sync([Strategy(pp=2), *alternatives(job)])
     job.builder.finder.set_facts(costs=(0.1,) * 4)
@@ -66,7 +66,7 @@ def offered(world: Any, speeds: tuple[float, ...]) -> list[dict[str, Any]]:
 
 
 def alone(world: Any) -> tuple[float | None, list[tuple[str, float | None, int | None]]]:
-    """In one process, where there is no link."""
+    """Return the seconds of a step and the offers in one process, where there is no link."""
     job = job_of("ddp")
     job.builder.finder.sync([Strategy(pp=2)])
     job.builder.finder.set_facts(costs=(0.1,) * 4)
@@ -86,12 +86,12 @@ def test_what_is_offered_has_the_seconds_and_bytes_of_the_panel_and_the_shortest
         seconds = [each for _, each, _ in one["rows"]]
         assert None not in seconds and seconds == sorted(seconds, key=lambda each: float(f"{each:.2g}"))
         assert f"≈ {rows['recompute=True'][0] * 1e3:.3g} ms" in one["text"]
-    # Computing a third more is dear where links cost nothing, and cheap where they are waited for.
+    # A third more computing is expensive with quick links, and cheap with slow ones.
     first = {name: [changes for changes, _, _ in one["rows"]] for name, one in (("slow", slow), ("quick", quick))}
     assert first["quick"][-1].endswith("recompute=True"), quick["rows"]
     assert first["slow"].index("recompute=True") < first["slow"].index("dp=2 zero=3"), slow["rows"]
     assert first["quick"].index("dp=2 zero=3") < first["quick"].index("recompute=True")
-    # Where ranks share cores nothing is predicted: the order is that of the kinds.
+    # If ranks share cores, nothing is predicted, and offers are ordered by kind.
     assert {seconds for _, seconds, _ in unknown["rows"]} == {None}
     assert [changes for changes, _, _ in unknown["rows"]][1] == "recompute=True"
 

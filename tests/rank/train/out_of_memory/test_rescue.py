@@ -1,4 +1,4 @@
-"""A step runs out of memory and is made again otherwise: the losses are those of a run that had the memory."""
+"""A step that runs out of memory is made again in another way, with the losses of a run that had the memory."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def undisturbed(world: Any) -> list[float]:
 
 
 def squeezed(trainer: Trainer, share: float, *, here: bool) -> None:
-    """After the second step, the first one with a state of the optimizer, `share` of what it took is all there is."""
+    """Limit memory after the second step, the first one with optimizer state, to `share` of its peak."""
     limited(None)
     assert tensor_limit.in_force() is None  # what an earlier training held is forgotten
     limited(1 << 40)
@@ -89,7 +89,7 @@ def squeezed(trainer: Trainer, share: float, *, here: bool) -> None:
 
 
 def rescued(world: Any, strategies: list[str], share: float) -> dict[str, Any]:
-    """By strategy, with less memory on the last rank than it wants."""
+    """Train under each strategy with less memory on the last rank than it wants."""
     found = {}
     for strategy in strategies:
         trainer = made(strategy, recovery=nbkit.Recovery(on_oom="fit"))
@@ -111,7 +111,7 @@ def expected() -> list[float]:
 
 
 def answered(number: int, strategy: str = "") -> dict[str, Any]:
-    """What comes of an answer as a notebook sends it, once the training is held; in another thread."""
+    """Answer in another thread as a notebook does, once the training is held. Return what comes of it."""
     told: dict[str, Any] = {}
 
     def ask() -> None:
@@ -131,7 +131,7 @@ def answered(number: int, strategy: str = "") -> dict[str, Any]:
 
 
 def asked(world: Any) -> list[dict[str, Any]]:
-    """Held in a detached cell, until a row or a strategy is named; ended elsewhere, and gone on with by hand."""
+    """Hold in a detached cell until a row or a strategy is named. Elsewhere the run ends, and goes on by hand."""
     controls, found = TrainingRequestHandler(), []
     here = world.place.rank == 0
     for number, strategy in ((2, ""), (0, "zero3")):
@@ -176,7 +176,7 @@ def test_a_step_without_memory_is_made_again_with_what_fits_and_the_curve_is_the
 
 
 class Failing(torch.optim.AdamW):
-    """Runs out of memory in the update of the second step, once, with all weights changed."""
+    """AdamW that runs out of memory once, in the update of the second step, with all weights changed."""
 
     fails = False
 
@@ -189,7 +189,7 @@ class Failing(torch.optim.AdamW):
 
 
 def slow_to_receive(seconds: float) -> None:
-    """This rank has sent its backup long before it receives another's."""
+    """Delay the receive of a backup, so that this rank has long sent its own."""
     receive = dist.recv
 
     def later(*args: Any, **more: Any) -> Any:
@@ -201,7 +201,7 @@ def slow_to_receive(seconds: float) -> None:
 
 
 def failing(world: Any, strategies: list[str]) -> dict[str, Any]:
-    """In the optimizer of one rank: the step is taken from those that made it, or from backups of before it."""
+    """Run out of memory in one rank's optimizer. The step comes from ranks that made it, or from old backups."""
     resume_fit.host = cast(Any, SimpleNamespace(enter=lambda *_: False, recover=recover))
     if world.place.rank == 1:
         slow_to_receive(0.1)  # or rank 0 may let go of what it sends before it has gone
@@ -226,7 +226,7 @@ def test_a_torn_update_is_taken_from_another_rank_or_from_a_backup(expected: lis
 
 
 def refused(world: Any) -> tuple[str, bool, list[float]]:
-    """`raise`: as if there were no such thing; the same Trainer trains on when there is memory again."""
+    """Run out of memory without a recovery: the error is raised, and the Trainer goes on with more memory."""
     trainer = made("ddp")
     squeezed(trainer, 0.8, here=True)
     with pytest.raises(torch.OutOfMemoryError) as caught:

@@ -1,4 +1,4 @@
-"""What a cell has defined, in another process of the same program: here under another `__main__`."""
+"""Definitions of a cell work in another process of the same program, here under another `__main__`."""
 
 from __future__ import annotations
 

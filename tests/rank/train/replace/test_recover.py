@@ -1,4 +1,4 @@
-"""A rank is killed within a step and replaced: the losses are those of a run in which nobody died."""
+"""A rank that is killed within a step is replaced, and the losses are those of a run in which nobody died."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ALSO_REPLICATED = [
     Case("cp=4", 1, "forward"),
 ]
 
-# Beside them, below: one that dies while its backup is on its way, and two at once.
+# More cases are below: a rank that dies while its backup is on its way, and two at once.
 HELD_ONCE = [
     Case("dp=2 tp=2", 3, "updated"),  # its own update; on a pretended GPU those of the others: test_gpu_check.py
     Case("zero3", 1, "backward"),
@@ -123,7 +123,7 @@ def undisturbed(world: Any) -> list[float]:
 
 
 def survived(seat: Seat, cases: list[Case], **more: Any) -> dict[Case, dict[str, Any]]:
-    """By case what became of it; a rank that is new knows of those since it came."""
+    """Return what became of each case. A new rank knows only the cases since it came."""
     global doomed
     found = {}
     for number, case in enumerate(cases):
@@ -147,7 +147,7 @@ def survived(seat: Seat, cases: list[Case], **more: Any) -> dict[Case, dict[str,
 
 
 def memory(trainer: Trainer) -> set[int]:
-    """Where weights and optimizer state of this rank lie."""
+    """Return the addresses of this rank's weights and optimizer state."""
     state = job_state.state(trainer.job.sharded_model, trainer.job.optimizer.inner)
     return {tensor.untyped_storage().data_ptr() for tensor, _ in state.values()}
 
@@ -163,7 +163,7 @@ def test_a_rank_that_others_replicate_is_replaced_in_mid_step(cases: list[Case],
     found = run_replaced(survived, 4, cases, deaths=len(cases), timeout=120)
 
     check(found, cases, expected)
-    # What lies flat with others is copied; all else of the ranks that are left stays where it is.
+    # Flat parts are copied. Everything else of the ranks that are left stays where it is.
     assert [by_case[case]["kept"] for by_case in found for case in by_case if "hsdp" not in case.strategy] != []
     assert all(told["kept"] for by_case in found for case, told in by_case.items() if "hsdp" not in case.strategy)
 
@@ -180,7 +180,7 @@ def test_a_rank_that_alone_holds_its_part_is_replaced_from_its_backup(expected: 
 
 
 def half_sent(seat: Seat) -> dict[Case, dict[str, Any]]:
-    """The share of the rank that dies never arrives."""
+    """Withhold the backup share of the rank that dies, so that it never arrives."""
     send = dist.isend
 
     def withheld(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,7 @@ def test_no_rank_leaves_a_step_before_all_have_the_backup_that_it_began_with(exp
 
 
 def passes(world: Any) -> list[str]:
-    """What comes to pass on a rank: backward passes of blocks, and waits for a backup that is under way."""
+    """Return the order of this rank's backward passes of blocks and its waits for a backup that is under way."""
     log, wait = list[str](), Backups.wait
 
     class Told(Passing):
@@ -254,7 +254,7 @@ def crowded(world: Any) -> tuple[list[str], list[bool]]:
 
 
 def ended_apart(world: Any) -> list[float]:
-    """One rank's `fit` ends with an error behind its last step, the other one's does not; both train on."""
+    """Let one rank's `fit` end with an error behind its last step, and not the other's. Both train on."""
 
     def fail(*, keep: int = 0, act: bool = False) -> None:
         if act and not keep:
@@ -290,7 +290,7 @@ def test_backups_that_would_fill_a_host_are_not_made_unasked() -> None:
 
 
 def lost(seat: Seat) -> dict[str, Any]:
-    """Two ranks die at once, each the other's buddy: without a checkpoint, and with one of step 2."""
+    """Let two ranks die at once, each the other's buddy: without a checkpoint, and with one of step 2."""
     global doomed
     said: dict[str, Any] = {}
     for number, saved in enumerate((False, True)):
@@ -340,9 +340,9 @@ def check(found: list[dict[Case, dict[str, Any]]], cases: list[Case], expected: 
         known = [of_rank[case] for of_rank in found if case in of_rank]
         for one in known:
             assert one["losses"] == pytest.approx(expected, rel=1e-10), case
-        # A new rank has the groups of its strategy; no other one keeps more, to be formed again at each death.
+        # A new rank has the groups of its strategy. Other ranks must not keep more, which each death would form again.
         assert len({one["groups"] for one in known}) == 1, [one["groups"] for one in known]
-        # Who dies while its newest backup is on its way takes all back to the one before; who dies after its own update
-        # may find that of others made.
+        # If a rank dies while its newest backup is on its way, all go back to the one before. If it dies after its own
+        # update, others may have made theirs.
         stood = {one["stood"] for one in known}
         assert len(stood) == 1 and abs(stood.pop() - KILLED_IN) <= 1, case

@@ -1,4 +1,4 @@
-"""on_failure="shrink" where it cannot be: on several hosts, all ranks go on, and the reason is said."""
+"""on_failure="shrink" is not possible on several hosts: all ranks go on, and the reason is given."""
 
 from __future__ import annotations
 

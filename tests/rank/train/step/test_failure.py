@@ -1,4 +1,4 @@
-"""What ends a run, or refuses a switch, is told once by everyone, with the rank that it began on."""
+"""A run that ends, or a switch that is refused, is told once by everyone, with the rank that it began on."""
 
 from __future__ import annotations
 

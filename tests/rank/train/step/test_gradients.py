@@ -27,8 +27,8 @@ def as_dicts(data: list[Any]) -> list[dict[str, Any]]:
     return [{"input": x, "label": y} for x, y in data]
 
 
-# name -> (what the Trainer gets, what the loop in plain torch gets). 21 samples in batches of 8 leave 5, over 4 ranks
-# 2 + 1 + 1 + 1; 18 leave 2, so that two of four ranks have no row at all.
+# name -> (what the Trainer gets, what the loop in plain torch gets). 21 samples in batches of 8 leave 5, which four
+# ranks share as 2 + 1 + 1 + 1. 18 samples leave 2, so that two of four ranks have no row at all.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "accumulated": ({"compute": nbkit.Compute(microbatch_size=1)}, {}),

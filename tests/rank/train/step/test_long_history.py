@@ -1,4 +1,4 @@
-"""The records of a long training take as much memory at its end as before, and are the same wherever it was gone on."""
+"""The records of a long training do not take more memory over time, and are the same wherever it was resumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbkit.rank.train.step.step_stats import Pending, StepReduction
 
 
 def make_steps(history: History, until: int) -> None:
-    """As steps of one rank do."""
+    """Record steps as one rank does."""
     for step in range(history.step + 1, until + 1):
         reduction = StepReduction(rank=0, world_size=1, device=torch.device("cpu"))
         reduction.launch(torch.tensor(1.0 / step), 1.0, weighted=False, stage=0, tokens=8, seconds=0.1, fingerprint=0)

@@ -1,4 +1,4 @@
-"""A loss that is not finite pauses the training, names who and what, and spares the weights."""
+"""A loss that is not finite pauses the training, names the rank and the cause, and spares the weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_nan_names_step_rank_and_samples_on_every_rank_and_training_can_go_on(we
 
 
 class Root(nn.Module):
-    """Finite at 0, where its gradient is not."""
+    """A model whose output is finite at 0, where its gradient is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Root(nn.Module):
 
 
 def with_a_slope(world: Any, strategy: str) -> list[Any]:
-    """What is said of it without and with a look at the gradients; steps made, and whether weights are finite, each."""
+    """Return the error, steps and whether weights are finite, without and with a look at the gradients."""
     found: list[Any] = []
     for clip_norm in (None, 1.0):
         data = points()

@@ -18,7 +18,7 @@ from nbkit.strategy import Strategy
 
 
 class Mixing(torch.optim.SGD):
-    """The gradient by its largest element, as optimizers that look at whole matrices do."""
+    """SGD that divides by the gradient's largest element: elements mix, as in optimizers of whole matrices."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""float16 with a scale on the loss: what one process with torch's own GradScaler does, under every family."""
+"""float16 with a scale on the loss does what one process with torch's own GradScaler does, under every family."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def items() -> list[tuple[Tensor, Tensor]]:
-    """The last number of a target says what its row's loss is multiplied by."""
+    """Return rows. The last number of a target says what its row's loss is multiplied by."""
     ids, target = next_tokens(ROWS * STEPS, torch.Generator().manual_seed(2))
     factor = torch.ones(ROWS * STEPS, 1, dtype=torch.long)
     factor[[ROWS * step + ROWS - 1 for step in BLOWN]] = 10**7
@@ -188,7 +188,7 @@ def test_weights_in_float16_and_gradients_that_no_scale_saves_are_refused() -> N
 
 
 def test_bf16_on_a_gpu_that_emulates_it_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch answers on a T4: bf16 is supported, emulation included."""
+    """torch answers on a T4 that bf16 is supported, because it includes emulation."""
     t4, model = torch.device("cuda", 0), nn.Linear(2, 2)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(Accelerator, "name", lambda self, device: "Tesla T4")

@@ -1,4 +1,4 @@
-"""What runs between steps is not counted as a step's time."""
+"""The time of a step does not include what runs between steps."""
 
 from __future__ import annotations
 

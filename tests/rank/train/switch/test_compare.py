@@ -1,4 +1,4 @@
-"""Strategies are measured in turns, from one state, and the training goes on as if nothing had been."""
+"""Strategies are measured in turns, from one state, and the training goes on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_strategies_are_compared_and_the_training_goes_on_as_if_they_had_not_bee
     assert first["result"] == second["result"]
     ddp, zero3, pp = first["result"]["strategies"]
     weights = 4 * sum(p.numel() for p in net().parameters())
-    # A reduction of all gradients and a few numbers of the step; a half of the weights twice, and the gradients;
-    # activations of twelve rows forth, or their gradients back.
+    # ddp reduces all gradients and a few numbers of the step. zero3 gathers half of the weights twice, and reduces the
+    # gradients. pp sends activations of twelve rows forth, or their gradients back.
     assert weights < ddp["sent_bytes"] < weights + 600
     assert weights <= zero3["sent_bytes"] - ddp["sent_bytes"] < 2 * weights  # with what makes the parts alike
     assert 0 < pp["sent_bytes"] < 12 * 16 * 4 + 600

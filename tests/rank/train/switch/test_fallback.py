@@ -1,4 +1,4 @@
-"""A first step under a new strategy that fails leads back to the old one, on all ranks, and no step is lost."""
+"""If the first step under a new strategy fails, all ranks go back to the old one, and no step is lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ZERO3, TP, PP = "dp=2 zero=3", "tp=2", "pp=2 schedule=1f1b microbatches=2"
 
 
 class Plan:
-    """Where something fails: under a strategy, on some ranks, in "forward", "backward" or "optimizer"."""
+    """A planned failure: under a strategy, on some ranks, in "forward", "backward" or "optimizer"."""
 
     def __init__(self, under: str, where: str, ranks: tuple[int, ...], error: type[BaseException] = ValueError) -> None:
         self.under, self.where, self.ranks, self.error = under, where, ranks, error
@@ -72,7 +72,7 @@ class Fragile(nn.Module):
 
 
 class Drawing(nn.Module):
-    """What a step that is made twice would do twice: it draws, and counts in a buffer."""
+    """A layer that draws, and counts in a buffer: a step that is made twice would do both twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def losses_of(owner: Trainer | Job) -> list[float]:
 
 
 def memory(patch: pytest.MonkeyPatch, room: str) -> None:
-    """room: for "both" sides and a step, for both "sides" alone, or for "one"."""
+    """Set the memory that a switch finds. room: for "both" sides and a step, for both "sides" alone, or for "one"."""
     patch.setattr(switching, "roomy", lambda *_: room == "both")
     patch.setattr(joining, "crowded", lambda *_: room == "one")
 
@@ -129,7 +129,7 @@ def heard_by(owner: Trainer | Job) -> Heard:
 def fails_while_it_trains(
     room: str, strategy: str, plan: Plan, model: Any = drawing, *, on: bool = True
 ) -> dict[str, Any]:
-    """Asked for as by a click; on: then the same again, and one that is well."""
+    """Ask for a switch as a click does, and let it fail; on: then ask for the same again, and for one that works."""
     trainer, controls = trainer_of(model), TrainingRequestHandler()
     events = heard_by(trainer)
     trainer.fit(2)
@@ -176,7 +176,7 @@ def never_switched(found: list[dict[str, Any]], model: Any = drawing) -> list[fl
 
 
 def while_it_trains(world: Any, room: str) -> dict[str, Any]:
-    # The optimizer changes the weights: only an old sharded model that is kept is whole then.
+    # The optimizer changes the weights, so only an old sharded model that is kept is still whole.
     kept = [FAILING[0], FAILING[4], ("zero1", Plan("dp=2 zero=1", "optimizer", (1,), torch.OutOfMemoryError))]
     failing = {"both": kept, "sides": FAILING[1:3], "one": FAILING[2:4]}[room]
     found = [
@@ -194,7 +194,7 @@ def test_a_first_step_that_fails_on_any_rank_leads_all_back_and_the_losses_are_t
         for strategy, plan, found in rank["found"]:
             said, step = found["said"], found["said"]["step"]
             what = f"{plan.error.__name__}: planted in {plan.where}"
-            # Of two that fail the first may wake the other one, which then has not failed by itself.
+            # If two ranks fail, the first may wake the other one before it fails by itself.
             told = [failure.rank for failure in found["told"] if failure.kind == "failure"]
             assert told in ([None], [0], [1]) if plan.ranks == (0, 1) else told == list(plan.ranks)
             whose = what if told == [None] else f"rank {told[0]}: {what}"
@@ -208,7 +208,7 @@ def test_a_first_step_that_fails_on_any_rank_leads_all_back_and_the_losses_are_t
             failure = found["told"][-1]
             assert failure.kind == "failure" and (failure.step, failure.error) == (step, "SwitchError")
             assert failure.what == f"{words} {whose}"
-            # Where memory held both, nobody had heard of the switch.
+            # If memory held both models, nobody had heard of the switch.
             switched = [(each.old, each.new) for each in found["told"] if each.kind == "switch"]
             assert switched == ([] if room == "both" else [("dp=2", plan.under), (plan.under, "dp=2")])
             assert len(found["warned"]) == (found["asked"] if number == 0 else 0)
@@ -250,12 +250,12 @@ def four(world: Any) -> dict[str, Any]:
     return {"never": losses_of(never), "found": found, "strategy": str(trainer.strategy)}
 
 
-@pytest.mark.long  # on two ranks those above go the same ways
+@pytest.mark.long  # the tests above go the same ways on two ranks
 def test_four_ranks_are_led_back_by_one_of_them() -> None:
     for rank in run_ranks(four, 4, timeout=170):
         for said, staged, losses in rank["found"]:
             assert said == "rank 3: ValueError: planted in backward"
-            assert "ValueError: planted in forward" in staged  # of rank 2, 3, or both: who fails first wakes the other
+            assert "ValueError: planted in forward" in staged  # rank 2, 3, or both: the first to fail wakes the other
             assert losses == rank["never"][: len(losses)]
         assert rank["strategy"] == "dp=2 tp=2 zero=1"
 
@@ -270,12 +270,12 @@ def called(world: Any) -> dict[str, Any]:
     at_once = trainer.switch("zero3")
     trainer.fit(2)
     first = str(trainer.strategy), len(trainer.job.switches), [(e.kind, e.step) for e in events]
-    # Under none of them a step has been made: it is the one before both that is gone back to.
+    # No step has been made under either of them, so training goes back to the strategy before both.
     trainer.switch("zero3")
     trainer.switch("tp")
     trainer.fit(2)
     second = str(trainer.strategy), len(trainer.job.switches)
-    # There and back again by hand: nothing is left to be led back to.
+    # Switch and undo by hand: nothing is left to go back to.
     trainer.switch("tp")
     trainer.undo()
     nothing = trainer.job.switcher.pending
@@ -311,7 +311,7 @@ def test_a_switch_that_was_called_between_two_fits_is_taken_back_by_the_second()
 
 
 def by_hand(world: Any, strategy: str | None, as_shards: bool) -> dict[str, Any]:
-    """A loop of one's own; strategy: switched to before the fourth step, and its first backward fails on rank 1."""
+    """Run a loop of one's own; strategy: switched to before the fourth step, and its first backward fails on rank 1."""
     plans.clear()
     random.seed(5)
     job = prepare(drawing, Adam, loss=mean_loss, log_dir=None, seed=7)
@@ -384,7 +384,7 @@ def test_a_switch_that_is_asked_for_in_a_loop_of_ones_own_is_answered_when_its_f
 
 
 def ones_own(world: Any) -> list[Any]:
-    """What fails under the old strategy too, what is no failure, and a way back that fails."""
+    """Return what comes of a failure of the old strategy too, of no failure, and of a way back that fails."""
     found: list[Any] = []
     never = trainer_of(in_stages)
     never.fit(STEPS)
@@ -452,7 +452,7 @@ def test_what_is_no_fault_of_the_strategy_is_raised_as_ever() -> None:
 
 
 def broken_from_outside(world: Any) -> list[Any]:
-    """A rank is broken out as by Stop, or as when another one has died: nobody waits for the others to come."""
+    """Break a rank out as Stop or another rank's death does. Nobody waits for the others to come."""
     trainer = trainer_of()
     trainer.fit(2)
     trainer.switch("zero3")
@@ -468,7 +468,7 @@ def broken_from_outside(world: Any) -> list[Any]:
 
 
 class Waiting(KeyboardInterrupt):
-    """As Stop does: the collectives are broken, then the code is interrupted."""
+    """An interrupt as Stop sends it: the collectives are broken, then the code is interrupted."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -484,7 +484,7 @@ def test_who_is_broken_out_from_outside_waits_for_nobody() -> None:
 
 
 def once(world: Any) -> dict[str, Any]:
-    """Data that cannot begin again."""
+    """Train on data that cannot begin again."""
     never = trainer_of(data=iter(points(200)))
     never.fit(STEPS)
     trainer = trainer_of(data=iter(points(200)))
@@ -538,7 +538,7 @@ def test_a_trial_whose_first_step_fails_on_one_rank_is_refused_and_training_goes
 
 
 def kept(world: Any) -> list[int]:
-    """How many tensors of the sharded model that failed are left when training goes on."""
+    """Return how many tensors of the failed sharded model are left when training goes on."""
     found = []
     for room in ("both", "sides", "one"):
         trainer, controls = trainer_of(), TrainingRequestHandler()
@@ -568,7 +568,7 @@ def test_the_memory_of_a_side_that_failed_is_free() -> None:
 
 
 def paused(world: Any) -> dict[str, Any]:
-    """In a pause the verdict cannot wait for a step; what comes of that is told where the training runs."""
+    """Switch in a pause, where the verdict cannot wait for a step. Return what is told, and where."""
     never = trainer_of()
     never.fit(STEPS)
     trainer, controls = trainer_of(), TrainingRequestHandler()
@@ -590,7 +590,7 @@ def paused(world: Any) -> dict[str, Any]:
 
 
 def asks(trainer: Trainer, step: int, *controls: Control) -> None:
-    """Of all ranks, when they have made `step`."""
+    """Post requests on all ranks when they have made `step`."""
 
     def ask(trainer: Trainer, record: dict[str, Any]) -> None:
         if record["step"] == step:

@@ -1,4 +1,4 @@
-"""Strategies changed while a job trains: the losses are those of a job that was never switched."""
+"""A job whose strategy changes while it trains has the losses of a job that was never switched."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from nbkit.strategy import Strategy
 
 pytestmark = pytest.mark.usefixtures("rows_are_known")
 
-# Each family, but hsdp, which test_switch_nodes.py has; from and to every pair of them: tests/rank/parallel/reshard,
-# and in long chains make parity and make zoo.
+# Each family but hsdp, which test_switch_nodes.py has. tests/rank/parallel/reshard has every pair, and make parity and
+# make zoo have long chains.
 THROUGH = ("zero3", "tp", "dp=2 pp=2 schedule=zbv", "cp=2 tp=2", "ddp")
 STEPS = len(THROUGH) + 2  # one before, and one under each, but two under tp: the first is not among those timed
 
@@ -63,7 +63,7 @@ def never_switched(world: Any) -> tuple[list[float], list[int]]:
 
 @cache
 def expected_of_one() -> tuple[list[float], list[int]]:
-    """What a job finds that is never switched."""
+    """Return what a job finds that is never switched."""
     found: tuple[list[float], list[int]] = run_ranks(never_switched, 1)[0]
     return found
 
@@ -77,7 +77,8 @@ def through_all(world: Any) -> dict[str, Any]:
         job.job.builder.finder.sync([new])
         predicted, _ = strategy_table.moved_bytes(job.job, new)
         done = job.switch(text)
-        # Of the order of ranks that moves fewer bytes, which depends on where stages are cut, by what blocks have cost.
+        # The order of ranks that moves the fewest bytes depends on the cut of the stages, and so on the measured costs
+        # of blocks.
         rank_layouts = job.job.builder.plan(job.strategy).layouts
         held = {name: layout.local for name, layout in job.job.sharded_model.data.layouts.items()}
         said.append(
@@ -116,7 +117,7 @@ def test_the_loss_curve_goes_on_through_every_family_as_if_nothing_had_happened(
 
 
 def undone_tried_and_failed(world: Any) -> dict[str, Any]:
-    """The failing switches with the groups of NCCL, whose ends wait for each other."""
+    """Undo a switch, try one out, and let some fail with the groups of NCCL, whose ends wait for each other."""
     job = trainer(strategy="zero3")
     job.fit(2)
     job.switch("tp")
@@ -176,7 +177,7 @@ def test_undo_try_and_a_switch_that_fails_at_each_stage_leave_the_curve_as_it_wa
 
 
 def by_hand(world: Any) -> tuple[list[float], list[str]]:
-    """A loop of the user's own, around prepare, switched in the middle."""
+    """Run a loop of the user's own, around prepare, switched in the middle."""
 
     draw = torch.Generator().manual_seed(1)
     data = [tuple(torch.randint(32, (8,), generator=draw) for _ in range(2)) for _ in range(32)]
@@ -221,7 +222,7 @@ class Labels(nn.Module):
 
 
 class CrossedBlock(nn.Module):
-    """Two streams of unequal widths that read each other; the first token of the narrow one alone is changed."""
+    """A block of two streams of unequal widths that read each other; only the first token of the narrow one changes."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
@@ -241,7 +242,7 @@ class CrossedBlock(nn.Module):
 
 
 class Crossed(nn.Module):
-    """Two streams through blocks, whose first one lends its labels to the head."""
+    """A model of two streams through blocks. The first block lends its labels to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +278,7 @@ def crossed(world: Any) -> tuple[list[float], list[str]]:
     job.fit(1)
     for strategy in ("zero1", "tp", "pp", "zero2", "ddp"):
         if world.place.world_size > 1:
-            with suppress(NbkitError):  # what it refuses is none of this test
+            with suppress(NbkitError):  # its refusals are not what this test is about
                 job.switch(strategy)
         job.fit(1)
     return losses(job), [record["strategy"].split()[0] for record in job.history]

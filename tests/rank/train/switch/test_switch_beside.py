@@ -1,4 +1,4 @@
-"""What a switch needs is made beside the training, and used only where it is still true."""
+"""A switch is prepared beside the training, and uses only preparations that are still true."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def planned_in(patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """(what, name of the thread) of whatever is planned or cut from now on."""
+    """Return a list that receives (what, name of the thread) of whatever is planned or cut from now on."""
     found: list[tuple[str, str]] = []
     spread, cut = ExchangePlan.of.__func__, parallelize.cut
 
@@ -98,7 +98,7 @@ def late_or_broken(world: Any) -> list[Any]:
             if world.place.rank == 1:
                 patch.setattr(prefetch, "make_ready", making)
             results.append(asked_for(trainer, controls, strategy, meanwhile=meanwhile))
-    # What cannot be split is refused at the boundary, by all, and the training goes on.
+    # All ranks refuse at the boundary what cannot be split, and the training goes on.
     results.append(asked_for(trainer, controls, "tp=3"))
     return results
 
@@ -192,7 +192,7 @@ def out_of_date(world: Any) -> dict[str, Any]:
         frozen.requires_grad_(False)  # one rank says so, and all follow
     found["first"] = trainer.switch("zero3").identical
     found["trains"] = dict(trainer.model.named_parameters())[name].requires_grad
-    # A rank that holds something else than its strategy says.
+    # One rank holds something else than its strategy says.
     holdings, said = ExchangeCache.layouts_by_rank, []
 
     def without_one(self: ExchangeCache, *args: Any) -> Any:

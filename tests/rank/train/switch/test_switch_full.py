@@ -1,4 +1,4 @@
-"""Switches where memory does not hold both: in place, and the old strategy goes on whatever fails on the way."""
+"""A switch works in place if memory does not hold both models; if anything fails, the old strategy goes on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bytes_of(job: Trainer, rank: int) -> int:
 
 
 def full(patch: pytest.MonkeyPatch) -> None:
-    """Of one byte: no sharded model fits beside another. Rounds are small, so that there are many."""
+    """Limit memory to one byte, so that no sharded model fits beside another. Rounds are small and many."""
     patch.setenv("NBKIT_MEMORY_LIMIT", "1")
     patch.setattr(in_place, "InPlace", partial(moving.InPlace, limit=4096))
 
@@ -79,7 +79,7 @@ def weights_of(job: Trainer) -> float:
 
 
 def held(job: Job) -> int:
-    """Bytes of weights, optimizer state and buffers of gradients, counted from all tensors that there are."""
+    """Return the bytes of weights, optimizer state and gradient buffers, counted from all live tensors."""
     gc.collect()
     sharded_model, inner = job.sharded_model, job.optimizer.inner
     seen: set[int] = set()
@@ -106,7 +106,7 @@ def test_the_curve_goes_on_through_switches_in_place_when_one_rank_has_no_room(
 
 
 def built_hollow(world: Any) -> dict[str, tuple[int, int]]:
-    """Bytes of all tensors, the optimizer's and gradients included: of a hollow model, and one built as ever."""
+    """Return the bytes of a hollow model and of an ordinary one, optimizer state and gradients included."""
     job, found = trainer(), {}
     job.fit(1)
     now, inner = job.job, job.job.optimizer.inner
@@ -155,7 +155,7 @@ def fails_at_each_stage(world: Any) -> dict[str, Any]:
         with pytest.raises(SwitchError, match="keeps dp=2 beside it"):
             job.try_out("zero3", steps=1)
         identical = job.switch("zero3").identical
-        # From flat shards this time.
+        # This time the switch starts from flat shards.
         if world.place.rank == 0:
             runs_out(patch)
         with pytest.raises(SwitchError):
@@ -169,7 +169,7 @@ def planted(*_: Any, **__: Any) -> Any:
 
 
 def once(patch: pytest.MonkeyPatch, owner: Any, name: str, *, calls: int = 0) -> None:
-    """`owner.name` fails, after some calls that work, once."""
+    """Let `owner.name` fail once, after some calls that work."""
     real, left = getattr(owner, name), [calls]
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def test_a_switch_in_place_that_fails_at_any_stage_leaves_the_old_strategy_train
 
 
 def damaged(world: Any) -> list[str]:
-    """What one rank got is not what was sent: neither is what it would give back."""
+    """Return the errors when one rank holds other values than were sent, and so cannot give the old ones back."""
     job = trainer(strategy="zero3")
     job.fit(2)
     told = []

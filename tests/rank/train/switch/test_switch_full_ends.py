@@ -1,4 +1,4 @@
-"""Switches in place that are interrupted, or find no way back: ranks stay alike, and nothing goes on from pieces."""
+"""If a switch in place is interrupted, or finds no way back, ranks stay alike, and no training goes on from pieces."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expected() -> list[float]:
 
 
 def interrupted(world: Any) -> dict[str, Any]:
-    """Without memory for gradients, and while the state is on its way."""
+    """Interrupt a switch without memory for gradients, and one while the state is on its way."""
     job, found = trainer(strategy="ddp"), {}
     job.fit(2)
     with pytest.MonkeyPatch.context() as patch:
@@ -40,7 +40,7 @@ def interrupted(world: Any) -> dict[str, Any]:
             with pytest.raises(KeyboardInterrupt):
                 job.switch("zero3")
         job.fit(2)
-        # Rank 0 hears of it on the way, which it goes to its end; rank 1 when it has switched.
+        # Rank 0 is interrupted during the switch, and completes it. Rank 1 switches undisturbed.
         if world.place.rank == 0:
             patch.setattr(MoveInPlace, "make", strikes(MoveInPlace.make))
             with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""A switch, or a look at the weights, after something was broken off: the ranks become one first, or they say so."""
+"""After an interrupt, a switch or a look at the weights makes the ranks alike first, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AFTER = ("switch", "save", "evaluate", "full_state_dict", "try_out")
 
 
 class Torn(torch.optim.AdamW):
-    """In its third step, one rank's weights are spoilt and it is interrupted; the other is, right after the step."""
+    """AdamW that spoils a weight in its third step and is interrupted then, on the rank where `spoils` is set."""
 
     spoils = False
     armed = True
@@ -166,7 +166,7 @@ def test_a_switch_that_would_drop_the_update_is_refused() -> None:
 
 
 def while_groups_are_made(world: Any) -> dict[str, Any]:
-    """Rank 0 has the groups of a strategy when the interrupt comes, rank 1 has not."""
+    """Interrupt a switch when rank 0 has the groups of the strategy and rank 1 has not."""
     trainer = quiet(optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), data=points(40))
     trainer.fit(2)
     with pytest.MonkeyPatch.context() as patch:
@@ -215,7 +215,7 @@ def fails_and_goes_on(world: Any) -> dict[str, list[int]]:
             if world.place.rank == 1 or fails is other:
                 patch.setattr(owner, name, fails)
             gc.disable()
-            # Whoever is told of it looks at what is left while the error still is there.
+            # A user looks at what is left while the error still exists.
             with pytest.raises(SwitchError) as failed:
                 trainer.switch("ddp")
             found[name] = [held(), len(str(failed.value))]
@@ -241,7 +241,8 @@ def test_a_switch_that_fails_leaves_no_memory_taken() -> None:
         (before,) = found.pop("before")
         assert len(found) == 3
         for stage, (after, _) in found.items():
-            # Of the smallest tensor that a switch moves, the first bias, a rank holds 8 kB; a step's numbers are 3 kB.
+            # A rank holds 8 kB of the smallest tensor that a switch moves, the first bias. The numbers of a step take 3
+            # kB.
             assert after <= before + 5000, stage
 
 
@@ -260,5 +261,5 @@ def leaves_them_all(world: Any) -> list[str]:
 
 
 def test_the_side_that_was_left_is_free_at_once_without_a_collection() -> None:
-    # A collection stops the training for longer than the rest of a switch.
+    # A garbage collection stops the training for longer than the rest of a switch.
     assert run_ranks(leaves_them_all, 2) == [[], []]

@@ -63,7 +63,7 @@ def test_a_training_whose_axes_cross_nodes_in_turn(tmp_path: Path, monkeypatch: 
     ordered, ddp, hsdp, back = found[0]["said"]
     assert ordered[:3] == ("dp=2 pp=2 schedule=1f1b microbatches=2 order=dp", [(0, 2), (1, 3)], True)
     assert back[1] == [(0, 1), (2, 3)] and back[0].endswith("order=pp")
-    # Each node holds both stages: what its ranks lack of the whole model they have of each other.
+    # Each node holds both stages, so its ranks get from each other what they lack of the whole model.
     assert ddp[3] == 0 and hsdp[3] == 0
 
     run = Run(tmp_path / found[0]["run"])

@@ -1,4 +1,4 @@
-"""Ranks in another order, so that a switch moves fewer bytes: the training is the same, and everything knows of it."""
+"""Another order of ranks makes a switch move fewer bytes. The training is the same, and all parts know the order."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_order_that_moves_fewer_bytes_trains_alike(
         assert all(each["identical"] and each["bytes"][0] == each["bytes"][1] for each in said)
         assert all(each["stays"] == (0, 0) for each in said)
         assert all(each["sends"][0] == each["sends"][1] != [] for each in said)
-        # Half of what each holds of tp=4 is there already.
+        # Each rank already has half of what it holds under tp=4.
         assert said[0]["bytes"][1] < said[0]["usual"] * 0.7
         assert said[1]["bytes"][1] == 0
 

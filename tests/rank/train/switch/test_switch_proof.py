@@ -38,7 +38,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the threads that hash from now on."""
+    """Return a list that receives the names of the threads that hash from now on."""
     found: list[str] = []
     sums, digest = switching.sums, switching.digest
 
@@ -55,7 +55,7 @@ def hashed_in(patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def with_room(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Whatever else this machine does: the proof is found beside a step."""
+    """Run `train` with room for the proof beside a step, whatever else this machine does."""
 
     @functools.wraps(train)
     def trained(*args: Any) -> Any:
@@ -104,7 +104,7 @@ def test_who_asks_while_it_trains_makes_nobody_wait_for_the_proof() -> None:
         assert [each["step"] for each in found["said"]] == [each["result"]["step"] for each in found["said"]]
         assert found["free"] == [True] * len(THROUGH)
         assert found["asked"] == ["nbkit-proof"] * 2 * len(THROUGH)
-        # Between two steps that somebody else makes anything may happen to the weights: there it is compared first.
+        # Somebody else's loop may change the weights between two steps, so there the state is compared first.
         assert found["called"] == (True, ["MainThread"] * 2)
         assert [identical for _, identical in found["switches"]] == [True] * (len(THROUGH) + 1)
 
@@ -152,7 +152,7 @@ def test_a_state_that_differs_leaves_the_old_strategy_in_force_and_the_loss_curv
 
 @with_room
 def ends(world: Any) -> dict[str, Any]:
-    """A switch at the last boundary of a run, and one whose first step is broken off."""
+    """Switch at the last boundary of a run, and break off the first step of another switch."""
     acts: dict[int, Callable[[], None]] = {}  # before the step after so many finished ones
 
     def rate(finished: int) -> float:
@@ -169,7 +169,8 @@ def ends(world: Any) -> dict[str, Any]:
             step_boundary.inbox.acted + 1, "control", Control(id, "switch", {"strategy": strategy})
         )
 
-    # Asked for before the forward pass of a step, its own reduction agrees, and the boundary behind it acts.
+    # The request comes before the forward pass of a step. The step's own reduction agrees on it, and the next boundary
+    # acts.
     acts[3] = lambda: ask("last", "zero1")
     trainer.fit(2)
     found["last"] = controls.result("last")["result"]
@@ -209,7 +210,7 @@ def test_a_run_that_ends_proves_first_and_one_that_is_broken_off_says_that_nobod
 
 
 class Counting(torch.nn.Module):
-    """Changes a buffer in each forward pass, and, where it is told to, a weight."""
+    """A model that changes a buffer in each forward pass, and a weight where it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +263,8 @@ def changing(world: Any) -> list[Any]:
 
 def test_what_a_forward_pass_changes_is_not_taken_for_a_mistake() -> None:
     apart, first = ["nbkit-proof"] * 2, ["MainThread"] * 2
-    # Who changes weights there, looks as if the switch had: so it is made again, and compared before anything runs.
+    # Weights that change in forward look like a mistake of the switch, so it is made again, and compared before
+    # anything runs.
     assert run_ranks(changing, 2, timeout=200) == [[(True, apart), (True, apart + first)]] * 2
 
 
@@ -283,7 +285,7 @@ def test_where_one_rank_has_no_room_for_both_sides_and_a_step_all_compare_first(
 
 @with_room
 def one_after_another(world: Any) -> dict[str, Any]:
-    """Switches between the same two steps, each of which is to be proven beside the next one."""
+    """Switch several times between the same two steps. Each is to be proven beside the next step."""
     acts: dict[int, Callable[[], None]] = {}  # after so many steps
     calls = [lambda _, record: acts.get(record["step"], lambda: None)()]
     trainer = quiet(optimizer=adam, data=points(40), callbacks=calls)
@@ -320,7 +322,7 @@ def test_a_switch_that_waits_for_its_proof_is_proven_before_another_one() -> Non
 
 @with_room
 def listened(world: Any, folder: str) -> tuple[bool, dict[int, bool]]:
-    """(whether the proof was found beside a step, the steps after a switch -> whether their collectives told ends)."""
+    """Return (whether the proof was beside a step, {steps after a switch: whether collectives told ends})."""
     heard: dict[int, bool] = {}
 
     def rate(finished: int) -> float:

@@ -84,7 +84,7 @@ class Knowing(torch.nn.Linear):
 
 
 def failing(world: Any) -> int:
-    """How many tensors of a trial that failed are still there."""
+    """Return how many tensors of a failed trial are still there."""
     trainer = quiet(model=Knowing, optimizer=adam)
     trainer.fit(1)
     held: list[weakref.ref[torch.Tensor]] = []
