@@ -87,7 +87,7 @@ def _end(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What failed before it was run again: of the last attempt alone nobody learns why the first one failed."""
+    """Show the first failure of each test that was run again: the last failure alone can hide its cause."""
     for report in terminalreporter.stats.get("rerun", ()):
         terminalreporter.section(f"failed at first: {report.nodeid}", sep="_")
         terminalreporter.line(report.longreprtext)
@@ -102,14 +102,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _unit(path: Path) -> str:
-    """Of a file below this folder, what one worker runs: the file, or its package, whose files share a browser or a
-    cluster."""
+    """Return the file or folder that one worker runs as a whole, for a file below this folder.
+
+    It is the file itself, or its package if it has one: the files of a package share a browser or a cluster.
+    """
     package = path.parent != Path() and (_TESTS / path.parent / "__init__.py").exists()
     return (path.parent if package else path).as_posix()
 
 
 def _places(units: list[str]) -> dict[str, float]:
-    """When each is to start, from 0 to 1."""
+    """Return the place of each unit in the order of the run, from 0 (first) to 1 (last)."""
     seconds: dict[str, int] = {}
     for unit in units:
         if named := [name for name in _WAITING if f"{unit}/".startswith(f"{name}/")]:

@@ -1,4 +1,4 @@
-"""What an error tells to type next exists: magics, their verbs and options, commands, functions, arguments, variables.
+"""Everything that an error tells to type exists: magics, their verbs and options, commands, functions, variables.
 
 Every `hint=` of the source is read, with the names that it is put together from; what is filled in later reads "…".
 """
@@ -64,7 +64,7 @@ _followed: list[str] = []
 
 
 def strings(node: ast.expr, module: ast.Module) -> list[str]:
-    """What a hint may come to."""
+    """Return the texts that a hint can have."""
     match node:
         case ast.Constant(str(text)):
             return [text]
@@ -113,7 +113,7 @@ def hints() -> list[tuple[str, str]]:
 
 
 def missing(hint: str) -> Iterator[str]:
-    """What a hint tells to type that is not there."""
+    """Yield the things that a hint tells to type and that do not exist."""
     typed = re.findall(r"(%%?)([a-z_]+)(?: +([a-z]+)\b)?", hint)
     for sign, name, word in typed:
         if name not in ("load_ext", "run", "env") and sign + name not in PARSERS:

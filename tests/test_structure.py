@@ -1,4 +1,4 @@
-"""What a newcomer meets: files that do not import each other in circles."""
+"""The structure of the files: they do not import each other in circles."""
 
 from __future__ import annotations
 

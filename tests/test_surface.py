@@ -1,4 +1,4 @@
-"""What people type, and what others read: the same as in tests/surface.txt, line by line.
+"""The names that people type, and the records that others read: equal to tests/surface.txt, line by line.
 
 A change that is meant is written there by `python -m tests.test_surface`, and shows in the commit.
 """

@@ -1,4 +1,4 @@
-"""What is trained: which model, under which strategy or chain of switches, and with what besides."""
+"""The cases: a model, a strategy or a chain of switches, and extras."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ZOO_STEPS, LONGEST = 3, len(CHAIN)
 
 @dataclass(frozen=True)
 class Case:
-    """One training to compare with one process.
+    """A training to compare with one process.
 
     model: the name of one of `verify.training.MODELS`, or another one. strategy: one, or several with " > " between
     them, which are switched to. dtype: of the weights. layers: of the model, where it has any number of them; a stage
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def truth(self) -> Case:
-        """What one process trains to compare with: of its extras those that change the result."""
+        """The training of one process to compare with. It keeps the extras that change the result."""
         extras = self.extras - {"accumulate", "recompute", "tied"}
         steps = LONGEST if "sgd" in extras else self.steps
         return replace(self, strategy="", extras=extras, steps=steps, ranks=1)
@@ -115,7 +115,7 @@ def _models(family: str, extra: str) -> tuple[str, ...]:
 
 
 def bf16_cases(steps: int) -> Iterator[Case]:
-    """One or two strategies of each family on two models, in float32 weights and bfloat16 arithmetic."""
+    """Yield a case for one or two strategies of each family, on two models: float32 weights, bfloat16 arithmetic."""
     chosen = [FAMILIES["data"][0], FAMILIES["data"][3], "tp", "pp schedule=1f1b", "pp schedule=zbv", "cp=4"]
     for model in ("gpt", "llama_of_8_heads"):
         for strategy in (*chosen, "dp=2 tp=2", "dp=2 pp=2", "tp=2 pp=2"):
@@ -123,14 +123,14 @@ def bf16_cases(steps: int) -> Iterator[Case]:
 
 
 def zoo_case(model: str, strategy: str) -> Case:
-    """One strategy for some steps, or a chain with a step in each."""
+    """Return a case with some steps under one strategy, or with one step under each strategy of a chain."""
     chain = strategy.split(" > ")
     steps = ZOO_STEPS if len(chain) == 1 else len(chain)
     return Case(model, strategy, steps=steps, extras=frozenset({"sgd"}), ranks=max(map(zoo_ranks, chain)))
 
 
 def zoo_ranks(strategy: str) -> int:
-    """How many ranks a strategy of the zoo takes."""
+    """Return the number of ranks of a strategy of the zoo."""
     return 2 ** max(1, strategy.count("=2"))
 
 

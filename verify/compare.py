@@ -43,26 +43,26 @@ SGD_BARS, ROUNDED_BARS = Bars(losses=1e-9, moved=1e-9), Bars(losses=1e-5, moved=
 
 @dataclass(frozen=True)
 class Figures(Bars):
-    """How far the ranks are from one process. wrong: what is wrong beyond numbers."""
+    """The distance of the ranks from one process. wrong: what is wrong beyond numbers."""
 
     wrong: str = ""
 
     def missed(self, bars: Bars) -> list[str]:
-        """What is not as it has to be; a figure that is not a number is not."""
+        """Return the figures above their bars, NaN included, and what else is wrong."""
         names = ("grads", "largest", "losses", "norms", "moved")
         missed = [name for name in names if not getattr(self, name) <= getattr(bars, name)]
         return [*missed, *([self.wrong] if self.wrong else [])]
 
 
 def bars_of(case: Case, known: Truth, *, fewer: bool = False) -> Bars:
-    """How far the ranks may be; with bfloat16 that is measured, fewer: in fewer runs."""
+    """Return how far the ranks may be. With bfloat16 that is measured, in fewer runs if `fewer`."""
     if "sgd" in case.extras:
         return ROUNDED_BARS if known.rounds else SGD_BARS
     return _bf16_bars(case.truth, fewer) if "bf16" in case.extras else BARS[case.dtype]
 
 
 def compared(ranks: Sequence[Outcome], known: Truth) -> Figures:
-    """Of every element the rank that is farthest off counts; an element that no rank holds is wrong."""
+    """Compare each element on the rank that is farthest off. An element that no rank holds is wrong."""
     first, wrong = ranks[0], []
     made = first.made
     if any((rank.losses, rank.norms, rank.made) != (first.losses, first.norms, made) for rank in ranks):
@@ -153,7 +153,7 @@ class _InParts(TorchFunctionMode):
 
 
 def _orders(rank: int, case: Case, fewer: bool) -> list[Truth]:
-    """One process in bfloat16, and again with other orders of summing: over rows, over features, over both.
+    """Train one process in bfloat16, and again with other orders of summing: over rows, over features, over both.
 
     Forty runs; fewer: the eight that sum most unlike.
     """
@@ -196,7 +196,7 @@ class Verdict:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it is what may not be."""
+        """True if the case is neither equal nor refused, or if check said something else."""
         return self.kind not in ("equal", "refused") or bool(self.check)
 
 
@@ -235,13 +235,13 @@ def _kind(case: Case, found: Sequence[Outcome], known: Truth) -> tuple[str, str,
 
 
 def _ended(text: str) -> str:
-    """Who broke, and the last line of its traceback."""
+    """Return the first and the last line of a text: the rank that broke, and the error of its traceback."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"
 
 
 def _said_otherwise(known: Truth, strategy: str, kind: str) -> str:
-    """What check said, unless that is what happened, or it was not asked."""
+    """Return what check said if something else happened, else ""."""
     said, why = known.checks.get(strategy, ("", ""))
     if not said or (said, kind) in (("fits", "equal"), ("refused", "refused")):
         return ""
@@ -267,7 +267,7 @@ PARITY_HEAD = ("model", "strategy", "weights", "with", "steps", "gradients", "la
 
 
 def zoo_totals(verdicts: Mapping[Case, Verdict]) -> str:
-    """One line: how many of each kind, and of how many check said something else."""
+    """Return one line: the number of cases of each kind, and of those for which check said something else."""
     counted = Counter(verdict.kind for verdict in verdicts.values())
     share = 100 * counted["equal"] / max(len(verdicts), 1)
     kinds = ", ".join(f"{counted[kind]} {kind}" for kind in KINDS)

@@ -25,7 +25,7 @@ Answer = tuple[str, int, int]
 
 
 def tried(world: Any, seeds: list[int]) -> dict[int, Answer]:
-    """Of each seed, on a rank."""
+    """Split the model of each seed, on a rank. Return an Answer for each."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found: dict[int, Answer] = {}
@@ -46,7 +46,7 @@ def tried(world: Any, seeds: list[int]) -> dict[int, Answer]:
 
 
 def told(found: dict[int, Answer]) -> str:
-    """What was found, in lines."""
+    """Return the findings as lines."""
     wrong = [f"seed {seed}: {why}" for seed, (why, _, _) in found.items() if why]
     by_hand = sum(possible for _, _, possible in found.values())
     split = sum(min(split, possible) for _, split, possible in found.values())

@@ -75,7 +75,7 @@ def _unseen(numbers: Sequence[int], num_ranks: int) -> tuple[list[str], list[str
 
 
 def _with_and_without(world: Any, bugs: Sequence[int]) -> list[tuple[Outcome, Outcome]]:
-    """Of each of BUGS that `bugs` numbers, on a rank: with it, then without."""
+    """Train with each bug that `bugs` numbers in BUGS, then without it, on a rank."""
     found = []
     for number in bugs:
         with BUGS[number].plant():

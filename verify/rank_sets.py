@@ -61,7 +61,7 @@ def _truths(rank: int, wanted: dict[Case, list[str]], device: str) -> dict[Case,
 def verdicts(
     cases: Sequence[Case], *, lanes: int = 2, patience: int = 600, check: bool = False
 ) -> Iterator[tuple[Case, Verdict]]:
-    """What became of each case, as it is known; in any order. See `in_lanes` and `truths`."""
+    """Yield the verdict on each case when it is known, in any order. See `in_lanes` and `truths`."""
     models: dict[Any, list[Case]] = {}
     for case in sorted(cases, key=str):  # in the order in which the results come
         models.setdefault(case.model, []).append(case)

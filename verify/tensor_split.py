@@ -1,4 +1,4 @@
-"""What one rank of a tensor-parallel group computes, put together again, beside what one process computes."""
+"""The ranks of a tensor-parallel group, put together again and compared with one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One case trained twice: on ranks through the Trainer, and in one process by a loop in plain torch."""
+"""The two trainings of a case: on ranks through the Trainer, and in one process by a loop in plain torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Pieces = Mapping[str, tuple[Tensor, Layout]]
 
 @dataclass(frozen=True)
 class Truth:
-    """Of one process. grads: of the first step, before clipping, by original name.
+    """The results of one process. grads: of the first step, before clipping, by original name.
 
     states: steps -> state of the model then: at the start, at the end, and of a case with SGD after each step.
     rounds: what the model computes passes through float32 on the way, which is looked for in cases with SGD.
@@ -78,9 +78,10 @@ class Truth:
 
 @dataclass
 class Outcome:
-    """Of one rank. made: steps; grads: its pieces of those of the first step; state: of the whole model at the end.
+    """The results of one rank. made: steps; grads: its pieces of the gradients of the first step.
 
-    refused: strategy -> why; late: the refusal that ended the training after a step. evaluated: see Truth.
+    state: of the whole model at the end. refused: strategy -> why. late: the refusal that ended the training after a
+    step. evaluated: see Truth.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -246,7 +247,7 @@ def train_by_hand(case: Case) -> list[float]:
 
 
 def _chosen(case: Case, num: int) -> Iterator[list[int]]:
-    """Which of `num` samples are in the batch of each step: the pinned order, with SGD as they come."""
+    """Yield the rows of `num` samples in the batch of each step: in the pinned order, or as they come with SGD."""
     size = ZOO_BATCH if "sgd" in case.extras else BATCH
     epoch = at = 0
     for _ in range(case.steps):
@@ -324,7 +325,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def checked(case: Case, strategy: str) -> tuple[str, str]:
-    """What `nbkit.check` says of the case's model under `strategy`: see Truth."""
+    """Return the answer of `nbkit.check` on the case's model under `strategy`: see Truth."""
     batch = default_collate(_items(case)[:ZOO_BATCH])
     try:
         told = check(_build(case), strategy, batch, zoo_ranks(strategy), loss=_loss(case))

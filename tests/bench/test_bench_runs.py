@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_benchmark_runs_end_to_end_and_writes_the_table(tmp_path: Path) -> None:
-    """Whether a bar is met is not asserted: that depends on what else the machine does."""
+    """Do not assert that a bar is met: that depends on what else the machine does."""
     out = tmp_path / "results"
     command = [sys.executable, "-m", "bench", "loadext", "--rounds", "2", "--out", str(out)]
 

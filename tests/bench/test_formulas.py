@@ -1,4 +1,4 @@
-"""What the benchmarks hold nbkit against is right itself: on numbers worked out by hand."""
+"""Tests of the figures that benchmarks compare nbkit with, on numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the kernel says how many processes it has ended for want of memory, and what is said of a rank then."""
+"""nbkit finds the kernel's count of processes killed for want of memory, and says so of a rank that was killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a control leaves behind on a rank: a verdict in any case, and an error only where the training has one."""
+"""A control leaves a verdict on a rank in any case, and an error only if the training has one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What holds the ranks is killed, or told to end, while they train: they end at a boundary, and what is saved goes on.
+"""A parent, controller or rank is killed, or told to end, while ranks train: they save at a step boundary and end.
 
-Each with a cluster of its own, which it ends.
+The saved training can go on. Each test has a cluster of its own, and ends it.
 """
 
 from __future__ import annotations

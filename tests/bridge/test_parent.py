@@ -25,7 +25,7 @@ from nbkit.wire.processes import Process
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What the parent of a cluster of three ranks finds when its controller has not come up yet."""
+    """Return a folder for the parent of a cluster of three ranks whose controller has not come up yet."""
     pin = {"env": {}, "cores": [], "threads": 1}
     spec = {
         "name": "half",

@@ -71,7 +71,7 @@ def check_whole(cluster: Cluster, n: int) -> None:
 
 
 def resized_while_it_trains(cluster: Cluster, sizes: list[int], **options: Any) -> tuple[list[Any], Any]:
-    """What came of each resize, and the cell's results; each acts some steps after the one before."""
+    """Resize some steps after the resize before. Return the result of each, and the results of the cell."""
     written = ", ".join(f"{name}={value!r}" for name, value in options.items())
     cluster.run(f"trainer = make({written}); slow = 0.05; held = trainer.model, trainer.optimizer")
     cluster.run("trainer.model.note = 'set since it was built'")

@@ -1,4 +1,4 @@
-"""How a cell ends: by exit(), by a script or a magic that fails, by an interrupt; and whose fault it is said to be."""
+"""A cell ends by exit(), by a script or a magic that fails, or by an interrupt; the error names the right rank."""
 
 from __future__ import annotations
 

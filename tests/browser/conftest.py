@@ -118,7 +118,7 @@ def _url_of(server: subprocess.Popen[bytes], home: Path) -> str:
 
 @pytest.fixture(scope="package")
 def lab_page(browser: Any, lab: dict[str, str]) -> Iterator[LabPage]:
-    """One for all files: to load JupyterLab takes eight seconds of a core, a further notebook in it less."""
+    """Yield one page for all files: loading JupyterLab takes eight seconds of a core, opening another notebook less."""
     context = browser.new_context()
     yield LabPage(context.new_page(), lab)
     context.close()
@@ -150,7 +150,7 @@ def calm(request: pytest.FixtureRequest) -> None:
 
 
 class LabPage:
-    """One browser page with one notebook at a time. server: {"url", "token"} of a running JupyterLab."""
+    """A browser page that shows one notebook at a time. server: {"url", "token"} of a running JupyterLab."""
 
     def __init__(self, page: Any, server: dict[str, str]) -> None:
         self.page, self.server, self.path = page, server, ""
@@ -197,7 +197,7 @@ class LabPage:
             self.wait_for_idle()
 
     def restart_kernel(self) -> None:
-        """As the menu does it, and wait until the new one is idle."""
+        """Restart the kernel as the menu does, and wait until the new one is idle."""
         kernel = next(s["kernel"]["id"] for s in self.ask("api/sessions") if s["path"] == self.path)
         self._request(f"api/kernels/{kernel}/restart", "POST", 60).close()
         try:
@@ -231,7 +231,7 @@ class LabPage:
         raise TimeoutError(f"the kernel of {self.path} is not idle: {kernels}")
 
     def ask(self, what: str) -> Any:
-        """What the server's API answers."""
+        """Return the answer of the server's API."""
         with self._request(what, "GET", 10) as answer:
             return json.load(answer)
 

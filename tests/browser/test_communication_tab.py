@@ -128,7 +128,7 @@ def newest(frame: Any) -> int:
 
 
 def hover(page: Any, frame: Any, host: str, x: float, y: float) -> str:
-    """What is shown under the pointer, at a place given as shares of a picture's width and height."""
+    """Return the text shown under the pointer at (x, y), given as shares of a picture's width and height."""
     canvas = frame.locator(f"#{host} canvas")
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
@@ -165,7 +165,7 @@ def test_it_shows_bars_cells_and_rows_and_says_what_they_mean(page: Any, tab: An
 
 
 def cell(tab: Any, i: int, j: int) -> tuple[float, float]:
-    """Where in the picture of four ranks the cell from i to j is."""
+    """Return (x, y) of the cell from rank i to rank j in the picture of four ranks, as shares of its size."""
     size = tab.eval_on_selector("#traffic canvas", "c => [c.clientWidth, c.clientHeight]")
     return (64 + (j + 0.5) * 44) / size[0], (22 + (i + 0.5) * 44) / size[1]
 

@@ -42,7 +42,7 @@ def shown(window: Any, table: dict[str, Any], **answer: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def window(browser: Any) -> Iterator[Any]:
-    """One for all tests: to make it takes the browser longer than a page."""
+    """Yield one window for all tests: making a window takes the browser longer than making a page."""
     window = browser.new_context(viewport={"width": 1100, "height": 700})
     yield window
     window.close()
@@ -56,7 +56,7 @@ def page(window: Any) -> Any:
 
 
 def sent(page: Any) -> list[dict[str, Any]]:
-    """What the page told Python, but for the numbers of its presses."""
+    """Return the messages that the page sent to Python, without the numbers of its presses."""
     return [{key: value for key, value in one.items() if key != "press"} for one in page.evaluate("model.sent")]
 
 

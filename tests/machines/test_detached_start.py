@@ -41,7 +41,7 @@ def busy(slurm: SlurmNodes) -> Iterator[str]:
 
 
 def state_of(name: str) -> str:
-    """What `%cluster list` says of it."""
+    """Return the line of `%cluster list` about the cluster `name`."""
     (line,) = (line for line in repr(Cluster.list()).splitlines() if line.startswith(f"{name} "))
     return line
 

@@ -37,7 +37,7 @@ def trained(strategies, steps=3):
 
 
 def engine_file(cluster: Cluster, home: Path) -> Path:
-    """What an engine has to know to reach the controller, keys among it."""
+    """Return the file that an engine needs to reach the controller; it holds keys."""
     return home / cluster.entry.name / "profile/security" / f"ipcontroller-{cluster.entry.name}-engine.json"
 
 

@@ -271,12 +271,12 @@ def test_a_time_limit_that_is_put_off_lets_a_training_go_on(slurm: SlurmNodes, t
 
 
 def in_seconds(seconds: float) -> str:
-    """As scontrol takes a time."""
+    """Return the time so many seconds from now, in the form that scontrol takes."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
 
 
 def line(**changes: str) -> str:
-    """What scontrol says of a job, with `changes`."""
+    """Return scontrol's line about a job, with `changes` in its fields."""
     fields = {
         "JobId": "7",
         "JobName": "nbkit-demo",

@@ -60,7 +60,7 @@ def processes_of(cluster: Cluster) -> list[int]:
 
 
 def try_all(cluster: Cluster, folder: Path) -> dict[str, Any]:
-    """What the stranger gets while a cell prints the secret."""
+    """Return what the stranger could get while a cell prints the secret."""
     mark = folder / "open" / "mark"
     mark.parent.mkdir(mode=0o777)
     mark.parent.chmod(0o777)

@@ -1,4 +1,4 @@
-"""What is SSH's own: hosts that cannot be reached or do not fit: an error that names the host, and nothing is left."""
+"""Hosts that SSH cannot reach, or that do not fit: the error names the host, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def once(seen: Callable[[StartProgress], bool], act: Callable[[], None]) -> Iter
 
 
 def release(ssh: SshHosts) -> None:
-    """What `slow_python` holds up goes on, and the cable of the second host is in."""
+    """Let the start that `slow_python` holds up go on, and plug in the cable of the second host."""
     (ssh.folder / "gate").unlink()
     ssh.link(2, "up")
 

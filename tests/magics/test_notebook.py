@@ -86,7 +86,7 @@ CLEARS = "%%distributed\nimport time\nfrom IPython.display import clear_output, 
 
 
 def left_of(cell: Cell) -> str:
-    """What is on the page when `cell` has ended: as its front end does it with clear_output."""
+    """Return what is on the page when `cell` has ended. Handle clear_output as a front end does."""
     kept: list[tuple[float, str, dict[str, Any]]] = []
     waits = False
     for message in cell.messages:

@@ -34,7 +34,7 @@ PANEL = "get_ipython().run_line_magic('strategy', '')"
 
 
 def panel(kernel: Kernel, source: str) -> Cell:
-    """What a cell that shows the panel shows, once the ranks have worked out what each strategy would cost."""
+    """Run a cell that shows the panel until the ranks have worked out the cost of each strategy. Return the cell."""
     deadline = time.monotonic() + 60
     while "look again" in (shown := kernel.run(source)).text:
         assert time.monotonic() < deadline, shown.text

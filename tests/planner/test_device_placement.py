@@ -1,4 +1,4 @@
-"""Which device gets which stage: as good as the best of all assignments, and the shares of rows and blocks with it."""
+"""The assignment of devices to stages is as good as the best of all; so are the shares of rows and blocks with it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def transformer(prefix: str = "") -> list[tuple[str, tuple[int, ...], int | None
 
 
 def side(mesh: Mesh, zero: int = 0) -> Side:
-    """What each rank holds of the transformer and its two moments."""
+    """Return what each rank holds of the transformer and of its two moments."""
     found: Side = []
     for rank in range(mesh.size):
         at, holding = mesh.index(rank), {}

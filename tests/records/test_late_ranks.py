@@ -1,4 +1,4 @@
-"""Who is late, of ranks in several groups: worked out by hand for one delay of 30 ms in a step of 100 ms."""
+"""The rank that is late, among ranks in several groups: worked out by hand for a delay of 30 ms in a step of 100 ms."""
 
 from __future__ import annotations
 

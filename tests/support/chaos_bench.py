@@ -99,7 +99,7 @@ class Bench:
 
     @property
     def cluster(self) -> Cluster:
-        """One that works."""
+        """Return the cluster. Start one if there is none."""
         if self._cluster is None:
             self._cluster = Cluster.start(self.n, cpu=True, name="chaos", ttl=600)
             self.set_up(self._cluster)

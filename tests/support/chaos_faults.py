@@ -1,4 +1,4 @@
-"""What happens to a training in `make chaos`, and how it has to end: equal, or in order."""
+"""The faults of `make chaos`. A training must survive each with an equal curve, or end in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.chaos_bench import RUN_SECONDS, SAVED, STEPS, STRATEGIES, SWI
 
 @dataclass
 class Run:
-    """One training and what is to happen to it. after: finished steps; delay: seconds, to meet a step anywhere."""
+    """A training and its fault. after: finished steps; delay: seconds more, so that it comes anywhere in a step."""
 
     number: int
     fault: str
@@ -55,13 +55,13 @@ class Run:
 
 
 def killed(bench: Bench, run: Run) -> str:
-    """From outside, at any moment."""
+    """Kill a rank by a signal from outside, at any moment."""
     number = random.Random(run.number).choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))
     return _from_outside(bench, run, lambda: os.kill(bench.cluster.entry.ranks[run.rank].pid, number))
 
 
 def stopped_by_the_system(bench: Bench, run: Run) -> str:
-    """For a moment: everybody waits, and nobody is called dead."""
+    """Stop a rank for one second: the others wait, and no rank is taken for dead."""
 
     def halt() -> None:
         pid = bench.cluster.entry.ranks[run.rank].pid
@@ -73,7 +73,7 @@ def stopped_by_the_system(bench: Bench, run: Run) -> str:
 
 
 def hung(bench: Bench, run: Run) -> str:
-    """For good: the sentence names the rank, and who ends it has it replaced."""
+    """Stop a rank, so that it hangs: `why` must name it. Then kill it, so that it is replaced."""
 
     def halt() -> None:
         pid = bench.cluster.entry.ranks[run.rank].pid
@@ -172,7 +172,7 @@ def disk_full(bench: Bench, run: Run) -> str:
 
 
 def parent_killed(bench: Bench, run: Run) -> str:
-    """By force, or told to end."""
+    """Kill the parent of the ranks, or tell it to end."""
     number = random.Random(run.number).choice((signal.SIGKILL, signal.SIGTERM))
     return _cluster_gone(bench, run, lambda entry: os.kill(entry.parent.pid, number))
 

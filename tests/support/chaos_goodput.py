@@ -47,7 +47,7 @@ class Kill:
 
 
 def drawn(seconds: float, every: float, ranks: int, seed: int) -> list[Kill]:
-    """One kill in each span of `every` seconds, at any moment but its edges: rank, moment and signal by chance."""
+    """Draw one kill in each span of `every` seconds, not near its edges: moment, rank and signal are random."""
     draw = random.Random(seed)
     return [
         Kill((span + draw.uniform(0.1, 0.9)) * every, draw.randrange(ranks), draw.choice(SIGNALS))

@@ -31,7 +31,7 @@ def end_clusters(home: Path) -> None:
 
 
 def assert_gone(what: Callable[[], Sequence[object]]) -> None:
-    """What is being ended takes a while: a job under Slurm, a host whose link was down."""
+    """Wait until `what` returns nothing: a job under Slurm, or a host whose link was down, takes a while to end."""
     deadline = time.monotonic() + 40
     while what() and time.monotonic() < deadline:
         time.sleep(0.2)

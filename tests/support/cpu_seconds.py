@@ -1,4 +1,4 @@
-"""What each file of tests costs, in CPU-seconds of this process and of all that were started below it: pytest --cpu.
+"""The plugin behind pytest --cpu: CPU-seconds of each test file, of this process and of all processes started below it.
 
 Seconds on a clock say little on a busy machine. In one process only: without -n.
 """
@@ -27,7 +27,7 @@ class CpuSeconds:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """What a fixture of a file or folder takes counts for the test that is the first to ask for it."""
+        """Count a test's CPU-seconds. A fixture of a file or folder counts for the first test that asks for it."""
         done: Any = yield
         after = self._total()
         file = item.nodeid.partition("::")[0]

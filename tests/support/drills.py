@@ -1,4 +1,4 @@
-"""What people do wrong and what breaks, in a real notebook: what is then shown, how long it takes, and what is left.
+"""Mistakes and failures in a real notebook: the answer that is shown, how long it takes, and what is left.
 
 python -m tests.support.drills                    all of them
 python -m tests.support.drills WORD ...           those with a word in their name; --out FILE writes the table
@@ -91,7 +91,7 @@ def processes(kernel: Kernel) -> set[psutil.Process]:
 
 
 def alive(found: set[psutil.Process]) -> set[psutil.Process]:
-    """Those that have not ended."""
+    """Return the processes that have not ended."""
     left = set()
     for process in found:
         with suppress(psutil.Error):
@@ -112,7 +112,7 @@ def _new(kernel: Kernel, before: set[psutil.Process]) -> list[str]:
 
 
 def sentence(cell: Cell) -> str:
-    """Of what a cell shows the lines that say what is wrong and what to type: of its error, else the last ones."""
+    """Return the lines of a cell that say what is wrong and what to type: those of its error, else its last lines."""
     errors = [content for _, kind, content in cell.messages if kind == "error"]
     text = "\n".join(errors[-1]["traceback"]) if errors else cell.text
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
@@ -148,7 +148,7 @@ def performed(drills: Sequence[Drill], home: Path) -> Iterator[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """As a page shows them."""
+    """Return the outcomes as lines of a Markdown table."""
     lines = ["| | what is done | what is then shown | seconds |", "|---|---|---|---|"]
     for number, outcome in enumerate(outcomes, 1):
         shown = outcome.shown.replace("|", "\\|")

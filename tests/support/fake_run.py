@@ -196,7 +196,7 @@ class FakeRun:
         return tuple({(row.op, row.group, row.peer): row for row in rows}.values())
 
     def _timed(self, calls: int, blocked: float) -> tuple[int, float]:
-        """As ranks listen: in the first steps of a strategy, then now and then."""
+        """Return (timed calls, blocked seconds): ranks time the first steps of a strategy, then a step now and then."""
         heard = self.number - self.since <= 3 or self.number % LISTEN_EVERY == 0
         return (calls, blocked + 0.001) if heard else (0, 0.0)
 
@@ -248,7 +248,7 @@ class FakeRun:
 
 
 def forecast_of(weights: list[Weight], facts: Facts, strategy: Strategy, *, step: int = 0) -> forecast.Forecast:
-    """What the formulas say of a job whose optimizer is Adam in fp32."""
+    """Return what the formulas predict for a job whose optimizer is Adam in fp32."""
     ranks, cuts = range(strategy.mesh.size), cuts_for(weights, strategy, None)
 
     def rest(rank: int) -> Rest:

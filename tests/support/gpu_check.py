@@ -162,7 +162,7 @@ def _error_after(step: int, rank: int, reached: threading.Event) -> Callable[[An
 
 
 def _broken_off(train: Callable[[], Any], reached: threading.Event) -> None:
-    """As the bridge does for a rank whose peer has failed: out of its collectives, then an interrupt."""
+    """Train, and break off as the bridge does when a peer has failed: leave the collectives, then interrupt."""
     ended = threading.Event()
 
     def release() -> None:
@@ -224,7 +224,7 @@ def check_cases(some: Sequence[Case]) -> Iterator[str]:
 
 
 def check_switches(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> Iterator[str]:
-    """One line."""
+    """Yield one line about all switches."""
     walk = every_pair(strategies)
     yield _lines(f"{len(walk) - 1} switches", len(walk), lambda: run_ranks(
         switched, ranks, ranks, walk, join=False, timeout=120 + 20 * len(walk)))  # fmt: skip
@@ -242,7 +242,10 @@ def check_errors(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4) -> I
 
 
 def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counter[str]]:
-    """Of the third step under each strategy, clipped, in micro-batches and recorded: see PretendAccelerator.counts."""
+    """Count what the third step under each strategy has the host do, clipped, in micro-batches and recorded.
+
+    See PretendAccelerator.counts.
+    """
     _, gpu = begun(rank, ranks)
     collectives.set_mode("time")
     gpt, found = ZOO["gpt"], dict[str, Counter[str]]()

@@ -1,4 +1,4 @@
-"""What a training does beside its steps, on the pretended GPU under every strategy: losses as without it.
+"""Features beside the steps, on the pretended GPU under every strategy: they leave the losses as they are.
 
 Each of `FEATURES` trains in its own way and returns numbers, which have to be those of one process.
 """

@@ -71,7 +71,7 @@ class Heard(list[Any]):
 
 
 def heard(owner: Trainer | Job, *kinds: str) -> Heard:
-    """What a training emits from here on."""
+    """Return a sink that gets what a training emits from here on."""
     sink = Heard(*kinds)
     job: Job = getattr(owner, "job", owner)
     job.ledger.bus.add(sink)

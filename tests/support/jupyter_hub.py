@@ -88,7 +88,7 @@ class JupyterHub:
         _until(lambda: self.answers("/hub/api/"), "the Hub")
 
     def get(self, path: str, method: str = "GET", body: dict[str, Any] | None = None) -> bytes:
-        """What a path of the Hub, or of the user's server behind its proxy, answers. Raises HTTPError."""
+        """Return the answer to a request to the Hub, or to the user's server behind its proxy. Raises HTTPError."""
         request = urllib.request.Request(
             self.address + path,
             method=method,
@@ -99,7 +99,7 @@ class JupyterHub:
             return bytes(answer.read())
 
     def answers(self, path: str) -> bool:
-        """Whether it does."""
+        """Return True if a request for `path` succeeds."""
         try:
             self.get(path)
         except (urllib.error.URLError, OSError):
@@ -114,7 +114,7 @@ class JupyterHub:
         _until(lambda: self.answers(f"/user/{USER}/api/status"), "the user's server")
 
     def stop_server(self) -> None:
-        """As a user does in the Hub's control panel, or the Hub itself where it culls what is idle."""
+        """Stop the user's server, as a user does in the Hub's control panel, or as the Hub does with an idle server."""
         self.get(f"/hub/api/users/{USER}/server", "DELETE")
         _until(lambda: not json.loads(self.get(f"/hub/api/users/{USER}"))["servers"], "the end of the user's server")
 
@@ -143,7 +143,7 @@ class Kernel:
         )
 
     def run(self, source: str) -> str:
-        """What a cell prints and shows, as text. Raises RuntimeError where it fails."""
+        """Run a cell. Return what it prints and shows, as text. Raises RuntimeError if it fails."""
         sent = secrets.token_hex(8)
         header = {"msg_id": sent, "msg_type": "execute_request", "username": "", "session": "tests", "version": "5.3"}
         content = {"code": source, "silent": False, "store_history": True, "allow_stdin": False}

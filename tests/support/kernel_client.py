@@ -19,7 +19,7 @@ from jupyter_client.manager import KernelManager
 
 @dataclass
 class Cell:
-    """What came of one cell. messages: (seconds since it was sent, type, content)."""
+    """The result of one cell. messages: (seconds since it was sent, type, content)."""
 
     status: str = ""
     seconds: float = 0.0
@@ -39,12 +39,12 @@ class Cell:
         return re.sub(r"\x1b\[[0-9;]*m", "", "".join(parts))
 
     def said(self, line: str) -> bool:
-        """Whether ranks 0 and 1 have printed this: see `said`."""
+        """Return True if ranks 0 and 1 have printed this: see the function `said`."""
         return said(self.text, line)
 
     @property
     def prompts(self) -> list[str]:
-        """What was asked of who sits at the keyboard."""
+        """The prompts of the cell's requests for input."""
         return [content["prompt"] for _, kind, content in self.messages if kind == "input_request"]
 
     def when(self, text: str) -> float:
@@ -53,7 +53,7 @@ class Cell:
 
 
 def said(text: str, line: str) -> bool:
-    """Whether ranks 0 and 1 have printed this: in one line, or each in its own where the machine let one wait."""
+    """Return True if ranks 0 and 1 have printed this: in one line, or in one each if one rank was slower."""
     return f"[0-1] {line}" in text or all(f"[{rank}] {line}" in text for rank in (0, 1))
 
 
@@ -88,7 +88,7 @@ class Kernel:
         end_clusters(Path(self.environment["NBKIT_HOME"]))
 
     def restart(self, *, kill: bool) -> None:
-        """What the restart button does; kill: what happens to a kernel that runs out of memory."""
+        """Restart the kernel as the restart button does. kill: as a kernel is restarted that ran out of memory."""
         self.client.stop_channels()
         self.manager.restart_kernel(now=kill)
         self._connect()
@@ -112,7 +112,7 @@ class Kernel:
         return self.collect(self.send(source), timeout=timeout, at=at, typed=typed)
 
     def complete(self, source: str) -> list[str]:
-        """What Tab offers at the end of `source`."""
+        """Return the completions that Tab offers at the end of `source`."""
         message = self.client.complete(source)
         while True:
             reply = self.client.get_shell_msg(timeout=30)
@@ -158,7 +158,7 @@ class Kernel:
             self.client.input(line)
 
     def late(self, message: str, seconds: float) -> Cell:
-        """What has arrived for a cell after it was over, and arrives within so many seconds."""
+        """Return the messages of a cell that arrived after its end, or that arrive within so many seconds."""
         cell, began = Cell(), time.monotonic()
         cell.messages += self.others.pop(message, [])
         while time.monotonic() - began < seconds:

@@ -42,13 +42,13 @@ def code_of(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def digest(notebook: dict[str, Any]) -> str:
-    """Of the source of all code cells: another one, and the outputs are of other code."""
+    """Return a hash of the source of all code cells. If it changes, the stored outputs are out of date."""
     sources = ["".join(cell["source"]) for cell in code_of(notebook)]
     return hashlib.sha256("\0".join(sources).encode()).hexdigest()
 
 
 def is_stale(notebook: dict[str, Any]) -> bool:
-    """Whether the outputs are not those of the code."""
+    """Return True if the outputs are not those of the code."""
     return bool(notebook["metadata"].get("nbkit", {}).get("outputs_of") != digest(notebook))
 
 

@@ -1,4 +1,4 @@
-"""What each launcher takes beside a cluster on one machine, and whether it computes the same: `make machines`.
+"""Times of each launcher beside those of a cluster on one machine, and a check of its losses: `make machines`.
 
     launcher   start   cell   first error   stop   dead rank   ddp, zero3, pp, and switches between them
 

@@ -70,7 +70,7 @@ T4_TOPOLOGY = (
 
 
 def cuda(gpus: str, version: tuple[int, int], capability: tuple[int, int], **error: object) -> CudaDriver:
-    """What the CUDA driver answers where nvidia-smi answers `gpus`."""
+    """Return the answer of the CUDA driver on a machine whose nvidia-smi prints `gpus`."""
     rows = [line.split(", ") for line in gpus.splitlines()]
     devices = [
         {"uuid": uuid.removeprefix("GPU-"), "name": name, "bus": bus[4:], "mib": int(total), "capability": capability}

@@ -45,7 +45,7 @@ def adam(state: dict[str, Any], grad: Tensor) -> Tensor:
 
 
 class Prodigy(Each):
-    """One number over all parameters, which begins to count in the second step."""
+    """An optimizer with one step size for all parameters, which it adapts from the second step on."""
 
     def begin(self) -> None:
         first = self.param_groups[0]
@@ -65,7 +65,7 @@ class Prodigy(Each):
 
 
 class DAdaptation(Each):
-    """As Prodigy, with its number in an attribute."""
+    """An optimizer like Prodigy that keeps its step size in an attribute."""
 
     d, seen = 1e-3, 0.0
 

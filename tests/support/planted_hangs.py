@@ -294,7 +294,7 @@ def _wrong(why: Why, hang: Hang, number: int, first: int) -> str:
 
 
 def _hangs(cluster: Cluster) -> bool:
-    """Whether all ranks are where they stay: two looks, one after the other, are alike."""
+    """Return True if the ranks are stuck: two looks, one after the other, give the same answer."""
     looks = []
     for _ in range(2):
         why = cluster.why()

@@ -37,9 +37,10 @@ known_optimizers = ("SGD", "Adam", "AdamW", "Recording")
 
 
 def link_of(n: int) -> Any:
-    """What so many ranks of a test know of their links: to measure them takes each longer than all else of a small job.
+    """Return the link speeds that n ranks of a test use. To measure them takes longer than all else of a small job.
 
-    tests/rank/comm/test_link_probe.py measures."""
+    tests/rank/comm/test_link_probe.py measures.
+    """
     from nbkit.planner.link_speed import OperationSpeed, WorldLinks
 
     ways = dict.fromkeys(
@@ -106,14 +107,14 @@ def next_generation(world: Any, timeout_s: float = 20.0) -> None:
 
 
 def know_links(n: int) -> None:
-    """In a rank of n."""
+    """Give a rank of n the link speeds of `link_of`."""
     from nbkit.rank.comm import link_probe
 
     link_probe._known = link_of(n)
 
 
 def know_optimizers() -> None:
-    """In a rank: do not try the optimizers of most jobs on small tensors, which takes a small job a sixth of its time.
+    """Keep a rank from trying the known optimizers on small tensors, which takes a sixth of the time of a small job.
 
     tests/rank/train/step/test_optimizer_factory.py tries them; so does what is started otherwise, as by torchrun.
     """
@@ -128,7 +129,7 @@ def know_optimizers() -> None:
 
 
 def leave_out(without: dict[str, Any]) -> None:
-    """In a rank: see `left_out`."""
+    """Replace functions on a rank: see `left_out`."""
     from nbkit.rank.data import first_batches
     from nbkit.rank.parallel import fact_finder
     from nbkit.rank.train import builder
@@ -164,7 +165,7 @@ def shared_server() -> dict[str, Any]:
 
 
 def use_server(told: dict[str, Any]) -> None:
-    """In a worker: fork from the process that `shared_server` tells of. It ends with the one that has started it."""
+    """Have a worker fork from the process of `shared_server`. That process ends with the one that started it."""
     global _shared
     server: Any = forkserver._forkserver
     for name, value in told.items():
@@ -178,7 +179,7 @@ _KNOWN_TO_WORKERS = ("_forkserver_address", "_forkserver_authkey")
 
 
 def print_to(outputs: dict[int, str]) -> None:
-    """In a rank: write where its worker does, so that the report of a test has it."""
+    """Send a rank's output to the files of its worker, so that the report of a test shows it."""
     for fd, path in outputs.items():
         with contextlib.suppress(OSError):  # a socket, with `-s`
             there = os.open(path, os.O_WRONLY | os.O_APPEND)

@@ -33,7 +33,7 @@ class Seat:
 
     @property
     def deaths(self) -> int:
-        """How many times the world was formed again."""
+        """The number of times that the world was formed again."""
         return int(self.world.generation) - 1
 
     def form_again(self, timeout_s: float = 30.0) -> Sequence[int]:

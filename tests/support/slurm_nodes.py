@@ -172,7 +172,7 @@ class SlurmNodes:
 
 
 def _free_ports() -> tuple[int, int]:
-    """One port, and the first of as many in a row as there are nodes; they are free now."""
+    """Return one free port, and the first of a row of free ports, one for each node."""
     while True:
         with contextlib.ExitStack() as taken, contextlib.suppress(OSError, OverflowError):
             one, other = (taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What the group behind nbkit's own is asked to send, and what listeners hear of it."""
+"""A group behind nbkit's own that notes what it is asked to send, beside what listeners hear."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def tried(world: Any, folder: Path, spoil: Callable[[Path], dict[str, Callable[[Path], Any]]]) -> dict[str, str]:
-    """What loading the checkpoint comes to, spoiled in each of these ways, on this rank: "equal" or an error's text.
+    """Load the checkpoint, spoiled in each of these ways, on this rank. Return name -> "equal" or an error's text.
 
     Whatever is refused has changed nothing; and at the end the trainer trains.
     """
@@ -70,7 +70,7 @@ def tried(world: Any, folder: Path, spoil: Callable[[Path], dict[str, Callable[[
 
 
 def exported(folder: Path, name: str) -> str:
-    """What exporting a spoiled checkpoint comes to."""
+    """Export a spoiled checkpoint. Return "exported", or what went wrong."""
     from nbkit.rank.train.checkpoint.export_safetensors import export  # at the top it would take each worker a second
 
     target = folder / "model.safetensors"

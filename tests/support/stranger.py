@@ -1,4 +1,4 @@
-"""What another user of the host may try against a cluster: a program that root starts, and that becomes him.
+"""The attacks of another user of the host on a cluster: a program that root starts, and that becomes that user.
 
     python stranger.py HOME SECRET MARK PID...
 

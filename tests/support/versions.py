@@ -71,7 +71,7 @@ class Result:
 
 
 def requirements() -> list[str]:
-    """What the tests need beside torch."""
+    """Return the packages that the tests need beside torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *(name for extra in ("board", "widgets", "test") for name in extras[extra])]

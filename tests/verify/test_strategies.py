@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def _off(cases: Sequence[Case], num_ranks: int) -> list[str]:
-    """What is not as one process, with all cases in one set of processes."""
+    """Return what differs from one process. Train all cases in one set of processes."""
     known = truths(cases)
     ranks = run_ranks(trained, num_ranks, cases, timeout=240)
     off = []

@@ -192,7 +192,7 @@ class SelfTied(Model):
 
 
 class Scaled(nn.Embedding):
-    """As in Gemma."""
+    """An embedding that scales its output, as in Gemma."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) * 3.0
@@ -412,7 +412,7 @@ def _by_number(s: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 def shared() -> nn.Module:
-    """One MLP in both blocks, with a learned slope."""
+    """A model whose blocks share an MLP with a learned slope."""
     made: Any = Model(lambda: Block(None, MLP(lambda s, h, x: s.act(h), child("act", nn.PReLU))))
     made.blocks[1].mlp = made.blocks[0].mlp
     return made  # type: ignore[no-any-return]

@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 class LambdaBlock(nn.Module):
-    """As karpathy/minGPT writes it."""
+    """A block as karpathy/minGPT writes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -492,7 +492,7 @@ def siblings() -> nn.Module:
 
 
 class Patched(Block):
-    """Whose forward is patched in the class, by `patched_class`."""
+    """A block whose class has a patched forward, by `patched_class`."""
 
 
 def patched_class() -> nn.Module:
@@ -544,7 +544,7 @@ ONCE = {"patched class": patched_class}
 
 
 def built(name: str) -> nn.Module:
-    """In float64, from a seed of its own."""
+    """Return the model in float64, built from a fixed seed."""
     torch.manual_seed(0)
     return (MODELS | ONCE)[name]().double()
 

@@ -214,7 +214,7 @@ class TiedRecurrent(nn.Module):
 
 
 class Universal(nn.Module):
-    """One block for all depths, as in ALBERT and the Universal Transformer."""
+    """A language model with the same block at all depths, as in ALBERT and the Universal Transformer."""
 
     def __init__(self) -> None:
         super().__init__()

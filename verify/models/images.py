@@ -52,7 +52,7 @@ class Double(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """What goes down is kept for what comes up: images (B, 3, 16, 16) -> (B, 3, 16, 16)."""
+    """A U-Net, which keeps the maps on the way down for the way up: images (B, 3, 16, 16) -> (B, 3, 16, 16)."""
 
     def __init__(self) -> None:
         super().__init__()

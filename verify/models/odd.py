@@ -278,7 +278,7 @@ class Recurrent(nn.Module):
 
 
 class Albert(nn.Module):
-    """One block, three times."""
+    """A model that runs its only block three times."""
 
     def __init__(self) -> None:
         super().__init__()

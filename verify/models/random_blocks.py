@@ -135,7 +135,7 @@ WHOLE: Mapping[str, Op] = {
 
 
 class Ops(nn.Module):
-    """What operations use, and a list of them."""
+    """A module with a list of operations, and with the parameters and buffers that they use."""
 
     def __init__(self, ops: list[Op]) -> None:
         super().__init__()

@@ -294,7 +294,7 @@ def next_tokens(rows: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def padded_tokens(rows: int, draw: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-    """As HF's tokenizers give them: attention_mask is 0 where a row is padding; its targets are -100."""
+    """Draw rows as HF's tokenizers give them: in padding, attention_mask is 0 and targets are -100."""
     ids, target = next_tokens(rows, draw)
     lengths = torch.randint(LENGTH // 2, LENGTH + 1, (rows,), generator=draw)
     mask = (torch.arange(LENGTH) < lengths[:, None]).long()

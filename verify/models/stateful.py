@@ -45,7 +45,7 @@ class Base(nn.Module):
         self.init()
 
     def init(self) -> None:
-        """What else there is."""
+        """Add what else the model has."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.between(self.body(x).tanh()))
@@ -383,7 +383,7 @@ class Drawing(Base):
 
 
 class Between(Base):
-    """One part counts, another one reads."""
+    """A model in which one part counts and another one reads the count."""
 
     def init(self) -> None:
         self.counter = Schedule()

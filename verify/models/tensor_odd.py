@@ -23,7 +23,7 @@ def lora_gpt2() -> nn.Module:
 
 
 class Packed(nn.Module):
-    """As in many small GPTs: one matrix for query, key and value, cut by the width of the input."""
+    """A GPT as many small ones are: one matrix for query, key and value, cut by the width of the input."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Deciding(Block):
 
 
 class Looks(nn.Module):
-    """One nn.MultiheadAttention called in the ways it can be: weights asked for, 3-D masks, no batch."""
+    """A module that calls its nn.MultiheadAttention in every way: weights asked for, 3-D masks, no batch."""
 
     def __init__(self) -> None:
         super().__init__()

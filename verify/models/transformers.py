@@ -120,7 +120,7 @@ def _texts_and_images(rows: int, draw: torch.Generator) -> tuple[dict[str, Tenso
 
 
 def _likeness(output: Any, target: Tensor) -> Tensor:
-    """Of each pair by itself: the contrastive loss of CLIP is no mean over rows."""
+    """Return a loss of each pair by itself: the contrastive loss of CLIP is not a mean over rows."""
     return F.mse_loss((output.image_embeds * output.text_embeds).sum(-1), target)
 
 

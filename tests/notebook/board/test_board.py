@@ -33,7 +33,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def ended() -> Iterator[None]:
-    """What one test has started the next one takes up, or replaces."""
+    """End the board after the last test. Until then, each test takes up or replaces what the test before it started."""
     yield
     Board.end()
 

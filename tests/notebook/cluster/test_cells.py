@@ -358,7 +358,7 @@ def test_the_number_of_ranks_is_not_read_for_each_record_of_a_cell(
 
 @pytest.fixture(scope="module")
 def mortal(nbkit_home: object) -> Iterator[Cluster]:
-    """For what kills ranks: the last test leaves one dead, those before it fresh ones."""
+    """Yield a cluster whose ranks may be killed. Only the last test leaves a dead rank behind."""
     cluster = Cluster.start(3, cpu=True, name="mortal")
     yield cluster
     cluster.stop()

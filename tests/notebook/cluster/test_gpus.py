@@ -1,4 +1,4 @@
-"""What nvidia-smi prints, read as values; and CUDA_VISIBLE_DEVICES, read as CUDA reads it."""
+"""The output of nvidia-smi is read as values, and CUDA_VISIBLE_DEVICES is read as CUDA reads it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def forked() -> Iterator[None]:
-    """For what is not about how the parent comes to be."""
+    """Fork the parents of clusters, in tests that are not about the start of the parent."""
     with forked_parents(controllers=False):  # some are killed here
         yield
 
@@ -54,7 +54,7 @@ HIDING = ("queue", "random", "profile", "logging", "socket")
 
 @pytest.fixture
 def as_a_user(nbkit_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """Of two ranks, started as a user does: seconds of a core, so that tests take over the one that is there."""
+    """Start a cluster of two ranks as a user does, which takes seconds of a core; attach if it runs already."""
     if registry.find("gone"):
         return Cluster.attach("gone")
     for name in HIDING:

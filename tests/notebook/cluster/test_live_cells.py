@@ -130,7 +130,7 @@ def test_a_switch_that_comes_too_late_acts_when_the_training_has_ended(two: Clus
 
 
 def test_every_switch_says_what_was_predicted_of_it(two: Cluster, training: CellHandle) -> None:
-    """By the ranks, which wait for no table: nobody has looked at one."""
+    """Compare with what the ranks predict. They do not wait for a table: no panel has been looked at."""
     panels = controller_of(two)
     for strategy in ("zero3", "ddp"):
         switched = two.training.switch(strategy)

@@ -1,4 +1,4 @@
-"""Which devices another number of ranks gets: a rank that stays keeps its GPU, and what is not there is refused."""
+"""The devices after a resize: a rank that stays keeps its GPU, and more devices than there are get refused."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Files = tuple[Path, Path, Path]
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
-    """Of a machine, a user and a project, none of which is there yet."""
+    """Return the paths of the settings of a machine, a user and a project. None of these files exists yet."""
     found = tmp_path / "machine.toml", tmp_path / "user.toml", tmp_path / "project.toml"
     monkeypatch.setattr(site_settings, "files", lambda: found)
     # To import torch takes each report seconds of a core: tests/commands/test_doctor.py does it.

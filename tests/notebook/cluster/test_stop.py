@@ -31,7 +31,7 @@ while time.monotonic() < end:
 
 
 def press(cluster: Cluster) -> None:
-    """What the stop button does to a kernel; not when the cell is over, or it would end the tests."""
+    """Send the signal of the stop button. Send none after the cell has ended, because that would end the tests."""
     if is_in_cell(cluster):
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -59,7 +59,7 @@ def when(condition: Callable[[], object]) -> None:
 
 
 class Shown:
-    """What stands on stderr so far, for a thread that waits for it."""
+    """The text on stderr so far, for a thread that waits for words in it."""
 
     def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
         self.capture, self.text = capture, ""

@@ -1,4 +1,4 @@
-"""Who is stuck where, on real ranks. `make why` has all hangs; here is one for each way in which a rank is seen."""
+"""The answer to who is stuck where, on real ranks: a hang for each way to see a rank. `make why` has all hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a running notebook has sent to its ranks is what its script is made of."""
+"""The script of a running notebook is made of the cells and values that it has sent to its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in a script, and what is refused: of saved notebooks, without a process."""
+"""The script of a saved notebook, and the notebooks that are refused. No process is started."""
 
 from __future__ import annotations
 

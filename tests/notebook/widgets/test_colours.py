@@ -43,7 +43,7 @@ SEEN_BY = {
 
 
 def seen(colour: str, by: str) -> Colour:
-    """In CIELAB, as such a reader sees it."""
+    """Return the colour in CIELAB, as a reader of this kind sees it."""
     raw = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in raw]
     red, green, blue = (min(1.0, max(0.0, sum(a * b for a, b in zip(row, linear, strict=True)))) for row in SEEN_BY[by])
@@ -87,8 +87,10 @@ def test_the_difference_is_that_of_the_published_pairs() -> None:
 
 
 def colours_of(name: str) -> dict[str, str]:
-    """What each colour means -> the colour, of a set of paint.js, of the AXES of the panel, or of the LAPS of a step,
-    moment by moment: the parts, and compute as forward and backward."""
+    """Return meaning -> colour of a set in paint.js, of the AXES of the panel, or of the LAPS of a step.
+
+    LAPS are the parts of a step, moment by moment: those of COLOURS, with compute as forward and backward.
+    """
     if name == "LAPS":
         return {**colours_of("COLOURS"), **{key: colours_of("PASSES")[key] for key in ("F", "B")}}
     if name == "AXES":
@@ -120,7 +122,7 @@ def test_the_colours_of_a_set_are_told_apart(name: str, grounds: tuple[str, ...]
 
 
 def test_what_is_no_shade_of_the_same_has_a_colour_of_its_own() -> None:
-    """In panel and dashboard, which stand in one notebook."""
+    """Compare the panel with the dashboard: both can stand in one notebook."""
     sets = [set(colours_of(name).values()) for name in ("COLOURS", "MEMORY", "STRATEGIES", "AXES")]
 
     for these, those in itertools.combinations(sets, 2):

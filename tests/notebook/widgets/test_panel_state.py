@@ -1,4 +1,4 @@
-"""What the panel knows and shows, without a widget: plain functions of plain values."""
+"""The state and the content of the panel, without a widget: plain functions of plain values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is chosen, refused and explained, for models and hardware where the answer is known."""
+"""The planner's choices, refusals and explanations, for models and hardware with known answers."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _FLAT = {"all_gather_single", "_allgather_base"}
 
 
 class Stuck(RuntimeError):
-    """What would have hung."""
+    """An operation that would have hung."""
 
 
 class ChangedInFlight(RuntimeError):
@@ -58,7 +58,7 @@ works: weakref.WeakSet[Work] = weakref.WeakSet()
 
 
 class Op:
-    """One operation on a communicator."""
+    """An operation on a communicator."""
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self.name, self.act = name, act
@@ -66,7 +66,7 @@ class Op:
 
 
 class Communicator:
-    """One FIFO and the thread that runs it. key: names it on all of its members alike."""
+    """A FIFO of operations and the thread that runs them. key: its name, which is the same on all its members."""
 
     everyone: ClassVar[list[Communicator]] = []
 
@@ -188,7 +188,7 @@ class Work(dist.Work):
 
 
 class PretendGroup:
-    """What stands in a DelegatingGroup where NCCL's inner group would."""
+    """The group inside a DelegatingGroup, in place of NCCL's."""
 
     def __init__(self, gpu: PretendAccelerator, gloo: Any, members: tuple[int, ...], store: Any, backend: str) -> None:
         self._gpu, self._gloo, self.members, self._store = gpu, gloo, members, store

@@ -34,11 +34,11 @@ class HostMix(RuntimeError):
 
 
 class ContextLost(RuntimeError):
-    """As after an assert in a kernel: every later use of the device raises."""
+    """The error after an assert in a kernel: every later use of the device raises it."""
 
 
 class Event:
-    """As torch.Event, timing included."""
+    """An event like torch.Event, with timing."""
 
     def __init__(self, order: Order, actor: str, lands: Any = None) -> None:
         self._order, self.clock, self._lands = order, order.now(actor), lands
@@ -62,7 +62,7 @@ class Event:
 
 
 class PretendAccelerator(Accelerator):
-    """One GPU of a rank. counts: what has cost the host time, by kind; see `checked`."""
+    """The GPU of a rank. counts: calls that cost the host time, by kind; see `checked`."""
 
     def __init__(self, rank: int = 0) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class PretendAccelerator(Accelerator):
         return what == _CPU
 
     def is_host(self, tensor: Tensor) -> bool:
-        """Whether it lies in memory of the host."""
+        """Return True if the tensor lies in memory of the host."""
         return bool(self._hosts) and _storage(tensor)._cdata in self._hosts
 
     def host(self, tensor: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class PretendAccelerator(Accelerator):
 
 
 class _Functions(TorchFunctionMode):
-    """What reads on the host without an operation that would be dispatched, or moves to where it seems to be."""
+    """Handles what the dispatcher does not see: reads on the host, copies to the device, tensors made of numbers."""
 
     def __init__(self, gpu: PretendAccelerator) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _made_of_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Of a list, which is the host's: memory of the host, or a copy of it where a device is named."""
+        """Make a tensor of a list, in memory of the host. If a device is named, count the copy to it."""
         gpu, made = self._gpu, func(*args, **kwargs)
         if isinstance(args[-1], Tensor):
             return made
@@ -284,7 +284,7 @@ def checked(gpu: PretendAccelerator) -> Iterator[Counter[str]]:
 
 
 def host(tensor: Tensor) -> Tensor:
-    """As PretendAccelerator.host, of the one in force."""
+    """Call `host` of the PretendAccelerator in force."""
     from nbkit.rank.device import accelerator
 
     here: Any = accelerator()
@@ -293,7 +293,7 @@ def host(tensor: Tensor) -> Tensor:
 
 
 def poison(tensor: Tensor) -> None:
-    """What nobody may have read: NaN, or the largest number that there is."""
+    """Fill the tensor with a value that nobody should read: NaN, or the largest number of its type."""
     if tensor.dtype is torch.bool:
         tensor.data.fill_(True)
     elif tensor.is_floating_point() or tensor.is_complex():

@@ -63,7 +63,7 @@ def pretend_gpu(rank: int = 0) -> PretendAccelerator:
 
 
 def place(rank: int, ranks: int) -> worlds.RankPlace:
-    """Of a rank with a pretended GPU, which is there from now on."""
+    """Return the place of a rank with a pretended GPU. From here on the process has that GPU."""
     pretend_gpu(rank)
     return worlds.RankPlace(rank, ranks, rank, ranks, "cuda", "nccl")
 
@@ -91,9 +91,9 @@ def _fill_what_is_freed(gpu: PretendAccelerator) -> None:
 
 
 def _count_assigned_numbers(gpu: PretendAccelerator) -> None:
-    """To a slice a number goes as a kernel's argument; to one element torch copies it, from memory that is not pinned.
+    """Count assignments of a number to one element: torch copies the number from memory that is not pinned.
 
-    Not by a mode: there is none in what autograd calls.
+    A number for a slice travels as an argument of the kernel. A mode would miss what autograd calls.
     """
     assign = torch.Tensor.__setitem__
 

@@ -36,7 +36,7 @@ class _Memory:
 
 
 class Order:
-    """Of one process. Safe between threads."""
+    """The order of accesses in one process. Safe between threads."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, Clock] = {}
@@ -51,19 +51,19 @@ class Order:
             return f"stream {self._streams}"
 
     def now(self, actor: str) -> Clock:
-        """What `actor` has done so far, and all that came before it: an event."""
+        """Return an event: all that `actor` has done so far, and all that came before it."""
         with self._lock:
             self._tick(actor)
             return dict(self._clocks[actor])
 
     def follow(self, actor: str, other: str) -> None:
-        """What `actor` does from here on comes after what `other` has done so far."""
+        """Order all that `actor` does from here on after all that `other` has done so far."""
         with self._lock:
             self._tick(other)
             self.after(actor, self._clocks[other])
 
     def after(self, actor: str, event: Clock) -> None:
-        """What `actor` does from here on comes after `event`."""
+        """Order all that `actor` does from here on after `event`."""
         with self._lock:
             clock = self._clocks.setdefault(actor, {})
             for other, time in event.items():

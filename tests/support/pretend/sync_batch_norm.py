@@ -15,7 +15,7 @@ _kept: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """For the rest of this process's life."""
+    """Replace the kernels for the rest of this process's life."""
     forward, kind = nn.SyncBatchNorm.forward, torch._C._get_privateuse1_backend_name
 
     def on_device(module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
