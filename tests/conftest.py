@@ -40,7 +40,7 @@ _COMPUTING = ("rank/", "verify/", "bench/")
 
 @pytest.fixture(autouse=True)
 def no_world_is_left() -> Iterator[None]:
-    """A process group that a test leaves in this process would be the world of all that come after it."""
+    """Fail a test that leaves a process group in this process: it would be the world of all later tests."""
     yield
     module = sys.modules.get("nbkit.rank.world.world")
     if module is not None and (world := module.current()) is not None:
@@ -50,7 +50,7 @@ def no_world_is_left() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """All workers fork their ranks from one process."""
+    """Have all workers fork their ranks from one process."""
     import ranks
 
     node.workerinput["ranks"] = ranks.shared_server()
@@ -78,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _end(config: pytest.Config) -> None:
-    """A run that is ended from outside, as by `timeout`, leaves no cluster: fixtures are torn down as at Ctrl-C."""
+    """End the run as Ctrl-C does, so that fixtures are torn down and no cluster is left, as when `timeout` ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # by which workers are hurried
     if config.pluginmanager.hasplugin("dsession"):
         for worker in psutil.Process().children():
@@ -127,7 +127,7 @@ def _places(units: list[str]) -> dict[str, float]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker for each file, as `--dist loadfile`, and for each package, whose files share a browser or a cluster."""
+    """Give each file, as `--dist loadfile`, or each package to one worker: its files share a cluster or browser."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

@@ -100,7 +100,7 @@ def _assigned(name: str, module: ast.Module) -> Iterator[ast.expr]:
 
 @cache
 def hints() -> list[tuple[str, str]]:
-    """(where, hint) for each."""
+    """Return (where, hint) for each hint of the source."""
     found = []
     for path in SOURCES:
         module = ast.parse(path.read_text())
@@ -181,7 +181,7 @@ def test_what_cannot_be_typed_is_found(hint: str, what: str) -> None:
 
 
 def magics(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A magic, or each of its verbs."""
+    """Yield the parser of a magic, and those of its verbs."""
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     yield parser
     for verb in (verb for action in below for verb in action.choices.values()):

@@ -25,7 +25,7 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def modules(folder: str) -> list[str]:
-    """Every importable module below a folder of the checkout; `__main__` runs when imported, so it is left out."""
+    """Return every importable module below a folder of the checkout, without `__main__`, which runs when imported."""
     names = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts

@@ -103,7 +103,7 @@ def divisors(n: int) -> list[int]:
 
 
 def constructed(world_size: int) -> Iterator[Strategy]:
-    """Every strategy that can be, from its fields alone."""
+    """Yield every strategy that can be made from fields."""
     for dp, tp, pp, cp in product(range(1, world_size + 1), repeat=4):
         if dp * tp * pp * cp != world_size:
             continue

@@ -32,7 +32,7 @@ SOURCES = [path for folder in ("nbkit", "magics") for path in (EXPECTED.parents[
 
 
 def surface() -> Iterator[str]:
-    """All of it, as lines."""
+    """Yield all names and options, as lines."""
     yield from _section("Magics", (line for name, make in PARSERS.items() for line in _typed(name, make())))
     commands = _subcommands(prepare_parser(subcommands()))
     yield from _section("Commands", (line for name, parser in commands for line in _typed(f"nbkit {name}", parser)))
@@ -99,7 +99,7 @@ def _called(name: str, offered: Callable[..., Any]) -> Iterator[str]:
 
 
 def _members(kind: type) -> Iterator[str]:
-    """The public methods and properties that are nbkit's own."""
+    """Yield the public methods and properties that are nbkit's own."""
     for name, member in sorted(inspect.getmembers_static(kind)):
         inner = getattr(member, "__func__", member)
         if name.startswith("_") or not getattr(getattr(inner, "fget", inner), "__module__", "").startswith("nbkit"):

@@ -70,14 +70,15 @@ class Case:
 
 
 def parity_case(model: str, strategy: str, dtype: str = "float64", steps: int = 3, extras: Iterable[str] = ()) -> Case:
-    """With as many ranks and layers as the strategy needs: eight stages want eight layers."""
+    """Return a case with as many ranks and layers as the strategy needs: eight stages want eight layers."""
     ranks = 5 if "pp=5" in strategy else 8 if strategy.count("=2") == 3 else 4
     return Case(model, strategy, dtype, steps, frozenset(extras), 8 if strategy in _EIGHT_STAGES else None, ranks)
 
 
 def parity_matrix(dtype: str, steps: int) -> Iterator[Case]:
-    """Every strategy on every model; the convolutions, which have no heads and no positions, on those that apply: in
-    five stages of two, for one.
+    """Yield a case for every strategy on every model.
+
+    The convolutions have no heads and no positions, so they get only strategies that split neither.
     """
     for model in PARITY_MODELS:
         for strategies in FAMILIES.values():
@@ -88,7 +89,7 @@ def parity_matrix(dtype: str, steps: int) -> Iterator[Case]:
 
 
 def parity_extras(dtype: str, steps: int) -> Iterator[Case]:
-    """Each extra once in every family, on models that differ."""
+    """Yield a case for each extra in every family, on models that differ."""
     strategies = {
         "data": ("zero3", "ddp", "zero1", "zero2", "hsdp", "zero3", "zero3"),
         "tensor": ("tp",) * 7,
@@ -135,7 +136,7 @@ def zoo_ranks(strategy: str) -> int:
 
 
 def zoo_cases(models: Sequence[str], words: Sequence[str] = ()) -> Iterator[Case]:
-    """Every model under every strategy and in the chain; with words, those cases that have them all.
+    """Yield every model under every strategy and in the chain; with words, only the cases that match all of them.
 
     A word is a model, a strategy, an axis of it, or "chain".
     """

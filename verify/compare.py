@@ -82,7 +82,7 @@ def compared(ranks: Sequence[Outcome], known: Truth) -> Figures:
 
 
 def _differences(ranks: Sequence[Pieces], whole: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """(name -> largest |difference| of each element, names of which something is nowhere)."""
+    """Return (name -> largest |difference| of each element, names of tensors that no rank holds completely)."""
     found = {name: torch.full(tensor.shape, -1.0, dtype=torch.float64) for name, tensor in whole.items()}
     for pieces in ranks:
         for name, (tensor, layout) in pieces.items():
@@ -119,7 +119,7 @@ def _relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _worst(figures: Iterable[float]) -> float:
-    """The largest, 0 of none; max() passes over what is not a number."""
+    """Return the largest figure, 0 if there is none, NaN if one is NaN: max() would pass over it."""
     found = list(figures)
     return max(found, default=0.0) if all(each == each for each in found) else nan
 
@@ -165,7 +165,7 @@ def _orders(rank: int, case: Case, fewer: bool) -> list[Truth]:
 
 @cache
 def _bf16_bars(case: Case, fewer: bool) -> Bars:
-    """The largest difference between two runs of one process."""
+    """Return the largest differences between two runs of one process."""
     runs = run_ranks(_orders, 1, case, fewer, timeout=300, join=False)[0]
     found = [_far(one, other) for i, one in enumerate(runs) for other in runs[:i]]
     return Bars(*(max(getattr(each, name) for each in found) for name in ("grads", "largest", "losses", "norms")))
@@ -201,7 +201,7 @@ class Verdict:
 
 
 def judged(case: Case, found: Sequence[Outcome] | str, known: Truth) -> Verdict:
-    """The verdict on what each rank made of `case`, or on the text of what broke them.
+    """Return the verdict on what each rank made of `case`, or on the text of what broke them.
 
     What `nbkit.check` has said counts where `known` has it.
     """
@@ -254,7 +254,7 @@ def _short(text: str, most: int = 160) -> str:
 
 
 def parity_row(case: Case, verdict: Verdict) -> list[str]:
-    """A row of the table of figures; see PARITY_HEAD."""
+    """Return a row of the table of figures; see PARITY_HEAD."""
     row = [str(case.model), case.strategy, case.dtype, " ".join(sorted(case.extras)), str(case.steps)]
     figures = verdict.figures
     row += ["", "", "", ""] if figures is None else [
@@ -276,7 +276,7 @@ def zoo_totals(verdicts: Mapping[Case, Verdict]) -> str:
 
 
 def zoo_table(verdicts: Mapping[Case, Verdict]) -> list[str]:
-    """Lines of Markdown: a row for each model, then what is to be told of cells that are not equal."""
+    """Return lines of Markdown: a row for each model, then a list of the cells that are not equal."""
     columns = (*ZOO_STRATEGIES, CHAINED)
     rows = [f"| model | {' | '.join(ZOO_STRATEGIES)} | chain |", "|---" * (len(columns) + 1) + "|"]
     told = {(case.model, case.strategy): verdict for case, verdict in verdicts.items()}

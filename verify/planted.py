@@ -49,7 +49,7 @@ class Bug:
 
 
 def unseen(bugs: Collection[Bug]) -> tuple[list[str], list[str]]:
-    """(those of `bugs`, all out of BUGS, that the parity does not see; cases that are off without their bug)."""
+    """Return (those of `bugs`, all out of BUGS, that the parity does not see; cases that are off without their bug)."""
     green, red = [], []
     for num_ranks in (2, 4):
         numbers = [i for i, bug in enumerate(BUGS) if bug in bugs and bug.case.ranks == num_ranks]
@@ -85,12 +85,12 @@ def _with_and_without(world: Any, bugs: Sequence[int]) -> list[tuple[Outcome, Ou
 
 
 def _around(owner: Any, name: str, make: Callable[[Any], Any]) -> Plant:
-    """`owner.name` replaced by what `make` gives for the original."""
+    """Return a plant that replaces `owner.name` by what `make` returns for the original."""
     return lambda: patch.object(owner, name, make(getattr(owner, name)))
 
 
 def _without(what: str) -> Callable[[Any], Any]:
-    """A method of a ShardedModel that sees none of its `what`."""
+    """Return a function that makes a method see a ShardedModel without its `what`."""
 
     def make(method: Any) -> Any:
         def blind(self: ShardedModel, *args: Any) -> Any:

@@ -28,19 +28,19 @@ Result = tuple[Case, list[Outcome] | str]
 
 
 def trained(world: Any, cases: Sequence[Case]) -> list[Outcome]:
-    """Every case, on a rank."""
+    """Train every case, on a rank."""
     return [train(case) for case in cases]
 
 
 def looped(world: Any, cases: Sequence[Case]) -> list[list[float]]:
-    """Losses of every case, on a rank, in a loop of its own."""
+    """Return the losses of every case, on a rank, in a loop of its own."""
     return [train_by_hand(case) for case in cases]
 
 
 def truths(
     cases: Iterable[Case], *, check: bool = False, timeout: float = 900, device: str = "cpu"
 ) -> dict[Case, Truth]:
-    """`case.truth` -> what one process makes of it, computed in a process of its own on `device`.
+    """Return `case.truth` -> the result of one process, computed in a process of its own on `device`.
 
     check: and what `nbkit.check` says of the strategies of these cases.
     """
@@ -72,7 +72,7 @@ def verdicts(
 
 
 def in_lanes(cases: Sequence[Case], lanes: int = 2, *, patience: int = 600) -> Iterator[Result]:
-    """`results` of all `cases`, in several sets of ranks at a time: while one waits for messages another computes.
+    """Yield the `results` of all `cases`, from several sets of ranks: while one waits for messages, another computes.
 
     Cases of few ranks come first.
     """
@@ -102,7 +102,7 @@ def in_lanes(cases: Sequence[Case], lanes: int = 2, *, patience: int = 600) -> I
 def results(
     cases: Sequence[Case], *, patience: int = 600, train: Callable[[Case], Outcome] = train
 ) -> Iterator[Result]:
-    """The result of each of `cases`, which need the same number of ranks, as soon as it is there.
+    """Yield the result of each of `cases` as soon as it is there. All cases need the same number of ranks.
 
     A case that breaks the ranks or does not end takes no other with it. patience: seconds that one may take.
     """

@@ -116,8 +116,9 @@ def _build(case: Case) -> nn.Module:
 
 
 def _smooth(model: nn.Module) -> nn.Module:
-    """GELU for ReLU, in place. What lies at the kink of a ReLU is above it in one order of summing and below it in
-    another: in float32 one process is 4.6e-3 off from itself in 50 steps of the encoder when it cuts its batch in two.
+    """Replace ReLU by GELU, in place, because results at the kink of a ReLU depend on the order of summing.
+
+    In float32, one process that cuts its batch in two is 4.6e-3 off from itself after 50 steps of the encoder.
     """
     for part in model.modules():
         if isinstance(part, nn.TransformerEncoderLayer):
@@ -135,7 +136,7 @@ def _optimizer(case: Case) -> Any:
 
 
 def _loss(case: Case, model: nn.Module | None = None) -> Any:
-    """model: the one that is trained, where there is one already."""
+    """Return the loss of a case. model: the model that is trained, if there is one already."""
     specimen = _specimen(case)
     if specimen.loss_of is not None and model is not None:
         return specimen.loss_of(model)
@@ -143,7 +144,7 @@ def _loss(case: Case, model: nn.Module | None = None) -> Any:
 
 
 def weighted(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, weight): what is padding does not count, nor do two classes of five: each row weighs something else."""
+    """Return (sum, weight). Padding does not count, nor do two classes of five: each row has another weight."""
     logits = getattr(output, "logits", output)
     keep = (target >= 0) & (target % 5 > 1)
     losses = F.cross_entropy(logits.flatten(0, -2), target.clamp(min=0).flatten(), reduction="none")
@@ -151,7 +152,7 @@ def weighted(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(case: Case) -> Outcome:
-    """Trained by nbkit, on all ranks of the world. Collective. What is no refusal is raised."""
+    """Train with nbkit, on all ranks of the world. Collective. Raise errors that are not refusals."""
     found, trainer = Outcome(), None
     with warnings.catch_warnings():
         if "sgd" in case.extras:
@@ -182,7 +183,7 @@ def train(case: Case) -> Outcome:
 
 
 def trainer_of(case: Case, **changed: Any) -> Trainer:
-    """The job of `case` under its first strategy."""
+    """Return the Trainer of `case` under its first strategy."""
     model = None if _specimen(case).loss_of is None else _build(case)
     asked: dict[str, Any] = {
         "model": (lambda: _build(case)) if model is None else model,
@@ -226,7 +227,7 @@ def _grad(param: Tensor) -> Tensor:
 
 
 def train_by_hand(case: Case) -> list[float]:
-    """Losses of the same training, on all ranks, by a loop around `nbkit.prepare`. Collective."""
+    """Return the losses of the same training, on all ranks, in a loop around `nbkit.prepare`. Collective."""
     data = _items(case)
     batches = [default_collate([data[i] for i in chosen]) for chosen in _chosen(case, len(data))]
     job = prepare(
@@ -260,7 +261,7 @@ def _chosen(case: Case, num: int) -> Iterator[list[int]]:
 
 
 def truth(case: Case, *, rows: int = BATCH, wrap: Any = nullcontext, device: str = "cpu") -> Truth:
-    """Trained by a loop in plain torch, in this process. rows: per forward; wrap: a context around the passes."""
+    """Train in a loop in plain torch, in this process. rows: per forward; wrap: a context around the passes."""
     model, data = _build(case).to(device), _items(case)
     optimizer, loss_of, casts = _optimizer(case)(model), _loss(case, model), _Casts()
     keyed = KeyedDropout(model, SEED) if "dropout" in case.extras else None

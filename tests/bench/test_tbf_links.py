@@ -53,7 +53,7 @@ Ask = Callable[[dict[int, str]], dict[int, float]]
 
 @contextmanager
 def asked(ranks: int, node: int) -> Iterator[Ask]:
-    """Asks ranks whose links have their rate; those who take say how long that was."""
+    """Start ranks whose links have their rate. Yield a function that asks them; receivers say how long they took."""
     with ExitStack() as stack:
         try:
             links = stack.enter_context(TbfLinks(ranks, node=node))

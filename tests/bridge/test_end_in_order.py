@@ -46,7 +46,7 @@ WAYS = {
 
 
 def gone_on(world: Any, folder: str) -> tuple[int, list[float], list[float]]:
-    """The steps in the checkpoint, the losses of a training that goes on from it, and of one that was left alone."""
+    """Return the step of the checkpoint, and the losses of two trainings: one that goes on from it, one left alone."""
     names: dict[str, Any] = {}
     exec(SETUP, names)
     loaded, alone = names["made"](None, 0), names["made"](None, 0)

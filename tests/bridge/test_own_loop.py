@@ -57,7 +57,7 @@ def four(nbkit_home: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def undisturbed(four: Cluster) -> list[float]:
-    """The losses of a loop that was left alone."""
+    """Return the losses of a loop that was left alone."""
     losses: list[float] = four.run(f"again('ddp')\n{LOOP}\n[record['loss'] for record in job.history]").values[0]
     assert len(losses) == STEPS
     return losses

@@ -84,7 +84,7 @@ def run_killing(cluster: Cluster, ranks: list[int], cell: str = CELL) -> Results
 
 
 def check_whole(cluster: Cluster) -> None:
-    """Every rank runs cells and is in the world; status knows the processes that are there."""
+    """Check that every rank runs cells and is in the world, and that status knows the processes that are there."""
     results = cluster.run("import os\ntotal = torch.ones(1)\ndist.all_reduce(total)\n(int(total), os.getpid(), rank)")
     assert [results.values[rank][0] for rank in range(4)] == [4] * 4
     assert [results.values[rank][2] for rank in range(4)] == [0, 1, 2, 3]

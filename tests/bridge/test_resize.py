@@ -58,7 +58,7 @@ def until(cluster: Cluster, step: int) -> None:
 
 
 def check_whole(cluster: Cluster, n: int) -> None:
-    """Every rank runs cells and is in the world, and the notebook knows the processes that are there."""
+    """Check that every rank runs cells and is in the world, and that the notebook knows the processes."""
     results = cluster.run(
         "import os\ntotal = torch.ones(1)\ndist.all_reduce(total)\n(int(total), os.getpid(), rank, world_size)"
     )

@@ -15,14 +15,14 @@ SHOW = "from IPython.display import display\n"
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """It assigns `made`, then fails in its line 4."""
+    """Return a script that assigns `made`, then fails in its line 4."""
     path = tmp_path / "script.py"
     path.write_text("made = 5\ndef fail():\n    pass\n    raise ValueError('in the script')\nfail()\n")
     return path
 
 
 def plain(text: str) -> str:
-    """Without colours."""
+    """Return the text without colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 

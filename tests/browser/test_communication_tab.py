@@ -91,7 +91,7 @@ def board(training: Training) -> Iterator[Board]:
 
 @pytest.fixture(scope="module")
 def page(browser: Any, board: Board) -> Iterator[Any]:
-    """TensorBoard, opened at the tab. problems: what went wrong in it; asked: every address that it asked."""
+    """Yield TensorBoard, opened at the tab. problems: what went wrong in it; asked: every address that it asked."""
     context = browser.new_context(viewport={"width": 1400, "height": 1100}, color_scheme="light")
     context.add_init_script(DRAWN)
     page = context.new_page()
@@ -105,7 +105,7 @@ def page(browser: Any, board: Board) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def tab(page: Any) -> Any:
-    """The frame that the tab is."""
+    """Return the frame of the tab."""
     page.wait_for_selector("iframe[src*='communication']", timeout=30_000)
     frame = page.query_selector("iframe[src*='communication']").content_frame()
     frame.wait_for_selector("#table td", timeout=20_000)
@@ -114,7 +114,7 @@ def tab(page: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def pictures(page: Any, tmp_path: Path) -> Iterator[None]:
-    """A screenshot after each test, in its temporary folder."""
+    """Take a screenshot after each test, in its temporary folder."""
     yield
     page.screenshot(path=str(tmp_path / "after.png"))
 

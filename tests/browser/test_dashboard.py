@@ -58,7 +58,7 @@ def page(open_page: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def wait_for_step(page: Any, least: int, seconds: float = 30) -> int:
-    """Until the loss curve has come to a step."""
+    """Wait until the loss curve has come to a step."""
     page.page.wait_for_function(
         f"() => Number(document.querySelector('{SHOWN}')?.dataset.step || 0) >= {least}", timeout=seconds * 1000
     )

@@ -64,7 +64,7 @@ class PanelOnPage:
         self.page, self.root = page, page.cell(cell).locator(".nbkit-panel")
 
     def trained(self) -> str:
-        """The end of what the cell that trains shows."""
+        """Return the end of what the cell that trains shows."""
         return str(self.page.output(NUMBER["train"]))[-1000:]
 
     def wait(self, what: Callable[[], bool], why: str, seconds: float = SECONDS) -> None:

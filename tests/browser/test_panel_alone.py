@@ -26,7 +26,7 @@ panel.render({ model: window.model, el: document.getElementById("here") });
 
 
 def shown(window: Any, table: dict[str, Any], **answer: Any) -> Any:
-    """A page in this window with the panel of this table."""
+    """Return a page in this window with the panel of this table."""
     state = reduce(State("lesson", table["ranks"]), Looked(answer_of(table, **answer)))
     values = json.dumps({"job": job_view(state), "pulse": pulse_view(state), "note": ""})
     script = (STATIC / "panel.js").read_text().replace("export default", "const panel =")
@@ -81,7 +81,7 @@ def focused(page: Any) -> str:
 
 
 def held(page: Any, key: str, times: int = 6) -> None:
-    """The key goes down, repeats itself as long as it is held, and goes up."""
+    """Press a key, hold it so that it repeats itself, and let it go."""
     for _ in range(times):
         page.keyboard.down(key)
     page.keyboard.up(key)
@@ -101,7 +101,7 @@ def test_no_key_that_means_something_else_in_a_notebook_acts(page: Any) -> None:
 
 
 def focused_on(page: Any, where: str) -> Any:
-    """The row of tp=4, the line or a button, once that row was clicked."""
+    """Click the row of tp=4, then focus that row, the line or a button, and return it."""
     row = page.locator("tr[data-strategy='tp=4']")
     row.click()
     there = {"row": row, "line": page.locator("input")}.get(where) or page.get_by_role("button", name=where, exact=True)

@@ -56,7 +56,7 @@ def start(folder: Path, *options: str, smaller: bool = False, **streams: Any) ->
 
 
 def in_a_terminal(folder: Path, *options: str) -> tuple[int, str]:
-    """(exit status, all that the terminal got)."""
+    """Run the demo in a terminal. Return (exit status, all that the terminal got)."""
     ours, its = pty.openpty()
     demo = start(folder, *options, smaller=True, stdin=its, stdout=its, stderr=its)
     os.close(its)

@@ -31,7 +31,7 @@ def until(true: Callable[[], object]) -> None:
 
 @pytest.fixture
 def busy(slurm: SlurmNodes) -> Iterator[str]:
-    """The number of a job that holds all nodes."""
+    """Yield the number of a job that holds all nodes."""
     words = ("sbatch", "--parsable", "-N2", "-c2", "--time=20", "--output=/dev/null", "--wrap=sleep 900")
     job = slurm.command(*words).strip()
     until(lambda: slurm.jobs() == [f"{job} RUNNING"])

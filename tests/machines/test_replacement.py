@@ -43,7 +43,7 @@ def reach(cluster: Cluster, step: int, rank: int) -> None:
 
 
 def run_killing(cluster: Cluster, hosts: SshHosts, ranks: list[int]) -> tuple[dict[int, list[float]], str]:
-    """The losses of a `fit` in which these ranks are killed, on their hosts, and what was printed."""
+    """Kill these ranks, on their hosts, during a `fit`. Return its losses, and what was printed."""
     before = cluster.run(WHERE).values
     other = next(rank for rank in range(4) if rank not in ranks)
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="to be another user ta
 
 @pytest.fixture(scope="module")
 def open_folder() -> Iterator[Path]:
-    """A folder that everybody may enter: what is closed in it was closed by nbkit."""
+    """Yield a folder that everybody may enter, so that only nbkit closes what is closed in it."""
     folder = Path(tempfile.mkdtemp(prefix="nbkit-open-"))
     folder.chmod(0o755)
     yield folder

@@ -23,7 +23,7 @@ steps = i
 
 
 def processes_of(home: Path, name: str) -> list[psutil.Process]:
-    """The controller of a cluster in `home`, the parent of its ranks, the ranks, and what these have started."""
+    """Return the controller of a cluster in `home`, the parent of its ranks, and the processes that these started."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NBKIT_HOME", str(home))
         entry = registry.running(name)

@@ -15,7 +15,7 @@ BAR = (
 
 
 def updates(cell: Cell, name: str) -> dict[str, list[tuple[float, Any]]]:
-    """comm id -> (seconds, value) of each update of the state `name` that a page was told."""
+    """Return comm id -> (seconds, value) of each update of the state `name` that a page was told."""
     found: dict[str, list[tuple[float, Any]]] = {}
     for at, kind, content in cell.messages:
         state = content.get("data", {}).get("state", {}) if kind == "comm_msg" else {}
@@ -25,7 +25,7 @@ def updates(cell: Cell, name: str) -> dict[str, list[tuple[float, Any]]]:
 
 
 def models(cell: Cell, name: str) -> list[str]:
-    """The ids of the models that a page was told to make, of the kind `name`."""
+    """Return the ids of the models that a page was told to make, of the kind `name`."""
     opened = [content for _, kind, content in cell.messages if kind == "comm_open"]
     return [content["comm_id"] for content in opened if content["data"]["state"].get("_model_name") == name]
 

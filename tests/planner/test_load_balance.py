@@ -16,7 +16,7 @@ ROWS, BLOCKS = 12, 12
 
 
 def every_division(strategy: Strategy, costs: list[float], speeds: list[float]) -> float:
-    """Seconds of the shortest of all whole numbers of rows and blocks."""
+    """Return the seconds of the shortest step among all divisions into whole rows and blocks."""
     mesh, whole = strategy.mesh, sum(costs)
     best = float("inf")
     for cut in combinations(range(1, BLOCKS), strategy.pp - 1):

@@ -22,7 +22,7 @@ HIDDEN = 16 * 24 * 16 * 4  # bytes of a hidden state of the whole batch
 
 
 def sizes(terms: tuple[TrafficTerm, ...]) -> dict[tuple[str, str], int]:
-    """S of each axis and operation."""
+    """Return the S of each axis and operation."""
     total: Counter[tuple[str, str]] = Counter()
     for term in terms:
         total[term.axis, term.op] += term.bytes

@@ -27,7 +27,7 @@ def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The metadata of a package with the entry point, where this process and those that it starts find it."""
+    """Write the metadata of a package with the entry point where this process, and those that it starts, find it."""
     package = tmp_path / "site" / "local_launcher-1.0.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: local-launcher\nVersion: 1.0\n")

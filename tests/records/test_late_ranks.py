@@ -18,7 +18,7 @@ DELAY = 30 * MS
 def job(
     text: str, *, own: dict[int, dict[str, float]] | None = None, stood: dict[int, dict[str, float]] | None = None
 ) -> tuple[dict[int, StepRecord], dict[str, tuple[int, ...]]]:
-    """Records of one step. own: what a rank's parts take more than usual. stood: what it stood still on an axis.
+    """Return records of one step. own: what a rank's parts take more than usual. stood: its waits, by axis.
 
     Of what is stood for, "pp" is bubble.
     """

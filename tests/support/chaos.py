@@ -33,7 +33,7 @@ from tests.support.chaos_kill import kill, pairs
 
 @contextlib.contextmanager
 def home() -> Iterator[Path]:
-    """Clusters started inside live in a folder of their own, and none survives it."""
+    """Have clusters that are started inside live in a folder of their own. End those that are left."""
     with tempfile.TemporaryDirectory(prefix="nbkit-chaos-") as folder:
         before, os.environ["NBKIT_HOME"] = os.environ.get("NBKIT_HOME"), folder
         try:

@@ -119,17 +119,17 @@ def _ended_in_order(bench: Bench, run: Run, error: NbkitError) -> str:
 
 
 def crashed(bench: Bench, run: Run) -> str:
-    """The program itself ends a rank, at the same place on the new one: three times, and it is the program."""
+    """Have the program end a rank, and the new rank at the same place: after three times the program is to blame."""
     return _from_inside(bench, run, random.Random(run.number).choice(("SIGSEGV", "SIGKILL")))
 
 
 def exception(bench: Bench, run: Run) -> str:
-    """The cell ends with it; the same Trainer trains on in the next one."""
+    """Raise an exception, which ends the cell. The same Trainer trains on in the next one."""
     return _from_inside(bench, run, "exception")
 
 
 def out_of_memory(bench: Bench, run: Run) -> str:
-    """On one rank, in its forward pass or its update."""
+    """Let a rank run out of memory in its forward pass or its update."""
     return _from_inside(bench, run, "memory")
 
 
@@ -157,7 +157,7 @@ def _from_inside(bench: Bench, run: Run, what: str) -> str:
 
 
 def disk_full(bench: Bench, run: Run) -> str:
-    """Nothing can be saved: that is said, and the training goes on."""
+    """Fill the disk: nothing can be saved. The user is told, and the training goes on."""
     run.folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", run.folder], check=True)
     try:
@@ -178,7 +178,7 @@ def parent_killed(bench: Bench, run: Run) -> str:
 
 
 def controller_killed(bench: Bench, run: Run) -> str:
-    """The way from the notebook to the ranks."""
+    """Kill the controller, which is the way from the notebook to the ranks."""
     return _cluster_gone(bench, run, lambda entry: os.kill(entry.controller.pid, signal.SIGKILL))
 
 
@@ -210,7 +210,7 @@ def _cluster_gone(bench: Bench, run: Run, act: Callable[[Any], None]) -> str:
 
 
 def kernel_killed(bench: Bench, run: Run) -> str:
-    """The notebook's process, while the training is detached: another one attaches, and has the curve."""
+    """Kill the notebook's process while the training is detached: another one attaches, and gets the curve."""
     _ = bench.cluster.entry  # with the curve of one that is left alone, where this run is the first
     bench.end()
     code = (
@@ -243,7 +243,7 @@ FAULTS: dict[str, Callable[[Bench, Run], str]] = {
 
 
 def faults(bench: Bench, folder: Path, first: int, number: int, only: str = "") -> list[str]:
-    """Runs `first` and so on, each printed as it ends; those that went wrong."""
+    """Make `number` runs from `first` on, and print each as it ends. Return those that went wrong."""
     wrong, outcomes = [], Counter[str]()
     for seed in range(first, first + number):
         run = Run.drawn(seed, folder)

@@ -58,7 +58,7 @@ def drawn(seconds: float, every: float, ranks: int, seed: int) -> list[Kill]:
 def goodput(
     bench: Bench, minutes: float, every: float, strategies: Sequence[str] = GOODPUT, seed: int = 0, compute: float = 0.3
 ) -> list[str]:
-    """Steps per second of both trainings, `minutes` of killing in all strategies together; what went wrong.
+    """Print the steps per second of both trainings. All strategies together take `minutes`. Return what went wrong.
 
     every: seconds from one kill to the next. compute: seconds of a step, slept.
     """
@@ -99,7 +99,7 @@ def _compared(bench: Bench, strategy: str, seconds: float, every: float, seed: i
 def _trained(
     bench: Bench, strategy: str, compute: float, steps: int, kills: list[Kill]
 ) -> tuple[float, list[list[float]], int]:
-    """(seconds of the training, losses by rank, kills: those that came before it was over)."""
+    """Return (seconds of the training, losses by rank, number of kills before its end)."""
     cluster, over, made = bench.cluster, threading.Event(), list[Kill]()
     cluster.run(f"asleep = 0.0\ntrainer = make({strategy!r}, model=computing, callbacks=[])", timeout=RUN_SECONDS)
     cluster.run(f"asleep = {compute}")

@@ -19,5 +19,5 @@ def code_files() -> list[Path]:
 
 
 def lengths(cut: int = 2048) -> list[int]:
-    """Bytes of each, at most `cut`."""
+    """Return the bytes of each file, at most `cut`."""
     return [min(path.stat().st_size, cut) for path in code_files()]

@@ -37,7 +37,7 @@ class CpuSeconds:
         return done
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """The files, the dearest first."""
+        """Print the files, the most expensive first."""
         terminalreporter.section("CPU-seconds")
         for file, seconds in self._of_file.most_common():
             terminalreporter.line(f"{seconds:8.1f}  {self._num[file]:4d} tests  {file}")

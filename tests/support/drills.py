@@ -69,7 +69,7 @@ def perform(kernel: Kernel, drill: Drill) -> Outcome:
 
 
 def processes(kernel: Kernel) -> set[psutil.Process]:
-    """Every process of the kernel's clusters: by what it has in its environment, and by what is registered.
+    """Return every process of the kernel's clusters: found by its environment, or in the registry.
 
     What is forked from a process of the tests shows that one's environment.
     """
@@ -123,12 +123,12 @@ def sentence(cell: Cell) -> str:
 
 
 def all_of(words: Sequence[str]) -> list[Drill]:
-    """The drills that have one of `words` in their name; without words all."""
+    """Return the drills that have one of `words` in their name, or all if there are no words."""
     return [drill for drill in DRILLS if not words or any(word in drill.name for word in words)]
 
 
 def performed(drills: Sequence[Drill], home: Path) -> Iterator[Outcome]:
-    """The outcome of each, in one notebook. The last one of a whole list is that nothing is left running."""
+    """Yield the outcome of each drill, in one notebook. After a whole list, check that nothing is left running."""
     with Kernel(home) as kernel:
         kernel.run("%load_ext nbkit")
         for drill in [each for each in drills if not each.with_cluster]:

@@ -201,7 +201,7 @@ class FakeRun:
         return (calls, blocked + 0.001) if heard else (0, 0.0)
 
     def _hidden(self) -> int:
-        """With sequence parallelism each rank sends its part of the positions."""
+        """Return the size of the hidden states that a rank sends: sequence parallelism splits the positions."""
         return HIDDEN // 2 // self.strategy.dp // self.strategy.tp
 
     def _last_group(self, rank: int) -> Group | None:

@@ -67,7 +67,7 @@ del prepare
 
 @contextmanager
 def forked_parents(forked: bool = True, *, controllers: bool = True) -> Iterator[None]:
-    """Clusters that this process starts meanwhile; with `forked=False` as if this were not there.
+    """Fork the parents of clusters that this process starts meanwhile; with `forked=False`, start them as usual.
 
     controllers: false where one is killed. What it leaves is known by its environment, and what is forked here shows
     that of the process of the tests.
@@ -83,7 +83,7 @@ _AS_EVER, _CONTROLLER_AS_EVER = ParentLauncher.start, LocalControllerLauncher.st
 
 @contextmanager
 def forked_parents_of_kernels(ipython_dir: Path) -> Iterator[None]:
-    """Clusters that are started meanwhile by kernels whose IPYTHONDIR this is."""
+    """Fork the parents of clusters that are started meanwhile by kernels with this IPYTHONDIR."""
     with _served() as ask:
         startup = ipython_dir / "profile_default" / "startup"
         startup.mkdir(parents=True)
@@ -93,14 +93,14 @@ def forked_parents_of_kernels(ipython_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def forked_parents_of_programs() -> Iterator[str]:
-    """Clusters that are started meanwhile by a program that runs this source first."""
+    """Yield source for a program: if it runs that first, the parents of its clusters are forked."""
     with _served() as ask:
         yield _PROGRAM.format(ask=ask)
 
 
 @contextmanager
 def _served() -> Iterator[str]:
-    """The source of a function that starts the parent of a launcher by asking this process."""
+    """Yield the source of a function that starts the parent of a launcher by asking this process."""
     ranks._forking()  # here, because it changes the environment for a moment
     with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
         address = os.path.join(folder, "parents")
@@ -131,7 +131,7 @@ def _fork(*how: Any) -> int:
 
 
 def parent_of(folder: Path) -> Any:
-    """The process of a parent of the cluster of which `folder` tells, not started yet."""
+    """Return the process of the parent of the cluster that `folder` describes. It is not started yet."""
     args = [sys.executable, "-m", "nbkit.bridge.parent.parent", str(folder)]
     how = (args, dict(os.environ), os.getcwd(), str(folder / "parent.log"))
     return ranks._forking().Process(target=_be, args=how, daemon=False)

@@ -23,7 +23,7 @@ REAL = os.environ.get("NBKIT_CHECK_REAL_GPU", "")
 
 
 def begun(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:
-    """(world, GPU) of a rank, on which every training is checked operation by operation; not so on a real GPU."""
+    """Return (world, GPU) of a rank. On a pretended GPU, every operation of a training is checked."""
     if REAL:
         warnings.simplefilter("ignore")
         address, port = listeners[0].getsockname()
@@ -46,7 +46,7 @@ def place(rank: int, ranks: int) -> Any:
 
 
 def looked_at(gpu: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside, operations are checked; nothing is on a real GPU."""
+    """Return a context that checks operations on a pretended GPU, and does nothing on a real one."""
     return contextlib.nullcontext() if REAL else checked(gpu)
 
 

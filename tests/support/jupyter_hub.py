@@ -44,7 +44,7 @@ c.Spawner.environment = {environment!r}
 
 
 def missing() -> str:
-    """Why there can be no Hub here, "" if there can."""
+    """Return why there can be no Hub here, or ""."""
     absent = [name for name in ("jupyterhub", "configurable-http-proxy", "node") if not shutil.which(name)]
     if absent:
         where = "pip install jupyterhub jupyter-server-proxy, npm install configurable-http-proxy, each in PATH"
@@ -107,7 +107,7 @@ class JupyterHub:
         return True
 
     def start_server(self) -> None:
-        """The user's server, and wait until it answers."""
+        """Start the user's server, and wait until it answers."""
         with contextlib.suppress(urllib.error.HTTPError):  # there is such a user
             self.get(f"/hub/api/users/{USER}", "POST")
         self.get(f"/hub/api/users/{USER}/server", "POST")
@@ -119,7 +119,7 @@ class JupyterHub:
         _until(lambda: not json.loads(self.get(f"/hub/api/users/{USER}"))["servers"], "the end of the user's server")
 
     def kernel(self) -> Kernel:
-        """A new kernel of the user's server."""
+        """Start a new kernel of the user's server."""
         made = json.loads(self.get(f"/user/{USER}/api/kernels", "POST", {}))
         return Kernel(self, made["id"])
 
@@ -170,7 +170,7 @@ class Kernel:
 
 @contextlib.contextmanager
 def running(folder: Path, environment: dict[str, str]) -> Iterator[JupyterHub]:
-    """environment: of the user's server."""
+    """Run a Hub. environment: of the user's server."""
     hub = JupyterHub(folder, environment)
     try:
         yield hub

@@ -48,7 +48,7 @@ class Cell:
         return [content["prompt"] for _, kind, content in self.messages if kind == "input_request"]
 
     def when(self, text: str) -> float:
-        """Seconds after which `text` was on screen."""
+        """Return the seconds after which `text` was on screen."""
         return next(at for at, kind, content in self.messages if kind == "stream" and text in content["text"])
 
 
@@ -127,7 +127,7 @@ class Kernel:
         at: dict[float, Callable[[], object]] | None = None,
         typed: Iterable[str | Callable[[], str | None]] = (),
     ) -> Cell:
-        """Everything that belongs to a cell until it is over.
+        """Collect everything that belongs to a cell until it is over.
 
         typed: the answers of who sits at the keyboard, one for each time that the cell asks; of a function what it
         returns, None: nothing is typed.

@@ -32,12 +32,12 @@ ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def stored(path: Path) -> dict[str, Any]:
-    """The notebook as it is in the file, outputs included."""
+    """Return the notebook as it is in the file, outputs included."""
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def code_of(notebook: dict[str, Any]) -> list[dict[str, Any]]:
-    """Its code cells."""
+    """Return the code cells of a notebook."""
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
@@ -53,7 +53,7 @@ def is_stale(notebook: dict[str, Any]) -> bool:
 
 
 def texts_of(notebook: dict[str, Any]) -> list[str]:
-    """All text of all outputs, also of HTML and SVG."""
+    """Return all text of all outputs, also of HTML and SVG."""
     outputs = [output for cell in code_of(notebook) for output in cell["outputs"]]
     pieces = [output.get("text", "") for output in outputs]
     shown = [(kind, part) for output in outputs for kind, part in output.get("data", {}).items()]
@@ -62,7 +62,7 @@ def texts_of(notebook: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def surroundings(notebook: dict[str, Any]) -> Iterator[None]:
-    """The Slurm of two nodes that a lesson with a cell tagged slurm asks for; others need nothing."""
+    """Run a Slurm of two nodes if the lesson has a cell tagged slurm. Other lessons need nothing."""
     if not tagged(notebook, "slurm"):
         yield
         return

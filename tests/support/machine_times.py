@@ -144,7 +144,7 @@ def ways(name: str, on: StartRequest, local: Cluster, expected: list[float]) -> 
 
 
 def interrupted(cluster: Cluster) -> tuple[float, float]:
-    """Seconds until the error of one rank is there, and from a stop to the end of a cell that waits."""
+    """Return the seconds until the error of one rank is there, and from a stop to the end of a cell that waits."""
     error = seconds(lambda: failed(cluster, "1 / 0 if rank == 3 else dist.barrier()"))
     handle = cluster.run("import time\ndist.barrier() if rank else time.sleep(600)", detach=True)
     time.sleep(0.5)

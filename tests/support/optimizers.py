@@ -264,7 +264,7 @@ class Agc(Each):
 
 
 def counting(model: nn.Module) -> Optimizer:
-    """Counts in a variable of a function, and makes larger steps with time."""
+    """Return an optimizer that counts in a variable of a function, and makes larger steps with time."""
     made = 0
 
     class Counting(SGD):
@@ -295,7 +295,7 @@ class Listing(SGD):
 
 
 def by_name(model: nn.Module) -> Optimizer:
-    """Rates by name, which the step looks up."""
+    """Return an optimizer whose step looks rates up by name."""
     names = {p: name for name, p in model.named_parameters()}
 
     class ByName(Each):
@@ -365,7 +365,7 @@ class Accumulating(Each):
 
 
 def patched(model: nn.Module) -> Optimizer:
-    """Has got another step: one that clips."""
+    """Return an optimizer whose step was replaced by one that clips."""
     optimizer = SGD(model.parameters(), lr=0.1)
     plain = optimizer.step
 

@@ -256,7 +256,7 @@ def begin(cluster: Cluster) -> int:
 
 
 def number_of(cluster: Cluster) -> int:
-    """The number of the cell that was sent last."""
+    """Return the number of the cell that was sent last."""
     latest = cluster.connection.latest
     assert latest is not None
     return latest.request.number

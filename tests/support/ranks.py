@@ -62,7 +62,7 @@ def run_ranks(
     join: bool = True,
     dying: frozenset[int] = frozenset(),
 ) -> list[Any]:
-    """`[fn(world, *args) of rank 0, of rank 1, ...]`; fn is a function of a module, its results picklable.
+    """Return `[fn(world, *args) of rank 0, of rank 1, ...]`. fn: a function of a module; its results can be pickled.
 
     With `join=False` the function gets its rank number instead of a World, and no group exists yet. dying: ranks whose
     processes are to end in it; None stands for them.
@@ -146,7 +146,7 @@ _outputs: dict[int, str] = {}
 
 
 def _forking() -> Any:
-    """The context whose ranks are forked from a process that has imported `rank_preload`."""
+    """Return the context whose ranks are forked from a process that has imported `rank_preload`."""
     context = multiprocessing.get_context("forkserver")
     if _shared and not _outputs:
         _outputs.update((fd, f"/proc/{os.getpid()}/fd/{os.dup(fd)}") for fd in (1, 2))

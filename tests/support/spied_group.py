@@ -31,7 +31,7 @@ class Spy:
 
 
 def on_the_wire(operation: Callable[[Any], object]) -> tuple[list[tuple[str, int]], list[Any], int]:
-    """(calls of the inner group with their bytes, what listeners heard, how many operations were counted).
+    """Return (calls of the inner group with their bytes, what listeners heard, number of operations counted).
 
     operation: is given the world's group.
     """

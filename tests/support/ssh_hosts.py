@@ -51,7 +51,7 @@ exec /usr/sbin/sshd -D -f {folder}/{name}.conf -E {folder}/{name}.log
 
 
 def missing() -> str:
-    """Why there can be no such hosts here, "" if there can."""
+    """Return why there can be no such hosts here, or ""."""
     path = f"{os.environ['PATH']}:/usr/sbin"
     absent = [name for name in ("sshd", "ssh", "ssh-keygen", "ip", "unshare") if not shutil.which(name, path=path)]
     if absent:
@@ -127,7 +127,7 @@ class SshHosts:
         self._daemons.append(subprocess.Popen([*inside, *space_of_processes, "sh", "-c", script]))
 
     def processes(self, name: str) -> list[str]:
-        """The command lines of Python processes on a host."""
+        """Return the command lines of nbkit's processes on a host."""
         done = subprocess.run([self.bin / "ssh", name, "ps -eo args"], capture_output=True, text=True, check=False)
         return [line for line in done.stdout.splitlines() if "nbkit.bridge" in line or "hosts.agent" in line]
 

@@ -79,7 +79,7 @@ def requirements() -> list[str]:
 
 
 def interpreter(version: str) -> str | None:
-    """The Python of a version, if this machine has one that can make environments."""
+    """Return the Python of a version, if this machine has one that can make environments."""
     names = [sys.executable] if version == HERE else [f"python{version}"]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     names += [str(path / "bin" / "python") for path in sorted(pyenv.glob(f"{version}.*"), reverse=True)]

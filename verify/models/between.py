@@ -150,7 +150,7 @@ def _halves(s: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 def _short(s: Any, h: Tensor, x: Tensor) -> Tensor:
-    """No longer than 40, which it seldom is."""
+    """Clip the norm to 40, which it seldom exceeds."""
     return h * (40 / h.norm(dim=-1, keepdim=True)).clamp(max=1)
 
 
@@ -400,7 +400,7 @@ class Softmax(torch.autograd.Function):
 
 
 def every_other() -> nn.Module:
-    """Only one of its MLPs takes all features, which one of its attributes says."""
+    """Return a model in which only one MLP takes all features; an attribute of the MLP says which."""
     made: Any = Model(lambda: Block(None, MLP(_by_number, None)))
     for number, block in enumerate(made.blocks):
         block.mlp.number = number
@@ -419,7 +419,7 @@ def shared() -> nn.Module:
 
 
 def slope_elsewhere() -> nn.Module:
-    """The slope of the first MLP is used by the model too."""
+    """Return a model that uses the slope of its first MLP too."""
     made: Any = Model(lambda: Block(None, MLP(lambda s, h, x: s.act(h), child("act", nn.PReLU))))
 
     class Elsewhere(Model):

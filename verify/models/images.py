@@ -204,7 +204,7 @@ _OPERATIONS = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def _missing() -> Iterator[str]:
-    """The names of those of torchvision and timm that cannot be imported."""
+    """Yield which of torchvision and timm cannot be imported."""
     for name in ("torchvision", "timm"):
         try:
             import_module(name)

@@ -283,7 +283,7 @@ _WHOLES = ("norm of all heads", "temperature of a head", "mean over heads", "by 
 
 
 def random_model(seed: int) -> tuple[nn.Module, int]:
-    """The same for the same seed."""
+    """Return the model of a seed, and how many pairs of its maps a rank can compute its part of."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
 

@@ -24,7 +24,7 @@ WEAKLY: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def begin() -> None:
-    """Everything here that a training before has changed is as it was."""
+    """Reset everything here that an earlier training has changed."""
     global COUNT
     COUNT = 0
     COUNTS.clear()
@@ -567,19 +567,19 @@ def plain(output: Tensor, target: Tensor) -> Tensor:
 
 
 def damped(output: Tensor, target: Tensor) -> Tensor:
-    """Weighs by an attribute of its own."""
+    """Weigh the loss by an attribute of the function."""
     damped.calls += 1  # type: ignore[attr-defined]
     return F.cross_entropy(output, target) * (1 + 1 / (1 + damped.calls))  # type: ignore[attr-defined]
 
 
 def warmed(output: Tensor, target: Tensor, seen: list[float] = []) -> Tensor:  # noqa: B006
-    """Counts in a default."""
+    """Weigh the loss by a count in a default argument."""
     seen.append(1.0)
     return F.cross_entropy(output, target) * min(1.0, 0.2 * len(seen))
 
 
 def relative(output: Tensor, target: Tensor) -> Tensor:
-    """Divides by what it was before, of this rank's rows."""
+    """Divide the loss by the mean of the last three losses of this rank's rows."""
     loss = F.cross_entropy(output, target)
     SEEN.append(float(loss.detach()))
     return loss / (sum(SEEN[:-1][-3:]) / len(SEEN[:-1][-3:]) if len(SEEN) > 1 else 1.0)

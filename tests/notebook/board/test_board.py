@@ -44,7 +44,7 @@ def ask(port: int, path: str) -> object:
 
 
 def runs_of(board: Board, expected: set[str]) -> set[str]:
-    """The runs that TensorBoard knows; it reads the files in the background, so `expected` may take a moment."""
+    """Return the runs that TensorBoard knows. It reads files in the background, so wait for the `expected` ones."""
     deadline = time.monotonic() + 30
     while True:
         runs = ask(board.port, "data/runs")

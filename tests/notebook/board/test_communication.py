@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs: four ranks of which one is late, switched from ddp to pp; sixty-four, switched to three axes."""
+    """Return a folder with two runs: four ranks, one late, switched from ddp to pp; and 64, switched to three axes."""
     folder = tmp_path_factory.mktemp("board") / "runs"
     small = FakeRun(folder / "small", 4, "ddp", late=2)
     for number in range(60):

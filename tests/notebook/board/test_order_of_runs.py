@@ -15,7 +15,7 @@ OUTSIDE = Outside(0, (Traffic("all_reduce", "world", "world", None, 1, 4, 1, 0.1
 
 
 def record(folder: Path, began: float, *, steps: int, stopped: bool = False, started: bool = True) -> Path:
-    """A run of two ranks that began at `began`."""
+    """Write a run of two ranks that began at `began`."""
     run = FakeRun(folder, 2, "ddp")
     for _ in range(steps):
         run.step()

@@ -19,7 +19,7 @@ from nbkit.notebook.cluster.cells import client
 
 
 def plain(text: str) -> str:
-    """Without colours."""
+    """Return the text without colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 

@@ -32,7 +32,7 @@ from nbkit.wire.processes import followers
 
 @pytest.fixture(scope="module", autouse=True)
 def nbkit_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder without the clusters that other files share."""
+    """Yield a folder without the clusters that other files share."""
     with forked_parents(False), home_of_clusters(tmp_path_factory.mktemp("clusters")) as home:
         yield home
 

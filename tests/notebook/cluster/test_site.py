@@ -31,7 +31,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
 
 
 def held(n: int, *labels: str) -> None:
-    """A cluster of this user's that runs."""
+    """Register a running cluster of this user."""
     here = Process.of(os.getpid())
     labels = labels or ("core 0",) * n
     entry = ClusterEntry("taken", os.uname().nodename, n, "gloo", 60.0, 0.0, here, here, here, labels, ("",) * n)

@@ -76,7 +76,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> Shown:
 
 @pytest.fixture(scope="module")
 def mortal(nbkit_home: object) -> Iterator[Cluster]:
-    """Ranks that may be lost: each test that ends one has its own, beside rank 0."""
+    """Yield a cluster whose ranks may be lost: each test that ends a rank has its own one, beside rank 0."""
     cluster = Cluster.start(4, cpu=True, name="mortal", ttl=600)
     cluster.run("kept = rank + 1")
     yield cluster
@@ -85,7 +85,7 @@ def mortal(nbkit_home: object) -> Iterator[Cluster]:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same ladder with shorter times."""
+    """Shorten the waits of a stop."""
     for name in ("ANSWER_SECONDS", "PATIENCE_SECONDS", "READ_SECONDS"):
         monkeypatch.setattr(f"nbkit.notebook.cluster.cells.stop.{name}", 0.7)
 
@@ -349,7 +349,7 @@ trainer.fit(2)
 
 
 def slow_training(cluster: Cluster, naps: str) -> CellHandle:
-    """A training in its fifth step or later, the first of which took 1.2 s. naps: of the later ones, in seconds."""
+    """Start a training, and return after step 4. Steps 3 and 4 take 1.2 s. naps: seconds of the later ones."""
     cluster.run(SLOW_TRAINING.replace("NAPS", f"{naps}, 1.2, 1.2"))
     handle = cluster.run("trainer.fit(1000)", detach=True)
     when(lambda: cluster.training.look()["step"] > 4)

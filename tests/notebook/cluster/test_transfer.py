@@ -18,7 +18,7 @@ from nbkit.wire import parcel
 
 @pytest.fixture(scope="module")
 def spare(nbkit_home: Path) -> Iterator[str]:
-    """The name of a cluster that nobody uses, for processes other than this one, which has torch."""
+    """Yield the name of a cluster that nobody uses, for other processes than this one, which has torch."""
     cluster = Cluster.start(2, cpu=True, name="spare", ttl=600)
     cluster.connection.close("another process takes it")
     yield "spare"

@@ -55,7 +55,7 @@ def seen(colour: str, by: str) -> Colour:
 
 
 def apart(one: Colour, other: Colour) -> float:
-    """CIEDE2000."""
+    """Return the difference of two colours by CIEDE2000."""
     (l1, a1, b1), (l2, a2, b2) = one, other
     mean_c = (math.hypot(a1, b1) + math.hypot(a2, b2)) / 2
     grow = 1.5 - 0.5 * math.sqrt(mean_c**7 / (mean_c**7 + 25**7))

@@ -102,7 +102,7 @@ class PretendAccelerator(Accelerator):
         return bool(self._hosts) and _storage(tensor)._cdata in self._hosts
 
     def host(self, tensor: Tensor) -> Tensor:
-        """`tensor`, whose memory is the host's from here on."""
+        """Return `tensor`. From here on its memory counts as memory of the host."""
         storage = _storage(tensor)
         if storage._cdata not in self._hosts:
             self._hosts.add(storage._cdata)
@@ -278,7 +278,7 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def checked(gpu: PretendAccelerator) -> Iterator[Counter[str]]:
-    """Every operation of this thread inside is checked. Gives what the host did: gpu.counts."""
+    """Check every operation of this thread inside. Yield gpu.counts, what the host did."""
     with _Functions(gpu), _Operations(gpu):
         yield gpu.counts
 
@@ -307,7 +307,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _touched(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors whose memory `func` reads, and those whose memory it writes. A view touches nothing."""
+    """Return the tensors whose memory `func` reads, and those whose memory it writes. A view touches nothing."""
     schema = func._schema
     if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
         return [], []

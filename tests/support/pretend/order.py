@@ -45,7 +45,7 @@ class Order:
         self._streams = 0
 
     def new_stream(self) -> str:
-        """Another stream, under its name."""
+        """Return the name of a new stream."""
         with self._lock:
             self._streams += 1
             return f"stream {self._streams}"
@@ -70,7 +70,7 @@ class Order:
                 clock[other] = max(clock.get(other, 0), time)
 
     def touch(self, actor: str, tensor: Any, what: str, *, write: bool) -> None:
-        """`actor` reads or writes the memory of `tensor`. Raises Race."""
+        """Note that `actor` reads or writes the memory of `tensor`. Raises Race."""
         storage = tensor if isinstance(tensor, torch.UntypedStorage) else tensor.untyped_storage()
         key = storage._cdata
         with self._lock:

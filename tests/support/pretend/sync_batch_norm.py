@@ -46,7 +46,7 @@ def batch_norm_gather_stats_with_counts(
     input: Tensor, mean: Tensor, invstd: Tensor, running_mean: Any, running_var: Any, momentum: float, eps: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """mean, invstd: (ranks, C)."""
+    """Return mean and invstd (C,) over all ranks. mean, invstd: (ranks, C)."""
     share, total = (counts / counts.sum())[:, None], counts.sum()
     whole = (share * mean).sum(0)
     variance = (share * (invstd.pow(-2) - eps + (mean - whole).square())).sum(0)
