@@ -127,7 +127,7 @@ def _places(units: list[str]) -> dict[str, float]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each file, as `--dist loadfile`, or each package to one worker: its files share a cluster or browser."""
+    """Give each file to one worker, as `--dist loadfile`, or its whole package, which shares a browser or a cluster."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

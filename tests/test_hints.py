@@ -52,7 +52,7 @@ CALLED += [
 ]
 ARGUMENTS = {*keys(), "net", *(name for called in CALLED for name in inspect.signature(called).parameters)}
 OPTION_OF = {field.name: kind.__name__ for kind in OPTIONS.values() for field in fields(kind)}
-ALSO_OF_OTHERS = {"shuffle", "example"}  # of DataLoader; of nbkit.plan
+ALSO_OF_OTHERS = {"shuffle", "example"}  # DataLoader and nbkit.plan have them too
 OF_OTHERS = {
     *("num_workers", "sparse", "batch_first", "need_weights", "use_reentrant", "track_running_stats", "lr", "shuffle"),
     *("attn_implementation", "use_dora", "lora_bias", "num_heads", "head_dim", "requires_grad", "device"),
@@ -77,7 +77,7 @@ def strings(node: ast.expr, module: ast.Module) -> list[str]:
         case ast.BinOp(first, ast.Add(), second):
             return [a + b for a, b in product(strings(first, module) or ["…"], strings(second, module) or ["…"])]
         case ast.Name(name) | ast.Attribute(attr=name) if name not in _followed:
-            _followed.append(name)  # a name that is made of itself comes to nothing more
+            _followed.append(name)  # a name defined by itself adds no more texts
             try:
                 return [text for value in _assigned(name, module) for text in strings(value, module)]
             finally:
@@ -148,7 +148,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
             yield from _options(below)
 
 
-_OF_OTHER_PROGRAMS = ("--upgrade", "--index-url", "--install", "--shm-size")  # of pip, wsl and docker
+_OF_OTHER_PROGRAMS = ("--upgrade", "--index-url", "--install", "--shm-size")  # options of pip, wsl and docker
 OPTIONS = {option for make in PARSERS.values() for option in _options(make())}
 OPTIONS |= {*_options(prepare_parser(subcommands())), *_OF_OTHER_PROGRAMS}
 COMMANDS = {module.__name__.rpartition(".")[2] for module in subcommands()}
@@ -223,7 +223,7 @@ def test_every_magic_that_needs_arguments_has_an_example() -> None:
         try:
             parse(parser, "")
         except UsageError:
-            needs |= {parser.prog} - {"%cluster", "%train", "%nbkit"}  # whose help lists the verbs
+            needs |= {parser.prog} - {"%cluster", "%train", "%nbkit"}  # their help lists the verbs
 
     assert needs == set(EXAMPLES) - {"%nbkit plan"}  # which takes a model with its batch and hardware, or nothing
 

@@ -1,4 +1,4 @@
-"""Private symbols of other libraries: each is listed, and one that is missing degrades what it is for, and no more."""
+"""Private symbols of other libraries: each is listed, and a missing one disables only the feature that needs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nbkit.rank import torch_private
 ROOT = Path(__file__).resolve().parents[1]
 CODE = sorted(path for folder in ("nbkit", "magics") for path in (ROOT / folder).rglob("*.py"))
 SYMBOLS = [*torch_private.SYMBOLS, *ipyparallel_private.SYMBOLS, *ipython_private.SYMBOLS]
-# Of the standard library, and of packages that are no dependency.
+# Symbols of the standard library, and of packages that are no dependency.
 OTHERS = {
     "_SubParsersAction", "_actions", "_current_frames", "_exit", "_fields", "_get_running_loop", "_getframe",
     "_set_running_loop", "_MultiProcessingLauncher", "_attn_implementation", "_is_stateful", "_shared_state",

@@ -1,4 +1,4 @@
-"""A strategy has one spelling; what it means, and why it cannot be, is told before anything moves."""
+"""A strategy has one spelling. Its meaning, or why it is impossible, is told before anything moves."""
 
 from __future__ import annotations
 

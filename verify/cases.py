@@ -23,10 +23,10 @@ shared between embedding and head; a last batch of three rows; a loss of (sum, w
 mask; activations recomputed."""
 
 ZOO_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "tp=2", "pp=2", "cp=2", "dp=2 tp=2")
-"""Each on two ranks, the last on four: one family each, and a product."""
+"""One strategy of each family on two ranks, and a product of two on four."""
 
 CHAIN = ("ddp", "zero3", "tp=2", "pp=2", "cp=2", "zero2")
-"""A live training goes through these, one step in each; what is refused is left out, and the training goes on."""
+"""A training makes one step under each of these. A strategy that is refused is left out, and it goes on."""
 
 CHAINED = " > ".join(CHAIN)
 ZOO_STEPS, LONGEST = 3, len(CHAIN)
@@ -100,7 +100,7 @@ def parity_extras(dtype: str, steps: int) -> Iterator[Case]:
     for family, chosen in strategies.items():
         for extra, strategy in zip(EXTRAS, chosen, strict=True):
             for model in _models(family, extra):
-                # One process recomputes nothing and accumulates nothing; there, several at a time save a truth.
+                # In one process, accumulate and recompute change nothing, so these cases share a truth.
                 yield parity_case(model, strategy, dtype, max(steps, 4), {extra})
 
 

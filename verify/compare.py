@@ -24,9 +24,12 @@ KINDS = ("equal", "refused", "wrong", "crash", "late")
 
 @dataclass(frozen=True)
 class Bars:
-    """grads: ||difference|| / ||gradient|| of the whole model; largest: max |difference| of any tensor / max |gradient|
-    of the model; losses, norms: relative, the largest of all steps; moved: ||difference|| / ||what training moved||,
-    buffers included."""
+    """The largest distances that count as equal.
+
+    grads: ||difference|| / ||gradient|| of the whole model. largest: max |difference| of any tensor / max |gradient| of
+    the model. losses, norms: relative, the largest of all steps. moved: ||difference|| / ||what training moved||,
+    buffers included.
+    """
 
     grads: float = inf
     largest: float = inf
@@ -36,9 +39,9 @@ class Bars:
 
 
 BARS = {"float32": Bars(1e-6, 1e-5, 1e-5, 1e-5), "float64": Bars(1e-12, 1e-12, 1e-10, 1e-10)}
-"""AdamW divides by the size of a gradient, also of one that is rounding alone: it says nothing to compare weights."""
+"""No bar for weights: AdamW divides by the size of a gradient, even if that is only a rounding error."""
 SGD_BARS, ROUNDED_BARS = Bars(losses=1e-9, moved=1e-9), Bars(losses=1e-5, moved=1e-5)
-"""Of any model; and of one that itself rounds to float32 on the way."""
+"""For any model, and for one that itself rounds to float32 on the way."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +90,13 @@ def _differences(ranks: Sequence[Pieces], whole: Mapping[str, Tensor]) -> tuple[
     for pieces in ranks:
         for name, (tensor, layout) in pieces.items():
             if name not in whole:
-                # One process never had this gradient: here it is zeros.
+                # One process has no gradient here, which counts as zeros.
                 found[name] = torch.maximum(found.get(name, torch.zeros(layout.shape)), tensor.abs().max().double())
                 continue
             for local, place in layout.pieces:
                 off = (tensor[local.slices].double() - whole[name][place.slices].double()).abs()
                 target = found[name][place.slices]
-                # A NaN is the farthest there is, and maximum() hands it on.
+                # maximum() keeps a NaN, which counts as the largest distance.
                 target.copy_(torch.maximum(target, off))
     return found, [name for name, tensor in found.items() if bool((tensor < 0).any())]
 
@@ -124,12 +127,13 @@ def _worst(figures: Iterable[float]) -> float:
     return max(found, default=0.0) if all(each == each for each in found) else nan
 
 
-# bfloat16: a strategy may differ from one process as much as one process from itself when it sums in another order.
+# bfloat16: a strategy may differ from one process as much as two orders of summing differ in one process.
 
 
 class _InParts(TorchFunctionMode):
-    """Linear maps in parts of their input and of their output features, which an order other than 0 shuffles before:
-    the same sums, forward and backward, rounded elsewhere.
+    """Computes linear maps in parts of their input and output features: the same sums, with other rounding.
+
+    An order other than 0 shuffles the input features first. Backward is computed in parts too.
     """
 
     def __init__(self, parts: int, order: int) -> None:
@@ -183,9 +187,9 @@ def _far(one: Truth, other: Truth) -> Bars:
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: one of KINDS, of the worst rank. text: how far, or why. check: what it said, where it said something else.
+    """The verdict on a case. kind: one of KINDS, of the worst rank. text: how far, or why.
 
-    left_out: the strategies of a chain that were refused.
+    check: what `nbkit.check` said, if it was something else. left_out: the strategies of a chain that were refused.
     """
 
     kind: str

@@ -21,7 +21,7 @@ IDS = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(
 TARGET = IDS.roll(-1, 1).flatten()
 
 Answer = tuple[str, int, int]
-"""What went wrong, "" for nothing; how many pairs were split; how many one can split by hand."""
+"""(what went wrong or "", how many pairs were split, how many can be split by hand)."""
 
 
 def tried(world: Any, seeds: list[int]) -> dict[int, Answer]:

@@ -41,7 +41,7 @@ Plant = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Bug:
-    """what: the mistake. case: where it shows. plant: makes it, for as long as the context is open."""
+    """A planted mistake. what: it, in words. case: shows it. plant: makes it, for as long as the context is open."""
 
     what: str
     case: Case
@@ -173,7 +173,7 @@ def _own_gradient(reduce_scatter: Any) -> Any:
 
 def _mask_too_early(attend: Any) -> Any:
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The proof before the training sees it, and has the module look at all positions: that would train right.
+        # Do not plant it in the proof: the module would then look at all positions, and would train correctly.
         late = int(self.runs[0][0] > 0 and not isinstance(self.peers, Threads))
         with patch.multiple(self, runs=tuple((start - late, stop - late) for start, stop in self.runs)):
             return attend(self, *args, **kwargs)

@@ -24,7 +24,7 @@ from verify.compare import Verdict, judged
 from verify.training import Outcome, Truth, checked, train, train_by_hand, truth
 
 Result = tuple[Case, list[Outcome] | str]
-"""A case and what each rank found, or why there is nothing."""
+"""A case, and what each rank found or why there is no result."""
 
 
 def trained(world: Any, cases: Sequence[Case]) -> list[Outcome]:
@@ -131,10 +131,10 @@ def results(
 def _noted(world: Any, cases: Sequence[Case], train: Callable[[Case], Outcome], folder: Path, patience: int) -> None:
     for number, case in enumerate(cases):
         if (parent := parent_process()) is not None and not parent.is_alive():
-            return  # whoever asked has been killed
-        # Ends this process, wherever it stands, and with it the set.
+            return  # the process that asked has been killed
+        # If the case takes too long, end this process, and with it the set of ranks.
         signal.alarm(patience)
-        dist.barrier()  # who breaks in this one takes no rank along that is still at the last one
+        dist.barrier()  # a rank that breaks in this case must not take along one that is still in the last case
         written = folder / f"{number}.{world.place.rank}.part"
         written.write_bytes(pickle.dumps(train(case)))
         written.rename(written.with_suffix(""))

@@ -39,7 +39,7 @@ from verify.models.specimens import (
 from verify.models.transformers import TRANSFORMERS
 
 ARCHITECTURES: dict[str, Specimen] = {**BY_HAND, **IMAGES, **TRANSFORMERS}
-"""Those of `make zoo`."""
+"""The architectures of `make zoo`."""
 FINE_TUNED: dict[str, Specimen] = {
     "gpt_frozen": Specimen(gpt_frozen, next_tokens, cross_entropy),
     "llama_lora": Specimen(
@@ -48,7 +48,7 @@ FINE_TUNED: dict[str, Specimen] = {
         object_cross_entropy,
     ),
 }
-"""Parameters that are frozen whole, and adapters."""
+"""Models with frozen parameters or adapters."""
 MODELS: dict[str, Specimen] = {**ZOO, **ARCHITECTURES, **FINE_TUNED}
 
 SEED, BATCH, RAGGED, CLIP, DROP = 5, 16, 3, 0.1, 0.1
@@ -310,7 +310,7 @@ def truth(case: Case, *, rows: int = BATCH, wrap: Any = nullcontext, device: str
 
 
 class _Casts(TorchDispatchMode):
-    """Notices what is rounded from double to single precision."""
+    """Notices values that are rounded from double to single precision."""
 
     seen = False
 

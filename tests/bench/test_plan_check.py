@@ -24,7 +24,7 @@ def test_published_steps_are_told_at_least_twice_as_well_as_by_one_constant_shar
 
 def test_a_recommendation_is_judged_by_what_was_measured_and_fits() -> None:
     case = seconds.CASES[0]
-    # Predicted to be the fastest, and to fit into what it does not: the second takes more than was told.
+    # zero1 is predicted to be the fastest, and to fit into 65 where it does not: it takes 70.
     cells = {
         "ddp": seconds.Cell(1.00, 100, (1.0, 100)),
         "zero1": seconds.Cell(0.95, 70, (0.9, 60)),

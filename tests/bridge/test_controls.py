@@ -124,7 +124,7 @@ def test_the_table_is_made_again_as_soon_as_a_step_of_the_strategy_is_timed(
     look(300)
     look(301)
     controls._rest = float("inf")  # the last one took long
-    timed.append(StepPace(0.1, None, None, 1, ago=200))  # of before the last switches
+    timed.append(StepPace(0.1, None, None, 1, ago=200))  # measured before the last switches
     look(301)
     timed[0] = StepPace(0.1, None, None, 1)
     look(302)

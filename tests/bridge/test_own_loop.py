@@ -97,7 +97,7 @@ def test_the_job_is_saved_and_the_checkpoint_goes_on(
     load = re.search(r"(job\.load\(job\.opened\('.*'\)\))", said)
     assert found is not None and load is not None
     assert int(found[1]) in (step - 1, step)
-    # What the error says is typed as it is. The loader is shuffled under the seed of its first step.
+    # Type what the error says. The loader is shuffled under the seed of its first step.
     left = f"""
 from nbkit.rank.data import data_rng
 from nbkit.rank.rng.seeding import SHARED

@@ -1,4 +1,4 @@
-"""A rank that dies in `fit` is replaced: a new process enters the cell, and nothing of the training is another one.
+"""A rank that dies in `fit` is replaced: a new process enters the cell, and the training goes on unchanged.
 
 One cluster of four for all cases; each kills in mid-training and compares with a training that was left alone.
 """
@@ -263,11 +263,11 @@ def test_an_epoch_in_the_order_of_learned_losses_goes_on_as_if_nobody_had_died_i
     results = four.run(CELL, timeout=120)
     for rank in range(4):
         assert results.values[rank] == pytest.approx(left_alone, abs=1e-10)
-    # What was set in the model, and the data under its name, are the training's on the new rank too.
+    # On the new rank too, the model has the attribute that was set, and `unlike` is the data of the training.
     assert four.run("trainer.model.warmth, unlike is trainer.loop.data, len(pair[0])").values == {
         rank: (0.5, True, 64) for rank in range(4)
     }
-    # What it alone had seen in this epoch is lost, and all ranks draw the next one alike.
+    # The losses that only this rank saw in the epoch are lost; all ranks draw the next epoch alike.
     learned = four.run("trainer.fit(8)\n[record['loss'] for record in trainer.history], list(unlike.costs)").values
     for rank in range(1, 4):
         assert learned[rank][0] == pytest.approx(learned[0][0], abs=1e-10)

@@ -1,4 +1,4 @@
-"""The number of ranks changes while a Trainer makes steps, and when none does: nothing of the training is another one.
+"""The number of ranks changes, while a Trainer makes steps or while none does: the training goes on unchanged.
 
 One cluster for all; each compares with a training that was left alone.
 """
@@ -36,7 +36,7 @@ CELL = "history = trainer.fit(steps)\n[record['loss'] for record in history]"
 
 WEIGHTS = 64 * 8 + 64  # that zero3 parts; the second layer has one row, which one rank has
 BUFFERS = 3 * 8
-BYTES = 3 * 8  # of an element and its two moments
+BYTES = 3 * 8  # bytes of an element and its two moments
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_two_ranks_are_four_and_two_again_while_they_train(cluster: Cluster, tmp
     assert told[1].result["moved_bytes"] == WEIGHTS * BYTES * 3 // 4 + BUFFERS
     check_whole(cluster, 2)
     assert cluster.run("trainer.model.note").values == dict.fromkeys(range(2), "set since it was built")
-    # What the user held before is what trains now, and the next training and switch know of nothing.
+    # The user's old objects train now, and the next training and switch notice nothing.
     cluster.run("assert held[0] is trainer.model and held[1] is trainer.optimizer\ntrainer.switch('ddp')")
     assert len(cluster.run("trainer.fit(2)\nhistory = trainer.history").values) == 2
     events = events_of(next(tmp_path.iterdir()))

@@ -35,7 +35,7 @@ def test_a_script_that_fails_fails_the_cell_with_its_own_file_and_lines(
     assert f"File {script}:4, in fail()" in shown
     assert shown.count("ValueError: in the script") == 1
     assert "IPython" not in shown and "nbkit" not in shown.replace(str(script), "")
-    assert two.run("made").values == {0: 5, 1: 5}  # what it had made is there, as after any %run
+    assert two.run("made").values == {0: 5, 1: 5}  # the names that it defined are there, as after any %run
 
 
 def test_a_script_that_fails_on_one_rank_releases_the_others(two: Cluster, script: Path) -> None:

@@ -251,7 +251,7 @@ class LabPage:
 
     def start(self, number: int) -> None:
         """Run a cell and come back at once. A press that the busy page has lost is made again."""
-        if self.prompt(number) == "[*]:":  # of a test that failed before
+        if self.prompt(number) == "[*]:":  # left by a test that failed before
             self.interrupt()
             self.wait_done(number)
         before, deadline, press_at = self.prompt(number), time.monotonic() + 40, 0.0

@@ -76,7 +76,7 @@ def test_a_cell_shows_what_each_rank_says(page: Any) -> None:
 
 def test_output_streams_and_the_stop_button_stops_the_cell(page: Any) -> None:
     page.start(NUMBER["ticks"])
-    page.wait_for_output(NUMBER["ticks"], "tick 5")  # of both in one line, or of each in its own
+    page.wait_for_output(NUMBER["ticks"], "tick 5")  # both ranks in one line, or each in its own
     assert page.prompt(NUMBER["ticks"]) == "[*]:"
 
     page.interrupt()

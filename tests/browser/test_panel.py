@@ -27,7 +27,7 @@ CELLS = {
     "panel": "%strategy",
     "train": "%%distributed\nrecords = trainer.fit(1_000_000)",
     "detached": "%%distributed --detach\nrecords = trainer.fit(1_000_000)",
-    # As with an ipykernel that answers no page that is opened while a cell runs.
+    # Some releases of ipykernel do not answer a page that is opened while a cell runs.
     "second": (
         "from nbkit.notebook.widgets import widget_output as support\n"
         "support.kernel_version = lambda: '7.3.0'\n%strategy"

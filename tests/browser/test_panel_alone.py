@@ -260,7 +260,7 @@ def test_a_kernel_of_which_nothing_comes_any_more_is_said_to_be_gone_and_takes_n
     page.clock.install()
     root, row = page.locator(".nbkit-panel"), page.locator("tr[data-strategy='tp=4']")
     beat = "model.heard['msg:custom']({ beat: true })"
-    for _ in range(3):  # as while a cell runs, or a training is paused, and there is no other news
+    for _ in range(3):  # as when a cell runs or a training is paused, and nothing else is new
         page.evaluate(beat)
         page.clock.fast_forward(3000)
     assert root.get_attribute("data-phase") == "training" and page.locator("button:enabled").count() > 0
@@ -391,7 +391,7 @@ def test_before_there_is_a_trainer_it_says_what_to_type(browser: Any) -> None:
     page.close()
 
 
-# As JupyterLab brings it along, and many pages that put a saved notebook on the web.
+# The style sheet of JupyterLab, and of many pages that show a saved notebook on the web.
 FONT_AWESOME = ".fa, .fab, .fad, .fal, .far, .fas, .fat { font-family: 'Font Awesome 5 Free', serif; }"
 
 

@@ -1,4 +1,4 @@
-"""All ranks together hold the model, whatever divides whatever."""
+"""All ranks together hold the model, also where a degree does not divide a size."""
 
 from __future__ import annotations
 

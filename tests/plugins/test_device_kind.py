@@ -37,7 +37,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "IMAGINARY_QUEUES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # what is set in it is forgotten
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # forget what is set in it
     yield
 
 

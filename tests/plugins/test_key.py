@@ -195,7 +195,7 @@ def test_a_package_brings_it_by_an_entry_point(tmp_path: Path, monkeypatch: pyte
 
 
 class Clips(GradientKey):
-    """It writes its value with a format, which None does not take."""
+    """A key that writes its value with a format that None does not take."""
 
     name = "clips"
     needs_whole = False

@@ -86,7 +86,7 @@ def losses():
 
 
 class Wrong(Exception):
-    """A run neither went on equal nor ended in order."""
+    """A run that neither went on equal nor ended in order."""
 
 
 class Bench:

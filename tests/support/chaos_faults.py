@@ -108,13 +108,13 @@ def _ended_in_order(bench: Bench, run: Run, error: NbkitError) -> str:
         try:
             bench.goes_on(run.folder)
         except NbkitError as unread:
-            # It died again and again while the first one was being written: that is said, and there is no other.
+            # It died again and again while the first checkpoint was being written. It says so, and there is no other.
             if run.after > SAVED + 1 or "TornCheckpoint" not in str(unread):
                 raise
     elif run.after > SAVED + 1:
         raise Wrong(f"ended without a checkpoint: {error}")
     else:
-        bench.end()  # a rank of it may be dead, and nothing has begun another one
+        bench.end()  # one of its ranks may be dead, and no other cluster was started
     return f"ended: {error.what[:100]}"
 
 
@@ -211,7 +211,7 @@ def _cluster_gone(bench: Bench, run: Run, act: Callable[[Any], None]) -> str:
 
 def kernel_killed(bench: Bench, run: Run) -> str:
     """Kill the notebook's process while the training is detached: another one attaches, and gets the curve."""
-    _ = bench.cluster.entry  # with the curve of one that is left alone, where this run is the first
+    _ = bench.cluster.entry  # the first run also trains the curve of one that is left alone
     bench.end()
     code = (
         "import sys, time\nfrom tests.support.chaos_bench import Bench\nbench = Bench()\nbench.alone = [0.0]\n"

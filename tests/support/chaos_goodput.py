@@ -39,7 +39,7 @@ def computing():
 
 @dataclass(frozen=True)
 class Kill:
-    """when: seconds after the training has begun."""
+    """A kill of one rank. when: seconds after the training has begun."""
 
     when: float
     rank: int

@@ -14,7 +14,7 @@ import pytest
 
 
 class CpuSeconds:
-    """Adds up what processes have used, while they are there and after they were waited for.
+    """Adds up the CPU-seconds of processes, while they run and after they were waited for.
 
     One that outlives its parent, such as a cluster's, is known from then on if it was there at the end of a test.
     """

@@ -40,7 +40,7 @@ SHOWN_CHARACTERS = 220
 
 @dataclass(frozen=True)
 class Outcome:
-    """shown: the sentence of the answer. seconds: until it was complete. wrong: what is not as it should be, or ""."""
+    """The answer to a drill. shown: its sentence. seconds: until it was complete. wrong: what is wrong, or ""."""
 
     drill: Drill
     shown: str
@@ -117,7 +117,7 @@ def sentence(cell: Cell) -> str:
     text = "\n".join(errors[-1]["traceback"]) if errors else cell.text
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
     hints = [line.strip() for line in cell.text.splitlines() if line.strip().startswith("→")]
-    lines += [hint for hint in dict.fromkeys(hints[:1]) if hint not in lines]  # of an error that a rank has raised
+    lines += [hint for hint in dict.fromkeys(hints[:1]) if hint not in lines]  # a rank's error
     shown = " ".join(lines[-4:] if not errors or len(lines) > 6 else lines)
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS - 1]}…"
 

@@ -38,7 +38,7 @@ FACTS = Facts(width=256, blocks=8, sequence=64, batch=64, heads=8)
 
 
 class FakeRun:
-    """Writes what the ranks of a job would; `step` may be called for as long as one likes. late: a rank that lags."""
+    """Writes what the ranks of a job would write, for as many calls of `step` as one likes. late: a rank that lags."""
 
     def __init__(self, folder: Path, world: int, strategy: str, *, late: int | None = None, node: int = 8) -> None:
         self.folder, self.world, self.late, self.number = folder, world, late, 0
@@ -84,7 +84,7 @@ class FakeRun:
         parts = [self._parts(rank) for rank in range(self.world)]
         longest = max(sum(one.values()) for one in parts)
         for rank, one in enumerate(parts):
-            one["exposed"] += longest - sum(one.values())  # the others wait for who is late
+            one["exposed"] += longest - sum(one.values())  # the others wait for the late rank
             numbers = {
                 "step": self.number,
                 "loss": 1.2 + 3.0 / (1 + 0.05 * self.number) + self.random.gauss(0, 0.03),

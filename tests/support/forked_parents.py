@@ -28,7 +28,7 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher
 
 from nbkit.notebook.cluster.launch.launch import ParentLauncher
 
-# For processes that are not the tests' own: they ask that one, because to fork from one's own takes an import too.
+# For other processes than the tests' own: they ask that one, because a fork of their own would have to import too.
 _ASK = """
 def start(launcher):
     import json, os, socket

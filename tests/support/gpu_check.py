@@ -57,7 +57,7 @@ from verify.training import BATCH, Outcome, train  # noqa: E402
 STRATEGIES = tuple(
     name for name in ("ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "cp=4") if (REAL, name) != ("gloo", "pp")
 )
-PER_SET = 8  # cases in one set of processes: a bug that ends one takes no more along
+PER_SET = 8  # cases in one set of processes: more than these cannot be lost by a bug that ends one
 _RELEASED_S = 1.0
 _COPIED = 3  # a step: input and target, once for all micro-batches; the vector of the step's numbers
 

@@ -151,7 +151,7 @@ FEATURES: dict[str, tuple[Feature, float]] = {
     "offload": (offload, 1e-10),
     "generate": (generate, 1e-10),
     "batch_norm": (batch_norm, 1e-9),
-    # Rounded elsewhere in each strategy: tests/verify has the bars of that; here it is no wrong sum, nor a NaN.
+    # Each strategy rounds in other places, for which tests/verify has bars. Here, only look for wrong sums and NaN.
     "bf16": (bf16, 1e-2),
     "fp16": (fp16, 1e-3),
 }
@@ -190,7 +190,7 @@ def _verdict(every: Sequence[list[float] | str], known: Sequence[float], bar: fl
 
 
 def _alone(world: Any, name: str, folder: Path) -> list[float]:
-    # What is about communication has nothing to say of one process.
+    # These features add nothing in one process.
     plain: dict[str, Feature] = {"telemetry": _plain, "checkpoint": _plain, "stop": _plain, "offload": _plain}
     folder.mkdir()
     return plain.get(name, FEATURES[name][0])("ddp", 0, folder)

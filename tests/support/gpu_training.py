@@ -19,7 +19,7 @@ from verify.cases import Case
 from verify.training import trainer_of as job_of
 
 REAL = os.environ.get("NBKIT_CHECK_REAL_GPU", "")
-"""The backend between ranks that share the GPU of this machine; "": it is pretended."""
+"""The backend between ranks that share the GPU of this machine, or "" for a pretended GPU."""
 
 
 def begun(rank: int, ranks: int) -> tuple[Any, PretendAccelerator]:

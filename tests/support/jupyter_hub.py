@@ -53,7 +53,7 @@ def missing() -> str:
 
 
 class JupyterHub:
-    """token: of a service that may do anything with the user's server."""
+    """A Hub with one user. token: of a service that may do anything with the user's server."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self.folder, self.token = folder, secrets.token_hex(16)

@@ -58,7 +58,7 @@ def said(text: str, line: str) -> bool:
 
 
 class Kernel:
-    """Start with `home` for clusters; use as a context manager."""
+    """A kernel with `home` for its clusters; use it as a context manager."""
 
     def __init__(self, home: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
@@ -84,7 +84,7 @@ class Kernel:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
         self.opened.close()
-        # A test that failed half-way has left its cluster running.
+        # A test that failed half-way leaves its cluster running.
         end_clusters(Path(self.environment["NBKIT_HOME"]))
 
     def restart(self, *, kill: bool) -> None:

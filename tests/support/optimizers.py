@@ -14,7 +14,7 @@ EPS = 1e-8
 
 
 class Each(Optimizer):
-    """Updates one parameter after the other, by `update`; `begin` sees the whole first."""
+    """An optimizer that updates one parameter after the other, by `update`; `begin` sees all of them first."""
 
     def __init__(self, params: Any, lr: float = 0.02, **settings: Any) -> None:
         super().__init__(params, {"lr": lr, **settings})
@@ -79,7 +79,7 @@ class DAdaptation(Each):
 
 
 class Lookahead(Optimizer):
-    """Around another one, whose groups it shows as its own; every third step it goes half-way from slow weights."""
+    """A wrapper that shows the groups of its optimizer; every third step it goes half-way from slow weights."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.param_groups, self.defaults = optimizer, optimizer.param_groups, optimizer.defaults
@@ -112,7 +112,7 @@ class ScheduleFree(Each):
 
 
 class Both(Optimizer):
-    """Two optimizers, and groups of its own."""
+    """Two optimizers behind one, which has groups of its own."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         self.optimizers = optimizers
@@ -124,7 +124,7 @@ class Both(Optimizer):
 
 
 class Chained(Optimizer):
-    """Two optimizers, whose groups it shows as its own."""
+    """Two optimizers behind one, which shows their groups as its own."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         super().__init__([torch.zeros(1)], {})

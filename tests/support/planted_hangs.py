@@ -20,7 +20,7 @@ from nbkit.notebook.cluster.cells.handle import CellHandle
 from nbkit.notebook.cluster.why import Why
 
 SECONDS = 5.0
-"""Within which the answer has to come."""
+"""The answer has to come within this time."""
 
 _STUCK_SECONDS = 40.0  # for the ranks to get to where they hang, on a busy machine
 
@@ -43,8 +43,10 @@ x = torch.ones(4)
 
 @dataclass(frozen=True)
 class Hang:
-    """ranks: the cause. words: in the sentence; {cell} is the number of the cell and {here}, {there} stand for the
-    number of the line with that comment, {first} for the prelude's number, {before}, {reads} for lines of that.
+    """A cell that hangs. ranks: the cause. words: parts of the sentence.
+
+    In words, {cell} is the number of the cell, and {first} that of the prelude. {here} and {there} are the numbers of
+    the cell's lines with these comments, {before} and {reads} those of the prelude's lines.
     """
 
     name: str
@@ -237,7 +239,7 @@ HANGS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """seconds: that the answer took. wrong: what it lacks, "" for a right one."""
+    """An answer to a hang. seconds: that it took. wrong: what it lacks, or ""."""
 
     why: Why
     seconds: float

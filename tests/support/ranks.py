@@ -23,17 +23,17 @@ from typing import Any
 import pytest
 
 listeners: list[socket.socket] = []
-"""In a rank: a bound, listening socket per generation, index == generation - 1. All ranks see the same ports."""
+"""On a rank: a bound, listening socket for each generation, at generation - 1. All ranks see the same ports."""
 
 
 left_out: dict[str, Any] = {}
-"""What a job looks at a model with, and the ranks of this test do without: name -> what it would answer.
+"""Analyses of a model that the ranks of this test skip: name of the function -> the answer to give instead.
 
 See the fixture `known_to_be_right`."""
 
 
 known_optimizers = ("SGD", "Adam", "AdamW", "Recording")
-"""As a trial names them. With hooks, or a step that was put in place of their own, they have another name."""
+"""Names of optimizers, as a trial gives them. One with hooks or with a replaced step has another name."""
 
 
 def link_of(n: int) -> Any:
@@ -142,7 +142,7 @@ def leave_out(without: dict[str, Any]) -> None:
 
 _shared = False
 _outputs: dict[int, str] = {}
-"""Where ranks write that are forked from a process of all workers: stdout and stderr of this one, as files."""
+"""The stdout and stderr of this process, as files, for ranks that are forked from a process of all workers."""
 
 
 def _forking() -> Any:

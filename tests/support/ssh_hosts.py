@@ -66,11 +66,10 @@ def missing() -> str:
 
 
 class SshHosts:
-    """names: of the hosts, as `ssh` knows them. It also knows "locked", with a key that the host does not accept, and
-    "changed", with another key of the host than it has.
-    bin: a folder with that ssh, to be first in PATH.
+    """Hosts with sshd. names: of the hosts, as `ssh` knows them. bin: a folder with that ssh, to be first in PATH.
 
-    The interface of the second is called ens5, that of the others eth0. root: what Python finds there.
+    This ssh also knows "locked", with a key that the host does not accept, and "changed", with another key of the host
+    than it has. The interface of the second host is called ens5, that of the others eth0. root: their PYTHONPATH.
     """
 
     def __init__(self, root: Path, hosts: int = 2) -> None:

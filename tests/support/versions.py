@@ -59,7 +59,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Result:
-    """passed: None where the version could not be installed."""
+    """The tests on one version. passed: None if the version could not be installed."""
 
     version: Version
     passed: int | None
@@ -101,7 +101,7 @@ def install(version: Version) -> str:
         return f"there is no Python {version.python} on this machine"
     steps = [
         [made_by, "-m", "venv", str(version.folder)],
-        # In one call, so that nothing replaces this torch by another one.
+        # In one call, so that no package replaces this torch by another one.
         [str(python), "-m", "pip", "install", "-q", f"torch=={version.torch}", *requirements()],
         [str(python), "-m", "pip", "install", "-q", "--no-deps", "--editable", str(ROOT)],
     ]
@@ -151,7 +151,7 @@ def main(asked: list[str]) -> int:
     print("\n".join(result.row for result in results))
     if not asked:
         write(results)
-    # Who names a version wants it run.
+    # A version that is named is always run.
     wrong = [result for result in results if result.passed == 0 or (asked and result.passed is None)]
     return 1 if wrong else 0
 

@@ -72,7 +72,7 @@ def test_schedules_and_what_comes_besides() -> None:
     assert _off(SCHEDULES, 2) == []
 
 
-# In tests/rank/parallel: a step on eight ranks, test_whole_step.py.
+# A step on eight ranks: tests/rank/parallel/test_whole_step.py.
 # Half precision beside one process: tests/rank/train/step/test_precision.py.
 @pytest.mark.long
 def test_unmodified_models_bfloat16_and_three_axes() -> None:
@@ -122,7 +122,7 @@ def test_a_case_that_does_not_end_is_ended() -> None:
     assert isinstance(ended, str) and "the process ended without an answer" in ended
 
 
-# In one process: tests/rank/parallel/pipeline/test_stages.py.
+# Stages in one process: tests/rank/parallel/pipeline/test_stages.py.
 @pytest.mark.long
 def test_ten_convolutions_in_five_stages_of_two() -> None:
     case = parity_case("ten_convs", "pp=5 microbatches=8", steps=2)

@@ -24,7 +24,7 @@ Between = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class MLP(nn.Module):
-    """x -> x + down(between(up(x)))."""
+    """An MLP that computes x + down(between(up(x)))."""
 
     def __init__(self, between: Between, more: Callable[[Any], None] | None) -> None:
         super().__init__()
@@ -38,8 +38,10 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """change: (attention, q, k, v, x) -> q, k, v before the heads are parted; score: (attention, scores, x) -> weights
-    (B, H, T, T); join: (attention, y (B, H, T, d), x) -> y."""
+    """An attention with changes. change: (attention, q, k, v, x) -> q, k, v before the heads are parted.
+
+    score: (attention, scores, x) -> weights (B, H, T, T). join: (attention, y (B, H, T, d), x) -> y.
+    """
 
     def __init__(self, change: Any = None, score: Any = None, join: Any = None, more: Any = None) -> None:
         super().__init__()
@@ -160,7 +162,7 @@ def _aside(s: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 class Penalised(Model):
-    """Adds what its MLPs have laid aside."""
+    """Adds a penalty that its MLPs have kept."""
 
     def forward(self, ids: Tensor) -> Tensor:
         y = super().forward(ids)
@@ -347,7 +349,7 @@ class Routed(Model):
 
 
 class FunctionalMemory(NormedMemory):
-    """Norms it without parameters."""
+    """Attends to a memory that it norms without parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +360,7 @@ class FunctionalMemory(NormedMemory):
 
 
 class Telling(nn.Module):
-    """Gives what it computes between its maps beside its output."""
+    """Returns what it computes between its maps, beside its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -449,7 +451,7 @@ def _fixed_count(s: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    # Elementwise, or alike for each feature: a rank computes its part alone.
+    # Elementwise, or the same for each feature: a rank can compute its part alone.
     "gelu": (mlp(gelu), 2),
     "gelu, deep": (deep(gelu), 4),
     "relu in place": (mlp(lambda s, h, x: h.relu_()), 2),

@@ -540,7 +540,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "siblings": siblings,
 }
 ONCE = {"patched class": patched_class}
-"""Not for a process that builds it more than once."""
+"""Models that a process may build only once."""
 
 
 def built(name: str) -> nn.Module:

@@ -72,7 +72,7 @@ class NanoBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """recompute: in the user's own torch.utils.checkpoint. pairs: its forward gives (logits, loss), as nanoGPT's."""
+    """A GPT as in nanoGPT. recompute: by its own torch.utils.checkpoint. pairs: its forward gives (logits, loss)."""
 
     def __init__(self, *, flash: bool = True, recompute: bool = False, pairs: bool = False) -> None:
         super().__init__()

@@ -211,18 +211,18 @@ def _missing() -> Iterator[str]:
         except ImportError:
             yield name
         except RuntimeError:
-            # This torchvision is built for another device than torch, as its wheels are beside a torch for CPUs: it
-            # finds none of its kernels, and its import fails at two that it takes for granted. No model here needs one.
+            # Wheels of torchvision are built for another device than a torch for CPUs. Then it finds none of its
+            # kernels, and its import fails at two of them. No model here needs a kernel, so define these two.
             for operation in ("nms", "qnms"):
                 _OPERATIONS.define(f"{operation}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             import_module(name)
 
 
-# `make zoo` installs both there, and they are found now alone: transformers imports the torchvision that it can see,
-# also one whose import fails.
+# `make zoo` installs both there. The folder is on the path only while they are imported: transformers imports any
+# torchvision that it sees, even one whose import fails.
 sys.path.append(str(Path(sys.prefix) / "image-models"))
 MISSING = tuple(_missing())
-"""What cannot be imported: its architectures are left out, and the result says so."""
+"""Packages that cannot be imported. Their architectures are left out, and the result says so."""
 sys.path.pop()
 
 if "torchvision" not in MISSING:

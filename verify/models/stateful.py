@@ -201,7 +201,7 @@ class Nested(Base):
 
 
 class Every3(Base):
-    """Does something in each third pass alone."""
+    """Doubles its input in each third pass."""
 
     def init(self) -> None:
         self.calls = 0
@@ -283,7 +283,7 @@ class Tabled(Base):
 
 
 class Recurrent(Base):
-    """torch's own module holds its weights in a list too."""
+    """Holds torch's own LSTM, which keeps its weights in a list too."""
 
     def init(self) -> None:
         self.cells = nn.LSTM(6, 6, batch_first=True)
@@ -425,7 +425,7 @@ class Patched(Base):
 
 
 class OfAnother(Base):
-    """A dict of functions, of which one is of another part."""
+    """Holds a dict of functions, one of which belongs to another part."""
 
     def init(self) -> None:
         self.mix = nn.Linear(6, 6)
@@ -506,7 +506,7 @@ class Generating(Base):
 
 
 class BoundNext(Base):
-    """Advances an iterator that nothing can be put in the place of."""
+    """Advances an iterator that nothing can replace."""
 
     def init(self) -> None:
         self.scale = itertools.cycle([1.0, 0.5, 2.0]).__next__

@@ -67,7 +67,7 @@ class PackedAttention(nn.Module):
 
 
 class PerHead(PackedAttention):
-    """Query, key and value of each head lie together, which no name tells."""
+    """Keeps query, key and value of each head together, which no name tells."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.c_attn(x).unflatten(-1, (self.n_head, -1)).transpose(1, 2).chunk(3, -1)
@@ -123,7 +123,7 @@ class Configured(nn.Module):
 
 
 class Hidden(nn.Module):
-    """The number of heads stands where nobody looks."""
+    """Does not hold its number of heads in any attribute."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ def test_engine_ids_are_ranks_and_every_rank_is_pinned(four: Cluster) -> None:
 
 
 def test_ranks_that_answer_late_are_reached_all_the_same(two: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As hundreds do, each of which takes the notebook a millisecond.
+    # As if there were hundreds, each of which takes the notebook a millisecond.
     for name in ("HELLO_SECONDS", "HELLO_SECONDS_PER_RANK"):
         monkeypatch.setattr(client, name, 0.0)
     answers = two.connection.client.reach([0, 1], 10.0, lambda: True)

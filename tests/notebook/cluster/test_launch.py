@@ -68,7 +68,7 @@ def as_a_user(nbkit_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_files_of_the_folder_hide_no_module_of_pythons_and_warnings_end_no_start(as_a_user: Cluster) -> None:
     source = f"import os, {', '.join(HIDING)}, of_mine\n(of_mine.answer, os.environ['PYTHONWARNINGS'])"
     assert as_a_user.run(source).values[1] == (42, "default,ignore::ImportWarning")
-    # Where a cell goes elsewhere they are found as well.
+    # They are also found after a cell has changed the folder.
     assert as_a_user.run("os.chdir('/'); import importlib; importlib.reload(of_mine).answer").values[1] == 42
 
 

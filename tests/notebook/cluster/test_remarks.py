@@ -1,4 +1,4 @@
-"""The sentences that `%cluster start` and `nbkit doctor` say of machines that are not at hand, whole."""
+"""The full remarks of `%cluster start` and `nbkit doctor` about machines that are not here."""
 
 from __future__ import annotations
 

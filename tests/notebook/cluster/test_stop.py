@@ -199,7 +199,7 @@ def test_where_the_processes_are_on_another_host_their_parent_interrupts(
 
 
 def test_a_handler_of_a_cells_own_is_called_first_and_keeps_no_stop_from_its_end(two: Cluster) -> None:
-    # As programs have one that saves at Ctrl-C. It is gone in the next cell.
+    # Like a program's handler that saves at Ctrl-C. It is gone in the next cell.
     handler = """
 import signal, time
 pressed = []

@@ -32,7 +32,7 @@ from pretend.device import PretendAccelerator, poison
 
 
 class Limits:
-    """Seconds after which what would hang is called so."""
+    """Limits in seconds: an operation that takes longer counts as hanging."""
 
     come, abort, wait = 5.0, 6.0, 30.0
 
@@ -46,15 +46,15 @@ class Stuck(RuntimeError):
 
 
 class ChangedInFlight(RuntimeError):
-    """A tensor was changed, or its memory freed, between issue and wait."""
+    """A tensor changed, or its memory was freed, between issue and wait."""
 
 
 class AbortAfterShutdown(RuntimeError):
-    """A communicator was aborted that had been destroyed: freed memory."""
+    """A communicator was aborted after it had been destroyed: its memory is freed."""
 
 
 works: weakref.WeakSet[Work] = weakref.WeakSet()
-"""Those that somebody still holds."""
+"""All handles that are still referenced."""
 
 
 class Op:
@@ -76,7 +76,7 @@ class Communicator:
         self.shut = self.met = False
         self.under_way: Op | None = None
         self._ops: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
-        self._issued: deque[Op] = deque()  # and not known to have ended
+        self._issued: deque[Op] = deque()  # operations that are not known to have ended
         self.everyone.append(self)
         threading.Thread(target=self._run, name=f"pretend {key}", daemon=True).start()
 
@@ -315,7 +315,7 @@ class PretendGroup:
                 outputs = stage(args[0], False)
                 filled = [staged[id(t)] for t in written]
                 handed = [outputs, stage(args[1], True), *args[2:]]
-                # What is both, as an all-gather into its own part's memory may be, is compared by nobody.
+                # Do not compare a tensor that is both, as in an all-gather into the memory of its own part.
                 mine = {_place(t) for t in written}
                 inputs = [t for t in read if _place(t) not in mine]
                 kept = [_copy(t) for t in inputs]

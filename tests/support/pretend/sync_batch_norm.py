@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 _kept: list[torch.library.Library] = []
-"""What is registered ends with its library."""
+"""Keeps the registrations: they end with their library object."""
 
 
 def install() -> None:
@@ -19,7 +19,7 @@ def install() -> None:
     forward, kind = nn.SyncBatchNorm.forward, torch._C._get_privateuse1_backend_name
 
     def on_device(module: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-        torch._C._get_privateuse1_backend_name = lambda: "cpu"  # as what it lets pass
+        torch._C._get_privateuse1_backend_name = lambda: "cpu"  # a kind of device that it lets pass
         try:
             return forward(module, input)
         finally:
