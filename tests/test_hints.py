@@ -1,6 +1,6 @@
 """Everything that an error tells to type exists: magics, their verbs and options, commands, functions, variables.
 
-Every `hint=` of the source is read, with the names that it is put together from; what is filled in later reads "…".
+Every `hint=` of the source is read, with the names that it is made of. Parts that are filled in later read "…".
 """
 
 from __future__ import annotations

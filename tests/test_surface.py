@@ -1,6 +1,6 @@
 """The names that people type, and the records that others read: equal to tests/surface.txt, line by line.
 
-A change that is meant is written there by `python -m tests.test_surface`, and shows in the commit.
+Write an intended change there with `python -m tests.test_surface`. It then shows in the commit.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ ZOO_STEPS, LONGEST = 3, len(CHAIN)
 class Case:
     """A training to compare with one process.
 
-    model: the name of one of `verify.training.MODELS`, or another one. strategy: one, or several with " > " between
-    them, which are switched to. dtype: of the weights. layers: of the model, where it has any number of them; a stage
-    takes one at least. extras: of EXTRAS, and "bf16": forward and loss under autocast; "sgd": with momentum, in whose
-    weights shows what AdamW hides, and the data in order; "evaluate": on all data afterwards.
+    model: the name of one of `verify.training.MODELS`, or a Specimen. strategy: one, or several to switch to,
+    with " > " between them. dtype: of the weights. layers: of the model, if it can have any number; a stage needs at
+    least one. extras: of EXTRAS, and "bf16": forward and loss under autocast; "sgd": with momentum, whose weights show
+    errors that AdamW hides, and with the data in order; "evaluate": on all data afterwards.
     """
 
     model: str | Specimen

@@ -159,7 +159,7 @@ class _InParts(TorchFunctionMode):
 def _orders(rank: int, case: Case, fewer: bool) -> list[Truth]:
     """Train one process in bfloat16, and again with other orders of summing: over rows, over features, over both.
 
-    Forty runs; fewer: the eight that sum most unlike.
+    These are forty runs. fewer: only the eight whose sums differ most.
     """
     every = [(parts, order) for parts in ((4,) if fewer else (1, 2, 4)) for order in range(3)]
     wraps = [nullcontext, *(partial(_InParts, parts, order) for parts, order in every)]
@@ -207,7 +207,7 @@ class Verdict:
 def judged(case: Case, found: Sequence[Outcome] | str, known: Truth) -> Verdict:
     """Return the verdict on what each rank made of `case`, or on the text of what broke them.
 
-    What `nbkit.check` has said counts where `known` has it.
+    The answer of `nbkit.check` counts if `known` has it.
     """
     single = len(case.strategies) == 1
     if isinstance(found, str):

@@ -1,6 +1,6 @@
 """Models drawn at random, split over two ranks as the proof says, beside one process.
 
-python -m verify fuzz 500          as make fuzz-tp; the seeds that are not as on one process are printed
+python -m verify fuzz 500          as make fuzz-tp; prints the seeds that differ from one process
 """
 
 from __future__ import annotations

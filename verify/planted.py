@@ -1,7 +1,7 @@
 """Bugs that parallel training is known for, put into the ranks one at a time: each has to turn the parity red.
 
-A comparison that no bug disturbs proves nothing. Each bug is a patch of the running code, a mistake that somebody could
-make there, and comes with the case that has to show it.
+A comparison that no bug disturbs proves nothing. Each bug is a patch of the running code that makes a likely mistake,
+and has a case that must show it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def truths(
 ) -> dict[Case, Truth]:
     """Return `case.truth` -> the result of one process, computed in a process of its own on `device`.
 
-    check: and what `nbkit.check` says of the strategies of these cases.
+    check: also ask `nbkit.check` about the strategies of these cases.
     """
     wanted: dict[Case, list[str]] = {}
     for case in sorted(cases, key=str):
@@ -104,7 +104,7 @@ def results(
 ) -> Iterator[Result]:
     """Yield the result of each of `cases` as soon as it is there. All cases need the same number of ranks.
 
-    A case that breaks the ranks or does not end takes no other with it. patience: seconds that one may take.
+    A case that breaks the ranks or does not end takes no other with it. patience: seconds that one case may take.
     """
     todo = list(cases)
     while todo:

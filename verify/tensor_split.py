@@ -80,7 +80,7 @@ def compared(
 ) -> tuple[float, float, TensorSplit, nn.Module]:
     """Return (largest gradient difference / largest gradient, difference of losses, the split, this rank's part).
 
-    plan: made of the model already, or the user's roles.
+    plan: a plan that was made of the model already, or the user's roles.
     """
     whole = copy.deepcopy(model)
     truth = loss(call(whole, value))

@@ -61,10 +61,10 @@ Pieces = Mapping[str, tuple[Tensor, Layout]]
 class Truth:
     """The results of one process. grads: of the first step, before clipping, by original name.
 
-    states: steps -> state of the model then: at the start, at the end, and of a case with SGD after each step.
-    rounds: what the model computes passes through float32 on the way, which is looked for in cases with SGD.
+    states: steps -> state of the model: at the start, at the end, and after each step of a case with SGD.
+    rounds: True if the model rounds to float32 on the way. Only cases with SGD are checked for that.
     checks: strategy -> ("fits" | "refused" | "crash", text), as `nbkit.check` says.
-    evaluated: the loss of all data at the end, of a case that evaluates.
+    evaluated: the loss of all data at the end, if the case evaluates.
     """
 
     losses: list[float]

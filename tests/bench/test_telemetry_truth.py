@@ -33,7 +33,7 @@ def late_in(folder: Path, strategy: str, wanted: list[Delay]) -> tuple[Recorded,
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_delay_on_one_rank_or_link_is_found_within_three_steps(tmp_path: Path) -> None:
-    """On two axes, of which one has links. Six other strategies: python -m bench telemetry_truth."""
+    """Try two axes, of which one has links. Six other strategies: python -m bench telemetry_truth."""
     chosen = Strategy.parse("dp=2 pp=2", 4)
     wanted = delays(chosen)
     assert [delay.part for delay in wanted].count("exposed") >= 1

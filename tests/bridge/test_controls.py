@@ -71,7 +71,7 @@ def test_what_breaks_the_training_is_its_error_and_told_too(
 def test_a_refusal_within_a_step_of_a_trial_ends_the_training(
     controls: TrainingRequestHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be this rank's alone, while the others wait in that step."""
+    """The refusal may come from this rank alone, while the others wait in that step."""
     owner = Refusing(TrainingError("A stage returned other tensors than before."))
     owner.job.integrity.broken_off = True
     monkeypatch.setattr(step_boundary, "_training", owner)

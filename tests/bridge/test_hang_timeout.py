@@ -1,6 +1,6 @@
 """`hang_timeout=`: a rank that all others wait for is ended and replaced; if all ranks wait, none is ended.
 
-One cluster of three; each compares with a training that was left alone.
+All tests share a cluster of three. Each compares with a training that was left alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A rank dies in a loop over `job.batches`: the job is saved at a step boundary, and the error says how it is loaded.
 
-One cluster of four for all cases.
+All cases share a cluster of four.
 """
 
 from __future__ import annotations

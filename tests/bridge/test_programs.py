@@ -1,7 +1,7 @@
 """Programs written for torchrun run in a cell as they are, by `%run`: not a line changed, and every loss equal.
 
-They have the structure of programs that people bring, each with what it takes from its library. Where a library is not
-installed, its program is skipped.
+They have the structure of programs that people bring, each with the functions that it uses of its library. If a library
+is not installed, its program is skipped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A rank that dies in `fit` is replaced: a new process enters the cell, and the training goes on unchanged.
 
-One cluster of four for all cases; each kills in mid-training and compares with a training that was left alone.
+All cases share a cluster of four. Each kills in mid-training and compares with a training that was left alone.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ trainer = make()
 
 
 def test_a_switch_of_which_a_rank_has_died_is_made(four: Cluster, undisturbed: list[float]) -> None:
-    """The new rank has not got the request, and all later ones, a stop among them, would wait behind it."""
+    """The new rank has not got the request. Without it, all later requests, such as a stop, would wait behind it."""
     four.run(DIES_ASKED)
     before = four.entry.ranks[2]
     handle = four.run(CELL, detach=True)
@@ -161,7 +161,7 @@ def test_a_switch_of_which_a_rank_has_died_is_made(four: Cluster, undisturbed: l
 @pytest.mark.long
 @pytest.mark.parametrize(("strategy", "where"), [("ddp", "callback"), ("zero3", "update")])
 def test_a_death_at_the_end_is_no_other_one(four: Cluster, undisturbed: list[float], strategy: str, where: str) -> None:
-    """Behind the last reduction, with nothing left to wait for in a step."""
+    """A rank dies after the last reduction, when nothing in the step waits for it any more."""
     four.run(ENDING.format(strategy=strategy, where=where), timeout=60)
     results = four.run(CELL, timeout=120)
     assert results.status == "ok"
@@ -208,7 +208,7 @@ trainer = make(strategy="zero3", recovery=kept, optimizer=lambda model: Torn(mod
 def test_an_update_that_an_error_has_torn_is_taken_back_by_the_next_fit(
     four: Cluster, undisturbed: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under zero3 each rank holds its own part, so that no other one can give what is torn."""
+    """Under zero3 each rank holds its own part, so no other rank can restore a part that is half updated."""
     four.run(TORN.format(1))
     with pytest.raises(CellError, match="planted"):
         four.run(CELL, timeout=60)

@@ -1,6 +1,6 @@
 """The number of ranks changes, while a Trainer makes steps or while none does: the training goes on unchanged.
 
-One cluster for all; each compares with a training that was left alone.
+All tests share a cluster. Each compares with a training that was left alone.
 """
 
 from __future__ import annotations

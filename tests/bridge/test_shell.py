@@ -143,7 +143,7 @@ def test_an_interrupt_on_one_rank_releases_the_others_and_is_said_to_be_its(two:
 
 
 def test_a_rank_that_was_only_released_is_not_blamed(two: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both end in the same line of the cell, with errors of the same name."""
+    """Both ranks end in the same line of the cell, with errors of the same name."""
     with pytest.raises(CellError, match=r"^Rank 1 failed: RuntimeError: mine, line 2") as caught:
         two.run("def step():\n    raise RuntimeError('mine') if rank == 1 else dist.barrier()\nstep()")
     assert "Rank 0: released at line 2, in barrier" in str(caught.value)

@@ -1,6 +1,6 @@
 """`on_failure="shrink"`: ranks die in `fit`, and the training goes on with those that are left.
 
-One cluster of four; each compares with a training that was left alone.
+All tests share a cluster of four. Each compares with a training that was left alone.
 """
 
 from __future__ import annotations

@@ -391,7 +391,7 @@ def test_before_there_is_a_trainer_it_says_what_to_type(browser: Any) -> None:
     page.close()
 
 
-# The style sheet of JupyterLab, and of many pages that show a saved notebook on the web.
+# JupyterLab has these rules, and so have many pages that show a saved notebook on the web.
 FONT_AWESOME = ".fa, .fab, .fad, .fal, .far, .fas, .fat { font-family: 'Font Awesome 5 Free', serif; }"
 
 

@@ -1,7 +1,7 @@
 """Clusters on several hosts: over a Slurm and over SSH hosts that are started here, shared by the files of this folder.
 
-What is not marked long is a sample, over each launcher: a start, cells, an error, a training, a dead rank, the end. All
-of it: make machines. Where Slurm or sshd cannot be had, the tests say why they are skipped.
+Tests that are not marked long are a sample over each launcher: a start, cells, an error, a training, a dead rank, the
+end. `make machines` runs all. Without Slurm or sshd, the tests are skipped and say why.
 """
 
 from __future__ import annotations

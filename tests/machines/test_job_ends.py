@@ -1,7 +1,7 @@
 """A job of Slurm's ends under a training: at its time limit, for another job, or because somebody cancels it.
 
-The training is saved before the hosts are gone, and the notebook says which of the three it was. Each with a cluster of
-its own, which ends with its job.
+The training is saved before the hosts are gone, and the notebook says which of the three it was. Each test has its own
+cluster, which ends with its job.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def test_a_cluster_with_requeue_asks_for_hosts_again_and_its_training_goes_on_by
 
 @pytest.mark.long
 def test_slurms_own_time_limit_finds_a_training_saved(slurm: SlurmNodes, tmp_path: Path) -> None:
-    """Nobody changes the limit here: two minutes, of which the last thirty seconds are left for saving."""
+    """The job gets two minutes, of which the last thirty seconds are left for saving. Nobody changes the limit."""
     cluster, handle = training("timed", tmp_path / "saved", 0.5, time="2")
     with pytest.raises(NbkitError, match=r"job \d+ reaches its time limit at"):
         handle.wait(timeout=PATIENCE)

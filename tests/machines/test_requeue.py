@@ -81,7 +81,7 @@ def until(true: Callable[[], object]) -> None:
 def assert_goes_on(slurm: SlurmNodes, job: str, folder: Path, log: Path, *, by_hand: bool = True) -> None:
     """Check that `job`, told to end after some steps, waits in the queue, and then makes the steps that are left.
 
-    by_hand: the signal comes from here; else from Slurm, near the limit.
+    by_hand: send the signal from here; else Slurm sends it, near the limit.
     """
     until(lambda: "step 5\n" in log.read_text())
     if by_hand:

@@ -52,7 +52,7 @@ def asked(words: str) -> LauncherRequest:
 def test_it_starts_ranks_that_form_a_world_and_ends_them(
     installed: None, nbkit_home: Path, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An error of its `poll` or `stop` neither ends the cluster nor leaves a part of it."""
+    """An error of `poll` or `stop` neither ends the cluster nor leaves a part of it."""
     cluster = Cluster.start(name="plugged", on=asked(f"start --launcher local -n 2 --cpu{words}"), ttl=60)
     try:
         assert cluster.run("seen = torch.ones(1); dist.all_reduce(seen)\nseen.item()").values == {0: 2.0, 1: 2.0}

@@ -20,7 +20,7 @@ def job(
 ) -> tuple[dict[int, StepRecord], dict[str, tuple[int, ...]]]:
     """Return records of one step. own: what a rank's parts take more than usual. stood: its waits, by axis.
 
-    Of what is stood for, "pp" is bubble.
+    Waits on "pp" are bubble.
     """
     mesh = Strategy.parse(text, 4).mesh
     groups = {f"{axis} {ranks}": ranks for axis in ("pp", "dp", "tp") for ranks in mesh.groups(axis) if len(ranks) > 1}

@@ -1,6 +1,6 @@
 """The plugin behind pytest --cpu: CPU-seconds of each test file, of this process and of all processes started below it.
 
-Seconds on a clock say little on a busy machine. In one process only: without -n.
+Seconds on a clock say little on a busy machine. It works in one process only: without -n.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 class CpuSeconds:
     """Adds up the CPU-seconds of processes, while they run and after they were waited for.
 
-    One that outlives its parent, such as a cluster's, is known from then on if it was there at the end of a test.
+    A process that outlives its parent, such as a cluster's, is counted once it was there at the end of a test.
     """
 
     def __init__(self) -> None:

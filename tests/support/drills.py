@@ -3,8 +3,8 @@
 python -m tests.support.drills                    all of them
 python -m tests.support.drills WORD ...           those with a word in their name; --out FILE writes the table
 
-One kernel, one cluster of two ranks. After each drill the next cell runs a collective on both ranks, and no process is
-left that was not there before; after the last one nothing is left at all.
+All drills share a kernel and a cluster of two ranks. After each drill, the next cell must run a collective on both
+ranks, and no new process may be left. After the last drill, no process at all may be left.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def perform(kernel: Kernel, drill: Drill) -> Outcome:
 def processes(kernel: Kernel) -> set[psutil.Process]:
     """Return every process of the kernel's clusters: found by its environment, or in the registry.
 
-    What is forked from a process of the tests shows that one's environment.
+    A process that was forked from a process of the tests shows the environment of that process.
     """
     home = kernel.environment["NBKIT_HOME"]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,9 +1,9 @@
 """The parent of a cluster's ranks, and its controller, forked from the process that ranks of tests are forked from.
 
-That has torch and ipyparallel in memory: to import them takes each start of a cluster seconds of a core. The ranks know
-their links, which all would measure at the first job and at the first one after each death, and the optimizers of most
-jobs. All else is as at a user's: their own session, environment, folder and log. tests/notebook/cluster/test_launch.py
-starts clusters as a user does.
+That process has torch and ipyparallel in memory. Importing them would take seconds of a core for each cluster. Ranks
+know the optimizers of most jobs and their links, which they would measure at the first job and after each death. All
+else is as for a user: their own session, environment, folder and log. tests/notebook/cluster/test_launch.py starts
+clusters as a user does.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ del prepare
 def forked_parents(forked: bool = True, *, controllers: bool = True) -> Iterator[None]:
     """Fork the parents of clusters that this process starts meanwhile; with `forked=False`, start them as usual.
 
-    controllers: false where one is killed. What it leaves is known by its environment, and what is forked here shows
-    that of the process of the tests.
+    controllers: False if a test kills a controller. Its processes are then found by their environment, and a forked
+    process shows that of the tests' process.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ParentLauncher, "start", _start if forked else _AS_EVER)

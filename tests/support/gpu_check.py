@@ -291,7 +291,7 @@ def steady(rank: int, ranks: int, strategies: Sequence[str]) -> dict[str, Counte
 def check_steps(strategies: Sequence[str] = STRATEGIES, *, ranks: int = 4, together: bool = False) -> Iterator[str]:
     """Yield a line for each strategy: a step must copy the batch once, from pinned memory, and not wait on the host.
 
-    together: in one set of processes, where a strategy that ends it takes the others along.
+    together: use one set of processes. A strategy that ends it then takes the others along.
     """
     for some in [strategies] if together else [[strategy] for strategy in strategies]:
         try:

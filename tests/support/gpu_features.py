@@ -1,6 +1,6 @@
 """Features beside the steps, on the pretended GPU under every strategy: they leave the losses as they are.
 
-Each of `FEATURES` trains in its own way and returns numbers, which have to be those of one process.
+Each of `FEATURES` trains in its own way and returns numbers, which must be equal to those of one process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A JupyterHub on this machine with one user, whose server runs this Python's packages: it, its proxy, a kernel.
 
-Of PATH: jupyterhub and configurable-http-proxy, each of an installation of its own; see `missing`.
+PATH must have jupyterhub and configurable-http-proxy, each from its own installation; see `missing`.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ class Kernel:
     ) -> Cell:
         """Collect everything that belongs to a cell until it is over.
 
-        typed: the answers of who sits at the keyboard, one for each time that the cell asks; of a function what it
-        returns, None: nothing is typed.
+        typed: answers from the keyboard, one for each time that the cell asks. A function is called for its answer; if
+        that is None, nothing is typed.
         """
         cell, began, idle, lines = Cell(), time.monotonic(), False, iter(typed)
         actions = sorted((at or {}).items())

@@ -1,6 +1,6 @@
 """The notebooks with their outputs: `make lessons` executes those whose code has changed, and stores what came of it.
 
-What a page cannot show without the kernel that made it is left out, where there is text, HTML or a picture beside it.
+Outputs that a page cannot show without their kernel are left out if there is text, HTML or a picture beside them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     launcher   start   cell   first error   stop   dead rank   ddp, zero3, pp, and switches between them
 
-Over Slurm, SSH and MPI on hosts of this machine, so that a wire between them costs nothing. Starts, and cells, are made
-in turns with those of a cluster of as many ranks without a launcher.
+Slurm, SSH and MPI run on hosts of this machine, so that a wire between them costs nothing. Starts and cells take turns
+with those of a cluster of as many ranks without a launcher.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class Answer:
 def begin(cluster: Cluster) -> int:
     """Define what the cells use; returns the number of the cell that does.
 
-    In a new generation: collectives that other cells have issued before would count in what is said of the hang.
+    Do it in a new generation: the answer would count collectives that earlier cells have issued.
     """
     cluster.connection.generation.spoil("a hang is planted")
     handle = cluster.run(PRELUDE, detach=True)
@@ -267,8 +267,8 @@ def number_of(cluster: Cluster) -> int:
 def ask(cluster: Cluster, hang: Hang, first: int) -> Answer:
     """Plant it, ask once it is stuck, and stop it.
 
-    On a busy machine ranks can wait for a late one long before they hang, and what is said of that is another thing: so
-    they are asked again until the answer is of the hang, or for `_STUCK_SECONDS`.
+    On a busy machine, ranks can wait long for a late one before they hang, and the answer is then another one. So ask
+    again until the answer is about the hang, for at most `_STUCK_SECONDS`.
     """
     handle = cluster.run(hang.source, detach=True)
     number = number_of(cluster)

@@ -1,6 +1,6 @@
 """Runs a function in several real processes, one per rank, forked from a fresh process that has imported all they need.
 
-The test process itself may hold threads and sockets of anything; ranks never inherit from it.
+The test process itself may hold any threads and sockets; ranks never inherit them.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def run_ranks(
     """Return `[fn(world, *args) of rank 0, of rank 1, ...]`. fn: a function of a module; its results can be pickled.
 
     With `join=False` the function gets its rank number instead of a World, and no group exists yet. dying: ranks whose
-    processes are to end in it; None stands for them.
-    Raises RankFailed with the traceback of the rank that failed first, or with who did not answer in time.
+    processes end in fn; their results are None.
+    Raises RankFailed with the traceback of the rank that failed first, or with the ranks that did not answer in time.
     All processes are gone when this returns.
     """
     context = _forking()
@@ -116,7 +116,7 @@ def know_links(n: int) -> None:
 def know_optimizers() -> None:
     """Keep a rank from trying the known optimizers on small tensors, which takes a sixth of the time of a small job.
 
-    tests/rank/train/step/test_optimizer_factory.py tries them; so does what is started otherwise, as by torchrun.
+    tests/rank/train/step/test_optimizer_factory.py tries them; so do ranks that are started otherwise, as by torchrun.
     """
     from nbkit.rank.train.step.optimizer_trial import OptimizerTrial
 

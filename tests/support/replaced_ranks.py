@@ -1,6 +1,6 @@
 """Ranks of which some kill themselves: others are told, released from what they wait in, and a new one is forked.
 
-What the parent of a cluster's ranks and their engines do, without a notebook; see ranks.py for the processes.
+This does the work of a cluster's parent and engines, without a notebook. See ranks.py for the processes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run_replaced(
 ) -> list[Any]:
     """Return `[fn(seat, *args) of rank 0, ...]` of the processes that have the seats at the end.
 
-    deaths: how many times ranks die; together: so many at once. place: (rank, ranks) -> its RankPlace, before it joins
+    deaths: how many times ranks die. together: how many at once. place: (rank, ranks) -> its RankPlace, before it joins
     the world; default a CPU rank over gloo. late_s: seconds in which the others have not heard of a death, and go on
     until they wait for the dead.
     """

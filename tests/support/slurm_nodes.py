@@ -1,6 +1,6 @@
 """A Slurm of four nodes on this machine, as root, without systemd: its daemons and munged, in a folder of their own.
 
-The partition gpu has two, with two GPUs each that are device files and nothing else: Slurm counts and hands them out.
+The partition gpu has two nodes with two GPUs each. These are only device files, which Slurm counts and hands out.
 """
 
 from __future__ import annotations

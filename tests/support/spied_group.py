@@ -33,7 +33,7 @@ class Spy:
 def on_the_wire(operation: Callable[[Any], object]) -> tuple[list[tuple[str, int]], list[Any], int]:
     """Return (calls of the inner group with their bytes, what listeners heard, number of operations counted).
 
-    operation: is given the world's group.
+    operation: called with the world's group.
     """
     group = dist.group.WORLD
     assert isinstance(group, delegating_group.DelegatingGroup)

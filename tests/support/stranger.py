@@ -2,8 +2,8 @@
 
     python stranger.py HOME SECRET MARK PID...
 
-Prints JSON: files read below HOME, sockets on which SECRET was heard, what was read of processes, signals that arrived.
-Whether a forged message ran on a rank is seen at MARK, the file that it would make.
+Prints JSON: files read below HOME, sockets on which SECRET was heard, data read of processes, signals that arrived.
+A forged message that runs on a rank makes the file MARK.
 """
 
 from __future__ import annotations

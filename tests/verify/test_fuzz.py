@@ -1,6 +1,6 @@
 """Operations drawn at random between the maps of attentions and MLPs: whatever is split trains as on one process.
 
-A sample; `make fuzz-tp` runs 500 seeds.
+This is a sample; `make fuzz-tp` runs 500 seeds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Models with something between the maps of a pair, or around them, that only its forward tells: one line each.
 
-`MODELS[name]` is (make, how many pairs of its two blocks can be split, for a rank can compute its part of them alone).
-Token ids (B, T) go in, logits (B, T, V) come out. `deep` models have attentions beside, so that their positions are
-split too.
+`MODELS[name]` is (make, how many pairs of its two blocks can be split because a rank can compute its part alone). Token
+ids (B, T) go in, logits (B, T, V) come out. `deep` models have attentions too, so that their positions are split.
 """
 
 from __future__ import annotations
@@ -414,7 +413,7 @@ def _by_number(s: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 def shared() -> nn.Module:
-    """A model whose blocks share an MLP with a learned slope."""
+    """Return a model whose blocks share an MLP with a learned slope."""
     made: Any = Model(lambda: Block(None, MLP(lambda s, h, x: s.act(h), child("act", nn.PReLU))))
     made.blocks[1].mlp = made.blocks[0].mlp
     return made  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """Models in which functions hold parts of the model: closures, patched forwards, hooks, parts outside of modules.
 
-Each is an ordinary way to write or to change a model. `MODELS` has what builds it, and all take and give (rows, 4, 8).
+Each is an ordinary way to write or to change a model. `MODELS` has their builders. All take and give (rows, 4, 8).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Specimen:
 
     make: builds it; some take `layers` and `dropout`. sample: (rows, generator) -> (model input, target). loss:
     (output, target) -> mean over rows (and positions). blocks: the modules that can begin a stage. padded: as sample,
-    with padding, where the model takes a mask for it. loss_of: model -> its loss, where that reads the model.
+    with padding, if the model takes a mask for it. loss_of: model -> its loss, if the loss reads the model.
     """
 
     make: Callable[..., nn.Module]

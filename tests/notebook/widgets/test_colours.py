@@ -1,7 +1,7 @@
 """The colours of a set are told apart by readers with and without colour blindness, on light and dark ground.
 
-Colour blindness as Machado, Oliveira and Fernandes (2009) simulate it at full strength; differences by CIEDE2000 as
-Sharma, Wu and Dalal (2005) write it down, where 1 is just seen side by side.
+Colour blindness is simulated as by Machado, Oliveira and Fernandes (2009) at full strength. Differences are those of
+CIEDE2000, as in Sharma, Wu and Dalal (2005); a difference of 1 is just seen side by side.
 """
 
 from __future__ import annotations

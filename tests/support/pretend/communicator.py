@@ -2,10 +2,10 @@
 
 - One communicator for the collectives and batches of a group, and one for each pair of ranks that sends message by
   message. Each is made at its first use, which blocks the host until all of its members have come.
-- What is issued on a communicator runs one after the other. A send is over when it is received: tags do not matter.
-- Results are there when they have been waited for; until then what they go to holds poison. What is sent must stay as
-  it was, and where it was. `wait` makes the current stream wait, and raises nothing when it was broken off.
-- A work keeps its outputs for as long as it lives.
+- Operations on a communicator run one after the other. A send ends when it is received. Tags do not matter.
+- A result is there only after `wait`. Until then its tensor holds poison. A tensor that is sent must not change or
+  move. `wait` makes the current stream wait, and raises nothing if the operation was broken off.
+- A handle keeps its outputs for as long as it lives.
 - `abort` waits for the device, which other stuck communicators keep busy; after `shutdown` it touches freed memory.
 """
 

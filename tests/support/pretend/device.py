@@ -1,7 +1,7 @@
 """The pretended device: nbkit's Accelerator for CPU tensors that count as tensors of a GPU.
 
-Kernels run at once, on the host; what is pretended is when their results may be relied on. Memory of the host is known
-by `host`, or came from `pinned` and `fetch`; what operations make of it alone is memory of the host again.
+Kernels run at once, on the host. Only the time at which their results are valid is pretended. A tensor is in memory of
+the host after `host`, `pinned` or `fetch`, or if an operation made it from such tensors alone.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PretendAccelerator(Accelerator):
 
     @property
     def stream(self) -> str:
-        """The current one of this thread."""
+        """The current stream of this thread."""
         return getattr(self._here, "stream", "stream 0")
 
     def count(self) -> int:

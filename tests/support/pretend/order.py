@@ -1,8 +1,8 @@
 """Happens-before between streams, communicators and the host, by vector clocks.
 
-Everything that computes is an actor: the host, a stream, a communicator. An event carries the clock of the actor that
-recorded it, and whoever waits for it takes that over. Two accesses to the same memory of which one writes must be
-ordered so; otherwise they race, whichever came first this time.
+Everything that computes is an actor: the host, a stream, a communicator. An event has the clock of the actor that
+recorded it, and an actor that waits for the event takes that clock over. If two actors access the same memory and one
+writes, their clocks must order the accesses. Otherwise they race, whichever came first this time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """torch's SyncBatchNorm on the pretended device: its kernels, which torch has for GPUs alone, in plain operations.
 
-What it sends, and reads on the host, stays torch's own. Shapes: input (N, C, ...), statistics (C,), counts (ranks,).
+Its communication and reads on the host stay torch's own. Shapes: input (N, C, ...), statistics (C,), counts (ranks,).
 """
 
 from __future__ import annotations
